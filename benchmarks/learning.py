@@ -42,10 +42,11 @@ FIRST_ORDER = {
     "adam-offload": {"method": "adam-offload", "learning_rate": 3e-5},
     "lsp": LSP | {"learning_rate": 5e-5},
     "adalomo": {"method": "adalomo", "learning_rate": 5e-4},
-    "lomo": {"method": "lomo", "learning_rate": 1.5e-3},
+    "lomo": {"method": "lomo", "learning_rate": 1e-2, "max_grad_norm": 1.0},
     "lomo-lora": LOMO_LORA,
 }
 ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
+PARTS = ZO | {"zo": {"estimator": "grzo", "directions": 16, "rank": 4, "refresh": 50}}  # a direction per row
 TOKENS = {"loss": "tokens"}
 METRICS = ("eval_loss", "eval_accuracy")  # the latter where there is one
 FZOO = ZO | {"learning_rate": 1e-3, "zo": {"estimator": "fzoo"}}
@@ -68,6 +69,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo-rank": ("sst2", [0], ZO | {"learning_rate": 3e-5, "zo": {"rank": 2, "refresh": 50}}),
     "sst2-zo-fzoo": ("sst2", [0], FZOO | {"max_steps": 666, "eval_steps": 222}),
     "sst2-zo-2000": ("sst2", [0], FZOO | {"learning_rate": [5e-4, 1e-3, 2e-3], "max_steps": 222, "eval_steps": 111}),
+    "sst2-zo-parts": ("sst2", [0], PARTS | {"learning_rate": [5e-5, 1e-4, 2e-4], "max_steps": 1000, "eval_steps": 250}),
     **{f"sst2-{name}": ("sst2", [0, 1, 2], how | first_order(5)) for name, how in FIRST_ORDER.items()},
     "sst2-lomo-streamed": ("sst2", [0], FIRST_ORDER["lomo"] | first_order(5) | {"placement": "stream"}),
     **{f"rte-{name}": ("rte", [0], how | first_order(10) | TOKENS) for name, how in FIRST_ORDER.items()},

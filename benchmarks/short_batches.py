@@ -1,17 +1,23 @@
 """Steps on short, ragged batches beside plain PyTorch loops: where the host, not the GPU, is the bound.
 
-    python benchmarks/short_batches.py [--shape smollm2|llama8b] [--only lomo,zo] [--steps 60] [--profile CASE]
+    python benchmarks/short_batches.py [--shape smollm2|llama8b] [--only lomo,zo] [--steps 40] [--profile CASE]
+                                       [--budget 1GiB] [--json FILE]
 
 smollm2: SmolLM2-135M's shape in float32, 16 rows of 10 to 60 tokens (as SST-2's), padded to a multiple of 16. llama8b:
 Llama-3-8B's shape (128k vocabulary) in bfloat16, 8 x 64 tokens. Random weights. The loss is that of the last token of
-each row. All cases of one run stand in one process, one after the other; a ratio compares a method with its plain loop:
+each row. All cases of one run stand in one process, one after the other; a ratio compares a method with its plain loop,
+which runs before it even if --only does not name it:
 
     lomo           SGD (torch.optim.SGD, foreach), no checkpointing
     adalomo, lsp, adam-offload    AdamW (torch.optim.AdamW, fused where torch has it)
     zo             MeZO's published loop with in-place sums
 
-Floors, printed beside: matrix products alone, 6 (first-order) or 4 (zeroth-order) x parameters x tokens at the speed of
-a square product measured in this run; and twice the weights over the link for a streamed step.
+The floor of a step is printed beside it, from rates measured in this run. It is the largest of:
+
+    compute    6 (first-order) or 4 (zeroth-order) x (parameters of the blocks x tokens + the output matrix x rows)
+               operations, at the rate of a square product in the same dtype
+    memory     every weight read once and written once, at the rate of a copy on the device
+    link       every weight over the link once (streamed cases)
 """
 
 import argparse
@@ -26,6 +32,8 @@ from typing import Any
 import torch
 
 import keyhole
+from keyhole.bench.link import measure_link
+from keyhole.bench.rates import copy_rate, product_rate
 from keyhole.bench.zo.textbook import Textbook
 
 SMOLLM2 = {
@@ -159,6 +167,32 @@ def cases(shape: Shape, device: str, budget: str) -> dict[str, tuple[str | None,
     }
 
 
+def floors(shape: Shape, device: str, batches: list[dict]) -> Callable[[str], float]:
+    """The least milliseconds that a step of a case can take."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config_of(shape), dtype=shape.dtype)
+    where = torch.device(device)
+    total = sum(p.numel() for p in module.parameters())
+    table = shape.config["vocab_size"] * shape.config["hidden_size"]
+    in_blocks = total - table * (1 if shape.config["tie_word_embeddings"] else 2)
+    tokens = sum(batch["input_ids"].numel() for batch in batches) / len(batches)
+    operations = in_blocks * tokens + table * shape.rows
+    weights_bytes = total * shape.dtype.itemsize
+    products, copies = product_rate(where, shape.dtype), copy_rate(where)
+    link = measure_link(64 * 2**20)["up"] * 1e9 if device != "cpu" else None
+    over_link = f", link {link / 1e9:.1f} GB/s" if link else ""
+    print(f"products {products / 1e12:.1f} TFLOP/s, copies {copies / 1e9:.0f} GB/s{over_link}", flush=True)
+
+    def floor_ms(name: str) -> float:
+        times = 4 if name.startswith(("zo", "mezo")) else 6
+        found = [times * operations / products, 2 * weights_bytes / copies]
+        return 1e3 * max([*found, weights_bytes / link] if link and "streamed" in name else found)
+
+    return floor_ms
+
+
 def timed(step: Callable, batches: list[dict], steps: int, device: str) -> dict[str, float]:
     """Milliseconds per step: of the fastest and the mean of three rounds, after a warm-up over all shapes twice."""
     wait = torch.cuda.synchronize if device != "cpu" else lambda: None
@@ -208,8 +242,12 @@ def main() -> None:
         torch.set_num_threads(1)
     table, found = cases(shape, device, args.budget), {}
     batches = batches_of(shape, 8)
-    wanted = [name for name in (args.only.split(",") if args.only else table)]
-    for name in wanted:
+    wanted = args.only.split(",") if args.only else list(table)
+    if unknown := [name for name in wanted if name not in table]:
+        parser.error(f"--only: {', '.join(unknown)}: choose among {', '.join(table)}")
+    baselines = {table[name][0] for name in wanted}
+    floor_ms = floors(shape, device, batches)
+    for name in (name for name in table if name in wanted or name in baselines):
         try:
             step = table[name][1]()
             if name == args.profile:
@@ -225,7 +263,11 @@ def main() -> None:
                 torch.cuda.empty_cache()
         base = found.get(table[name][0] or "")
         ratio = f"{base['ms'] / found[name]['ms']:.2f}x of {table[name][0]}" if base else ""
-        print(f"{name:16s} {found[name]['ms']:8.2f} ms  mean {found[name]['mean_ms']:8.2f}  {ratio}", flush=True)
+        found[name]["floor_ms"] = floor_ms(name)
+        floor = f"floor {floor_ms(name):7.2f} ({found[name]['ms'] / floor_ms(name):.1f})"
+        print(
+            f"{name:16s} {found[name]['ms']:8.2f} ms  mean {found[name]['mean_ms']:8.2f}  {floor}  {ratio}", flush=True
+        )
     if args.json:
         args.json.write_text(json.dumps({"shape": args.shape, "torch": torch.__version__, "rows": found}, indent=1))
 

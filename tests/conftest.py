@@ -8,9 +8,10 @@ directory. Tests that change a directory copy it first.
 import gc
 import json
 import os
+import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -89,28 +90,86 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_wait_for_the_disk() -> Iterator[None]:
+    """What a disk has said it holds is asked for thousands of times, at milliseconds each, a tenth of all time; what a
+    test finds in a file is the same without. Tests that count or fail these calls put their own in their place, and
+    processes that are killed (tests/crash) make them."""
+
+    def unless_a_file(real: Callable[[int], None]) -> Callable[[int], None]:
+        def flush(file: Any) -> None:
+            mode = os.fstat(file if isinstance(file, int) else file.fileno()).st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                real(file)
+
+        return flush
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            if hasattr(os, name):
+                patch.setattr(os, name, unless_a_file(getattr(os, name)))
+        yield
+
+
+STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "keyhole.training.reports.plot_loss": ("picture", lambda metrics, picture, title: picture.write_bytes(b"") == 0),
+    "keyhole.training.loop.generated": ("answers", lambda model, dataset, step, *about: Answers(step, "")),
+}
+
+
+def stand_in(patch: pytest.MonkeyPatch, marks: Container[str], real: dict[str, Callable[..., Any]]) -> None:
+    """Puts stand-ins into modules that are imported, but where a mark asks for the function itself."""
+    for name, (mark, other) in STAND_INS.items():
+        module, _, attribute = name.rpartition(".")
+        if module in sys.modules:
+            real.setdefault(name, getattr(sys.modules[module], attribute))
+            patch.setattr(name, real[name] if mark in marks else other)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def real_functions() -> Iterator[dict[str, Callable[..., Any]]]:
+    """What stand-ins stand for; they do in fixtures of whole modules too."""
+    real: dict[str, Callable[..., Any]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch, (), real)
+        yield real
+
+
 @pytest.fixture(autouse=True)
-def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, real_functions: dict[str, Any]) -> None:
     """A run's curve is an empty file, but in tests with the mark `picture`, and prompts for its page are not answered,
     but in those with the mark `answers`: both cost more than a short run."""
-    if "keyhole.training.reports" in sys.modules and "picture" not in request.keywords:
-        draw = lambda metrics, picture, title: picture.write_bytes(b"") == 0  # noqa: E731
-        monkeypatch.setattr("keyhole.training.reports.plot_loss", draw)
-    if "keyhole.training.loop" in sys.modules and "answers" not in request.keywords:
-        none = lambda model, dataset, step, *about: Answers(step, "")  # noqa: E731
-        monkeypatch.setattr("keyhole.training.loop.generated", none)
+    stand_in(monkeypatch, request.keywords, real_functions)
 
 
 kept_small = lru_cache(maxsize=1)(lru_cache(maxsize=4096))  # draws of small tensors, for the whole session
+
+
+@lru_cache(maxsize=1)
+def kept_tiles(words: Callable[..., Any]) -> Callable[..., Any]:
+    """words_reference, of which each tile's words are drawn once: all small tensors of a unit lie in one tile, and each
+    asks for the bits of the whole of it."""
+    draw = lru_cache(maxsize=1024)(lambda first, count, tile, **options: words(first, count, tile, **options))
+
+    def drawn(start: int, n: int, tile: int, **options: Any) -> Any:
+        first, last = start // tile * tile, -(-(start + n) // tile) * tile
+        given = draw if last - first <= 4 * tile else words
+        return given(first, last - first, tile, **dict(sorted(options.items())))
+
+    return drawn
 
 
 @pytest.fixture(autouse=True)
 def noise_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise is drawn once a test, that of small tensors once a session: z is a pure function of (seed, step, direction,
     elements), which tests/ops holds it to; a step asks for it to perturb, the next one to update, and both again in the
-    streamed twin and in the next test."""
+    streamed twin and in the next test. So are the bits of stochastic rounding."""
+    if "tests/ops" in str(request.path):
+        return
+    if bits := sys.modules.get("keyhole.ops.rounding.bits"):
+        monkeypatch.setattr(bits, "words_reference", kept_tiles(bits.words_reference))
     zo = sys.modules.get("keyhole.ops.zo.flat")
-    if zo is None or "tests/ops" in str(request.path):
+    if zo is None:
         return
     small, large = kept_small(zo.chunk_noise_reference), lru_cache(maxsize=1024)(zo.chunk_noise_reference)
 
@@ -151,8 +210,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the imports made is never garbage: collections during the tests need not look at it again."""
+    """What the imports made is never garbage worth a walk: collections during the tests need not look at it again."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # a step makes thousands of objects and hardly a cycle

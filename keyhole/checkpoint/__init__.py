@@ -1,10 +1,10 @@
-"""Checkpoints and journals: what a run writes so that it can go on, and how it finds its way back.
+"""Checkpoints and journals: what a run writes so that it can be resumed, and how a resume finds its starting point.
 
     files.py      checkpoint-N/: a Hugging Face directory, the optimizer's tensors, and keyhole_state.json
-    select.py     which checkpoints a directory holds, which of them are whole, and which are deleted
-    snapshot/     a checkpoint that is written while training goes on
+    select.py     which checkpoints a directory has, which of them are intact, and which are deleted
+    snapshot/     checkpoints that are written in the background during training
     journal/      a zeroth-order run as one record per step: format, writer, replay, and where to resume
 
-Durable writes, checksums and safetensors files are in keyhole/disk; the Hugging Face directory itself is written by
-model/weights/save.py; which settings may change on resume is in training/resume.py.
+keyhole/disk has durable writes, checksums and safetensors files; model/weights/save.py writes the Hugging Face
+directory itself; training/resume.py decides which settings may change on resume.
 """

@@ -1,19 +1,19 @@
-"""checkpoint-N/: everything a run needs to go on as if it had never stopped.
+"""checkpoint-N/: everything that a run needs to continue as if it had never stopped.
 
     an ordinary Hugging Face model directory, and
-    optimizer.safetensors    the method's tensors (AdamW's moments); absent when it has none
+    optimizer.safetensors    the method's tensors (AdamW's moments); absent if it has none
     keyhole_state.json       step, position in the data, the method's scalars, all settings, versions,
-                             and size and CRC-32 of every file, its own included
+                             and size and CRC-32 of every file, itself included
 
-A light checkpoint (Traits.light) has no weights: the method's tensors are all that has changed in the original model.
+A light checkpoint (Traits.light) has no weights: the method's tensors contain all changes to the original model.
 
-Nothing else is state: the learning rate is a function of the step, noise of (seed, step, element), and no
-random generator runs in a step. The directory is written under a temporary name, flushed, and appears by one
-rename. Host memory of a save: a piece of a tensor (disk/tensors.py); of a load: one tensor.
+There is no other state: the learning rate is a function of the step, noise is a function of (seed, step, element), and
+no random generator runs in a step. The directory is written under a temporary name, flushed, and renamed. A save needs
+host memory for a piece of a tensor (disk/tensors.py), a load for one tensor.
 
-`run` is the id of the run that wrote it, and `base` the content hash of the model that the run began with (None where
-it is not known): a moved model directory is recognised by it. `selection` holds the evaluations of the run so far and
-its seconds, from which the best step is chosen. Checkpoints before version 0.2 have none of the three.
+`run` is the id of the run that wrote the checkpoint, and `base` the content hash of the run's original model (None if
+unknown), which identifies a model directory that was moved. `selection` has the evaluations and the training seconds of
+the run so far, from which the best step is selected. Checkpoints before version 0.2 have none of the three.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ OWN_FILES = {STATE, TENSORS}
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint says of its run, beside the weights."""
+    """The description of the run in a checkpoint."""
 
     step: int
     loader: dict[str, Any]
@@ -54,8 +54,8 @@ def save_checkpoint(
     about: About,
     before_rename: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes a checkpoint, and waits. The method has been flushed; method_state is what its state_dict returned.
-    before_rename is called when everything else is done, and may refuse by an exception."""
+    """Writes a checkpoint and returns when it is complete. The method must have been flushed; method_state is the
+    result of its state_dict. before_rename is called just before the rename, and may prevent it by an exception."""
     tensors, scalars = split_state(method_state)
     with staged(path.parent, path.name) as temporary:
         if method_state.get("light"):
@@ -80,8 +80,8 @@ def split_state(method_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
 def write_state(
     directory: Path, about: About, scalars: dict[str, Any], sums: dict[str, list[Span]] | None = None
 ) -> None:
-    """Ends a checkpoint, for both writers: keyhole_state.json with the checksums of all files before it; then all
-    is flushed to the disk. sums: of their pieces, as far as they are known."""
+    """Completes a checkpoint, for both writers: writes keyhole_state.json with the checksums of all other files, and
+    flushes everything to the disk. sums: known checksums of pieces of the files."""
     inventory = _inventory(directory, sums or {})
     its_own = {"run": about.run, "base": about.base, "selection": about.selection}
     state = State(about.step, about.loader, scalars, about.config, about.versions, inventory, **its_own)
@@ -97,5 +97,5 @@ def _inventory(directory: Path, sums: dict[str, list[Span]]) -> dict[str, dict[s
 
 
 def method_state(path: Path, state: State) -> MethodState:
-    """What the method's load_state_dict is given; tensors are read one by one."""
+    """The argument of the method's load_state_dict; tensors are read one by one."""
     return MethodState(state.method, path / TENSORS if TENSORS in state.files else None)

@@ -1,7 +1,7 @@
-"""Which checkpoints there are, which of them are whole, and which go.
+"""Which checkpoints a directory has, which of them are intact, and which are deleted.
 
-A run goes on from the newest checkpoint that passes `verify`; damaged ones are named and passed over. Old
-ones are deleted only after a newer one is complete on disk, so there is always one to go back to.
+A run resumes from the newest checkpoint that passes `verify`; damaged ones are named and skipped. Old checkpoints are
+deleted only after a newer one is complete on the disk, so there is always one to go back to.
 """
 
 import itertools
@@ -26,7 +26,7 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The directories called checkpoint-N in `root`, oldest first, whole or not."""
+    """The directories called checkpoint-N in `root`, oldest first, intact or not."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
@@ -35,7 +35,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to go on from (None: none), and the newer, damaged ones that were passed over."""
+    """The checkpoint to resume from (None: none), and the newer, damaged ones that were skipped."""
 
     path: Path | None = None
     state: State | None = None
@@ -43,7 +43,7 @@ class Choice:
 
 
 def newest(root: Path) -> Choice:
-    """The newest whole checkpoint in `root`."""
+    """The newest intact checkpoint in `root`."""
     damaged: dict[Path, str] = {}
     for path in reversed(checkpoints(root)):
         try:
@@ -54,7 +54,7 @@ def newest(root: Path) -> Choice:
 
 
 def choose(resume: str, root: Path) -> Choice:
-    """The checkpoint that `--resume` means: the newest in `root` for a word of LAST, or the path given."""
+    """The checkpoint of `--resume`: the newest in `root` for one of the words in LAST, or the given path."""
     if resume in LAST:
         choice = newest(root)
         if choice.path is None and choice.damaged:
@@ -76,7 +76,7 @@ def choose(resume: str, root: Path) -> Choice:
 
 
 def refuse_to_branch(step: int, path: Path, root: Path) -> None:
-    """Going on from an older checkpoint would mix two histories in one directory."""
+    """Refuses to resume from an older checkpoint, which would mix two histories in one directory."""
     own = checkpoints(root)
     if own and step_of(own[-1]) > step:
         raise UserError(
@@ -86,7 +86,7 @@ def refuse_to_branch(step: int, path: Path, root: Path) -> None:
 
 
 def rename_damaged(paths: Iterable[Path]) -> None:
-    """Renames damaged checkpoints to checkpoint-N.damaged: nothing is lost, and none counts as good."""
+    """Renames damaged checkpoints to checkpoint-N.damaged: they are kept, but no longer count as checkpoints."""
     for path in paths:
         names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())
         os.replace(path, next(name for name in names if not os.path.lexists(name)))
@@ -95,9 +95,9 @@ def rename_damaged(paths: Iterable[Path]) -> None:
 def prune(
     root: Path, keep: int | None, up_to: int, say: Callable[[str], None] = print, spare: int | None = None
 ) -> threading.Thread:
-    """Renames the oldest checkpoints of steps <= up_to until `keep` are left, and begins to delete what was renamed:
-    for gigabytes that takes a while. Room is there when the thread has ended. What cannot be renamed stays, and is
-    said. spare: a step whose checkpoint stays and is not counted."""
+    """Renames the oldest checkpoints of steps <= up_to until `keep` are left, and deletes the renamed ones in a thread,
+    because deleting gigabytes takes a while; the room is free when the thread has ended. A checkpoint that cannot be
+    renamed is kept, with a message. spare: a step whose checkpoint is kept and not counted."""
     renamed: list[Path] = []
     try:
         own = [path for path in checkpoints(root) if step_of(path) <= up_to and step_of(path) != spare]

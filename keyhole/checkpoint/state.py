@@ -1,10 +1,10 @@
-"""keyhole_state.json of a checkpoint: what it says, and whether every file beside it is whole.
+"""keyhole_state.json of a checkpoint: its content, and the check that every file beside it is intact.
 
     step, position in the data, the method's scalars, all settings, versions,
     size and CRC-32 of every file, and a CRC-32 of its own text
 
-It is read without torch, so that a run that may not go on is refused before torch is imported. The other files of a
-checkpoint, and how they are written: files.py.
+It is read without torch, so that a resume that must be refused is refused before torch is imported. files.py writes the
+other files of a checkpoint.
 """
 
 import json
@@ -20,12 +20,12 @@ from keyhole.disk.weights_hash import INDEX, OWN_NAME, stored_weights
 FORMAT = 1
 STATE = "keyhole_state.json"
 NAME = re.compile(r"checkpoint-(\d+)")
-STATE_BYTES = 256 * 2**20  # at most; LSP's and GaLore's scalars of a large model take a few megabytes
+STATE_BYTES = 256 * 2**20  # upper limit; the scalars of LSP and GaLore for a large model take a few megabytes
 MOST_STEPS = 2**32 - 1
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be trusted; the message says what is wrong with it."""
+    """A checkpoint that must not be used; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def dump(content: dict[str, Any]) -> str:
 
 
 def read_state(path: Path) -> State:
-    """The state of a checkpoint; Damaged when the file is missing, torn or changed."""
+    """The state of a checkpoint; Damaged if the file is missing, incomplete or changed."""
     try:
         content = json.loads(read_small(path / STATE, STATE_BYTES))
         if content.pop("crc32") != _own_crc(content):
@@ -74,7 +74,7 @@ def read_state(path: Path) -> State:
 
 
 def _fault(state: State, path: Path) -> str | None:
-    """What no run could have written, though its checksum is right."""
+    """A value that no run could have written, although the checksum is right; None if there is none."""
     name = NAME.fullmatch(path.name)
     if type(state.step) is not int or not 0 <= state.step <= MOST_STEPS:
         return f"step is {state.step!r}"
@@ -100,7 +100,7 @@ def _fault(state: State, path: Path) -> str | None:
 
 
 def _is_selection(found: Any) -> bool:
-    """Pairs (step, number), and seconds; or nothing."""
+    """Whether this is a valid `selection`: pairs (step, number), and seconds; or nothing."""
     if found is None:
         return True
     pairs, seconds = found["evaluations"], found["seconds"]
@@ -109,7 +109,7 @@ def _is_selection(found: Any) -> bool:
 
 
 def verify(path: Path) -> State:
-    """The state of a checkpoint whose every file is there, whole and unchanged; Damaged otherwise."""
+    """The state of a checkpoint, if all its files are there, complete and unchanged; Damaged otherwise."""
     state = read_state(path)
     try:
         for name, expected in state.files.items():

@@ -295,6 +295,7 @@ class Execution:
             if found is None or found.error:
                 self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
                 found = self._score(trial, made)
+                free_memory()
                 write_result(self.root, found)
                 self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {self._line_untrained(found)}")
             self.zero_shot[place] = found
@@ -328,7 +329,6 @@ class Execution:
             made.test, made.dev = made.tests.get(f"test_{made.test_metric}"), dev.get(f"eval_{made.dev_metric}")
         except ONE_RUN as error:
             made.error, made.kind = " ".join(str(error).split()), REFUSED
-        free_memory()
         return made
 
     def cells(self) -> list[Cell]:

@@ -86,7 +86,9 @@ def short_hash(told: Any) -> str:
 
 
 def free_memory() -> None:
-    """Gives back what the last run held, as far as nobody refers to it."""
+    """Gives back what the last run held, as far as nobody refers to it. cuBLAS keeps a workspace for every stream on
+    which a graph was recorded, which would count as memory of the next run."""
     gc.collect()
     if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

@@ -154,10 +154,27 @@ def _object(value: Any, path: Path, unit: str, number: int) -> Record:
     return Record(str(path), unit, number, value)
 
 
+class _Twice(Exception):
+    """A key that an object has already."""
+
+
+def _columns(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Its second value for a key would silently win."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(json.dumps(next(key for key in keys if keys.count(key) > 1)))
+    return found
+
+
 def _load(text: str, path: Path, line: int | None) -> Any:
     """JSON, or the error that says what is wrong with it; line: of the file, where the text is one line of it."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_columns)
+    except _Twice as error:
+        raise UserError(
+            f"{path}{f', line {line}' if line else ''}: the key {error} stands twice in one object"
+        ) from None
     except json.JSONDecodeError as error:
         at = line or error.lineno
         raise UserError(f"{path}, line {at}: not valid JSON: {_fault(error)}") from error

@@ -1,8 +1,8 @@
 """`keyhole.load`: from a directory, a hub id or a config to a `Model`.
 
-model.py      the steps of it, and the weights
+model.py      the steps of loading, and the weights
 homes.py      memory for every unit, and the engine
-device.py     which device
+device.py     chooses the device
 """
 
 from keyhole.loading.device import choose_device

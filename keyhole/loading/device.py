@@ -1,4 +1,4 @@
-"""Which device is used."""
+"""Chooses the device."""
 
 import torch
 
@@ -6,7 +6,7 @@ from keyhole.errors import UserError
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or the first GPU, or the CPU."""
+    """The requested device, or the first GPU, or the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,11 +1,11 @@
 """Homes for all units, in memory of exactly their size, and the engine that moves them.
 
-    resident             side by side on the device
-    streamed             side by side in host memory
-    streamed, shared     one copy for the ranks of a machine, where each computes with all weights (offload/arena.py)
-    sharded              of every unit the part of this rank, wherever it is (offload/shards.py)
+    resident             adjacent in device memory
+    streamed             adjacent in host memory
+    streamed, shared     one copy for the ranks of a machine, if each computes with all weights (offload/arena.py)
+    sharded              this rank's part of every unit, streamed or resident (offload/shards.py)
 
-Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: who loads fills and page-locks them.
+Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: the caller fills and page-locks them.
 """
 
 from typing import Any
@@ -38,9 +38,9 @@ def make_engine(
     gather: str,
     options: dict[str, Any],
 ) -> Engine:
-    """Homes for all units, still empty, and the engine that moves them: of one process, or one that shards them over
-    the ranks, or one whose ranks upload a part each."""
-    ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
+    """Homes for all units, still empty, and the engine that moves them: for one process, for units that are sharded
+    over the ranks, or for ranks that each upload a part of a unit."""
+    ranks.barrier()  # every rank has planned with the free memory, and none has allocated yet
     shared = _shared(layout, placed, workload, ranks)
     sharded = _sharded(layout, placed, workload, ranks)
     gathers = _gathers(gather, placed, shared, workload, ranks)
@@ -48,6 +48,7 @@ def make_engine(
     slot_count = placed.slot_count or (backward.slot_count(layout) if sharded else 0)
     options = {"slot_count": slot_count} | options
     if sharded:
+        options["slot_count"] = min(ranks.objects(options["slot_count"]))  # uploads are collectives, in one order
         numels = {page: layout.units[page].numel for page in sharded}
         return ShardedEngine(homes, numels, placed.streamed, device, ranks, **options)
     if gathers:
@@ -57,18 +58,25 @@ def make_engine(
 
 
 def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
-    """Units of which the ranks of a machine keep one copy together: streamed blocks, where each rank computes with all
-    weights. (Table, head and spine change every step, and are a small part.)"""
+    """Units of which the ranks of a machine share one copy: streamed blocks, if each rank computes with all weights.
+    (Table, head and spine change every step, and are a small part.)"""
     row = METHODS.get(work.method)
     if not ranks.has_neighbours or row is None or row.ranks != "replicas":
         return frozenset()
     found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
-    for rank, its in enumerate(ranks.objects(found)):  # those of other machines too: all stop for a flush together
-        if its != found:
+    said = ranks.objects((ranks.machine, ranks.rank, found))
+    for machine, rank, its in said:
+        if machine == ranks.machine and its != found:
             raise UserError(
                 f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units, of which those of a machine "
                 "share one copy, since other memory is free on their GPUs; set gpu_memory to what all of them have"
             )
+    if len({bool(its) for _, _, its in said}) > 1:  # all ranks rewrite shared units together
+        rank = next(rank for _, rank, its in said if not its)
+        raise UserError(
+            f"gpu_memory: the ranks of a machine would share one copy of the units that they stream, but rank {rank} "
+            "streams nothing; set gpu_memory to what all of them have"
+        )
     if found and ranks.local_size > 1:
         placed.reasons.append(
             f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
@@ -77,17 +85,23 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
 
 
 def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
-    """Units of which every rank keeps a part: blocks and head. Table and spine are small, and everybody's own."""
+    """Units that are sharded: blocks and head. Table and spine are small, and replicated on every rank."""
     row = METHODS.get(work.method)
     if not ranks.several or row is None or row.ranks != "shards":
         return frozenset()
+    cut = [unit.start for unit in layout.units]
+    if any(its != cut for its in ranks.objects(cut)):
+        raise UserError(
+            "gpu_memory: ranks would cut the model into different units, since other memory is free on their GPUs; set "
+            "gpu_memory to what all of them have"
+        )
     found = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
     placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {len(found)} units (blocks and head)")
     return found
 
 
 def _gathers(way: str, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
-    """Whether ranks may upload a part of a unit each. UserError where they are told to and cannot."""
+    """Whether each rank may upload a part of a unit. UserError if that was requested and is not possible."""
     row = METHODS.get(work.method)
     if not ranks.has_neighbours:
         why = "this process is the only one on its machine"
@@ -113,8 +127,8 @@ def _reserve(
     sharded: frozenset[int],
     ranks: Ranks,
 ) -> list[torch.Tensor]:
-    """One home per unit: streamed units side by side in host memory, those that ranks share in memory of their own, the
-    others side by side on the device. Of sharded units: this rank's part."""
+    """One home per unit: streamed units adjacent in host memory, units that ranks share in their own shared memory, the
+    others adjacent on the device. For sharded units: this rank's part."""
 
     def home_bytes(unit: Unit) -> int:
         if unit.index not in sharded:
@@ -140,8 +154,8 @@ def _reserve(
 
 
 def _zero_padding(unit: Unit, home: torch.Tensor) -> None:
-    """Of the gaps between aligned tensors: reserved memory may hold anything, and copies of them are looked at."""
-    starts = [tensor.start - unit.start for tensor in unit.tensors] + [unit.numel]  # a spine may hold no tensor
+    """Zeroes the padding between aligned tensors: reserved memory may hold anything, and copies of it are compared."""
+    starts = [tensor.start - unit.start for tensor in unit.tensors] + [unit.numel]  # a spine may have no tensors
     for tensor, begin in zip(unit.tensors, starts[1:], strict=True):
         end = tensor.stop - unit.start
         if end < begin:

@@ -4,7 +4,7 @@
     2. Decide where every unit lives (plan/placement.py).
     3. Reserve memory of exactly that size, with the engine that moves it (homes.py).
     4. Fill it from the weight files, shard after shard (model/weights/read.py); page-lock the host part.
-    5. Add what the directory holds beside the weights: an adapter, factors of low rank.
+    5. Add what the directory holds beside the weights: an adapter, low-rank factors.
 
 Peak host memory: the weights that live on the host, plus one shard of the file mapping.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # transformers needs it; its first import holds the frames of its callers, here none with a model
+import torch._dynamo  # for transformers; its first import keeps its callers' frames alive: here none holds a model
 import transformers
 from torch import nn
 
@@ -74,19 +74,19 @@ def load(
 ) -> Model:
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
 
-    dtype is what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
-    could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8, or
-    frozen: int8, int4, nf4; default: dtype).
-    tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
-    graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
-    steps (model/backward/recorded.py).
-    expert_units=False has large stacks of experts computed and moved whole (docs/methods.md).
-    gather: whether ranks of a machine upload a part of a unit each (offload/gather.py): auto (measured), always, never.
-    workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
-    head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
-    decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
-    adapter=False leaves out what a directory holds beside the weights (adapter/, the factors of a checkpoint).
-    ranks: the processes that train this model together (keyhole/ranks); None: this one alone.
+    dtype: what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
+    cannot use it). wire: the format in which weights are stored and moved (fp32, bf16, fp16, fp8, or frozen: int8,
+    int4, nf4; default: dtype).
+    tf32: float32 products may use TF32, in the whole process, while the model exists (docs/process.md).
+    graphs: small blocks may run as CUDA graphs (model/forward/graphs.py); reverse_graphs: also in first-order steps
+    (model/backward/recorded.py).
+    expert_units=False: large stacks of experts are computed and moved whole (docs/methods.md).
+    gather: whether each rank of a machine uploads a part of a unit (offload/gather.py): auto (measured), always, never.
+    workload: what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
+    head="classification" with num_labels makes a text classifier (num_labels=1: a regression) from an encoder or
+    decoder; missing weights of its head are initialised by the seed. A model saved as a classifier needs neither.
+    adapter=False ignores what a directory holds beside the weights (adapter/, the factors of a checkpoint).
+    ranks: the processes that train this model together (keyhole/ranks); None: only this one.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
     _check_source(model)
@@ -107,16 +107,20 @@ def load(
         dtype = choice.dtype
         beside = find_factors(directory) if adapter and init == "pretrained" and directory is not None else None
         weights = directory if beside is None else beside.weights()
-        wire = beside.wire if beside is not None and wire is None else wire
+        learned_in = wire if beside is None else beside.wire
+        wire = learned_in if wire is None else wire
         if forms_in(weights):
             forget_quantization(config)
-        with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
+        with torch.random.fork_rng(devices=[]):  # the model's own code initialises vectors from the global generator
             torch.default_generator.manual_seed(seed)
             module = build(config, dtype, trust_remote_code, expert_units=expert_units)
         if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
             module.generation_config = read_generation_config(directory)
         formats, said = choose_format(module, weights if init == "pretrained" else None, dtype, wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
+        if wire != learned_in:
+            before = learned_in or str(dtype).removeprefix("torch.")
+            said.append(f"wire: {wire}, as asked; the factors beside these weights were learned over {before}")
         placed.reasons[:0] = [str(choice), *said]
         _limit_memory(changes, placed.budget_bytes, device)
         engine = make_engine(layout, placed, formats, device, workload, ranks, gather, engine_options)
@@ -139,7 +143,7 @@ def load(
 
 
 def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str, fresh_head: bool) -> None:
-    """Puts weights into the homes: from files, or drawn by the seed."""
+    """Fills the homes with weights: from files, or initialised by the seed."""
     std = getattr(loaded.config, "initializer_range", None) or 0.02
     if init == "random":
         _pin(loaded, touch=True)
@@ -158,7 +162,7 @@ def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str,
 
 
 def _add_adapter(loaded: Model, directory: Path) -> None:
-    """The adapter that a directory holds beside the weights, if there is one."""
+    """Attaches the adapter in a directory, if there is one."""
     if (directory / "adapter").is_dir():
         saved = SavedAdapter(loaded, directory / "adapter")
         loaded.placed.adapter = saved.path
@@ -167,7 +171,7 @@ def _add_adapter(loaded: Model, directory: Path) -> None:
 
 @contextmanager
 def _changes() -> Iterator[Changes]:
-    """What loading changes in the process, for the model to put back; put back here if there will be no model."""
+    """The process settings that loading changes, for the model to restore; restored here if loading fails."""
     changes = Changes()
     try:
         with no_progress_bars():
@@ -178,14 +182,14 @@ def _changes() -> Iterator[Changes]:
 
 
 def _limit_memory(changes: Changes, budget: int | None, device: torch.device) -> None:
-    """Has the allocator refuse what goes beyond the budget."""
+    """Makes the allocator refuse allocations beyond the budget."""
     if budget is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         changes.set(memory_fraction(device), min(1.0, budget / total))
 
 
 def _check_source(model: Any) -> None:
-    """What is loaded is named, not handed over: the weights are read to where they will live."""
+    """Refuses a module: a model is given by name, because its weights are read directly to their homes."""
     if isinstance(model, str | Path | transformers.PretrainedConfig):
         return
     known = getattr(getattr(model, "config", None), "_name_or_path", "") if isinstance(model, nn.Module) else ""
@@ -197,7 +201,7 @@ def _check_source(model: Any) -> None:
 
 
 def _check_names(engine_options: dict[str, Any]) -> None:
-    """What `load` does not name itself must be an option of the engine."""
+    """Checks that keyword arguments that `load` does not name are options of the engine."""
     known = [name for name in inspect.signature(load).parameters if name != "engine_options"] + [*ENGINE_OPTIONS]
     for name in engine_options:
         if name not in ENGINE_OPTIONS:
@@ -207,7 +211,7 @@ def _check_names(engine_options: dict[str, Any]) -> None:
 
 
 def _shared_work(work: Workload, ranks: Ranks) -> Workload:
-    """What of it one of the ranks does; a search for a rate is done by all of them."""
+    """One rank's share of the workload; every rank makes a search for a rate by itself."""
     if not ranks.several:
         return work
     passes = work.passes if work.searches else -(-work.passes // ranks.size)
@@ -225,7 +229,7 @@ def _pin(model: Model, touch: bool) -> None:
     """Page-locks the streamed homes."""
     if model.engine.streamed and model.device.type == "cuda":
         flats = model.host_memory()
-        if touch and not model.engine.shared:  # by all cores; pinning would touch page after page on one
+        if touch and not model.engine.shared:  # uses all cores; pinning alone would touch the pages on one core
             for flat in flats:
                 flat.fill_(0)
         model.pinned = all([arena.pin(flat, model.device) for flat in flats])

@@ -1,7 +1,7 @@
-"""How weights are updated: a folder per method (base.py says what belongs in it), and this table of their rows.
+"""Update rules: a folder per method (base.py describes its contents), and the table of their rows.
 
-memory.py, weight_decay.py and dropout.py are what several methods share. A new method is its folder, its row below, and
-its test. This file and every traits.py import no torch.
+memory.py, weight_decay.py and dropout.py are shared by several methods. To add a method, add its folder, its row below,
+and its test. This file and every traits.py import no torch.
 """
 
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD
@@ -20,6 +20,6 @@ CLASSES = {row.cls.rpartition(":")[2]: row for row in METHODS.values()}  # for `
 
 
 def streaming_methods() -> str:
-    """`zo, lomo or lsp`, for messages: those that can do without a resident model."""
+    """`zo, lomo or lsp`, for messages: the methods that do not need a resident model."""
     *first, last = [row.name for row in METHODS.values() if row.streams]
     return f"{', '.join(first)} or {last}"

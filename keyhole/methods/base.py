@@ -1,9 +1,9 @@
-"""What a method is: the class that the training loop calls, and the row of traits that everybody else reads.
+"""What a method is: the class that the training loop calls, and the row of traits that all other code reads.
 
 A method lives in one folder:
 
     traits.py    its settings, and its row: rates, formats, bytes, what may change on resume. Imports no torch.
-    method.py    a subclass of Method (further files as its ideas need them)
+    method.py    a subclass of Method (more files as needed)
     memory.py    the bytes that it needs, as functions of shapes
 
 It has one line in the table of methods/__init__.py. Config, plan, training, checkpoint, demo, bench and docs read the
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from keyhole.model.weights.format import Wire
 
 State = dict[str, Any]
-AUTO_RATE = "auto"  # a learning rate that the method finds by itself
+AUTO_RATE = "auto"  # the method searches a learning rate
 FROZEN_WIRES = ("int8", "int4", "nf4")  # formats whose weights are never changed (ops/lowbit.py)
-Fault = tuple[str, str]  # a key of the config, and what is wrong with its value
+Fault = tuple[str, str]  # a key of the config, and the error in its value
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Demo:
 
 @dataclass(frozen=True)
 class Shared:
-    """The settings of a run that every method takes."""
+    """The settings of a run that all methods share."""
 
-    learning_rate: float | str  # "auto" only where the row says that the method finds one
+    learning_rate: float | str  # "auto" only if the method can search a rate (Traits)
     weight_decay: float = 0.0
     weight_decay_on: str = "matrices"
     max_grad_norm: float | None = None
@@ -63,7 +63,7 @@ class Shared:
 
 
 class RunSettings(Protocol):
-    """What a method may ask of the other settings of a run. max_steps: None where the data decide, or nobody knows."""
+    """The other settings of a run that a method may read. max_steps: None if the data decide, or if it is unknown."""
 
     dtype: str | None
     wire: str | None
@@ -75,25 +75,25 @@ class RunSettings(Protocol):
 
 @dataclass(frozen=True)
 class Workload:
-    """What will run, as far as memory is concerned. settings: the method's own (None: its defaults)."""
+    """What will run, as far as memory and time are concerned. settings: the method's own (None: its defaults)."""
 
     method: str = "zo"
-    tokens: int = 2048  # in one forward pass: batch_size x length
-    passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
+    tokens: int = 2048  # per forward pass: batch_size x length
+    passes: int = 2  # forward passes in lockstep: 2 x directions x micro-batches
     settings: Any = None
     clips: bool = False  # max_grad_norm is set
-    searches: bool = False  # a learning rate, in the first steps
-    length: int | None = None  # of a row, for the time of attention; None: as if a batch were one row
-    experts: float = 1.0  # the share of a stack of experts that a token meets, for the time of products
+    searches: bool = False  # the first steps search a learning rate
+    length: int | None = None  # of a row, for the time of attention; None: a batch counts as one row
+    experts: float = 1.0  # the share of a stack of experts that a token uses, for the time of products
     ranks: int = 1  # processes that train together, and how many of them share this machine's memory
     local_ranks: int = 1
-    steps: int | None = None  # of the whole run, for what grows with it; None: not known
+    steps: int | None = None  # of the whole run, for costs that grow with it; None: unknown
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a device offers: formats of the weights, bytes that the libraries reserve per thread, and the most bytes
-    that a method may fill with state (None: no limit is known), which may be a `gpu_memory` that somebody set."""
+    """What a device offers: the formats of the weights, the bytes that libraries reserve per thread, and the most bytes
+    that a method may fill with state (None: no known limit), possibly the user's `gpu_memory`."""
 
     formats: Wire
     workspace_bytes: int
@@ -102,7 +102,7 @@ class Room:
 
 
 class DeviceBytes(Protocol):
-    """The parts of a planned device peak: a dataclass with a field per part."""
+    """The parts of a planned device peak: a dataclass with one field per part."""
 
     @property
     def total(self) -> int: ...
@@ -112,7 +112,7 @@ class DeviceBytes(Protocol):
 
 @dataclass(frozen=True)
 class Advice:
-    """What would make a step need less memory: settings to lower, and settings to set."""
+    """How a step could need less memory: settings to lower, and settings to set."""
 
     lower: tuple[str, ...] = ()
     change: tuple[str, ...] = ()
@@ -126,72 +126,72 @@ class Traits:
     cls: str
     """The subclass of Method."""
     settings: type
-    """The dataclass behind the section of the config that has the method's name."""
+    """The dataclass of the config section with the method's name."""
     learning_rate: float
-    """The rate where none is given."""
+    """The default learning rate."""
     sane_rates: tuple[float, float]
-    """The range of rates that has been seen to work on models of 0.1 to 13 billion parameters."""
+    """The range of rates that worked on models of 0.1 to 13 billion parameters."""
     usual_rates: Callable[[Any], tuple[float, tuple[float, float]]] | None = None
-    """(learning_rate, sane_rates) where own settings change them."""
+    """(learning_rate, sane_rates), if they depend on the method's own settings."""
     forwards: Callable[[Any], int] | None = None
-    """What a step costs in forward passes over its rows; None: it has gradients, and forward passes are no measure."""
+    """The cost of a step in forward passes over its rows; None for methods with gradients, which it cannot measure."""
     search_steps: int = 0
-    """Steps of a search for a rate."""
+    """Number of steps of a learning-rate search."""
     search_passes: int = 0
-    """Forward passes per micro-batch of a step that searches a rate; 0: `learning_rate: auto` is not understood."""
+    """Forward passes per micro-batch of a step of the rate search; 0: `learning_rate: auto` is not supported."""
     fill: Callable[[Any], Any] = lambda settings: settings
-    """Own settings with their blanks filled in, where a default depends on another setting."""
+    """Own settings with unset values filled in, if a default depends on another setting."""
     sweep: Literal["forward", "reverse", "torch"]
-    """How a step visits the model: forward passes in lockstep; block by block forward and in reverse; torch's autograd
-    over a resident model."""
+    """How a step visits the model: forward passes in lockstep; forward and backward pass block by block; or torch's
+    autograd over a resident model."""
     device_bytes: str = "keyhole.methods.memory:forward_bytes"
     """(layout, streamed, work, room) -> DeviceBytes."""
     host_check: str | None = None
-    """(layout, streamed, element_bytes, cut=, ranks=, of=): refuses state that host memory cannot hold; cut: of units
-    that ranks share out, what one keeps; ranks: those on this machine, of how many. None: it keeps none there."""
+    """(layout, streamed, element_bytes, cut=, ranks=, of=): refuses state that does not fit into host memory. cut: what
+    this rank keeps of sharded units; ranks: those on this machine; of: all ranks. None: no state in host memory."""
     step_work: str = "keyhole.methods.work:forward_work"
-    """(layout, streamed, work, room, rates) -> StepWork: what a step asks of a machine (methods/work.py)."""
+    """(layout, streamed, work, room, rates) -> StepWork: the FLOPs, bytes and launches of a step (methods/work.py)."""
     steps: float = 1.0
-    """Steps that it takes to learn what AdamW learns in one: a rule of thumb, by which the planner compares methods."""
+    """Steps needed to learn what AdamW learns in one: a rule of thumb by which the planner compares methods."""
     wires: tuple[str, ...] = ()
-    """Formats that weights may have at rest and on the link, beside the dtype of compute."""
+    """Formats that weights may have at home and on the link, beside the dtype of compute."""
     frozen_wires: Callable[[Any], tuple[str, ...]] = lambda settings: ()
-    """Further formats, whose weights cannot be changed: those that the method takes with these settings."""
+    """Further formats, whose weights are frozen, that the method supports with these settings."""
     frozen_by: str = ""
-    """Own settings with which it takes them, where its defaults do not; for messages."""
+    """Own settings with which it supports them, if its defaults do not; for messages."""
     underflow_safe: bool = False
     """float16 is safe: the method has no gradients, or scales its loss."""
     journaled: bool = False
-    """Each step is a record of a few numbers from which its update can be made again."""
+    """Each step is a record of a few numbers from which its update can be recomputed."""
     announces: Literal["pages", "step", "never"] = "never"
-    """How changes of weights are announced to a checkpoint that is being written: page by page through the engine, all
-    at once before an update (Method.call_before_update), or not at all."""
+    """How a checkpoint that is being written learns of changes of weights: page by page through the engine, once before
+    an update (Method.call_before_update), or not at all."""
     ranks: Literal["replicas", "shards"] | None = None
-    """How several ranks (keyhole/ranks) train together. Each takes its part of the micro-batches; replicas: has all
-    weights, and makes the same update; shards: keeps and updates a part of the weights. None: not at all."""
+    """How several ranks (keyhole/ranks) train together; each takes its share of the micro-batches. replicas: each rank
+    has all weights and makes the same update; shards: each keeps and updates a part. None: not supported."""
     exchanged: Callable[[float], float] = lambda width: 1.0
     """Bytes of gradients and updates that ranks exchange per step, per byte of 16-bit weights, in a model of this
     width; gathers of weights do not count."""
     through_host: tuple[float, float] = (0.0, 0.0)
-    """Of an optimizer on the host: bytes over the link per byte of 16-bit weights, where these are resident, and bytes
-    through host memory per parameter, per step."""
+    """For an optimizer on the host, per step: bytes over the link per byte of 16-bit weights, if these are resident,
+    and bytes through host memory per parameter."""
     keeps_base: bool = False
-    """The model's own weights never change: a run goes on from the original model and the method's state."""
+    """The model's own weights never change: a run resumes from the original model and the method's state."""
     light: Callable[[Any], bool] = lambda settings: False
-    """Whether checkpoints hold the method's tensors alone, with everything that has changed: a run goes on from the
-    original model and these."""
+    """Whether checkpoints hold only the method's tensors, which contain everything that has changed: a run resumes from
+    the original model and these tensors."""
     may_change: tuple[str, ...] = ()
-    """Own settings that may change when a run goes on."""
+    """Own settings that may change on resume."""
     passes: Callable[[Any], int] = lambda settings: 1
     """Forward passes per micro-batch."""
     whole_blocks: Callable[[Any], bool] = lambda settings: False
     """Whether blocks must not be cut into smaller units."""
     by_expert: Callable[[Any], bool] = lambda settings: False
-    """Whether large stacks of experts may be cut into experts, which come and go one by one."""
+    """Whether large stacks of experts may be cut into experts, which are streamed one by one."""
     advice: Callable[[Any], Advice] = lambda settings: Advice()
-    """What would lower the memory of a step."""
+    """How the memory of a step could be lowered."""
     faults: Callable[[Any, RunSettings], Iterator[Fault]] = lambda settings, run: iter(())
-    """What own settings demand of each other and of the run's: every contradiction."""
+    """Checks own settings against each other and against those of the run: yields every contradiction."""
     demo: Demo = Demo()
 
     @property
@@ -200,21 +200,21 @@ class Traits:
         return self.name.replace("-", "_")
 
     def rates(self, own: Any) -> tuple[float, tuple[float, float]]:
-        """(the rate where none is given, the range that has been seen to work) with these own settings."""
+        """(the default rate, the range of rates that worked) with these own settings."""
         return (self.learning_rate, self.sane_rates) if self.usual_rates is None else self.usual_rates(own)
 
     def all_wires(self, own: Any) -> tuple[str, ...]:
-        """Every format that the method takes with these settings."""
+        """Every format that the method supports with these settings."""
         return (*self.wires, *self.frozen_wires(own))
 
     def beside(self, wire: str, own: Any) -> str:
-        """How this method learns beside weights in a format that cannot be changed, in words; "": not at all."""
+        """How this method trains beside weights in a frozen format, in words; "": it cannot."""
         if wire in self.frozen_wires(own):
             return self.name
         return f"{self.name} with {self.frozen_by}" if self.frozen_by and wire in FROZEN_WIRES else ""
 
     def from_original(self, own: Any) -> bool:
-        """Whether a run with these own settings goes on from the original model, and not from a checkpoint's."""
+        """Whether a run with these own settings resumes from the original model, not from a checkpoint's."""
         return self.keeps_base or self.light(own)
 
     @property
@@ -228,18 +228,18 @@ class Traits:
         return found
 
     def planned_bytes(self, layout: Layout, streamed: set[int], work: Workload, room: Room) -> DeviceBytes:
-        """The device peak of a step when these units are streamed."""
+        """The device peak of a step if these units are streamed."""
         found: DeviceBytes = imported(self.device_bytes)(layout, streamed, work, room)
         return found
 
     def planned_work(self, layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
-        """What a step asks of a machine when these units are streamed."""
+        """The FLOPs, bytes and launches of a step if these units are streamed."""
         found: StepWork = imported(self.step_work)(layout, streamed, work, room, rates)
         return found
 
 
 def host_activations(own: Any) -> Advice:
-    """Of methods that keep block inputs on the device unless told otherwise."""
+    """For methods that keep block inputs on the device by default."""
     return Advice() if own.activations == "host" else Advice(change=("activations=host",))
 
 
@@ -262,16 +262,16 @@ class Method:
     keeps_base: bool = False
     """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
     light: bool = False
-    """Whether its checkpoints hold its own tensors alone (Traits.light)."""
+    """Whether its checkpoints hold only its own tensors (Traits.light)."""
 
     def __init_subclass__(cls) -> None:
-        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py), at the rate that
-        a scheduler has set."""
+        """Wraps `step` so that it computes in the model's dtype, even under the caller's autocast (ops/autocast.py),
+        and uses the rate that a scheduler has set."""
         for name in {"step", "backward"} & vars(cls).keys():
             setattr(cls, name, _without_autocast(vars(cls)[name]))
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
-        """Refuses what is no model before anything is made of it."""
+        """Refuses an argument that is not a model."""
         from keyhole.model.model import Model
 
         model = args[0] if args else options.get("model")
@@ -291,7 +291,7 @@ class Method:
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> Method:
-        """The method as a config asks for it: the settings that all methods share, and its own section."""
+        """The method as configured: the settings that all methods share, and its own section."""
         rules = {key: value for key, value in vars(shared).items() if key != "learning_rate"}
         return cls(model, shared.learning_rate, **rules, **vars(own))
 
@@ -300,43 +300,43 @@ class Method:
         raise NotImplementedError  # abstract
 
     def follow(self, factor: Callable[[float], float]) -> None:
-        """Before a step, for rates beside `lr` with a warm-up of their own: factor(warmup_ratio) is the share of the
-        peak rate that the schedule has at this step."""
+        """Called before a step, for rates beside `lr` with a warm-up of their own: factor(warmup_ratio) is the share of
+        the peak rate that the schedule has at this step."""
 
     @property
     def rate(self) -> float:
-        """The learning rate that a step would use now."""
+        """The learning rate that the next step will use."""
         return self.lr
 
     def news(self) -> list[str]:
-        """What was decided in the last step, for the user; each line is told once."""
+        """Decisions of the last step, for the user; each line is returned once."""
         return []
 
     def state_dict(self) -> State:
-        """All that a later process needs to go on, beside the weights. Flushes."""
+        """Everything except the weights that a resumed run needs. Flushes."""
         raise NotImplementedError  # abstract
 
     def load_state_dict(self, state: State) -> None:
         raise NotImplementedError  # abstract
 
     def flush(self) -> None:
-        """Applies what is deferred: afterwards the weights at home are those after the last step."""
+        """Applies deferred updates: afterwards the weights at home are those after the last step."""
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
-        """Numbers of the last step for the log; scalars on the device are not read."""
+        """Numbers of the last step for the log; device scalars are not read here."""
         return {}
 
     def describe(self) -> list[str]:
-        """Lines of the start block: what was decided."""
+        """Lines of the start block: the decisions made."""
         return []
 
-    # -- for torch's schedulers, and loops that want an optimizer ----------------------------------------------------
+    # -- for torch's schedulers, and loops that need an optimizer ---------------------------------------------------
 
     @property
     def torch_optimizer(self) -> TorchOptimizer:
-        """The method as torch's schedulers see it; the rate that they set is that of the next step."""
+        """The method as an optimizer for torch's schedulers; the rate that they set is that of the next step."""
         if "_torch_optimizer" not in vars(self):
-            from keyhole.methods.torch_optimizer import TorchOptimizer  # here: rows are read without torch
+            from keyhole.methods.torch_optimizer import TorchOptimizer  # here, so that rows can be read without torch
 
             self._torch_optimizer = TorchOptimizer(self)
         return self._torch_optimizer
@@ -350,44 +350,44 @@ class Method:
 
     @property
     def deferred(self) -> Callable[[], None] | None:
-        """Applies updates that the weights at home lack; None where updates are never deferred."""
+        """A function that applies updates that the weights at home lack; None if updates are never deferred."""
         return None
 
     @property
     def addon(self) -> Addon | None:
-        """Trained weights beside the model's own; None where there are none."""
+        """Trained weights beside the model's own; None if there are none."""
         return None
 
     # -- for checkpoints that are written while training goes on (checkpoint/snapshot/) ------------------------------
 
     def owes(self, unit: Unit) -> bool:
-        """Whether the unit's home lacks an update that its next visit will bring."""
+        """Whether the unit's home lacks an update that its next visit will apply."""
         return False
 
     def deferred_state(self) -> State | None:
-        """The state without a flush, where an update is deferred to the next step; None where nothing is."""
+        """The state without a flush, if an update is deferred to the next step; None if nothing is deferred."""
         return None
 
     def call_before_update(self, callback: Callable[[], None]) -> None:
-        """Has the callback called before an update changes weights (traits: announces = "step")."""
-        raise NotImplementedError  # abstract: only where the row says so
+        """Registers a callback that runs before an update changes weights (traits: announces = "step")."""
+        raise NotImplementedError  # abstract: only if the traits say so
 
     def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
-        """Of a state that was saved: what a model's files lack, and what has to be added to them before others can use
-        them; None where nothing is."""
+        """From a saved state: the factors that must be merged into a model's files before other programs can use them;
+        None if there are none."""
         return None
 
-    # -- for the journal (checkpoint/journal/), where the row says so ------------------------------------------------
+    # -- for the journal (checkpoint/journal/), if the traits say so -------------------------------------------------
 
     def journal_update(self) -> torch.Tensor | None:
-        """The numbers from which the last step's update can be made again, on the device."""
+        """The numbers from which the last step's update can be recomputed, on the device."""
         return None
 
 
 def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def exact(*args: Any, **options: Any) -> Any:
-        from keyhole.ops.autocast import without_autocast  # here: rows are read without torch
+        from keyhole.ops.autocast import without_autocast  # here, so that rows can be read without torch
 
         shell = vars(args[0]).get("_torch_optimizer") if args else None
         if shell is not None:
@@ -399,7 +399,7 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_rate(lr: Any) -> float:
-    """The learning rate, if it is one: for callers that have no config."""
+    """Checks a learning rate, for callers that have no config."""
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr) or lr < 0:
         raise UserError(f"lr: {lr!r} is no learning rate; a number of at least 0 is needed")
     return float(lr)

@@ -1,6 +1,6 @@
-"""What methods share whose parameters are updated by an optimizer of torch's: the rate, clipping and the update.
+"""Shared by methods whose parameters a torch optimizer updates: the rate, clipping and the update.
 
-norm = |all gradients|        g <- g min(1, max_grad_norm / norm)        a norm that is not finite: no update
+norm = |all gradients|        g <- g min(1, max_grad_norm / norm)        a non-finite norm: no update
 """
 
 import torch
@@ -9,7 +9,7 @@ from keyhole.methods.base import Method
 
 
 class ByTorch(Method):
-    """`params` by name, with gradients of autograd's."""
+    """`params`: by name, with gradients computed by autograd."""
 
     params: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -26,7 +26,7 @@ class ByTorch(Method):
             group["lr"] = value
 
     def _update(self) -> None:
-        """From the gradients there are."""
+        """Updates from the gradients in .grad."""
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
         if torch.isfinite(self._grad_norm):

@@ -1,14 +1,14 @@
 """The model's own dropout while a first-order method trains it: on, as in Hugging Face's Trainer, and reproducible.
 
-Modules are in training mode during a step and in evaluation mode otherwise. Masks come from torch's generators, whose
-state belongs to a micro-batch while its pass has the turn: seeded by (seed, step, micro-batch) when the pass begins,
-put aside when it returns the turn, put back when it goes on. So passes that advance together do not draw each other's
-numbers, however blocks are cut into units: streamed equals resident, and a run stopped and resumed one that was not. A
-block that is run again in reverse starts from the state of its first run (model/backward/tape.py). Nobody else's
-generator moves.
+Modules are in training mode during a step and in evaluation mode otherwise. Masks come from torch's generators. Their
+state is set per micro-batch: it is seeded by (seed, step, micro-batch) when the pass begins, saved when the pass
+returns the turn, and restored when it continues. So passes in lockstep do not draw each other's numbers, however blocks
+are cut into units: streamed equals resident, and a resumed run equals one that was not stopped. A block that is
+recomputed in the backward pass starts from the state of its first run (model/backward/tape.py). The generators of the
+caller do not change.
 
-A model without dropout is left in evaluation mode: not a bit changes. Zeroth-order passes never drop: the difference of
-two losses would be that of their masks.
+A model without dropout stays in evaluation mode, with the same bits. Zeroth-order passes never use dropout: the
+difference of two losses would be dominated by their masks.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ KEY = "dropout_step"
 
 
 def dropout_rates(module: nn.Module) -> dict[str, float]:
-    """What drops in training: "OPTDecoderLayer.dropout" -> 0.1."""
+    """The dropout rates in training: "OPTDecoderLayer.dropout" -> 0.1."""
     found = {}
     for part in module.modules():
         rates = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
@@ -64,7 +64,7 @@ class ModelDropout:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context for one step: modules are in training mode, if there is anything to drop."""
+        """A context for one step: modules are in training mode, if there is any dropout."""
         if not self.active:
             yield
             return
@@ -78,13 +78,13 @@ class ModelDropout:
                 part.training = training
 
     def begin(self) -> None:
-        """A step begins: no pass has drawn yet."""
+        """Called at the beginning of a step: no pass has drawn yet."""
         self.steps += 1
         self.states.clear()
 
     @contextmanager
     def turn(self, index: int) -> Iterator[None]:
-        """A context for the turns of the pass of one micro-batch: random numbers are its own."""
+        """A context in which the pass of one micro-batch runs, with its own random numbers."""
         if not self.active:
             yield
             return
@@ -114,7 +114,7 @@ class ModelDropout:
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed % 2**63)
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         if not self.rates:
             return []
         rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items())
@@ -125,7 +125,7 @@ class ModelDropout:
         return {KEY: self.steps} if self.active else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """UserError where one of the two runs drops and the other does not."""
+        """UserError if only one of the two runs uses dropout."""
         if self.active != (KEY in state):
             ran, fix = ("without", "false") if self.active else ("with", "true")
             raise UserError(f"model_dropout: the checkpoint's steps were made {ran} dropout; set model_dropout={fix}")

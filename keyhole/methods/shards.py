@@ -1,16 +1,16 @@
-"""Gradients on several ranks, each of which keeps a part of the weights: added up, and cut into the parts of ranks.
+"""Gradients on several ranks, each of which keeps a shard of the weights: summed, and cut into the ranks' parts.
 
-Stands between the reverse sweep and the sink of a method (model/backward/sink.py). The gradients of a block are put
-side by side, laid out as its units are; when a unit is finished,
+GradientParts stands between the reverse sweep and the sink of a method (model/backward/sink.py). It collects the
+gradients of a block in a buffer with the layout of the block's units. When a unit is finished,
 
     g_r = sum over ranks of their gradient, this rank's part     pieces are exchanged and added in the order of ranks
 
-and what becomes of it is the method's business (lomo/shards.py, adam_offload/shards.py). Table and spine are whole on
-every rank: their gradients are added up, and every rank makes the same update. A tensor that no rank has a gradient of
-stays as it is, as in one process; ranks ask each other where that makes a difference.
+and the method uses it (lomo/shards.py, adam_offload/shards.py). Table and spine are replicated on every rank: their
+gradients are summed, and every rank makes the same update. A tensor for which no rank has a gradient stays unchanged,
+as in one process; ranks exchange which tensors these are only if that makes a difference.
 
 Bytes: one block of gradients in the dtype of compute, and one unit more for the exchange. Over the network, per
-reverse: (N - 1) / N of the gradients of blocks and head, twice that of table and spine, these in float32.
+backward pass: (N - 1) / N of the gradients of blocks and head, twice that of table and spine, these in float32.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class GradientParts:
     def __init__(self, model: Model) -> None:
         self.model, self.ranks = model, model.ranks
         numel_of = {page: whole.numel() for page, whole in enumerate(model.engine.homes) if page in model.homes.parts}
-        self.place: dict[int, tuple[int, int]] = {}  # unit -> where its gradients begin, and their length
+        self.place: dict[int, tuple[int, int]] = {}  # unit -> begin and length of its gradients in the buffer
         ends: dict[int | None, int] = {}
         for unit in model.layout.units:
             if unit.index in numel_of:
@@ -42,10 +42,10 @@ class GradientParts:
                 ends[unit.block if unit.kind == "block" else None] = begin + numel_of[unit.index]
         self.buffer = torch.zeros(max(ends.values()), dtype=model.dtype, device=model.device)
         self.unit_at = {t.start: u for u in model.layout.units if u.index in numel_of for t in tensors_of(u)}
-        self.received: set[int] = set()  # tensors of the block at work, by their start
+        self.received: set[int] = set()  # tensors of the current block, by their start
 
     def begin(self) -> None:
-        """Before a reverse."""
+        """Called before a backward pass."""
         self.received.clear()
         self.buffer.zero_()
 
@@ -53,7 +53,7 @@ class GradientParts:
         begin = self.place[unit.index][0] + tensor.start - unit.start
         return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
 
-    # -- as a sink -------------------------------------------------------------------------------------------------
+    # -- Sink ------------------------------------------------------------------------------------------------------
 
     def updated(self, tensors: list[FlatTensor]) -> None:
         raise AssertionError("nothing is recorded here")
@@ -77,16 +77,16 @@ class GradientParts:
     # -- for the method --------------------------------------------------------------------------------------------
 
     def whole(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Takes the sum, in float32, of a gradient of table or spine."""
+        """Takes the gradient of a tensor of table or spine, summed over ranks in float32."""
         raise NotImplementedError  # abstract
 
     def forget(self, unit: Unit) -> None:
-        """Of a unit whose gradients have been used in another way."""
+        """Drops the gradients of a unit that were used in another way."""
         begin, numel = self.place[unit.index]
         self.buffer[begin : begin + numel].zero_()
 
     def part_of(self, unit: Unit) -> torch.Tensor:
-        """The sum over the ranks of a unit's gradients, this rank's part, in float32; those here are forgotten."""
+        """This rank's part of a unit's gradients, summed over the ranks in float32; clears the unit in the buffer."""
         begin, numel = self.place[unit.index]
         flat = self.buffer[begin : begin + numel]
         part = self.ranks.sum_of_parts(flat)
@@ -94,7 +94,7 @@ class GradientParts:
         return part
 
     def with_gradient(self, unit: Unit, asks: bool = True) -> list[FlatTensor]:
-        """The trained tensors of a unit; asks: those of which some rank has a gradient."""
+        """The trained tensors of a unit; asks: only those for which some rank has a gradient."""
         trained = [tensor for tensor in tensors_of(unit) if tensor.param.requires_grad]
         got = [tensor.start in self.received for tensor in trained]
         self.received -= {tensor.start for tensor in trained}
@@ -102,7 +102,7 @@ class GradientParts:
 
 
 def of_any_rank(ranks: Ranks, items: list[Any], got: list[bool]) -> list[Any]:
-    """Those of the items that some rank has got; items: the same on all ranks."""
+    """The items that some rank has got; items: the same on all ranks."""
     if not items:
         return []
     found = ranks.gather(torch.tensor(got)).any(dim=0).tolist()
@@ -110,13 +110,13 @@ def of_any_rank(ranks: Ranks, items: list[Any], got: list[bool]) -> list[Any]:
 
 
 def tensors_of(unit: Unit) -> list[FlatTensor]:
-    """As gradients are handed over: chunks of a table are tensors of their own."""
+    """The tensors as gradients are handed over: a chunk of a table is a tensor of its own."""
     return [chunk(unit)] if unit.rows is not None else unit.tensors
 
 
 def share(model: Model, batch: Batch | list[Batch]) -> tuple[list[DeviceBatch], int, int, float]:
-    """(this rank's micro-batches, the number of the first of them, what the loss is a mean of, their weight). A rank
-    without one takes the first of all, with weight 0: every rank visits every unit."""
+    """(this rank's micro-batches, the index of the first, the number that the loss is divided by, their weight). A rank
+    without micro-batches takes the first one with weight 0, because every rank must visit every unit."""
     batches, ranks = as_list(batch), model.ranks
     own, first = ranks.share(batches), ranks.rank * len(batches) // ranks.size
     sent = model.to_device(own or batches[:1])
@@ -125,17 +125,17 @@ def share(model: Model, batch: Batch | list[Batch]) -> tuple[list[DeviceBatch], 
 
 
 def first_rank(model: Model, batch: Batch | list[Batch]) -> int:
-    """The rank that has the first micro-batch: not the leader, where there are fewer than ranks."""
+    """The rank that has the first micro-batch: not the leader if there are fewer micro-batches than ranks."""
     return -(-model.ranks.size // min(model.ranks.size, len(as_list(batch)))) - 1
 
 
 def total_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
-    """Of all ranks, from what each has of it."""
+    """The sum of the ranks' losses."""
     return model.ranks.in_order(loss[None], [model.ranks.size]).sum()
 
 
 def check(name: str, compiled: bool | str, activations: str, rounding: str = "") -> None:
-    """Refuses what is not known to be the same on several ranks."""
+    """Refuses settings that are not known to give the same result on several ranks."""
     for key, value, wrong in (
         ("rounding", rounding, rounding == "kahan"),
         ("compile", compiled, bool(compiled)),

@@ -1,7 +1,7 @@
-"""Numbers that change from step to step, on the device, where recorded launches (model/backward/recorded.py) read them.
+"""Numbers that change from step to step, on the device, where CUDA graphs (model/backward/recorded.py) read them.
 
-Also what the device knows of a step before the host does, and how the host learns of it without waiting for the whole
-step: a few flags cross on the stream of the kernels, and are read when they have arrived.
+Also flags that the device computes during a step. They are copied on the compute stream, and the host reads them when
+they have arrived, without waiting for the whole step.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ class StepNumbers:
         self.step = torch.zeros((), dtype=torch.int32, device=device)
 
     def set(self, lr: float, step: int, beta: float = 0.0) -> None:
-        """For the launches that follow."""
+        """Sets them for the launches that follow."""
         self.lr.fill_(lr)
         self.beta.fill_(beta)
         self.step.fill_(step if step < 2**31 else step - 2**32)
 
 
 class Flags:
-    """Some flags on their way from the device."""
+    """Boolean flags on their way from the device to the host."""
 
     def __init__(self, *flags: torch.Tensor) -> None:
         together = torch.stack([flag.to(torch.int32) for flag in flags])
@@ -36,7 +36,7 @@ class Flags:
         self.flags = together
 
     def read(self) -> list[bool]:
-        """Waits for the kernels that came before them, and for nothing else."""
+        """Waits only for the kernels launched before the flags."""
         if self.event is not None:
             self.event.synchronize()
         return [bool(flag) for flag in self.flags]

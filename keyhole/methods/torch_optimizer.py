@@ -1,10 +1,10 @@
-"""A method as torch's schedulers and Hugging Face's Trainer see it: an Optimizer with one group and no step of its own.
+"""A method as torch's schedulers and Hugging Face's Trainer see it: an Optimizer with one group and an empty step.
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt.torch_optimizer, ...)
     loss = opt.step(batch); scheduler.step()
 
 A method updates weights within its own step, so `step` here does nothing. The group's `lr` and the method's `lr` are
-one number: whichever was changed since the last step of the method wins (the group's, where both were).
+one number: the one that was changed since the last step of the method wins (the group's, if both were).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TorchOptimizer(torch.optim.Optimizer):
-    """The shell of a method."""
+    """An Optimizer interface for a method."""
 
     def __init__(self, method: Method) -> None:
         params = [t.param for t in method.model.layout.tensors if t.param.requires_grad]
@@ -29,13 +29,13 @@ class TorchOptimizer(torch.optim.Optimizer):
         self.method, self.seen = method, method.lr
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Nothing: the method has made its update in its own step."""
+        """Does nothing: the method makes its update in its own step."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: no gradient is kept."""
+        """Does nothing: no gradient is kept."""
 
     def sync(self) -> None:
-        """Before a step of the method: one rate for both."""
+        """Called before a step of the method: makes both rates equal."""
         rates = {float(group["lr"]) for group in self.param_groups}
         rate = next((r for r in rates if r != self.seen), None)
         if rate is not None:
@@ -43,4 +43,4 @@ class TorchOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = self.method.lr
         self.seen = self.method.lr
-        self._opt_called = True  # which schedulers ask for, before they step
+        self._opt_called = True  # schedulers check this before they step

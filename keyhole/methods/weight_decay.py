@@ -1,13 +1,13 @@
-"""Which tensors weight decay shrinks: one rule for all methods.
+"""Which tensors weight decay applies to: one rule for all methods.
 
-    matrices    all but biases and the weights of norms: what Hugging Face's Trainer decays. A norm's weight is a gain
+    matrices    all but biases and the weights of norms, as Hugging Face's Trainer does. A norm's weight is a gain
                 near 1 and a bias an offset; shrinking them towards 0 changes what a layer computes and regularises
                 nothing.
     all         every trained tensor, as `torch.optim.AdamW(model.parameters(), ..)` does
 
 Hugging Face decides by name (NOT_DECAYED), and by class for nn.LayerNorm, which some models call ln_1 or ln_f. Stacks
-of experts, position tables and embeddings count as matrices. How a method decays (apart from the gradient, or as
-torch's SGD in it) is the method's own.
+of experts, position tables and embeddings count as matrices. Each method defines how it decays (decoupled from the
+gradient, or added to it as in torch's SGD).
 """
 
 import re
@@ -23,7 +23,7 @@ NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """The rate of decay of each parameter. spared: ids of those that have none."""
+    """The rate of decay of each parameter. spared: ids of parameters without decay."""
 
     rate: float = 0.0
     spared: frozenset[int] = frozenset()
@@ -44,6 +44,6 @@ def weight_decay_of(module: nn.Module, rate: float, on: str = "matrices") -> Wei
 
 
 def parameter_groups(params: list[nn.Parameter], decay: WeightDecay) -> list[dict]:
-    """Groups for a torch optimizer: decayed, and not; one where all are alike."""
+    """Groups for a torch optimizer: with and without decay; one group if all parameters are alike."""
     rates = sorted({decay.of(p) for p in params}, reverse=True)
     return [{"params": [p for p in params if decay.of(p) == rate], "weight_decay": rate} for rate in rates]

@@ -1,22 +1,22 @@
-"""What one step asks of a machine: FLOPs, bytes and launches, as functions of shapes. Seconds: plan/seconds.py.
+"""The cost of one step: FLOPs, bytes and launches, as functions of shapes. plan/seconds.py turns them into seconds.
 
-For N parameters that a token meets (of experts, those it is routed to), M tokens per pass, b bytes per element:
+For N parameters that a token uses (of experts, those it is routed to), M tokens per pass, b bytes per element:
 
-    products     2 N M per forward pass; a reverse sweep has two more products per matrix, and runs each block again
-                 where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half
-                 of the scores are masked), and as the other products in reverse.
-    touched      bytes of elementwise kernels: activations (below), and what the method does with weights
-    up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step; experts that
-                 are units only if some token of the step meets them: if each chooses a share p, (1 - p)^M are missed
-    kernels      launches by the host; of a layer that is computed by experts, EXPERT per expert that a pass meets
+    products     2 N M per forward pass; a backward pass has two more products per matrix, and recomputes each block if
+                 only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half of the
+                 scores are masked), and in the backward pass the same multiples as other products.
+    touched      bytes of elementwise kernels: activations (below), and the method's own kernels on weights
+    up, down     bytes over the link: a streamed unit is uploaded once per sweep, and written back once per step; expert
+                 units only if some token of the step uses them: if each chooses a share p, (1 - p)^M are not used
+    kernels      launches by the host; for a layer that is computed by experts, EXPERT per expert that a pass uses
                  (counted in the code, not fitted)
 
-Elementwise kernels of an eager block read and write about FORWARD_H tensors of the hidden width and FORWARD_W of the
-widest matrix side, per token, forward, and BACKWARD times as many in reverse (a norm in fp32 with its casts is most of
-that). torch.compile fuses all but COMPILED of them. Counted on Llama blocks, fitted to the forward and reverse times of
-a Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md).
+Elementwise kernels of an eager block read and write, per token, about FORWARD_H tensors of the hidden width and
+FORWARD_W of the widest matrix side in a forward pass, and BACKWARD times as many in a backward pass (mostly norms in
+fp32 with their casts). torch.compile fuses all but COMPILED of them. Counted on Llama blocks, fitted to the forward and
+backward times of a Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md).
 
-The numbers per method are in memory.py of its folder, beside its bytes; this file has what several share.
+The numbers per method are in memory.py of its folder, beside its bytes; this file has the shared ones.
 """
 
 from collections.abc import Iterable
@@ -35,29 +35,29 @@ from keyhole.model.weights.format import PACKED
 FORWARD_H, FORWARD_W, BACKWARD = 45, 6, 5
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
-GRAPH = 0.53  # of the bytes of a block at work, what its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
+GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
 
 
 @dataclass(frozen=True)
 class Launches:
-    """What the host does per block and pass, in launches of a bare kernel (machine/rates.py): Python of the model, of
-    autograd and of the sweep included. Fitted to SmolLM2-135M in short batches on an H200 (LOG.md, "Short batches"): 30
-    blocks took 268 ms of the host's time in `lomo` as they are, 37 ms recorded as graphs, 93 ms in plain SGD."""
+    """The host's work per block and pass, in launches of a bare kernel (machine/rates.py); it includes the Python code
+    of the model, of autograd and of the sweep. Fitted to SmolLM2-135M in short batches on an H200 (LOG.md, "Short
+    batches"): 30 blocks took 268 ms of host time in `lomo` eagerly, 37 ms as CUDA graphs, 93 ms in plain SGD."""
 
     forward: int
     reverse: int
 
 
 SWEPT, RECORDED, PLAIN = Launches(150, 980), Launches(20, 140), Launches(150, 300)
-EXPERT = Launches(25, 60)  # of one expert
+EXPERT = Launches(25, 60)  # per expert
 
 
 @dataclass(frozen=True)
 class StepWork:
     """One step. adam: parameters that the CPU updates; through_host: bytes that updates read and write in host memory,
-    whoever makes them; host_bytes: state in host memory; saved_bytes: state in a
-    checkpoint, beside the weights; kept_bytes: activations that are kept on the device because there is room, beyond
-    what the step needs; together: passes whose rows go through one product."""
+    on the CPU or the GPU; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
+    kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
+    passes whose rows share one product."""
 
     products: float = 0.0
     touched: float = 0.0
@@ -72,7 +72,7 @@ class StepWork:
     together: int = 1
 
     def plus(self, **more: float) -> "StepWork":
-        """With so much more of some parts."""
+        """A copy with these amounts added."""
         changed = {name: getattr(self, name) + value for name, value in more.items()}
         return replace(self, **changed)
 
@@ -87,19 +87,19 @@ def home_bytes(layout: Layout, units: Iterable[int], room: Room) -> int:
 
 
 def met_bytes(layout: Layout, units: Iterable[int], work: Workload, room: Room) -> float:
-    """Home bytes of units; of experts that are units, of those that some token of the step meets."""
+    """Home bytes of units; of expert units, only those that some token of the step uses."""
     experts = [i for i in units if layout.units[i].expert is not None]
     others = home_bytes(layout, set(units) - set(experts), room)
     return others + met_share(work, work.passes) * home_bytes(layout, experts, room)
 
 
 def met_share(work: Workload, passes: int = 1) -> float:
-    """Of a layer's experts, those that some token of so many passes meets, if tokens choose evenly."""
+    """The share of a layer's experts that the tokens of `passes` passes use, if tokens choose evenly."""
     return float(1 - (1 - work.experts) ** (work.tokens * passes))
 
 
 def _expert_launches(layout: Layout, work: Workload) -> tuple[float, float]:
-    """(forward, reverse) of layers that are computed by experts, per pass."""
+    """(forward, backward) launches of layers that are computed by experts, per pass."""
     met = met_share(work) * sum(experts.count for experts in layout.experts)
     return met * EXPERT.forward, met * EXPERT.reverse
 
@@ -111,14 +111,14 @@ def _widths(layout: Layout) -> tuple[int, int]:
 
 
 def met_numel(layout: Layout, experts: float = 1.0) -> float:
-    """Parameters that a token meets: the blocks' and the head's, of stacks of experts [E, rows, columns] its share."""
+    """Parameters that a token uses: the blocks' and the head's; of stacks of experts [E, rows, columns] its share."""
     stacks = sum(t.shape.numel() for t in layout.tensors if t.block is not None and len(t.shape) == 3)
     met = sum(u.numel for u in layout.of_kind("block")) + sum(u.numel for u in layout.head_units)
     return met - (1 - experts) * stacks
 
 
 def experts_share(config: Any) -> float:
-    """Experts per token over experts, by a model's config; 1 where it has none."""
+    """Experts per token divided by experts, from a model's config; 1 if it has no experts."""
     text = config.get_text_config()
     at_once = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_topk", None)
     counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
@@ -127,14 +127,14 @@ def experts_share(config: Any) -> float:
 
 
 def forward_flops(layout: Layout, work: Workload) -> float:
-    """Of one pass over M tokens."""
+    """FLOPs of one pass over M tokens."""
     hidden, _ = _widths(layout)
     attention = 2 * layout.block_count * (work.length or work.tokens) * work.tokens * hidden
     return 2.0 * met_numel(layout, work.experts) * work.tokens + attention
 
 
 def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:
-    """Read and written by the elementwise kernels of one forward pass."""
+    """Bytes read and written by the elementwise kernels of one forward pass."""
     hidden, wide = _widths(layout)
     logits = 6 * room.formats.dtype.itemsize * work.tokens * layout.table.shape[0]
     blocks = layout.block_count * work.tokens * (FORWARD_H * hidden + FORWARD_W * wide)
@@ -146,7 +146,7 @@ def _is_compiled(work: Workload) -> bool:
 
 
 def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
-    """Forward passes in lockstep: every streamed unit comes up once, whatever the number of passes."""
+    """Forward passes in lockstep: every streamed unit is uploaded once, whatever the number of passes."""
     recorded = rates.gpu_bytes is not None and launched_as_graphs(layout, work.tokens)
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     return StepWork(
@@ -166,7 +166,7 @@ def _block_numel(layout: Layout) -> int:
 
 
 def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
-    """Of the blocks whose activations are all kept, so that they do not run again (model/backward/kept_blocks.py)."""
+    """The share of the blocks that keep all activations and are not recomputed (model/backward/kept_blocks.py)."""
     how = getattr(work.settings, "activations", "block")
     if how != "auto" or streamed or room.limit_bytes is None:
         return float(how == "none")
@@ -175,13 +175,13 @@ def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) 
 
 
 def _block_activations(layout: Layout, work: Workload, room: Room) -> int:
-    """Bytes of one block at work, for all micro-batches of a step."""
+    """Activation bytes of one block, for all micro-batches of a step."""
     hidden, wide = _widths(layout)
     return room.formats.dtype.itemsize * work.passes * work.tokens * (HIDDEN * hidden + WIDE * wide)
 
 
 def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
-    """Whether forward and reverse of blocks are launched as graphs (model/backward/recorded_visits.py)."""
+    """Whether forward and backward of blocks run as CUDA graphs (model/backward/recorded_visits.py)."""
     runs_again = getattr(work.settings, "activations", "block") in ("block", "auto") and not _is_compiled(work)
     on_gpu = rates.gpu_bytes is not None and not room.is_budget
     return runs_again and on_gpu and launched_as_graphs(layout, work.tokens)
@@ -197,9 +197,10 @@ def reverse_work(
     reverses: int = 1,
     plain: bool = False,
 ) -> StepWork:
-    """A forward and a reverse (or two), block by block, with one product per matrix for its gradient. weight_products:
-    so much of it is made; plain: by torch's autograd over the whole model. What the slots still hold at the turn does
-    not come up again. What the update itself touches, and what goes home, is the method's."""
+    """A forward pass and `reverses` backward passes, block by block, with one product per matrix for its gradient.
+    weight_products: the share of these products that is computed; plain: torch's autograd over the whole model. Units
+    that slots still hold when the direction changes are not uploaded again. Costs of the update itself are added by the
+    method."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
     share_kept = _kept_share(layout, streamed, work, room)
     again, extra = 1.0 - share_kept, 0
@@ -230,6 +231,6 @@ def reverse_work(
 
 
 def unpacked_bytes(unit: Unit, room: Room) -> int:
-    """Bytes that a pass over a unit's weights at home reads."""
+    """Bytes that a kernel over a unit's weights at home reads."""
     numel, dtype = unit.numel, room.formats.home_dtype(unit)
     return room.formats.home_bytes(unit) if dtype == PACKED else numel * dtype.itemsize

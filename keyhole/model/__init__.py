@@ -1,11 +1,11 @@
 """A Hugging Face decoder whose weights live in flat memory.
 
-structure/   what is found in a decoder: blocks, the flat layout, the module without weights, the tokenizer
-weights/     where weights lie and in which format; reading, drawing and saving them
-forward/     passes of the unmodified module over weights that come and go
-backward/    gradients block by block, handed to a sink
+structure/   what is known of a decoder before its weights are read: blocks, flat layout, module, tokenizer
+weights/     where weights are stored and in which format; reading, initialising and saving them
+forward/     forward passes of the unmodified module while units are streamed
+backward/    the backward pass block by block; each gradient is handed to a sink
 batch.py     a batch on its way to the device
-packing.py   samples that share a row do not see each other
-attached.py  what a method brings to the model that it trains
+packing.py   checks that samples packed into one row do not attend to each other
+attached.py  the interface between a model and the method that trains it
 model.py     Model, which ties these together
 """

@@ -1,11 +1,11 @@
-"""What a model knows of the method that trains it, and of the plan that placed it. When a method is made, it attaches:
+"""The interface between a model, the method that trains it, and the plan that placed it. A new method attaches:
 
-    name       the plan may have been made for another method
-    deferred   applies updates that the weights at home still lack
-    addon      weights beside the model's own (adapters), which count when the model is saved or checked for changes
+    name       is compared with the method that the plan was made for
+    deferred   a function that applies updates that the weights at home still lack
+    addon      trained weights beside the model's own (adapters), which are saved and checked with the model
 
-The model applies what is deferred before anybody reads the weights or another method trains them, also when the method
-that deferred it is gone.
+The model applies deferred updates before its weights are read or another method trains them, also after the method that
+deferred them was deleted.
 """
 
 from collections.abc import Callable
@@ -37,16 +37,16 @@ class Attached(Protocol):
 
     name: str
     keeps_base: bool
-    """Whether the weights of blocks never change."""
+    """Whether the weights of blocks are frozen."""
 
     @property
     def deferred(self) -> Callable[[], None] | None:
-        """Applies the updates that the weights at home lack; None where updates are never deferred. The model keeps it,
-        so it must not hold the method or the model."""
+        """A function that applies the updates that the weights at home lack; None if updates are never deferred. The
+        model keeps it, so it must not hold a reference to the method or the model."""
 
     @property
     def addon(self) -> Addon | None:
-        """None where the method trains the model's own weights only."""
+        """None if the method trains only the model's own weights."""
 
 
 class DeviceBytes(Protocol):
@@ -64,4 +64,4 @@ class Placed(Protocol):
     budget_bytes: int | None
 
     def warn_if_planned_for_another(self, method_name: str) -> None:
-        """Warns when the budget was planned for another method than the one that is being attached."""
+        """Warns if the plan was made for another method than the one that is being attached."""

@@ -1,14 +1,14 @@
 """A batch on its way to the device: the inputs of the decoder, and the positions that predict a trained token.
 
-A batch is any mapping of names to tensors: a dict, or what a Hugging Face collator returns (BatchEncoding). A name that
-is not known is refused, since a model given less than it was asked to use would train on something else.
+A batch is any mapping of names to tensors: a dict, or the output of a Hugging Face collator (BatchEncoding). Unknown
+names raise an error, because a model that ignores an input would train on something else.
 Labels follow the Hugging Face convention: not shifted, -100 where nothing is trained. Position t predicts token
 t + 1, so the trained positions are those whose *next* label is a token. They are found on the host, so that selecting
-them on the device needs no wait, and logits are computed for them only. A batch with `question` and `answer` is trained
-by candidates (objective.py), one without them by tokens.
+them on the device needs no synchronization; logits are computed for them only. A batch with `question` and `answer` is
+trained by candidates (objective.py), any other batch by tokens.
 
-On a GPU a batch crosses on a stream of its own. The host is usually far ahead of the kernels, so the batch has arrived
-when they need it; on the stream of the kernels it would queue behind the uploads of weights.
+On a GPU a batch is copied on a stream of its own. The host is usually far ahead of the kernels, so the batch has
+arrived when they need it; on the compute stream the copy would queue behind waits for uploads of weights.
 """
 
 from collections.abc import Mapping
@@ -36,18 +36,18 @@ class DeviceBatch:
     row_N: torch.Tensor
     row_count: int
     token_count: int  # N, known on the host
-    packed: bool = False  # samples share rows; the model must keep them apart
-    candidates: Candidates | None = None  # rows are candidates of questions
+    packed: bool = False  # samples share rows; they must not attend to each other
+    candidates: Candidates | None = None  # set if the rows are candidates of questions
 
     @property
     def loss_count(self) -> int:
-        """What the loss is a mean of: questions, or trained tokens."""
+        """The number that the loss is divided by: of questions, or of trained tokens."""
         return self.token_count if self.candidates is None else self.candidates.question_count
 
 
 def repeated(batch: DeviceBatch, count: int) -> DeviceBatch:
-    """The rows of a batch so many times, one after the other, for a pass that gives hidden states only: what its loss
-    is computed from stays that of one copy."""
+    """The batch with its rows repeated `count` times, for a pass that returns only hidden states: targets and counts
+    stay those of one copy."""
     if count == 1:
         return batch
     positions = batch.inputs["input_ids"].numel()
@@ -57,8 +57,8 @@ def repeated(batch: DeviceBatch, count: int) -> DeviceBatch:
 
 
 def loss_rows(nll: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-    """What each row, or each question, adds to the loss of its step before the division by `loss_count`. nll: of the
-    trained tokens, or of a classifier's rows. Adds in the same order every time."""
+    """The summed loss of each row, or of each question, before the division by `loss_count`. nll: per trained token, or
+    per row for a classifier. Sums in a fixed order."""
     if batch.candidates is not None:
         scores = batch.candidates.scores(nll)
         return torch.nn.functional.cross_entropy(scores, batch.candidates.right_Q, reduction="none")
@@ -66,18 +66,17 @@ def loss_rows(nll: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
 
 
 def sum_by_row(x_N: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-    """[B] sums over the trained tokens of each row, added in the same order every time, which index_add_ on a GPU is
-    not."""
+    """[B] sums over the trained tokens of each row, in a fixed order (index_add_ on a GPU has none)."""
     return _in_row(batch).to(x_N.dtype) @ x_N
 
 
 def count_by_row(batch: DeviceBatch) -> torch.Tensor:
-    """[B] numbers of trained tokens."""
+    """[B] number of trained tokens per row."""
     return _in_row(batch).sum(dim=1)
 
 
 def _in_row(batch: DeviceBatch) -> torch.Tensor:
-    """[B, N] whether a trained token is of a row."""
+    """[B, N] whether a trained token belongs to a row."""
     rows_B = torch.arange(batch.row_count, device=batch.row_N.device)
     return rows_B[:, None] == batch.row_N
 
@@ -91,7 +90,7 @@ def as_list(batch: Batch | list[Batch]) -> list[Batch]:
 
 
 def check(batch: Batch, row_count: int) -> None:
-    """UserError for what cannot be trained on. row_count: of the embedding."""
+    """UserError if the batch cannot be trained on. row_count: of the embedding."""
     if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
         found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
@@ -121,7 +120,7 @@ def check(batch: Batch, row_count: int) -> None:
 
 
 def check_alike(batches: list[Batch]) -> None:
-    """UserError for micro-batches of one step that are trained by different objectives."""
+    """UserError if the micro-batches of one step have different objectives."""
     by_candidates = sum("question" in batch for batch in batches)
     if by_candidates not in (0, len(batches)):
         raise UserError(
@@ -131,7 +130,7 @@ def check_alike(batches: list[Batch]) -> None:
 
 
 def check_mask(mask_BT: torch.Tensor | None) -> None:
-    """Refuses a mask of other numbers than 0 and 1. Tensors on a GPU are not read: that would wait."""
+    """Refuses a mask with values other than 0 and 1. GPU tensors are not checked: reading them would synchronize."""
     if mask_BT is not None and mask_BT.device.type == "cpu" and not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
         raise UserError(
             f"batch: attention_mask holds {int(mask_BT.min())} to {int(mask_BT.max())}; 0 and 1 are needed (samples "
@@ -140,7 +139,7 @@ def check_mask(mask_BT: torch.Tensor | None) -> None:
 
 
 def check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "", has: str = "tokens") -> None:
-    """Refuses tokens that the model does not have. Tensors on a GPU are not read: that would wait."""
+    """Refuses tokens outside of the vocabulary. GPU tensors are not checked: reading them would synchronize."""
     tokens = x_BT[x_BT != IGNORED] if or_else and x_BT.device.type == "cpu" else x_BT
     if tokens.device.type == "cpu" and tokens.numel():
         low, high = (int(value) for value in torch.aminmax(tokens))
@@ -157,7 +156,7 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     inputs = {"input_ids": batch["input_ids"]}
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     packed = positions is not None and is_packed(positions, mask)
-    hides = mask is not None and not bool(mask.all())  # an all-ones mask says nothing, and costs kernels
+    hides = mask is not None and not bool(mask.all())  # an all-ones mask is dropped: it changes nothing, costs kernels
     if hides and not packed:
         inputs["attention_mask"] = mask
     if positions is not None:
@@ -183,12 +182,12 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which batches cross to this device."""
+    """The stream on which batches are copied to this device."""
     return torch.cuda.Stream(device)
 
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x on the device, ready for the kernels that are launched from here on."""
+    """x on the device, ready for kernels launched from here on."""
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     stream, kernels = _stream(device), torch.cuda.current_stream(device)

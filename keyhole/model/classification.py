@@ -6,13 +6,13 @@
              mean over l of binary cross entropy        multi_label_classification
     loss   = 1/B sum_b nll_b                            B: rows of all micro-batches of a step
 
-The head is small: it belongs to the spine (structure/layout.py), and there are no units of a vocabulary. So what passes
-return is logits instead of hidden states, rows take the place of trained tokens, and all else is as for a decoder:
-blocks come and go, are perturbed, run again, updated. A batch has `labels` of one number per row ([B, L] for several
-labels), and may have token_type_ids where the model knows them.
+The head is small: it belongs to the spine (structure/layout.py), and there are no vocabulary units. Passes return
+logits instead of hidden states, and rows take the place of trained tokens; everything else is as for a decoder: blocks
+are streamed, perturbed, recomputed and updated. A batch has `labels` with one number per row ([B, L] for several
+labels), and may have token_type_ids if the model uses them.
 
-A head that the weight files lack (an encoder as it was pretrained) is drawn: matrices from N(0, initializer_range^2) by
-the seed, the same on every device; vectors as the module's own code sets them.
+If the weight files have no head (a pretrained encoder), it is initialised: matrices from N(0, initializer_range^2) by
+the seed, the same on every device; vectors by the module's own code.
 Legend: B rows, T positions, L labels.
 """
 
@@ -32,21 +32,21 @@ PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def problem_of(config: Any) -> str:
-    """Hugging Face's problem_type: as the config says, or by the number of labels."""
+    """Hugging Face's problem_type: from the config, or derived from the number of labels."""
     return config.problem_type or (REGRESSION if config.num_labels == 1 else "single_label_classification")
 
 
 def text_positions(module: nn.Module) -> int | None:
-    """The longest text that the module's position table has room for; None where it has no such table."""
+    """The longest text that the module's position table can hold; None if it has no such table."""
     named = [m for name, m in module.named_modules() if name.endswith("position_embeddings")]
     tables = [m for m in named if isinstance(m, nn.Embedding)]
-    first = [0 if m.padding_idx is None else m.padding_idx + 1 for m in tables]  # RoBERTa's: behind the padding's
+    first = [0 if m.padding_idx is None else m.padding_idx + 1 for m in tables]  # RoBERTa's start after the padding's
     return min((m.num_embeddings - k for m, k in zip(tables, first, strict=True)), default=None)
 
 
 def name_labels(config: Any, names: Sequence[str], pad_token_id: int) -> None:
-    """Gives the labels their names, and the padding its id where the config has none: a decoder's head looks for the
-    last token before it."""
+    """Sets the names of the labels, and the padding id if the config has none: a decoder's head reads the last token
+    before the padding."""
     config.id2label = dict(enumerate(names))
     config.label2id = {name: i for i, name in enumerate(names)}
     if config.pad_token_id is None:
@@ -54,7 +54,8 @@ def name_labels(config: Any, names: Sequence[str], pad_token_id: int) -> None:
 
 
 class ClassificationHead:
-    """Logits of a whole module, their loss, and the batches that it takes. It has no units: `linear` is None."""
+    """The logits of a whole module, their loss, and the checks of its batches: the counterpart of forward/head.py. It
+    has no units: `linear` is None."""
 
     linear = None
 
@@ -62,16 +63,16 @@ class ClassificationHead:
         self.module, self.config, self.problem = module, module.config, problem_of(module.config)
         takes = inspect.signature(module.forward).parameters
         self.takes = PER_TOKEN if "token_type_ids" in takes else PER_TOKEN[:2]
-        self.options = {"use_cache": False} if "use_cache" in takes else {}  # a block that runs again would add to it
+        self.options = {"use_cache": False} if "use_cache" in takes else {}  # recomputing a block would append to it
         self.type_count = getattr(module.config, "type_vocab_size", None) or 1
         self.longest = text_positions(module)
 
-    def logits(self, batch: DeviceBatch) -> torch.Tensor:
-        """[B, L]"""
+    def states(self, batch: DeviceBatch) -> torch.Tensor:
+        """[B, L]: the logits."""
         return self.module(**batch.inputs, **self.options).logits
 
     def nll(self, logits_BL: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[B], in float32. Autograd can differentiate it."""
+        """[B], in float32, differentiable."""
         logits_BL = logits_BL.float()
         if self.problem == REGRESSION:
             return (logits_BL - labels.view(logits_BL.shape)).square().mean(dim=1)
@@ -80,7 +81,7 @@ class ClassificationHead:
         return F.cross_entropy(logits_BL, labels, reduction="none")
 
     def nll_grad(self, logits_BL: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """[B, L]: the gradient of scale * sum(nll) by the logits."""
+        """[B, L]: the gradient of scale * sum(nll) with respect to the logits."""
         leaf = logits_BL.detach().requires_grad_()
         with torch.enable_grad():
             total = self.nll(leaf, labels).sum()
@@ -88,8 +89,12 @@ class ClassificationHead:
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
-    def check(self, batch: Batch, row_count: int) -> None:
-        """UserError for what cannot be trained on. row_count: of the embedding."""
+    def check(self, batches: list[Batch], row_count: int) -> None:
+        """UserError if the batches cannot be trained on. row_count: of the embedding."""
+        for batch in batches:
+            self._check(batch, row_count)
+
+    def _check(self, batch: Batch, row_count: int) -> None:
         if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
             found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
@@ -120,7 +125,7 @@ class ClassificationHead:
         if not isinstance(labels, torch.Tensor) or tuple(labels.shape) != shape:
             found = tuple(labels.shape) if isinstance(labels, torch.Tensor) else type(labels).__name__
             raise UserError(f"batch: labels is {found}; {shape} is needed: one label per row ({kind}, {count} labels)")
-        if labels.device.type != "cpu":  # reading it would wait
+        if labels.device.type != "cpu":  # reading it would synchronize
             return
         if kind == REGRESSION or kind == MULTI_LABEL:
             if not bool(torch.isfinite(labels).all()):
@@ -131,7 +136,7 @@ class ClassificationHead:
             check_tokens("labels", labels, count, has="labels")
 
     def to_device(self, batch: Batch, device: torch.device) -> DeviceBatch:
-        """Its rows take the place of trained tokens. A mask of ones says nothing, and costs kernels."""
+        """Rows take the place of trained tokens. An all-ones mask is dropped: it changes nothing and costs kernels."""
         labels, mask = batch["labels"], batch.get("attention_mask")
         labels = labels.long() if self.problem not in (REGRESSION, MULTI_LABEL) else labels.float()
         inputs = {name: batch[name] for name in self.takes if name in batch and name != "attention_mask"}

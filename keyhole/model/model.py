@@ -1,18 +1,18 @@
-"""A Hugging Face decoder whose parameters live in flat memory, on the device or behind the link.
+"""A Hugging Face decoder whose parameters live in flat memory, on the device or in host memory.
 
 `Model` ties these together and is what `keyhole.load` returns:
 
-    module    the HF model itself; its parameters are views into flat memory and are re-pointed as units come and go
+    module    the HF model itself; its parameters are views into flat memory, re-pointed as units are streamed
     layout    which elements make up which unit (model/structure/layout.py)
     engine    the homes of the units, and what moves them (offload/engine.py)
     homes     the weights as parameters, where they live (model/weights/homes.py)
     binding   what the module's parameters point to at the moment (model/forward/binding.py)
-    head      hidden states -> logits, in chunks (model/forward/head.py), or a classifier's logits (classification.py)
+    head      batches -> hidden states -> logits (model/forward/head.py), or -> logits of classes (classification.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
-(model/forward/lockstep.py), or a `Generation` (model/forward/generate.py), which brings each unit in as its one pass
-enters it. Without a conductor a resident model is an ordinary one.
+(model/forward/lockstep.py), or a `Generation` (model/forward/generate.py), which loads each unit when its one pass
+enters it. Without a conductor a resident model behaves like any PyTorch module.
 Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
@@ -29,7 +29,7 @@ from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
 from keyhole.model.attached import Addon, Attached, Placed
-from keyhole.model.batch import Batch, DeviceBatch, as_list, check, check_alike, to_device
+from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward.binding import Binding
@@ -62,13 +62,13 @@ Rows = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class Lens(Protocol):
-    """Other weights than those at home."""
+    """Computes other weights (such as perturbed ones) from those at home, for evaluation."""
 
     def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
-        """Of a unit that is on the device as it is at home; in the dtype of compute."""
+        """The weights of a unit in the dtype of compute; `stored` is the unit on the device as at home."""
 
     def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
-        """Of the input embedding."""
+        """The rows of the input embedding; stale_MH: these rows at home."""
 
 
 class Model:
@@ -94,38 +94,38 @@ class Model:
         self.formats, self.dtype = formats, formats.dtype
         self.device, self.config = engine.device, module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
-        self.drawn = False  # a part of the weights is in no file: a new head, or all of them
+        self.drawn = False  # some weights were initialised at random: a new head, or all of them
         self.ranks = ranks or Ranks()
         self.pinned = False
         self.graphs: BlockGraphs | None = None
-        self.reverse_graphs = reverse_graphs  # first-order steps may be recorded too
+        self.reverse_graphs = reverse_graphs  # first-order steps may use CUDA graphs too
         self.classifies = is_classifier(module.config)
         self.head = ClassificationHead(module) if self.classifies else Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
-        self.expert_gradients: Any = None  # who differentiates experts, while a reverse lasts (backward/experts.py)
-        self.lens: Lens | None = None  # what weights are seen through, in `seen_through`
+        self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
+        self.lens: Lens | None = None  # set within `seen_through`
         self.addon: Addon | None = None
-        self.factors: Factors | None = None  # what was learned beside the weights of linear layers
-        self.factored: set[int] = set()  # ids of modules that ask for it
+        self.factors: Factors | None = None  # low-rank factors trained beside the weights of linear layers
+        self.factored: set[int] = set()  # ids of modules whose forward adds them
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
         self._lockstep.expect = weakly(self.expect)
         weakref.finalize(self, self._lockstep.close)
         self.patches, self.changes = Patches(), changes or Changes()
         self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
-        self._put_back.atexit = False  # the end of the process puts back everything
+        self._put_back.atexit = False  # nothing to restore when the process ends
         foreign = frozenset(page for page in engine.shared if not self.writes(page))
         self.homes = Homes(layout, engine.homes, formats, self.device, foreign, engine.parts())
         self.sharded = bool(engine.parts())
-        self.call_others: Callable[[str], None] = lambda what: None  # of a leader: has other ranks write their parts
+        self.call_others: Callable[[str], None] = lambda what: None  # leader: makes the other ranks write their parts
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
-        self._stack_pages: dict[str, set[int]] = {}  # of stacks of experts that are cut, by their names
+        self._stack_pages: dict[str, set[int]] = {}  # pages of each stack of experts that is cut, by its name
         for unit in layout.units:
             if unit.expert is not None:
                 self._stack_pages.setdefault(unit.tensors[0].name, set()).add(unit.index)
-        self._keeps_packed_apart = False  # known only once the model was asked
+        self._keeps_packed_apart = False  # not tested yet
         install_hooks(self)
         self.tiles = compute_in_tiles(self)
         compute_by_expert(self)
@@ -143,26 +143,26 @@ class Model:
         return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
 
     def shared_out(self, groups: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Of what is evaluated, one sweep per group: this rank's part; and what it runs besides, for nothing, where
-        every visit of a unit takes all ranks and others have one more."""
+        """This rank's share of the groups to evaluate, one sweep per group; and groups that it runs only to match the
+        collectives of ranks that have one group more, if the model is sharded."""
         own = self.ranks.share(groups)
         most = -(-len(groups) // self.ranks.size)
         return own, list(groups[:1]) * (most - len(own)) if self.sharded else []
 
     @property
     def generation_ranks(self) -> Ranks:
-        """Who shares the batches of a generation: all ranks, or, where every visit of a unit takes all of them, each
-        has all batches, since how many tokens an answer has is not known before."""
+        """The ranks that share the batches of a generation: all of them. If the model is sharded, every visit of a unit
+        is a collective and the lengths of answers are unknown, so each rank runs all batches."""
         return Ranks() if self.sharded else self.ranks
 
     def writes(self, page: int) -> bool:
-        """Whether this rank changes the home of a unit; of one that several ranks share, one does."""
+        """Whether this rank writes the home of a unit; for a home that several ranks share, exactly one does."""
         return page not in self.engine.shared or page % self.ranks.local_size == self.ranks.local_rank
 
     @contextmanager
     def rewriting_shared(self) -> Iterator[None]:
-        """A context in which homes that ranks share are changed, each by its writer: nobody uploads them meanwhile.
-        Entered by all ranks."""
+        """A context in which shared homes are rewritten, each by its one writer, while no rank uploads them. Entered by
+        all ranks."""
         if not self.engine.shared:
             yield
             return
@@ -176,38 +176,30 @@ class Model:
         self.engine.invalidate(everywhere=True)
 
     def home(self, tensor: FlatTensor) -> torch.Tensor:
-        """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
+        """The parameter at its home, in the dtype of its home; for a packed unit, an unpacked copy."""
         return self.homes.read(tensor)
 
-    # -- running it ------------------------------------------------------------------------------------------------
+    # -- forward passes --------------------------------------------------------------------------------------------
 
     def to_device(self, batch: Batch | list[Batch]) -> list[DeviceBatch]:
-        """One batch or the micro-batches of a step, checked and sent."""
+        """One batch, or the micro-batches of a step, checked and copied to the device."""
         return self.send(self.checked(batch))
 
     def checked(self, batch: Batch | list[Batch]) -> list[Batch]:
-        """The micro-batches of a step; UserError for what cannot be trained on."""
+        """The micro-batches of a step; UserError if they cannot be trained on."""
         batches = as_list(batch)
-        for one in batches:
-            if self.classifies:
-                self.head.check(one, self.layout.table.shape[0])
-            else:
-                check(one, self.layout.table.shape[0])
-        if not self.classifies:
-            check_alike(batches)
+        self.head.check(batches, self.layout.table.shape[0])
         return batches
 
     def send(self, batches: list[Batch]) -> list[DeviceBatch]:
-        """Batches that were checked, on the device."""
-        if self.classifies:
-            return [self.head.to_device(one, self.device) for one in batches]
-        sent = [to_device(one, self.device) for one in batches]
+        """Checked batches, copied to the device."""
+        sent = [self.head.to_device(one, self.device) for one in batches]
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
 
     def check_packing(self, length: int | None = None) -> None:
-        """UserError where samples that share a row of so many tokens would see each other. Asks the model once."""
+        """UserError if samples packed into a row of `length` tokens would attend to each other; tested once."""
         self._keeps_packed_apart = True  # the check itself runs packed batches
         try:
             check_packing(self, length)
@@ -216,18 +208,9 @@ class Model:
             raise
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
-        """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them; of a
+        """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them; for a
         classifier its logits, [B, L]."""
-        if self.classifies:
-            return self.head.logits(batch)
-        try:
-            hidden_BTD = self.head.decoder(**batch.inputs, use_cache=False)[0]
-        except Exception as error:
-            if not getattr(self.module, "keyhole_untried", ""):
-                raise
-            name, why = type(self.module).__name__, " ".join(str(error).split())
-            raise UserError(f"model: {name} cannot be run on a batch of tokens: {why}") from error
-        return self.head.transformed(hidden_BTD.flatten(0, 1)[batch.index_N])
+        return self.head.states(batch)
 
     @contextmanager
     def _conducted_by(self, conductor: Conductor) -> Iterator[None]:
@@ -243,8 +226,8 @@ class Model:
 
     @contextmanager
     def sweep(self, name: str, learn: bool = True, of_all: bool = False) -> Iterator[None]:
-        """A context for one visit of every unit, in the order of the model. of_all: every rank makes it, and asks
-        nothing else of the others meanwhile."""
+        """A context for one visit of every unit, in the order of the model. of_all: every rank makes this sweep and
+        starts no other collective during it."""
         head = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block")]
         with self.engine.sweep(name, blocks + head, learn, of_all):
@@ -268,18 +251,18 @@ class Model:
                 passes.rows = None
 
     def expect(self, units: list[Unit]) -> None:
-        """The units of a stack of experts that the sweep visits next, in order: the router has chosen."""
+        """Tells the engine which units of a stack of experts the sweep visits next: the router has chosen."""
         among = set().union(*{id(unit.tensors[0]): self._stack_pages[unit.tensors[0].name] for unit in units}.values())
         self.engine.expect(among, [unit.index for unit in units])
 
     def acquire_weights(self, unit: Unit, place: int = 0) -> torch.Tensor:
-        """The unit's weights on the device, in the dtype of compute, to be read. Release the unit afterwards."""
+        """The unit's weights on the device, in the dtype of compute, for reading. Release the unit afterwards."""
         stored = self.engine.acquire(unit.index, changes=False)
         return self.in_compute_dtype(unit, stored, place) if self.lens is None else self.lens.weights(unit, stored)
 
     @contextmanager
     def seen_through(self, lens: "Lens") -> Iterator[None]:
-        """A context in which evaluations and generations use other weights than those at home, made from them unit by
+        """A context in which evaluation and generation use weights that the lens computes from those at home, unit by
         unit."""
         if self.lens is not None:
             raise UserError("closure: the model is seen through another one's weights already; steps do not nest")
@@ -291,11 +274,11 @@ class Model:
             self.binding.bind_homes()
 
     def in_compute_dtype(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
-        """`stored` itself, or a copy in memory that the next unit with the same `place` uses again."""
+        """`stored` itself, or a copy in scratch memory that the next unit with the same `place` overwrites."""
         if stored.dtype == self.dtype:
             return stored
         kind = "spine" if unit.kind == "spine" else f"unit {place}"
-        if kind not in self._scratch:  # made once: parameters point into it
+        if kind not in self._scratch:  # allocated once: parameters point into it
             numel = unit.numel if kind == "spine" else self.layout.largest_unit_numel
             self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
         weights = self._scratch[kind][: unit.numel]
@@ -305,12 +288,12 @@ class Model:
         return weights.copy_(stored)
 
     def table_rows(self, ids_M: torch.Tensor) -> torch.Tensor:
-        """Rows of the input embedding, as they are seen."""
+        """Rows of the input embedding, through the lens if one is set."""
         rows_MH = self._rows_at_home(ids_M)
         return rows_MH if self.lens is None else self.lens.rows(rows_MH, ids_M)
 
     def _rows_at_home(self, ids_M: torch.Tensor) -> torch.Tensor:
-        """Rows of the input embedding, gathered where the table lives."""
+        """Rows of the input embedding, read from the memory that holds the table."""
         table_VH = self.home(self.layout.table)
         if table_VH.device == self.device or (self.pinned and ops.use_kernel(self.device)):
             for unit in self.layout.of_kind("table"):
@@ -322,23 +305,23 @@ class Model:
     @without_autocast()
     @torch.no_grad()
     def nll(self, batch: Batch | list[Batch]) -> Any:
-        """Summed NLL and number of trained tokens of each row. A list of batches is run together: each unit crosses the
-        link once."""
+        """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep: each unit crosses
+        the link once."""
         results = evaluation.nll_by_row(self, self.to_device(batch))
         return results[0] if isinstance(batch, Mapping) else results
 
     @without_autocast()
     @torch.no_grad()
     def token_scores(self, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(nll_N, best_N) of each batch: the NLL of each target, and the token that is likeliest in its place. All
-        batches are run together; a position may be asked for several targets."""
+        """(nll_N, best_N) of each batch: the NLL of each target, and the likeliest token at its position. All batches
+        run in lockstep; one position may have several targets."""
         return evaluation.token_scores(self, batches)
 
     @without_autocast()
     @torch.no_grad()
     def logits(self, batches: list[Batch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of a classifier: the logits [B, L] of each batch, and the loss of its rows [B], in float32. All batches are
-        run together."""
+        """For a classifier: the logits [B, L] of each batch, and the loss of its rows [B], in float32. All batches run
+        in lockstep."""
         return evaluation.class_logits(self, self.to_device(batches))
 
     @without_autocast()
@@ -346,14 +329,14 @@ class Model:
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
-        """HF generation; a streamed model crosses the link once per token, for all rows of the batch."""
+        """HF generation; a streamed model crosses the link once per token, for all rows of the batch together."""
         if self.classifies:
             raise UserError(f"model: {type(self.module).__name__} classifies texts and cannot write any")
         self.apply_deferred()
         input_ids = input_ids.to(self.device)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.device)
         if self.is_plain:
-            self.engine.wait_for_homes()  # a method may still be updating them
+            self.engine.wait_for_homes()  # a method may still be writing them
             return self.module.generate(input_ids=input_ids, attention_mask=mask, **options)
         with self.sweep("generate", learn=False), Generation(self) as conductor, self._conducted_by(conductor):
             return self.module.generate(input_ids=input_ids, attention_mask=mask, **options)
@@ -364,10 +347,10 @@ class Model:
         plain = not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
         return plain and self.lens is None
 
-    # -- methods that train it -------------------------------------------------------------------------------------
+    # -- methods ---------------------------------------------------------------------------------------------------
 
     def attach(self, method: Attached) -> None:
-        """A method is made on this model. What other methods have deferred is applied first."""
+        """Called by a new method. Updates that other methods have deferred are applied first."""
         check_loss(self.config)
         if self.formats.frozen is not None and not method.keeps_base:
             raise UserError(
@@ -379,24 +362,24 @@ class Model:
             self.factors.settle()
         if self.placed is not None:
             self.placed.check_method(method.name)
-        self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # may step again
+        self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # these may step on
         if method.deferred is not None:
             self._deferred.append((weakref.ref(method), method.deferred))
         self.addon = method.addon or self.addon  # adapters stay in the module
 
     @without_autocast()
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
-        """Afterwards the weights at home are those after the last step of every method, or, before a step, of every
+        """Afterwards the weights at home are those after the last step of every method; with before_step_of, of every
         other method."""
         for owner, apply in self._deferred:
             if before_step_of is None or owner() is not before_step_of:
                 apply()
 
-    # -- reading and saving it -------------------------------------------------------------------------------------
+    # -- reading and saving ----------------------------------------------------------------------------------------
 
     def named_tensors(self, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter at its home, a tied one once, as it is saved. merged=False: without what was learned beside
-        it, which is in the method's state."""
+        """Every parameter as it is saved, a tied one once. merged=False: without low-rank factors trained beside it,
+        which are in the method's state."""
         if self.sharded:
             raise UserError("this rank has a part of the weights only; own_tensors gives what it has")
         self.apply_deferred()
@@ -408,8 +391,8 @@ class Model:
             yield tensor.name, home if self.addon is None else self.addon.as_saved(tensor, home)
 
     def own_tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(name, index of the first element, elements) of what this rank has of sharded tensors, and, on the leader, of
-        all others."""
+        """(name, index of the first element, elements) of this rank's shards of sharded tensors and, on the leader, of
+        all other tensors."""
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             if self.homes.unit_of(tensor).index in self.homes.parts:
@@ -425,8 +408,8 @@ class Model:
         save_model(self, Path(path))
 
     def close(self) -> None:
-        """Ends threads, puts back what was changed in the process (machine/settings.py) and in the module, and gives
-        page-locked memory back; the model cannot be used afterwards. A model that is dropped does the same."""
+        """Ends threads, restores the process settings (machine/settings.py) and the module, and releases page-locked
+        memory; the model cannot be used afterwards. Deleting a model does the same."""
         self._lockstep.close()
         self._put_back()
         if self.engine.gate is not None:
@@ -437,7 +420,7 @@ class Model:
             self.pinned = False
 
     def host_memory(self) -> list[torch.Tensor]:
-        """The pieces of host memory that streamed homes lie in: one, or two where ranks share some of them."""
+        """The host memory that holds streamed homes: one tensor, or two if ranks share some of the homes."""
         flats = [*(self.engine.homes[page] for page in sorted(self.engine.streamed))]
         flats += [flat for _, flat in self.engine.parts().values()]
         storages = {flat.untyped_storage().data_ptr(): flat for flat in flats if flat.device.type == "cpu"}
@@ -445,12 +428,12 @@ class Model:
 
     @property
     def original(self) -> str | None:
-        """The directory or hub id that holds these very weights as they were loaded: None where they were rounded to
-        a frozen format on the way, or drawn."""
+        """The directory or hub id that holds exactly the weights that were loaded; None if they were rounded to a
+        frozen format while loading, or initialised at random."""
         return None if self.formats.rounds or self.drawn else self.source
 
     def describe(self) -> list[str]:
-        """What the plan decided and why, one line per decision."""
+        """The decisions of the plan and their reasons, one line per decision."""
         return [] if self.placed is None else self.placed.reasons
 
 

@@ -1,7 +1,7 @@
-"""What is trained: the tokens of a batch, or the choice between candidates (MeZO's loss for classification).
+"""The objective: the tokens of a batch, or the choice between candidates (MeZO's loss for classification).
 
-An objective turns the loss of every trained token into the loss of a step, and gives the weight with which each of them
-counts. Gradients need nothing else of it, so every method trains either, resident or streamed.
+An objective computes the loss of a step from the NLL of every trained token, and the derivative with respect to each
+NLL. The backward pass needs nothing else, so every method supports both objectives, resident or streamed.
 
     tokens        loss = 1/N sum_t nll_t                                       d loss / d nll_t = 1 / N
     candidates    s_r = -1/n_r sum of nll_t over the n_r trained tokens of row r            (mean log-likelihood)
@@ -9,12 +9,12 @@ counts. Gradients need nothing else of it, so every method trains either, reside
                   loss = -1/Q sum over questions of log p[right]               d loss / d nll_t = (y_r - p_r) / (n_r Q)
 
 where y_r is 1 for the right candidate of a question and 0 for the others. N and Q count all micro-batches of a step.
-A question lies in one micro-batch with all its candidates: rows of one batch, which pass each unit in one visit.
+A micro-batch holds all candidates of its questions as rows of one batch, which pass each unit in one visit.
 
-A batch of candidates has two more entries, one number per row: `question` (0, 0, 1, 1, 1, ...: ascending from 0, as
-many rows as the question has candidates) and `answer` (1 for the right candidate, else 0). Sums over a row or a
-question are taken in a padded table, [rows, most tokens] or [questions, most candidates]: index_add_ would add in any
-order on a GPU. What the tables need is computed on the host. Bytes: a few dozen per trained token.
+A batch of candidates has two more entries, one number per row: `question` (0, 0, 1, 1, 1, ...: ascending from 0, one
+entry per candidate) and `answer` (1 for the right candidate, else 0). Sums over a row or a question are computed in a
+padded table, [rows, most tokens] or [questions, most candidates], because index_add_ has no fixed order on a GPU. The
+indices of the tables are computed on the host. Bytes: a few dozen per trained token.
 Legend: B rows, N trained tokens, Q questions, C most candidates of a question.
 """
 
@@ -30,20 +30,20 @@ PER_ROW = ("question", "answer")
 
 @dataclass
 class Candidates:
-    """The places of tokens and rows in the tables above, on the device."""
+    """The indices of tokens and rows in the padded tables, on the device."""
 
     row_N: torch.Tensor
-    place_N: torch.Tensor  # in the flattened [B, most tokens of a row]
-    count_B: torch.Tensor  # trained tokens of a row, float32
-    place_B: torch.Tensor  # in the flattened [Q, C]
-    is_right_B: torch.Tensor  # 1.0 for the right candidates
-    right_Q: torch.Tensor  # which of a question's candidates is right
+    place_N: torch.Tensor  # index into the flattened [B, most tokens of a row]
+    count_B: torch.Tensor  # number of trained tokens of a row, float32
+    place_B: torch.Tensor  # index into the flattened [Q, C]
+    is_right_B: torch.Tensor  # 1.0 for right candidates, else 0.0
+    right_Q: torch.Tensor  # the index of the right candidate of a question
     most_tokens: int
     most_candidates: int
     question_count: int
 
     def scores(self, nll_N: torch.Tensor) -> torch.Tensor:
-        """[Q, C] mean log-likelihoods of the candidates; -inf where a question has fewer than C."""
+        """[Q, C] mean log-likelihoods of the candidates; -inf if a question has fewer than C."""
         table = nll_N.new_zeros(self.count_B.numel() * self.most_tokens).index_copy(0, self.place_N, nll_N)
         score_B = table.view(-1, self.most_tokens).sum(dim=1) / -self.count_B
         empty = nll_N.new_full((self.question_count * self.most_candidates,), float("-inf"))
@@ -51,7 +51,7 @@ class Candidates:
 
 
 def loss_sum(nll_N: torch.Tensor, candidates: Candidates | None) -> torch.Tensor:
-    """What a batch adds to the loss of its step, before the division by N or Q. Autograd can differentiate it."""
+    """The summed loss of a batch, before the division by N or Q. Differentiable."""
     if candidates is None:
         return nll_N.sum()
     return F.cross_entropy(candidates.scores(nll_N), candidates.right_Q, reduction="sum")
@@ -59,7 +59,7 @@ def loss_sum(nll_N: torch.Tensor, candidates: Candidates | None) -> torch.Tensor
 
 @torch.no_grad()
 def token_weights(nll_N: torch.Tensor, candidates: Candidates | None) -> torch.Tensor | None:
-    """[N]: the derivative of `loss_sum` by every nll; None where it is 1."""
+    """[N]: the derivative of `loss_sum` with respect to every nll; None if all are 1."""
     if candidates is None:
         return None
     p_B = candidates.scores(nll_N).softmax(dim=1).flatten()[candidates.place_B]
@@ -67,7 +67,7 @@ def token_weights(nll_N: torch.Tensor, candidates: Candidates | None) -> torch.T
 
 
 def places(question_B: torch.Tensor, answer_B: torch.Tensor, row_N: torch.Tensor) -> Candidates:
-    """The tables of one batch, where its tensors are. row_N: the row of each trained token, ascending."""
+    """The table indices of one batch, on the device of its tensors. row_N: the row of each trained token, ascending."""
     count_B = torch.bincount(row_N, minlength=question_B.numel())
     size_Q = torch.bincount(question_B)
     most_tokens, most_candidates = int(count_B.max()), int(size_Q.max())
@@ -91,8 +91,8 @@ def _place_in_group(group: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
 
 
 def check_candidates(question_B: torch.Tensor, answer_B: torch.Tensor, trained_B: torch.Tensor) -> None:
-    """UserError where rows are not candidates of questions. trained_B: trained tokens of a row. Tensors on a GPU are
-    not read: that would wait."""
+    """UserError if rows are not valid candidates of questions. trained_B: number of trained tokens per row. GPU tensors
+    are not checked: reading them would synchronize."""
     rows = trained_B.numel()
     for name, x in zip(PER_ROW, (question_B, answer_B), strict=True):
         if not isinstance(x, torch.Tensor) or tuple(x.shape) != (rows,) or x.dtype != torch.int64:

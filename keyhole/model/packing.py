@@ -1,9 +1,8 @@
-"""Packed samples in one row must not see each other: how that is said to a model, and how it is checked.
+"""Samples packed into one row must not attend to each other: how a model is told, and how that is checked.
 
-A packed batch carries `position_ids`
-that begin at 0 in every sample, and no attention mask: Hugging Face models that pass position_ids on to
-their mask see the jumps and make attention block-diagonal. That is a property of each model's code, not of
-the library. Measured on tiny random models, transformers 5.22 with sdpa and eager (the commoner ones with
+A packed batch has `position_ids` that begin at 0 in every sample, and no attention mask. Hugging Face models that pass
+position_ids to their mask function detect the jumps and make attention block-diagonal. That depends on each model's
+code, not on the library. Measured on tiny random models, transformers 5.22 with sdpa and eager (the commoner ones with
 5.17 and in bf16 as well):
 
     apart    Llama 1 to 4, Qwen 2 and 3 (dense, MoE), Gemma 1 to 3, Mistral, Mixtral, Phi 1 to 3, OLMo 1 to 3,
@@ -11,19 +10,19 @@ the library. Measured on tiny random models, transformers 5.22 with sdpa and eag
     leaks    OPT, BLOOM, Falcon, MPT, XGLM, GPT-OSS, AFMoE; all recurrent layers tried (Mamba 1 and 2, RWKV,
              Qwen3-Next, Qwen 3.5, Nemotron-H, Granite hybrid, MiniMax); BART and BERT decoders
 
-So `check_packing` asks the model itself before the first packed batch and refuses on a leak. For each token of a
-sample it takes the NLL alone, packed behind another sample, and plainly joined to it:
+So `check_packing` tests the model before the first packed batch and refuses on a leak. For each token of a sample it
+computes the NLL of the sample alone, packed after another sample, and concatenated with it:
 
     |packed - alone| <= LEAK * |joined - alone|          (largest over the tokens)
 
-The join is the yardstick for what a leak looks like in this model, whatever its size, weights and rounding.
-Kept apart, the ratio is 1e-5 or less in fp32; in bf16, 0 for small random models and about 0.02 for a
+The concatenation shows how large a leak is in this model, whatever its size, weights and rounding. If samples are
+separate, the ratio is 1e-5 or less in fp32; in bf16, 0 for small random models and about 0.02 for a
 trained one of 135M parameters with rounding noise added to every layer. Where samples leak it is 0.1 to 1.
 So the limit is 0.01, and 0.1 for 16-bit weights.
 
-A batch of one's own may have a mask as well. Models look for jumps only where there is none, so of a packed batch
-the mask is left out: `separate` gives the padding at the end of a row positions of its own, as a further sample that
-nobody sees.
+A user's packed batch may also have a mask. Models look for jumps only if there is no mask, so the mask of a packed
+batch is dropped: `separate` gives the padding at the end of a row its own positions, as one more sample that no other
+token attends to.
 """
 
 from typing import Any
@@ -37,7 +36,7 @@ PROBE = 9  # tokens in each of the two samples
 
 
 def is_packed(position_ids_BT: torch.Tensor, mask_BT: torch.Tensor | None) -> bool:
-    """Whether positions jump between two neighbouring tokens of a row that are both attended to."""
+    """Whether positions jump between two neighbouring tokens of a row that are both unmasked."""
     jumps_BT = position_ids_BT[:, 1:] - position_ids_BT[:, :-1] != 1
     if mask_BT is not None:
         jumps_BT = jumps_BT & mask_BT[:, 1:].bool() & mask_BT[:, :-1].bool()
@@ -45,7 +44,7 @@ def is_packed(position_ids_BT: torch.Tensor, mask_BT: torch.Tensor | None) -> bo
 
 
 def separate(position_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Position ids that say all that the mask of a packed batch says: the padding after the last token is a sample."""
+    """Position ids that replace the mask of a packed batch: the padding after the last token becomes a sample."""
     mask_BT = mask_BT.bool()
     if bool((~mask_BT[:, :-1] & mask_BT[:, 1:]).any()):
         raise UserError(
@@ -57,7 +56,7 @@ def separate(position_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tens
 
 
 def check_packing(model: Any, max_length: int | None = None) -> None:
-    """Refuse packing for a model that lets packed samples see each other.
+    """Refuses packing for a model in which packed samples attend to each other.
 
     `model` is a Hugging Face module, or anything with `.nll(batch) -> (nll_B, count_B)` such as keyhole's
     Model, whose placement is then respected. Costs three forward passes over a few short rows.
@@ -85,10 +84,10 @@ def check_packing(model: Any, max_length: int | None = None) -> None:
 
 
 def _probes(vocab_size: int) -> list[dict[str, torch.Tensor]]:
-    """The second sample alone, packed, joined; row r trains on its token r + 1 alone: one NLL a token."""
+    """The second sample alone, packed, concatenated; row r trains only on its token r + 1: one NLL per token."""
     t, rows = PROBE, PROBE - 1
     second = torch.randint(0, vocab_size, (t,), generator=torch.Generator().manual_seed(0))
-    ids = torch.cat([second.roll(t // 2), second])  # a trained model that sees the first copies from it, loudly
+    ids = torch.cat([second.roll(t // 2), second])  # a trained model that sees the first copies tokens from it: clear
     labels = torch.full((rows, 2 * t), -100)
     labels[torch.arange(rows), torch.arange(t + 1, 2 * t)] = ids[t + 1 :]
     pair = {"input_ids": ids.repeat(rows, 1), "labels": labels}
@@ -102,7 +101,7 @@ def _probes(vocab_size: int) -> list[dict[str, torch.Tensor]]:
 
 @torch.no_grad()
 def _nll(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed NLL and trained tokens of each row. No cache: with one, models do not look for packing."""
+    """Summed NLL and trained tokens of each row. No cache: with one, models do not detect packing."""
     batch = {name: x.to(next(module.parameters()).device) for name, x in batch.items()}
     labels = batch.pop("labels")[:, 1:]
     was_training = module.training

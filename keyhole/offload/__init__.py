@@ -1,10 +1,10 @@
-"""Memory that does not fit the device: host memory to the byte, slots, the engine that moves pages, host workers.
+"""Memory that does not fit the device: exact-size host memory, device slots, the engine that moves pages, host workers.
 
-engine.py     uploads pages ahead of the work, writes changed ones back   slots.py      the buffers for them
-arena.py      host memory of exact size, page-locked                    protocols.py  who else uses homes
-workers.py    jobs on the host beside the launching thread              downlink.py   copies to the host
-stalls.py     how long the GPU waited                                   timeline.py   a trace of all of it
-shards.py     pages of which each rank keeps a part                     gather.py     pages that ranks upload together
+engine.py     prefetches pages, writes changed pages back               slots.py      device buffers for pages
+arena.py      host memory of exact size, page-locked                    protocols.py  other readers and writers of homes
+workers.py    host jobs in threads beside the launching thread          downlink.py   D2H copies
+stalls.py     how long the GPU waited                                   timeline.py   a trace of copies and kernels
+shards.py     pages that are sharded over ranks                         gather.py     pages that ranks upload jointly
 
-Nothing here knows about learning: a page is flat memory with an index.
+This package knows nothing about training: a page is flat memory with an index.
 """

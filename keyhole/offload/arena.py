@@ -34,7 +34,7 @@ from keyhole.ranks import Ranks
 _pinned: dict[int, torch.device | None] = {}  # address of pinned memory -> the device that copies to and from it
 _mappings: "weakref.WeakValueDictionary[int, _Pages]" = weakref.WeakValueDictionary()  # by address
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pinned.clear)  # what is pinned is the parent's, and so is CUDA
+    os.register_at_fork(after_in_child=_pinned.clear)  # pinned memory and the CUDA context belong to the parent
 
 
 class _Pages(mmap.mmap):
@@ -69,7 +69,7 @@ def _as_tensor(pages: "_Pages") -> torch.Tensor:
 
 
 def shared_memory(size_bytes: int, ranks: Ranks) -> torch.Tensor:
-    """The same for all ranks of a machine together; called by every rank. Who writes what is for them to agree on."""
+    """Flat bytes that all ranks of a machine map; called by every rank. The ranks must agree on who writes which."""
     own = ranks.local_rank == 0
     file = os.memfd_create("keyhole") if own else -1
     if own:
@@ -78,7 +78,7 @@ def shared_memory(size_bytes: int, ranks: Ranks) -> torch.Tensor:
     if not own:
         file = os.open(next(path for machine, path in said if machine == ranks.machine and path), os.O_RDWR)
     pages = _Pages(file, size_bytes, flags=mmap.MAP_SHARED)
-    ranks.barrier()  # everybody has it open
+    ranks.barrier()  # every rank has opened the file
     os.close(file)
     return _as_tensor(pages)
 
@@ -94,12 +94,12 @@ def pin(flat: torch.Tensor, device: torch.device | None = None) -> bool:
     if flat.numel() == 0 or not torch.cuda.is_available():
         return False
     size_bytes = flat.numel() * flat.element_size()
-    _inherited(flat.data_ptr(), False)  # before it is pinned: another thread may fork
+    _inherited(flat.data_ptr(), False)  # before pinning, because another thread may fork
     error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size_bytes, 0))
     if error == 0:
         _pinned[flat.data_ptr()] = device
         return True
-    _inherited(flat.data_ptr(), flat.data_ptr() not in _pinned)  # pinned already: stays so
+    _inherited(flat.data_ptr(), flat.data_ptr() not in _pinned)  # memory that was pinned before stays out of forks
     _forget_error(device)
     warnings.warn(
         f"the system refused to pin {size_bytes / 2**30:.2f} GiB of host memory (CUDA error {error}): "
@@ -111,7 +111,7 @@ def pin(flat: torch.Tensor, device: torch.device | None = None) -> bool:
 
 
 def unpin(flat: torch.Tensor) -> None:
-    """Undoes pin() when every copy has arrived; does nothing to memory that is not pinned."""
+    """Undoes pin() after all copies have finished; does nothing to memory that is not pinned."""
     _unpin(flat.data_ptr())
 
 
@@ -123,7 +123,7 @@ def _unpin(address: int) -> None:
 
 
 def _inherited(address: int, inherited: bool) -> None:
-    """Whether processes that are forked from now on have the mapping too."""
+    """Sets whether processes that are forked from now on inherit the mapping."""
     pages = _mappings.get(address)
     if pages is not None and hasattr(mmap, "MADV_DONTFORK"):
         pages.madvise(mmap.MADV_DOFORK if inherited else mmap.MADV_DONTFORK)

@@ -1,9 +1,9 @@
-"""The way down: copies from the device to host memory, on a stream of their own.
+"""Device-to-host copies on a stream of their own.
 
-    send(source, target)    queued behind the kernels so far; the host does not wait
-    sent()                  an event: everything sent so far has arrived
+    send(source, target)    enqueues a copy after all kernels launched so far; the host does not wait
+    sent()                  an event that fires when every copy sent so far has finished
 
-On a CPU device the same with plain copies, and no events.
+On a CPU device these are plain copies without events.
 """
 
 from collections.abc import Callable
@@ -14,25 +14,25 @@ import torch
 
 from keyhole.offload.engine import Engine
 
-FEW = 256  # numbers
+FEW = 256  # elements; smaller copies are left out of the trace
 
 
 class Downlink:
-    """Copies of tensors to host memory, behind the kernels of an engine's compute stream."""
+    """Copies tensors to host memory, ordered after the kernels of an engine's compute stream."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.cuda = engine, engine.cuda
         self.stream = torch.cuda.Stream(engine.device) if engine.cuda else None
 
     def numbers(self, count: int) -> torch.Tensor:
-        """A few numbers on the host that can be sent to."""
+        """A small host tensor as the target of copies; pinned for a CUDA device."""
         return torch.zeros(count, pin_memory=self.cuda)
 
     def send(
         self, source: torch.Tensor, target: torch.Tensor, timed: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """Copies after the kernels so far. The source may be dropped at once; its memory is used again behind the copy.
-        timed: makes a context around the copy."""
+        """Copies after the kernels launched so far. The caller may drop the source at once; the allocator reuses its
+        memory only after the copy. timed: makes a context around the copy."""
         span = self._span(source)
         if not self.cuda:
             with span:
@@ -44,13 +44,13 @@ class Downlink:
         source.record_stream(self.stream)
 
     def _span(self, source: torch.Tensor) -> AbstractContextManager[Any]:
-        """For a trace of the step; a few numbers are not worth a span."""
+        """A span of the trace; copies of a few numbers get none."""
         timeline = self.engine.timeline
         return timeline.span("gradients", "") if timeline.enabled and source.numel() > FEW else nullcontext()
 
     def sent(self, and_kernels: bool = False) -> Any:
-        """An event that the host can wait for: everything sent so far has arrived; and_kernels: and the kernels so far
-        are done. None on a CPU."""
+        """An event that the host can wait for: every copy sent so far has finished and, with and_kernels, every kernel
+        launched so far. None on a CPU."""
         if not self.cuda:
             return None
         if and_kernels:
@@ -60,6 +60,6 @@ class Downlink:
         return event
 
     def synchronize(self) -> None:
-        """Blocks the host until everything sent has arrived."""
+        """Blocks the host until every copy sent so far has finished."""
         if self.cuda:
             self.stream.synchronize()

@@ -1,4 +1,4 @@
-"""Moves pages of memory between host and device, ahead of the work that needs them.
+"""Moves pages of memory between host and device, and prefetches them before the kernels that need them.
 
 A page (a unit of the model, by its index) is a flat tensor at its home: in host memory, or on the device when it is
 resident. The caller sweeps over pages:
@@ -14,15 +14,15 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
     compute    (the caller's stream) waits for: the upload
     download   waits for: the kernels before commit;                              then copies slot -> home
 
-The order of pages is known ahead: it is that of the last sweep of the same name. As soon as a slot is free, the next
-page is uploaded, also past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value. Where
-the caller learns in the middle of a sweep which of some pages it needs (experts), it says so: `expect`.
+The engine predicts the order of pages: it is the order of the last sweep of the same name. As soon as a slot is free,
+the engine prefetches the next page, also across the end of a sweep into the next one. A wrong prediction costs a wait,
+never a wrong value. If the caller learns only during a sweep which pages it needs (experts), it calls `expect`.
 
-A free slot keeps its page until the memory is needed (slots.py). Others may write homes, or must know when homes change
-(protocols.py). A resident page is acquired and committed like any other, so that they learn of it too.
+A free slot keeps its page until the memory is needed (slots.py). Other code may write homes, or may have to be notified
+when homes change (protocols.py). The caller acquires and commits resident pages too, so that this code sees them.
 
 Pages may differ in dtype and length. Bytes: slot_count x the largest streamed page, on the device. Per sweep each page
-crosses the link once up and, if it was committed, once down. On a CPU device the same logic runs with plain copies.
+crosses the link once H2D and, if it was committed, once D2H. On a CPU device the same logic runs with plain copies.
 """
 
 import random
@@ -40,12 +40,12 @@ from keyhole.offload.timeline import Timeline
 
 
 class Engine:
-    """Brings pages into slots before they are needed, and takes changed ones home.
+    """Prefetches pages into slots, and writes changed pages back to their homes.
 
     homes: one flat tensor per page. A page that is not in `streamed` has its home on `device` and never moves.
     overlap=False waits after every transfer; reuse_slots=False allocates a buffer per visit: both only for ablations.
     chaos: a random generator that delays streams and poisons freed slots, for tests of the ordering.
-    shared: pages whose homes other processes upload too. Whoever commits one has made sure that none does meanwhile.
+    shared: pages whose homes other processes upload too. The code that commits one ensures that no upload is running.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Engine:
         self.slot_count = slot_count if streamed else 0
         self.slots = [Slot(self._new_buffer(), self.cuda) for _ in range(self.slot_count)]
         self.free = FreeSlots(self.slots)
-        self.ahead: deque[Slot] = deque()  # uploaded or on their way, in the order they will be asked for
+        self.ahead: deque[Slot] = deque()  # prefetched slots, in the order in which they will be acquired
         self.held: dict[int, Slot] = {}
         self.orders: dict[str, list[int]] = {}
         self.order: list[int] = []
@@ -78,29 +78,39 @@ class Engine:
         self.gate: Gate | None = None
         self.watch: Watch | None = None
         self.stalls = Stalls()
-        self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # applies an update that is due: see acquire
+        self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # applies a deferred update: see acquire
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = self.streams = [torch.cuda.Stream(device) for _ in range(2)]
-            self.ends_on = self.up  # where the last upload ends
+            self._lend_slots(self.streams)
+            self.ends_on = self.up  # the stream on which the last upload ends
             self.home_written = {page: torch.cuda.Event() for page in streamed}
+
+    def _lend_slots(self, streams: "list[torch.cuda.Stream]") -> None:
+        """Marks the slots as used on these streams. Kernels of an earlier owner of their memory come first; and when
+        the model is dropped while pages are being uploaded, the allocator hands out the memory after the copies."""
+        for stream in streams:
+            stream.wait_stream(self.compute)
+            for slot in self.slots:
+                slot.buffer.record_stream(stream)
 
     @contextmanager
     def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
-        """One pass over pages. `guess` is the order that is expected when no sweep of this name was seen before;
-        learn=False: this sweep says nothing about the order of the next one. of_all: every process that shares homes
-        makes this sweep, and asks nothing else of the others meanwhile (gather.py)."""
+        """One pass over pages. `guess` is the expected order if no sweep of this name was seen before. learn=False:
+        this sweep does not set the expected order of the next one. of_all: every process that shares homes makes this
+        sweep and starts no other collective during it (gather.py)."""
         self.order = self.orders.get(name) or [page for page in guess if page in self.streamed]
         self.cursor, self.visited = 0, []
         self.stalls.begin(name)
         if self.cuda:
-            self.compute = torch.cuda.current_stream(self.device)  # once per sweep: asking takes longer than a wait
+            self.compute = torch.cuda.current_stream(self.device)  # once per sweep: this call costs more than a wait
         if [slot.page for slot in self.ahead] != self.order[: len(self.ahead)]:
             self._drop_ahead()
         self._prefetch()
         try:
             yield
-        except BaseException:  # an error, or an interrupt: nobody will release what is held
+        except BaseException:  # an error or an interrupt: the caller will not release the pages that it holds
+            self.order = []  # nothing is uploaded any more: uploads may be collectives, and other ranks are elsewhere
             for page in list(self.held):
                 self.release(page)
             raise
@@ -110,7 +120,7 @@ class Engine:
             self.orders[name] = self.visited
 
     def expect(self, among: set[int], pages: list[int]) -> None:
-        """Of the pages `among`, those that come next in this sweep are just these, in this order."""
+        """Corrects the expected order: the next pages of the set `among` are exactly `pages`, in this order."""
         end = self.cursor
         while end < len(self.order) and self.order[end] in among:
             end += 1
@@ -124,8 +134,8 @@ class Engine:
         self._prefetch()
 
     def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
-        """The page on the device. changes=False: it will only be read. `arrival` sees the page first and may change it
-        (an update that has been due since the last use): if it says so, the page goes home."""
+        """The page on the device. changes=False: it will only be read. `arrival` is called first and may change the
+        page (apply a deferred update); if it returns True, the page is written back."""
         self._left()
         if self.gate is not None:
             self.gate.wait(page)
@@ -144,7 +154,7 @@ class Engine:
         self.visited.append(page)
         if self.order[self.cursor : self.cursor + 1] == [page]:
             self.cursor += 1
-        elif page in self.order:  # rather one that is still to come: a page may be there several times
+        elif page in self.order:  # a page may occur several times: prefer an occurrence after the cursor
             begin = self.cursor if page in self.order[self.cursor :] else 0
             self.cursor = self.order.index(page, begin) + 1
         self._prefetch()
@@ -152,13 +162,13 @@ class Engine:
         if self.cuda:
             with self.stalls.wait(self.compute):
                 self.compute.wait_event(slot.ready)
-                self.compute.wait_event(slot.computed)  # of its last visit, perhaps on another stream
-                if not slot.intact:  # it will be changed, and may still be on its way home
+                self.compute.wait_event(slot.computed)  # kernels of the last visit, perhaps on another stream
+                if not slot.intact:  # it will be changed while its last write-back may still be running
                     self.compute.wait_event(self.home_written[page])
         return self._arrived(page, slot.as_page(self.homes[page]))
 
     def _left(self) -> None:
-        """The caller asks for another page, or has ended its sweep."""
+        """Ends the span of the current page: the caller asks for another page, or its sweep has ended."""
         if self.timeline.enabled:
             self.timeline.left(self.compute if self.cuda else None)
 
@@ -170,7 +180,7 @@ class Engine:
         return w
 
     def commit(self, page: int) -> None:
-        """The kernels so far have changed the page: it goes home."""
+        """Writes the page back home: the kernels launched so far have changed it."""
         if page not in self.streamed:
             self.changed(page, self.compute if self.cuda else None)
             return
@@ -197,17 +207,17 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def before_change(self, page: int) -> None:
-        """Tells the watch, if there is one; also for a gate, which changes homes itself."""
+        """Notifies the watch, if any, before a home changes; a gate, which writes homes itself, calls it too."""
         if self.watch is not None:
             self.watch.before_change(page)
 
     def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
-        """Tells the watch, if there is one."""
+        """Notifies the watch, if there is one, that the change of a home was enqueued on the stream."""
         if self.watch is not None:
             self.watch.changed(page, stream)
 
     def release(self, page: int) -> None:
-        """No later kernel touches the page: its slot may take another one."""
+        """Frees the page's slot: no later kernel touches the page."""
         if page not in self.streamed:
             return
         slot = self.held.pop(page)
@@ -221,14 +231,14 @@ class Engine:
         self._prefetch()
 
     def invalidate(self, everywhere: bool = False) -> None:
-        """Homes were written by somebody else: what was uploaded is forgotten. everywhere: every process that shares
-        homes does this now."""
+        """Discards all uploaded pages, because other code has written homes. everywhere: every process that shares
+        homes makes this call now."""
         self._drop_ahead()
         for slot in self.slots:
             slot.intact = False
 
     def wait_for_homes(self, pages: Iterable[int] | None = None) -> None:
-        """Blocks the host until homes hold their weights: of these pages, by default of all."""
+        """Blocks the host until the homes of these pages (default: of all pages) hold their current weights."""
         if self.gate is not None:
             for page in pages or ():
                 self.gate.wait(page)
@@ -255,7 +265,7 @@ class Engine:
         slot.page = page
         self.ahead.append(slot)
         if slot.intact and slot.last_page == page:
-            return  # the page is still there
+            return  # the slot still holds the page
         self.bytes_up += self._crossing_bytes(page)
         if not self.reuse_slots:
             slot.buffer = self._new_buffer()
@@ -270,7 +280,7 @@ class Engine:
             return
         with torch.cuda.stream(self.up):
             self.up.wait_event(slot.computed)
-            self.up.wait_event(slot.ready)  # of a page that nobody asked for, perhaps on its way on another stream
+            self.up.wait_event(slot.ready)  # of a prefetched page that was not used, perhaps still in flight
             if last_page is not None:
                 self.up.wait_event(self.home_written[last_page])
             self.up.wait_event(self.home_written[page])
@@ -284,11 +294,11 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
-        """Of pages that are sharded (shards.py): this process's part, and the element at which it begins."""
+        """For sharded pages (shards.py): the index of the first element of this process's shard, and the shard."""
         return {}
 
     def kept(self, page: int) -> torch.Tensor:
-        """What this process keeps of a page: all of it, or its part."""
+        """The part of a page that this process stores: all of it, or its shard."""
         return self.homes[page]
 
     def _room(self, page: int) -> int:
@@ -296,11 +306,11 @@ class Engine:
         return page_bytes(self.homes[page])
 
     def _crossing_bytes(self, page: int) -> int:
-        """Bytes that an upload takes over the link."""
+        """Bytes that an upload of the page transfers over the link."""
         return page_bytes(self.homes[page])
 
     def _may_reuse(self, page: int) -> bool:
-        """Whether a slot that still holds the page will do."""
+        """Whether the engine may skip the upload if a free slot still holds the page."""
         return self.gate is None and self.reuse_slots
 
     def _copy_up(self, page: int, slot: Slot) -> None:

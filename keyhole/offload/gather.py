@@ -1,4 +1,4 @@
-"""The ranks of a machine upload a part of a page each, and get the rest from their neighbours.
+"""Each rank of a machine uploads a part of a page, and an all-gather gives every rank the whole page.
 
 K ranks share the homes of streamed pages (arena.py), and each needs all n bytes of a page on its own GPU. With p
 bytes/s over a GPU's own link to the host (PCIe), v from the other GPUs (NVLink), h from host memory, all ranks at once:
@@ -7,33 +7,34 @@ bytes/s over a GPU's own link to the host (PCIe), v from the other GPUs (NVLink)
     gather          k = n / K over every link, (K - 1) k       max(n / (K p), (K - 1) n / (K v), n / h)
                     from the neighbours
 
-An upload is two stages on two streams: this rank's part [r k, (r + 1) k) of the page is copied into its place in the
-slot, and an all-gather in place fills in the others. While one page is gathered, the part of the next one crosses the
-link. k is rounded up to ALIGN; what lies behind the page's end is room in the slot that nobody reads. The bits in the
-slot are those of an upload of all of it. Without NVLink the neighbours' parts cross the same links after all; so both
-ways are timed at the start, all ranks at once, on pages of the model, and the slowest rank counts. (The numbers are
-exchanged: all ranks decide alike.)
+An upload has two stages on two streams: the rank copies its part [r k, (r + 1) k) of the page to its place in the slot,
+then an in-place all-gather fills in the other parts. While one page is gathered, the part of the next one crosses the
+link. k is rounded up to ALIGN; the padding after the page's end is never read. The slot ends up with the same bits as
+after a whole upload. Without NVLink the other ranks' parts cross the same PCIe links, and nothing is gained. So both
+ways are timed at the start on pages of the model, on all ranks at once; the time of the slowest rank counts. The ranks
+exchange their times, so all of them decide alike.
 
-**Order.** A gather takes all ranks of the machine: they must make the same ones in the same order. What a rank visits
-may differ from what others visit, though: it meets other experts, or has no batch at all in a short step; and between
-two steps it makes another number of evaluations, and in a flush visits its own pages alone. So gathers do not follow
-the visits. They follow a list that was agreed on, the *lap*, in every sweep that all ranks make (`of_all`):
+**Order.** A gather is a collective: all ranks of the machine must issue the same gathers in the same order. But ranks
+may visit different pages: their tokens reach other experts, a rank has no batch in a short step, ranks run different
+numbers of evaluations between two steps, and in a flush each visits only its own pages. So gathers do not follow the
+visits. In every sweep that all ranks make (`of_all`) they follow an agreed list of pages, the *lap*:
 
-    lap     the shared pages that the first rank of the machine visited in the first such sweep, in that order
-    turn    of a page: its place in the lap, if its gather is still to come; then its upload is a gather. Gathers that
-            this rank passed over are made first, for the others, into the same slot
-    else    (the page had its turn, is not in the lap, or the sweep is not of all) its upload is a whole one
-    end     of the sweep: what is left of the lap is made up for, and so is the beginning of the next lap, as far as
-            slots reach: what the engine prefetches anyway
+    lap     the shared pages that the first rank of the machine with a batch visited in the first such sweep, in that
+            order
+    turn    of a page: the number of its next gather in the lap, if that gather is still to come. The upload is then
+            this gather. Gathers that this rank skipped come first, into the same slot, because other ranks need them
+    else    (already gathered, not in the lap, or the sweep is not `of_all`) the page is uploaded whole
+    end     of the sweep: the rank issues the gathers left in the lap, and the first ones of the next lap, as many as
+            there are slots: those that the engine prefetches anyway
 
-A rank whose visits follow the lap gathers every page once, and that is all; one that strays has correct pages, more
-slowly. No page of the lap is taken from a free slot that happens to hold it (slots.py): that differs between ranks.
-Within a sweep of all, ranks ask nothing else of each other: nobody can wait for one who waits for him. On one machine
-gathers and exchanged losses share a NCCL communicator, which runs them as the hosts issue them: in one order.
+A rank that visits pages in the order of the lap gathers each once and does nothing else; a rank that deviates gets
+correct pages, more slowly. A page of the lap is never taken from a free slot that still holds it (slots.py), because
+that differs between ranks. Ranks issue no other collective within such a sweep, so they cannot deadlock. On one machine
+gathers and exchanged losses share a NCCL communicator, which runs them in the order in which the hosts issue them.
 
-**One writer.** A shared home changes in a flush that all ranks make together (methods/zo/write_back.py), between two
-barriers: before the first, every rank has waited for its GPU, so all gathers of the old bytes are over; after the
-second, every writer has waited for its copies. Within sweeps of all, shared homes are never committed.
+**One writer.** A shared home changes only in a flush that all ranks make together (methods/zo/write_back.py), between
+two barriers. Before the first barrier every rank synchronizes its GPU, so all gathers of the old bytes are complete;
+before the second barrier every writer waits for its copies. Within `of_all` sweeps shared homes are never committed.
 
 Bytes per page and rank: k over the link, (K - 1) k received; slots are larger by less than K ALIGN bytes.
 Tested with gloo between processes on a CPU. NCCL between several GPUs is untested.
@@ -51,14 +52,14 @@ from keyhole.offload.slots import Slot, page_bytes
 from keyhole.ranks import Ranks
 
 ALIGN = 512  # bytes
-PAGES = 4  # that are timed
-MARGIN = 0.9  # a gather has to be faster by that: its kernels take a part of the GPU
+PAGES = 4  # number of pages that are timed
+MARGIN = 0.9  # gathering must take less than this share of the time of whole uploads: its kernels use part of the GPU
 WAYS = ("auto", "always", "never")
 
 
 class GatheringEngine(Engine):
-    """An engine for ranks that share homes. It uploads all of a page until `decide` has said otherwise. chosen: pages
-    that a rank visits or not, as its batch has it; they are not gathered."""
+    """An engine for ranks that share homes. It uploads whole pages until `decide` chooses gathering. chosen: pages
+    whose visits depend on a rank's batch (experts); they are not gathered."""
 
     def __init__(
         self,
@@ -71,23 +72,24 @@ class GatheringEngine(Engine):
         **options: Any,
     ) -> None:
         self.ranks, self.chosen = ranks, chosen
-        self.gathers = False  # decided
-        self.gathering = False  # in a sweep of all, now
+        self.gathers = False  # the result of `decide`
+        self.gathering = False  # an `of_all` sweep that gathers is running
         self.lap: list[int] = []
-        self.places: dict[int, int] = {}  # of pages in the lap
-        self.beyond = 0  # how many gathers of the next lap a sweep makes
-        self.made = 0  # gathers since the lap began
+        self.places: dict[int, int] = {}  # page -> its index in the lap
+        self.beyond = 0  # number of gathers of the next lap that a sweep makes in advance
+        self.made = 0  # number of gathers since the lap began
         super().__init__(homes, streamed, device, **options)
         ranks.meet_neighbours()
         if self.cuda:
             self.between = torch.cuda.Stream(device)
             self.streams.append(self.between)
+            self._lend_slots([self.between])
 
-    # -- whether ---------------------------------------------------------------------------------------------------
+    # -- whether to gather -----------------------------------------------------------------------------------------
 
     def decide(self, way: str) -> str:
-        """Whether sweeps of all gather; called by all ranks when homes are filled. way: auto or always. Returns what
-        was decided, and why."""
+        """Decides whether `of_all` sweeps gather; called by all ranks after homes are filled. way: auto or always.
+        Returns the decision and its reason."""
         count = self.ranks.local_size
         parts = f"uploads: each of {count} ranks takes 1/{count} of a unit over its link and gathers the rest"
         whole = f"uploads: each of {count} ranks takes all of a unit over its link"
@@ -103,7 +105,7 @@ class GatheringEngine(Engine):
         return f"{parts if self.gathers else whole} ({rates})"
 
     def _seconds(self, pages: list[int], gathering: bool) -> float:
-        """Of uploads of these pages, all ranks at once, the second time."""
+        """Seconds to upload these pages on all ranks at once, measured the second time."""
         counted, seconds = self.bytes_up, 0.0
         for _ in range(2):
             self.invalidate()
@@ -127,7 +129,7 @@ class GatheringEngine(Engine):
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    # -- when ------------------------------------------------------------------------------------------------------
+    # -- the order of gathers --------------------------------------------------------------------------------------
 
     def _agree(self, lap: list[int], beyond: int) -> None:
         self.lap, self.beyond, self.made = lap, beyond, 0
@@ -147,16 +149,21 @@ class GatheringEngine(Engine):
             self.gathering = False
 
     def _find_lap(self) -> None:
-        """After the first sweep of all; after a later one, if the machine's first rank visited nothing in it."""
+        """Runs after the first `of_all` sweep, and again after later ones while the ranks of some machine have visited
+        nothing: all machines agree on their laps together, because all ranks exchange their visits here."""
         visits = list(dict.fromkeys(self.visited))
         common = self.shared - self.chosen
         lap = [page for page in visits if page in common]
         own = lap, len(set(lap) & set(visits[: self.slot_count]))
         said = self.ranks.objects((self.ranks.machine, self.ranks.local_rank, own))
-        self._agree(*next(its for machine, rank, its in said if machine == self.ranks.machine and rank == 0))
+        firsts: dict[str, Any] = {}
+        for machine, _, its in sorted(said, key=lambda one: one[1]):
+            firsts[machine] = firsts.get(machine) or (its if its[0] else None)
+        if all(firsts.values()):
+            self._agree(*firsts[self.ranks.machine])
 
     def _turn(self, page: int) -> int | None:
-        """The number of the page's gather, if it is still to come."""
+        """The number of the page's gather, if it is still to come; else None."""
         if not self.gathering or page not in self.places:
             return None
         length, place = len(self.lap), self.places[page]
@@ -165,7 +172,7 @@ class GatheringEngine(Engine):
         return length + place if self.made <= length + place < length + self.beyond else None
 
     def _end_lap(self) -> None:
-        """Makes the gathers that are left; those of the next lap stay ahead."""
+        """Issues the remaining gathers; the pages of the next lap stay in their slots as prefetched."""
         length = len(self.lap)
         if self.made < length + self.beyond:
             self._drop_ahead()
@@ -188,7 +195,7 @@ class GatheringEngine(Engine):
         return -(-page_bytes(self.homes[page]) // (self.ranks.local_size * ALIGN)) * ALIGN
 
     def _own(self, page: int) -> slice:
-        """This rank's part of a page, in bytes; it may be cut short, or empty."""
+        """This rank's part of a page, in bytes; it may be shortened by the page's end, or empty."""
         part, size = self._part_bytes(page), page_bytes(self.homes[page])
         return slice(min(self.ranks.local_rank * part, size), min((self.ranks.local_rank + 1) * part, size))
 
@@ -196,7 +203,7 @@ class GatheringEngine(Engine):
         return self.ranks.local_size * self._part_bytes(page) if page in self.shared else super()._room(page)
 
     def _due(self, page: int) -> list[int]:
-        """What is gathered for an upload of the page: itself, after those that were passed over; none: not now."""
+        """The pages to gather for an upload of this page: the skipped ones, then itself. Empty: upload it whole."""
         turn = self._turn(page)
         return [] if turn is None else [self.lap[i % len(self.lap)] for i in range(self.made, turn + 1)]
 
@@ -212,7 +219,7 @@ class GatheringEngine(Engine):
         if not due:
             super()._copy_up(page, slot)
         for number, each in enumerate(due):
-            if self.cuda and number:  # the slot is still being filled with another
+            if self.cuda and number:  # the slot is still being filled with the page before
                 self.up.wait_stream(self.between)
             self._gather(each, slot)
         self.made += len(due)

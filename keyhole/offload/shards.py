@@ -1,17 +1,19 @@
-"""Pages of which every rank keeps a part: 1 / N of the memory, at the price of one collective per visit.
+"""Sharded pages: every rank stores 1 / N of a page, at the price of one collective per visit.
 
 A page of n elements is cut into N parts of k = n / N elements, rounded up to ALIGN; rank r has [r k, (r + 1) k). Parts
-are in host memory (streamed) or on the device (resident). A visit is the engine's own, in slots, with two differences:
+are in host memory (streamed) or on the device (resident). Visits work as in the engine, with two differences:
 
-    upload      the part goes up (over this rank's own link), and the parts of all ranks are gathered into the slot
-    commit      only this rank's part of the slot goes home; the slot is not used again, for other ranks changed theirs
+    upload      the rank copies its part to the device (over its own link), and an all-gather fills the slot
+    commit      only this rank's part of the slot is written back; the slot is not reused, because the other ranks'
+                parts have changed too
 
-All ranks visit the same pages in the same order, so their collectives match: the order of uploads follows from that of
-acquire and release, and from nothing that differs between ranks. Prefetch works as always, as far as there are slots.
-Only a gate (protocols.py) is a matter of time: a page that it holds back is waited for, where one process would go on
-and look again later; and nothing is prefetched that this sweep has begun to rewrite, or for the next sweep.
+All ranks must visit the same pages in the same order, so that their collectives match: the order of uploads depends
+only on the order of acquire and release, never on anything that differs between ranks. Prefetch works as usual, as far
+as there are slots. Only a gate (protocols.py) depends on timing: where one process would skip a page that is not ready
+and check again later, a rank waits for it. A rank prefetches no page that this sweep has begun to rewrite, and none of
+the next sweep.
 
-Bytes per visit and rank: k up, (N - 1) k received; slots hold whole pages.
+Bytes per visit and rank: k H2D, (N - 1) k received; slots hold whole pages.
 """
 
 from collections.abc import Iterator
@@ -28,13 +30,13 @@ ALIGN = 64
 
 
 def part_numel(numel: int, size: int) -> int:
-    """Elements of one of `size` parts."""
+    """Elements in one of `size` parts of a page."""
     return -(-numel // (size * ALIGN)) * ALIGN
 
 
 class ShardedEngine(Engine):
-    """numels: elements of each page that is sharded; homes[page] is this rank's part of it. streamed: pages (or parts)
-    in host memory."""
+    """numels: number of elements of each sharded page; homes[page] is this rank's part of it. streamed: pages (or
+    parts) in host memory."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class ShardedEngine(Engine):
         ]
         super().__init__(whole, streamed | set(numels), device, **options)
         self.on_host = streamed
-        self.rewritten: set[int] = set()  # in this sweep, by a gate: every rank says so
+        self.rewritten: set[int] = set()  # pages that a gate rewrites in this sweep, the same on every rank
 
     @contextmanager
     def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
@@ -74,7 +76,7 @@ class ShardedEngine(Engine):
         return self.own.get(page, self.homes[page])
 
     def on_device(self, page: int) -> torch.Tensor:
-        """A sharded page that is held, with its padding."""
+        """A sharded page that is acquired, with its padding."""
         return self.held[page].as_page(self.homes[page])
 
     def acquire(self, page: int, changes: bool = True) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Reused device buffers that pages are brought into (engine.py).
+"""Reused device buffers into which the engine uploads pages (engine.py).
 
-A freed slot keeps its page until another page needs the memory. If the same page is wanted before that, and the slot
-still holds what the home holds (`intact`), it need not cross the link again: a sweep that turns round (forward, then
-reverse) finds its last pages in their slots. A slot is
+A freed slot keeps its page until another page needs the memory. If the same page is acquired before that, and the slot
+still equals the home (`intact`), no upload is needed: a sweep that changes direction (forward, then reverse) finds its
+last pages in their slots. A slot is
 
     intact        after an upload, and after a commit: slot and home are equal
-    not intact    while its page is handed out to be changed; and when somebody else writes homes: a gate
-                  (protocols.py), or whoever calls engine.invalidate
+    not intact    while its page is acquired for a change; and when other code writes homes: a gate (protocols.py), or
+                  the caller of engine.invalidate
 
 Bytes: slot_count x the largest page, on the device.
 """
@@ -27,19 +27,19 @@ class Slot:
 
     def __init__(self, buffer: torch.Tensor, cuda: bool) -> None:
         self.buffer = buffer
-        self.page: int | None = None  # the page that it is reserved for; None: the slot is free
-        self.last_page: int | None = None  # the page whose bytes it holds, perhaps still on their way home
+        self.page: int | None = None  # the page that the slot is reserved for; None: the slot is free
+        self.last_page: int | None = None  # the page whose bytes it holds; their write-back may still be running
         self.intact = False  # these bytes equal the home's
         if cuda:
             self.ready, self.computed, self.changed = (torch.cuda.Event() for _ in range(3))
 
     def as_page(self, home: torch.Tensor) -> torch.Tensor:
-        """The front of the buffer, viewed in the dtype and length of a home."""
+        """The first bytes of the buffer, viewed with the dtype and length of a home."""
         return self.buffer[: page_bytes(home)].view(home.dtype)
 
 
 class FreeSlots:
-    """Slots that may take a page, longest free first."""
+    """Slots that may take a page, in the order in which they became free."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self.waiting: deque[Slot] = deque(slots)
@@ -52,8 +52,8 @@ class FreeSlots:
         self.waiting.append(slot)
 
     def take(self, page: int, reuse: bool) -> Slot:
-        """The slot that still holds the page, else the one that has been free longest. reuse=False: what free slots
-        hold may differ from the homes, and is forgotten."""
+        """The slot that still holds the page, else the one that has been free longest. reuse=False: the contents of
+        free slots may differ from the homes and are not used."""
         for slot in self.waiting:
             slot.intact = slot.intact and reuse
             if slot.intact and slot.last_page == page:

@@ -1,12 +1,12 @@
-"""How much of a sweep the GPU waited for pages.
+"""The share of a sweep that the GPU spent waiting for pages.
 
-The compute stream waits for uploads (engine.py). A timing event before each wait and one after it measure how long:
+The compute stream waits for uploads (engine.py). Two timing events, before and after each wait, measure its length:
 
     share = sum of (after - before) / (last after - first before)
 
-Measuring adds no wait: events are read when the GPU has passed them, at the beginning of a later sweep. The host may be
-several sweeps ahead; at most AT_ONCE sweeps are measured at a time. Cost: two events per page, in the FIRST sweeps and
-in every NTH one after that.
+Measuring adds no wait: the host reads events after the GPU has passed them, at the beginning of a later sweep. The host
+may be several sweeps ahead; at most AT_ONCE sweeps are measured at a time. Cost: two events per page, in the FIRST
+sweeps and in every NTH sweep after that.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ FIRST, NTH = 4, 8
 
 
 class Stalls:
-    """Measures the waits of the sweeps of one name; by default of none."""
+    """Measures the waits in sweeps of this name; None: measures nothing."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name

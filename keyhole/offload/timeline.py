@@ -1,10 +1,10 @@
-"""When uploads, kernels and write-backs ran: spans in lanes, for a drawing or as a Chrome / Perfetto trace.
+"""When uploads, kernels and write-backs ran: spans in lanes, for a chart or as a Chrome / Perfetto trace.
 
-A span is a pair of moments. On a GPU they are timing events recorded on the stream where the work is enqueued, so
-measuring adds no wait; on a CPU, where everything happens in turn, they are readings of the clock. The engine marks the
-lanes: `upload` and `write-back` are its copies, `compute` what the caller's stream does from the moment a page has
-arrived until the next one is asked for, or the sweep ends. A gap in `compute` is a wait for an upload. What methods
-send to the CPU besides (downlink.py) is `gradients`. A step that is launched as one graph has no lanes.
+A span is a pair of times. On a GPU these are timing events recorded on the stream where the work is enqueued, so
+measuring adds no wait; on a CPU, which runs everything sequentially, they are clock readings. The engine fills three
+lanes: `upload` and `write-back` hold its copies; `compute` holds the work of the caller's stream from the arrival of a
+page until the next acquire or the end of the sweep. A gap in `compute` is a wait for an upload. The lane `gradients`
+holds the methods' other D2H copies (downlink.py). A step that is replayed as one CUDA graph has no spans.
 
 Open the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing).
 """
@@ -22,18 +22,18 @@ LANES = ("upload", "compute", "write-back", "gradients")
 
 
 class Timeline:
-    """Collects spans (lane, label, begin, end) while enabled. cuda: whether moments are those of a GPU."""
+    """Collects spans (lane, label, begin, end) while enabled. cuda: times are CUDA events, else clock readings."""
 
     def __init__(self, enabled: bool = True, cuda: bool = True) -> None:
         self.enabled, self.cuda = enabled, cuda
         self.spans: list[tuple[str, str, Any, Any]] = []
-        self.running: tuple[str, Any] | None = None  # label and begin of the work on the page that has arrived
+        self.running: tuple[str, Any] | None = None  # label and begin of the work on the current page
         if enabled:
             self.origin = self.last = self._moment()
 
     @property
     def measures(self) -> bool:
-        """Whether a moment can be taken now: what is captured as a graph does not happen yet."""
+        """Whether times can be recorded now: not during CUDA graph capture, when nothing runs."""
         return self.enabled and not (self.cuda and torch.cuda.is_current_stream_capturing())
 
     def _moment(self, stream: Any = None) -> Any:
@@ -45,11 +45,11 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
-        """Measures the work that is enqueued inside, on the current stream."""
+        """Measures the work that is enqueued within the context, on the current stream."""
         if not self.measures:
             yield
             return
-        paused = None if self.cuda or self.running is None else self.running[0]  # a CPU does one thing at a time
+        paused = None if self.cuda or self.running is None else self.running[0]  # a CPU runs one thing at a time
         if paused is not None:
             self.left()
         begin = self._moment()
@@ -59,25 +59,25 @@ class Timeline:
             self.arrived(paused)
 
     def arrived(self, label: str, stream: Any = None) -> None:
-        """A page is there: what its stream does from now on is the page's work."""
+        """A page has arrived: the stream's work from now on belongs to it."""
         if self.measures:
             self.left(stream)
             self.running = label, self._moment(stream)
 
     def left(self, stream: Any = None) -> None:
-        """That work ends: the next page is asked for, or the sweep is over."""
+        """Ends this work: the next page is acquired, or the sweep is over."""
         if self.measures and self.running is not None:
             (label, begin), self.running = self.running, None
             self.spans.append(("compute", label, begin, self._moment(stream)))
 
     def stop(self) -> None:
-        """No further spans; those that were taken can be read."""
+        """Ends the recording; the spans can then be read."""
         if self.enabled:
             self.left()
             self.last, self.enabled = self._moment(), False
 
     def is_done(self) -> bool:
-        """Whether all spans are over; never waits."""
+        """Whether the device has finished all spans; never waits."""
         return not self.cuda or all(event.query() for _, _, _, event in self.spans)
 
     def rows(self) -> list[tuple[str, str, float, float]]:

@@ -1,24 +1,24 @@
-"""Work on the host beside the thread that launches kernels.
+"""Host jobs that run beside the thread that launches kernels.
 
     pool.submit(job, page=7, after=event, urgency=7)     returns at once
     pool.ready(7)                                        whether every job of page 7 is done; never waits
-    pool.wait(7)                                         returns when it is
+    pool.wait(7)                                         blocks until every job of page 7 is done
 
-One thread runs the jobs, and torch's own threads do the arithmetic inside a job. (One Python thread per core would ask
-for the GIL thousands of times per second, and the launching thread would queue among them; one worker asks about three
-times per chunk of a million elements.) torch's number of threads belongs to the thread that sets it: the worker's
-number does not change the caller's.
+One thread runs the jobs, and torch's own threads do the arithmetic inside a job. (One Python thread per core would
+request the GIL thousands of times per second and delay the launching thread; one worker requests it about three times
+per chunk of a million elements.) torch keeps its number of threads per thread: the worker's setting does not change the
+caller's.
 
-The next job is, of those whose CUDA event has happened, the one with the lowest `urgency` (pass the position at which
-its page is needed next: then the work that the next forward needs first is done first). When no event has happened, it
-is the oldest job, and the worker waits for its event; the caller's thread never waits.
+Of the jobs whose CUDA event has fired, the worker takes the one with the lowest `urgency` (pass the position at which
+its page is needed next: then the work that the next forward pass needs first is done first). If no event has fired, it
+takes the oldest job and waits for its event; the caller's thread never waits.
 
-A second thread (helper=True) takes jobs that can also be done on the device: `on_device()` begins one and returns a
-function that waits for its end. The helper begins the next job before it waits, so that the device is never idle.
+A second thread (helper=True) takes jobs that can also run on the device: `on_device()` starts one and returns a
+function that waits for its end. The helper starts the next job before it waits, so that the device is never idle.
 Whichever thread is free takes the most urgent job; the relative speed of the two need not be known.
 
-The first job that fails ends the work: jobs that wait are dropped, the threads end, and the caller gets WorkerFailed
-with the cause at its next submit, ready, wait or drain. Nothing hangs.
+The first job that fails ends the work: queued jobs are dropped, the threads end, and the caller gets WorkerFailed with
+the cause at its next submit, ready, wait or drain. Nothing hangs.
 """
 
 import threading
@@ -33,11 +33,11 @@ import torch
 from keyhole.machine.host import cpu_count
 
 Job = Callable[[], None]
-DeviceJob = Callable[[], Job]  # begins a job on the device, returns what waits for its end
+DeviceJob = Callable[[], Job]  # starts a job on the device, returns a function that waits for its end
 
 
 class WorkerFailed(RuntimeError):
-    """A job on the host raised; its cause is the job's exception."""
+    """A job on the host raised an exception, which is the cause of this one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +55,14 @@ class Ticket:
 
 
 def default_threads(launches_all_the_time: bool = False) -> int:
-    """All cores but one. Three of four where kernels are launched beside this work all the time (by our thread and by
-    autograd's): a thread that shared a core with one of these would delay the whole team, and the launches."""
+    """All cores but one. Three quarters of them where kernels are launched all the time beside this work (by our thread
+    and by autograd's): a torch thread that shares a core with a launching thread delays its team, and the launches."""
     return max(1, 3 * cpu_count() // 4 if launches_all_the_time else cpu_count() - 1)
 
 
 class Workers:
-    """Runs jobs on the host in one thread, and in a second one if there is a helper. threads: torch's threads inside a
-    job; None: default_threads(), one less beside a helper."""
+    """Runs jobs on the host in one thread, and in a second one with helper=True. threads: torch's threads inside a job;
+    None: default_threads(), one less with a helper."""
 
     def __init__(self, threads: int | None = None, helper: bool = False) -> None:
         self.threads = threads or max(1, default_threads() - helper)
@@ -75,13 +75,13 @@ class Workers:
             thread.daemon = True
             thread.start()
             self._state.started.acquire()
-        torch.set_num_threads(before)  # threads that are started later inherit it
+        torch.set_num_threads(before)  # threads that are started later inherit this number
         self._end = weakref.finalize(self, _close, self._state, self._threads)
 
     def submit(
         self, job: Job, page: Any = None, after: Any = None, urgency: int = 0, on_device: DeviceJob | None = None
     ) -> Ticket:
-        """Queues a job. after: a CUDA event that must have happened before it starts. on_device: the same job for the
+        """Queues a job. after: a CUDA event that must fire before the job starts. on_device: the same job for the
         helper."""
         ticket = Ticket(job, page, after, urgency, on_device)
         with self._state.changed:
@@ -92,21 +92,21 @@ class Workers:
         return ticket
 
     def ready(self, page: Any) -> bool:
-        """Whether no job of this page is left."""
+        """Whether this page has no unfinished job."""
         with self._state.changed:
             self._state.check()
             return self._state.pending[page] == 0
 
     def wait(self, page: Any) -> None:
-        """Returns when no job of this page is left."""
+        """Blocks until this page has no unfinished job."""
         self._wait_until(lambda: self._state.pending[page] == 0)
 
     def drain(self) -> None:
-        """Returns when no job at all is left."""
+        """Blocks until no unfinished job is left."""
         self._wait_until(lambda: self._state.pending.total() == 0)
 
     def close(self) -> None:
-        """Drops the jobs that have not begun and ends the threads. Safe to call again."""
+        """Drops the jobs that have not started and ends the threads. Safe to call again."""
         self._end()
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
@@ -116,7 +116,7 @@ class Workers:
 
 
 class _State:
-    """What the threads and the callers share, under one lock. (Not in Workers: the threads would keep it alive.)"""
+    """The state that threads and callers share, under one lock. (Not in Workers: the threads would keep it alive.)"""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -164,7 +164,7 @@ class _State:
 
 
 def _work(state: _State, threads: int) -> None:
-    torch.get_num_threads()  # a thread's first call takes over the process's number, and would undo a setting
+    torch.get_num_threads()  # a thread's first call copies the process's number, and would overwrite a later setting
     torch.set_num_threads(threads)
     state.started.release()
     try:
@@ -174,12 +174,12 @@ def _work(state: _State, threads: int) -> None:
             with torch.no_grad():
                 ticket.job()
             state.finish(ticket)
-    except BaseException as error:  # of any kind: the caller must learn of it
+    except BaseException as error:  # of any kind: the caller must be told
         state.stop(error)
 
 
 def _help(state: _State) -> None:
-    """Like _work, on the device and one job ahead: a job is waited for when the next one has begun."""
+    """Like _work, but on the device and one job ahead: it waits for a job after the next one has started."""
     torch.get_num_threads()
     torch.set_num_threads(1)
     state.started.release()
@@ -193,7 +193,7 @@ def _help(state: _State) -> None:
                         ticket.after.synchronize()
                     with torch.no_grad():
                         begun = ticket, ticket.on_device()
-            finally:  # also when that failed: the device may still be at work on the last job
+            finally:  # also when that failed: the device may still be running the last job
                 if last is not None:
                     last[1]()
                     state.finish(last[0])

@@ -1,19 +1,19 @@
-"""Numerical kernels. Each op is a PyTorch reference and a Triton kernel that give the same bits (sums over a tensor:
-the same to rounding, and repeatable bit for bit). A name that ends in _ writes in place.
+"""Numerical kernels. Each op is a PyTorch reference and a Triton kernel that give the same bits (sums over a tensor
+agree up to rounding, and repeat bit for bit). A name that ends in _ writes in place.
 
     noise/      z of an element as a function of (seed, step, direction, index): draw_noise
     rounding/   random bits, rounding, and how a new weight is stored: the end of every update
     zo/         zeroth-order update and perturbation: zo_flat_, zo_packed_ (8 bits), zo_rows (of an embedding table)
     sgd.py      LOMO: SGD of one tensor from its gradient, sgd_update_; the gradient's sum of squares, sum_squares_
     adalomo/    AdaLOMO: the same with a factored second moment, adalomo_update_
-    lowrank/    x (A V^T)^T without making A V^T: narrow, widen; W + A V^T: fold_
+    lowrank/    x (A V^T)^T without computing A V^T: narrow, widen; W + A V^T: fold_
     lsp/        LSP: sparse projectors, compress (X P), decompress_add_ (W + alpha P delta Q^T)
     adam/       AdamW on host memory by torch's kernel, and on the device with the same bits
     fp8.py      weights in 8 bits: fp8_encode_, fp8_decode
     loss.py     cross entropy over chunks of the vocabulary
     gather.py   rows of a table that may be in page-locked host memory
-    autocast.py a caller's autocast is off while we compute
-    backend.py  which implementation runs, and why;  arguments.py: what ops ask of their tensors
+    autocast.py disables a caller's autocast
+    backend.py  which implementation runs, and why;  arguments.py: checks of tensors and numbers
 """
 
 from keyhole.ops.adalomo.matrix import adalomo_state, adalomo_update_

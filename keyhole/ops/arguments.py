@@ -1,16 +1,16 @@
-"""What the ops that change weights ask of their arguments.
+"""Requirements of the ops that change weights on their arguments.
 
 Weights and gradients are contiguous, of one shape and device, in float32, bfloat16 or float16. Numbers that a kernel
-reads or adds to (scale, sums, flags) are one-element tensors on the same device, so that nothing waits for the host.
-Numbers that change from step to step (rate, step) may be there too: a recorded launch then serves all steps.
-A caller that breaks this has a bug, so these are asserts, not errors for users. noise/index.py checks indices.
+reads or adds to (scale, sums, flags) are one-element tensors on the same device, so that the host never waits. Numbers
+that change from step to step (rate, step) may be tensors on the device too: then one CUDA graph serves all steps.
+A caller that violates this has a bug, so these are asserts, not errors for users. noise/index.py checks indices.
 """
 
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Scalar = torch.Tensor | None  # one number on the device of the weights, or none
-Number = float | torch.Tensor  # float32: by value, or as one number on the device of the weights
+Number = float | torch.Tensor  # float32: a value, or a one-element tensor on the device of the weights
 Count = int | torch.Tensor  # the same for int32
 VECTOR = 8  # alignment, in elements, that lets the compiler widen memory accesses
 
@@ -21,12 +21,12 @@ def float32(value: float) -> float:
 
 
 def number(value: Number) -> Number:
-    """A value as the nearest float32; one on the device as it is."""
+    """A value as the nearest float32; a tensor unchanged."""
     return value if isinstance(value, torch.Tensor) else float32(value)
 
 
 def is_on_device(*numbers: Number | Count) -> bool:
-    """Whether numbers are on the device: all of them, or none."""
+    """Whether numbers are tensors on the device: all of them, or none."""
     there = {isinstance(value, torch.Tensor) for value in numbers}
     assert len(there) == 1, numbers
     return there.pop()
@@ -40,12 +40,12 @@ def check_tensors(*tensors: torch.Tensor) -> None:
 
 
 def check_flat(*tensors: torch.Tensor) -> None:
-    """The same, of one dimension."""
+    """The same, for one-dimensional tensors."""
     check_tensors(*tensors)
     assert tensors[0].dim() == 1, tensors[0].shape
 
 
 def check_scalars(device: torch.device, dtype: torch.dtype, *scalars: Scalar) -> None:
-    """Asserts that all that are not None are one number of this dtype on this device."""
+    """Asserts that all scalars that are not None have one element of this dtype on this device."""
     for scalar in scalars:
         assert scalar is None or (scalar.dtype == dtype and scalar.numel() == 1 and scalar.device == device), scalar

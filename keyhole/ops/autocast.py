@@ -1,8 +1,8 @@
-"""A caller's autocast ends where keyhole begins.
+"""Disables a caller's autocast inside keyhole.
 
 torch.autocast casts the inputs of products, in the thread that entered it. The passes of a step run in threads of their
-own (model/forward/lockstep.py), so a caller's autocast would reach the head and not the blocks. A model computes in
-the dtype that it was loaded with, all of it: steps, evaluation and generation run with autocast off, and it is on again
+own (model/forward/lockstep.py), so a caller's autocast would affect the head and not the blocks. A model computes
+entirely in the dtype that it was loaded with: steps, evaluation and generation run with autocast off, and restore it
 when they return.
 """
 

@@ -4,8 +4,8 @@ Every op exists twice: a plain PyTorch reference (for the CPU, and what tests co
 kernel runs when the tensors are on a CUDA device and Triton can be imported; otherwise the reference does. Both give
 the same bits, so the choice is about speed alone.
 
-Triton is optional: without it `jit` leaves a function as it is and nothing ever calls it. `force()` overrides the
-choice, so that one test can run both on the same inputs; under TRITON_INTERPRET=1 the kernels also take CPU tensors,
+Triton is optional: without it `jit` returns the function unchanged, and nothing calls it. `force()` overrides the
+choice, so that a test can run both on the same inputs; under TRITON_INTERPRET=1 the kernels also run on CPU tensors,
 one program after the other, in numpy.
 """
 
@@ -25,7 +25,7 @@ except ImportError as error:
     INTERPRETED = False
 
     class tl:
-        """Replaces triton.language where modules use its names at import."""
+        """Stands in for triton.language, whose names modules use at import."""
 
         @staticmethod
         def constexpr(value):

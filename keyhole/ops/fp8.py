@@ -3,26 +3,26 @@
     packed   uint8 [n + n / 64]:  n codes, then n / 64 exponents k, one per group of 64 consecutive elements
     w        code * 2^(k - 127),  k the smallest with  amax(group) <= 448 * 2^(k - 127)
 
-448 is the largest E4M3 number (4 bits of exponent, 3 of fraction). A power of two as scale only moves
-exponents: decoding is exact in float32, and a value that is on the grid of its group comes back as it went in.
-1.0156 bytes per element in host memory and on the link, half of bfloat16. An element keeps 4 significant bits
-down to about 2^-14 of the largest of its group; below that the grid is even, of about 2^-17 (subnormal codes).
+448 is the largest E4M3 number (4 bits of exponent, 3 of fraction). A power of two as scale only changes exponents:
+decoding is exact in float32, and a value that is on the grid of its group is preserved. Weights take 1.0156 bytes per
+element in host memory and on the link, half of bfloat16. An element keeps 4 significant bits down to about 2^-14 of the
+largest of its group; below that the grid is even, of about 2^-17 (subnormal codes).
 
-Encoding lays x = |w| 2^(127 - k) on an axis on which the codes are the integers, with 20 bits of fraction:
+Encoding maps x = |w| 2^(127 - k) to an axis on which the codes are the integers, with 20 bits of fraction:
 
     normal codes       the float32 pattern, less that of 2^-7: its next 20 bits lie below the code
     subnormal codes    the pattern of x + 2^-6, less that of 2^-6: the sum has the even grid of that range
 
-    nearest            ties to even, bit for bit what PyTorch's conversion makes of the scaled value
+    nearest            ties to even, bit for bit like PyTorch's conversion of the scaled value
     stochastic         the 16 bits of the element (rounding/bits.py: a function of seed, step and index) are added as
                        the top of the fraction, plus half of their last place: unbiased to 2^-16 of a step, and
-                       exact values stay. What is less than 2^-17 of a step above a code is lost.
+                       exact values stay. A remainder below 2^-17 of a step above a code is lost.
 
-Every group is scaled alone, so cutting a tensor between groups changes nothing. Zeros keep their sign; a group
-of zeros has k = 0. NaN and inf become the NaN code, without a sign (processors do not agree about that of a NaN),
-and have no part in the scale, so the rest of the group survives. k is at most 247. Only values above
-1.875 * 2^127 may round to 2^128, which float32 reads as inf. Encoding a decoded tensor keeps every value; the
-bytes may differ the first time, where rounding had left a group with less than its scale allows.
+Every group is scaled alone, so cutting a tensor between groups changes nothing. Zeros keep their sign; a group of zeros
+has k = 0. NaN and inf become the NaN code, without a sign (processors disagree about the sign of a NaN), and do not
+affect the scale, so the rest of the group survives. k is at most 247. Only values above 1.875 * 2^127 may round to
+2^128, which float32 reads as inf. Encoding a decoded tensor preserves every value; the bytes may differ the first time,
+if rounding had left a group with a maximum below what its scale allows.
 
 One pass over memory each; a zeroth-order step does both and more in one (zo/packed.py). Legend: G groups.
 """
@@ -38,7 +38,7 @@ from keyhole.ops.rounding.round import ROUNDINGS, round_nearest
 GROUP = 64  # elements to a scale
 INF_PATTERN = 0x7F800000
 NAN_CODE = 0x7F
-ROOM = 0x1FFFFF  # carries into the exponent what is above 1.75 * 2^e, the largest code's place in its binade
+ROOM = 0x1FFFFF  # carries values above 1.75 * 2^e, the largest code's place in its binade, into the exponent
 SMALLEST_NORMAL = 2.0**-6
 NORMAL_ZERO, SUBNORMAL_ZERO = 120 << 23, 121 << 23  # patterns of 2^-7 and 2^-6: the origins of the axis
 EVEN_GRID = 2.0**14  # float32 numbers near it are 2^-9 apart, like the subnormal codes
@@ -85,7 +85,7 @@ def codes_reference(x: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
         axis = torch.where(magnitude < SMALLEST_NORMAL, small, pattern - NORMAL_ZERO)
         code = ((axis + (bits << 4) + 8) >> 20).to(torch.uint8)
     signed = code | ((x.view(torch.int32) >> 24) & 0x80).to(torch.uint8)
-    return torch.where(pattern < INF_PATTERN, signed, NAN_CODE)  # PyTorch saturates inf, or not, by version
+    return torch.where(pattern < INF_PATTERN, signed, NAN_CODE)  # PyTorch's handling of inf depends on its version
 
 
 def fp8_encode_reference_(
@@ -201,7 +201,7 @@ def _decode_kernel(packed_ptr, out_ptr, n, GROUPS: tl.constexpr):
 
 
 def _check(packed: torch.Tensor, flat: torch.Tensor) -> None:
-    """Asserts that these are a packed and an unpacked form of as many weights."""
+    """Asserts that these are a packed and an unpacked form of the same number of weights."""
     assert flat.dim() == 1 and flat.is_contiguous() and packed.is_contiguous(), (flat.shape, packed.shape)
     assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(flat.numel()),), packed.shape
     assert packed.device == flat.device, (packed.device, flat.device)

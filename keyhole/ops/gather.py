@@ -1,10 +1,10 @@
 """Rows of a table, wherever the table is.
 
-An embedding looks up a few thousand rows of a table that may be a gigabyte of host memory. When that memory is
-page-locked, a kernel can read it in place over the link: only the rows cross, in stream order, and the host does not
-wait for anything. Bytes over the link: M x H x the element size. Positions in the table are 64-bit numbers whatever the
-dtype of the ids, because a table may have more than 2^31 elements.
-Legend: V rows in the table, H width, M rows wanted.
+An embedding looks up a few thousand rows of a table that may be a gigabyte of host memory. If that memory is
+page-locked, a kernel can read it directly over the link: only the rows cross, in stream order, and the host does not
+wait. Bytes over the link: M x H x the element size. Indices into the table are 64-bit whatever the dtype of the ids,
+because a table may have more than 2^31 elements.
+Legend: V rows in the table, H width, M rows looked up.
 """
 
 import torch

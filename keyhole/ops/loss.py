@@ -5,10 +5,10 @@ we keep, per token, the largest logit so far m, the sum s of exp(l_j - m), and l
 
     m' = max(m, max_chunk l)      s' = s exp(m - m') + sum_chunk exp(l_j - m')      nll = m + log s - l_y
 
-so no more than [tokens, chunk] logits exist at any time. All in fp32, whatever the dtype of the logits. The kernel
-reads the logits once, one program per token; the reference makes two fp32 copies. They differ by rounding only.
+so at most [tokens, chunk] logits exist at any time. All arithmetic is fp32, whatever the dtype of the logits. The
+kernel reads the logits once, one program per token; the reference makes two fp32 copies. They differ only by rounding.
 
-When all chunks have been added, the gradient of  sum scale nll  comes from the same state, chunk by chunk, over the
+After all chunks were added, the gradient of  sum scale nll  follows from the same state, chunk by chunk, over the
 logits of a second visit:   d l_j = scale exp(l_j - m - log s) - scale [j = y].   One read and one write of the chunk.
 The scale is one number, or one per token.
 Legend: N tokens, R rows of the vocabulary in this chunk.
@@ -29,7 +29,7 @@ class RunningNLL:
         self.targets_N = targets_N
         self.max_N = torch.full(targets_N.shape, float("-inf"), device=targets_N.device)
         self.sum_N = torch.zeros(targets_N.shape, device=targets_N.device)
-        self.target_logit_N = torch.full(targets_N.shape, float("nan"), device=targets_N.device)  # until seen
+        self.target_logit_N = torch.full(targets_N.shape, float("nan"), device=targets_N.device)  # until its chunk
 
     def add(self, logits_NR: torch.Tensor, first_row: int) -> None:
         """Adds the logits of rows first_row, first_row + 1, ... of the vocabulary."""
@@ -44,7 +44,7 @@ class RunningNLL:
             _nll_kernel[(N,)](*tensors, first_row, R, stride, BLOCK=BLOCK, num_warps=8)
 
     def grad_(self, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
-        """Overwrites these logits with the gradient of sum(scale * nll) by them; call when all chunks were added.
+        """Overwrites these logits with the gradient of sum(scale * nll) with respect to them; call after all chunks.
 
         scale: a number, or float32 on the device, a scalar or [N]. In float32 on the CPU, with one chunk of all rows,
         this is torch's gradient of cross_entropy(reduction="sum") * scale bit for bit; several chunks, or the kernel,
@@ -65,7 +65,7 @@ class RunningNLL:
         return logits_NR
 
     def split(self, tokens: int) -> "list[RunningNLL]":
-        """Views of the state in slices of tokens: what is added to a slice is added to this state."""
+        """Views of the state in slices of tokens: adding to a slice adds to this state."""
         slices = []
         for first in range(0, max(1, self.targets_N.numel()), tokens):  # one slice of no tokens, like Tensor.split
             part = type(self).__new__(type(self))
@@ -75,12 +75,12 @@ class RunningNLL:
         return slices
 
     def nll_N(self) -> torch.Tensor:
-        """The loss per token, when all chunks have been added."""
+        """The loss per token, after all chunks were added."""
         return self.max_N + self.sum_N.log() - self.target_logit_N
 
 
 class RunningChoice(RunningNLL):
-    """The same, and the token with the largest logit so far: the first of equals, as torch.argmax has it."""
+    """The same, and the token with the largest logit so far: the first one on a tie, as in torch.argmax."""
 
     def __init__(self, targets_N: torch.Tensor) -> None:
         super().__init__(targets_N)
@@ -111,8 +111,8 @@ def _add_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -
 def _grad_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor) -> None:
     x_NR = logits_NR.detach().float()
     log_sum_N = state.sum_N.log()
-    # Where this chunk is the only one, the log of the sum comes from torch's own log_softmax (its value at the largest
-    # logit is - log s), which adds up in another order: only so are the last bits of the gradient torch's.
+    # If this chunk is the only one, the log of the sum comes from torch's own log_softmax (its value at the largest
+    # logit is - log s), which sums in another order: only then the last bits of the gradient equal torch's.
     alone_N = state.sum_N == (x_NR - state.max_N[:, None]).exp_().sum(dim=1)
     log_sum_N = torch.where(alone_N, -torch.log_softmax(x_NR, dim=1).amax(dim=1), log_sum_N)
     per_row = scale[:, None] if isinstance(scale, torch.Tensor) and scale.ndim == 1 else scale

@@ -1,25 +1,25 @@
-"""Weights that never change, in 8 or 4 bits: codes, and a float16 scale for every group of 64 (or 32) elements.
+"""Frozen weights in 8 or 4 bits: codes, and a float16 scale for every group of 64 (or 32) elements.
 
     int8    w = s q          q in -127 .. 127     s = amax / 127                       1.031 bytes per element
     int4    w = s q          q in -8 .. 7         s = -m / 8, m the element of largest magnitude, with its sign
     nf4     w = s NF4[q]     q in 0 .. 15         s = amax                             both 0.531 bytes per element
 
-NF4 are 16 quantiles of a normal distribution, scaled to [-1, 1] (QLoRA, Dettmers et al. 2023). The scale is rounded to
-float16 first, and codes are those of w / s as it is stored: to the nearest integer, ties to even; of NF4, to the nearer
-of two neighbours, a tie to the lower one. int4 gives its 16th level to the side on which the largest element lies: its
-step is an eighth of the largest magnitude instead of a seventh; what lies beyond on the other side is clipped by at
-most one step. A group whose scale rounds to zero is zero. Decoding multiplies in float32, exactly but for NF4, and
-rounds once to the dtype of the result.
+NF4 is the 16 quantiles of a normal distribution, scaled to [-1, 1] (QLoRA, Dettmers et al. 2023). The scale is first
+rounded to float16, and codes are computed from w / s with the stored s: the nearest integer, ties to even; for NF4, the
+nearer of two neighbours, on a tie the lower one. int4 gives its 16th level to the sign of the largest element: its step
+is an eighth of the largest magnitude instead of a seventh; values beyond the other end are clipped by at most one step.
+A group whose scale rounds to zero is zero. Decoding multiplies in float32, exactly except for NF4, and rounds once to
+the dtype of the result.
 
-    codes    uint8 [n] of int8, two's complement; else uint8 [n / 2]: byte j of a group of G elements holds
-             element j in its low half and element j + G / 2 in its high half (of int4, q + 8)
+    codes    uint8 [n] for int8, two's complement; else uint8 [n / 2]: byte j of a group of G elements holds
+             element j in its low half and element j + G / 2 in its high half (for int4, q + 8)
     scales   float16 [n / G]
 
 With G = 32, int4 and int8 are the grids of GGUF's Q4_0 and Q8_0, bit for bit (disk/gguf.py); with float32 scales, nf4
-is that of bitsandbytes (disk/quantized.py). Weights that were published on these are taken over as they are.
+is that of bitsandbytes (disk/quantized.py). Weights that were published on these grids are copied bit for bit.
 
-Bytes moved: encoding reads 4 bytes per element and writes the above, decoding the other way round, 2.5 bytes per
-element of int4 in bfloat16: at 4 TB/s a block of 218 million parameters is unpacked in 0.14 ms.
+Bytes moved: encoding reads 4 bytes per element and writes the above, decoding the reverse, 2.5 bytes per element from
+int4 to bfloat16: at 4 TB/s a block of 218 million parameters is unpacked in 0.14 ms.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.rounding.round import round_nearest
 
-GROUP = 64  # elements to a scale, where nothing else is said
+GROUP = 64  # elements per scale, by default
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 LARGEST_SCALE = 65504.0
-CHUNK = 1 << 22  # elements that the reference works on at a time
+CHUNK = 1 << 22  # elements that the reference processes at a time
 GROUPS_AT_ONCE, WARPS = 32, 4  # per program
 INTEGERS = 12582912.0  # 1.5 * 2^23: float32 numbers near it are integers, so adding it rounds
 _LARGEST_SCALE, _INTEGERS = tl.constexpr(LARGEST_SCALE), tl.constexpr(INTEGERS)
@@ -63,7 +63,7 @@ class Grid:
         return KINDS[self.name]
 
     def code_bytes(self, n: int) -> int:
-        """Of n elements, whole groups."""
+        """Bytes of the codes of n elements, whole groups."""
         assert n % self.group == 0, n
         return n if self.kind == INT8 else n // 2
 
@@ -98,7 +98,7 @@ def scales_reference(w_GE: torch.Tensor, grid: Grid) -> torch.Tensor:
     else:
         scale_G = torch.maximum(-low_G, high_G)
         scale_G = scale_G / 127.0 if grid.kind == INT8 else scale_G
-    scale_G = torch.where(scale_G == 0, 0.0, scale_G)  # the sign of a zero is nobody's
+    scale_G = torch.where(scale_G == 0, 0.0, scale_G)  # no negative zero
     return scale_G.clamp(-LARGEST_SCALE, LARGEST_SCALE).to(grid.scale_dtype)
 
 
@@ -229,7 +229,7 @@ def _decode_kernel(
 
 
 def _check(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor, grid: Grid) -> None:
-    """Asserts that these are a packed and an unpacked form of as many weights."""
+    """Asserts that these are a packed and an unpacked form of the same number of weights."""
     assert flat.dim() == 1 and all(t.is_contiguous() for t in (codes, scales, flat)), (flat.shape, codes.shape)
     assert codes.dtype == torch.uint8 and codes.shape == (grid.code_bytes(flat.numel()),), codes.shape
     assert scales.dtype == grid.scale_dtype and scales.shape == (grid.scale_count(flat.numel()),), scales.shape

@@ -1,17 +1,17 @@
-"""The SGD update of one tensor, fused: everything LOMO does with a gradient before it is thrown away.
+"""The SGD update of one tensor, fused: everything that LOMO does with a gradient before it is discarded.
 
 For a tensor whose first element has global index `offset`, element by element in float32:
 
     g = grad * scale                     scale: clip coefficient, 1 / loss scale, or both, on the device
-    sum_squares += g^2 ;  bad = 1 if g is inf or nan (that element's weight stays as it is)
+    sum_squares += g^2 ;  bad = 1 if g is inf or nan (that element's weight stays unchanged)
     g = clamp(g, -clip_value, clip_value)
     g = g + wd w                         torch.optim.SGD's L2 term
     w = round(w - lr g)                  nearest, stochastic, or kahan with the step y = c - lr g (rounding/store.py)
 
 The two products that are added (wd w, lr g) are fused multiply-adds, as in torch.optim.SGD on every device: with
-float32 weights on the CPU and no scale, the reference is SGD bit for bit, and the kernel has the reference's bits.
-The sum of squares is added up in a fixed order, per program into a scratch buffer and then over the programs, so it
-repeats bit for bit; reference and kernel differ there by rounding only. Nothing waits for the host.
+float32 weights on the CPU and no scale, the reference is SGD bit for bit, and the kernel has the reference's bits. The
+sum of squares has a fixed order, per program into a scratch buffer and then over the programs, so it repeats bit for
+bit; reference and kernel differ there only by rounding. The host never waits.
 
 Bytes per bfloat16 element: 2 (gradient) + 2 (weight) read, 2 written; Kahan 2 + 2 more. Textbook: a float32 copy of
 gradient and weight, 4 passes. A program owns 8192 elements, one tile of rounding bits (rounding/bits.py).
@@ -44,7 +44,7 @@ _INTERPRETED, _FLOAT32_MAX = tl.constexpr(INTERPRETED), tl.constexpr(FLOAT32_MAX
 
 @dataclass(frozen=True)
 class Rule:
-    """The settings of one update, and where it adds up what it saw."""
+    """The settings of one update, and the tensors to which it adds its sums."""
 
     lr: Number
     weight_decay: float
@@ -99,7 +99,7 @@ def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor |
 
 @jit()
 def fma(a, b, c):
-    """a b + c, rounded once. (Triton's interpreter rounds twice: spelt out in float64 there.)"""
+    """a b + c, rounded once. (Triton's interpreter rounds twice, so there it is computed in float64.)"""
     if _INTERPRETED:
         y = (a.to(tl.float64) * b + c).to(tl.float32)
     else:
@@ -139,7 +139,7 @@ def _sgd_kernel(
     tile_0, lead, n, step, k0, k1, lr, wd, clip,
     STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """One program: 8192 elements of the index space. What is None is left out; without w_ptr, all but the sums.
+    """One program: 8192 elements of the index space. Arguments that are None are skipped; without w_ptr, only the sums.
     ON_DEVICE: lr and step are pointers."""
     if ON_DEVICE:
         lr, step = tl.load(lr), tl.load(step)
@@ -201,9 +201,9 @@ def sgd_update_(
 
     w, grad: contiguous, of one shape, float32 | bfloat16 | float16, maybe different. scale: float32 scalar on the
     device, None for 1. compensation: with rounding "kahan", like w. offset: global index of the first element.
-    On the device, added to what is there: sum_squares (float32) of grad * scale, changed (int64) stored values.
-    bad (int32): set to 1 if an element of grad * scale is inf or nan; its weight is left alone.
-    lr and step: values, or both numbers on the device.
+    Added to tensors on the device: sum_squares (float32) of grad * scale, changed (int64), the number of stored values
+    that changed. bad (int32): set to 1 if an element of grad * scale is inf or nan; its weight stays unchanged.
+    lr and step: values, or both as tensors on the device.
     """
     how = Store(rounding, compensation, offset, seed, step, changed)
     how.check(w, grad)
@@ -218,7 +218,7 @@ def sgd_update_(
 def sum_squares_(
     grad: torch.Tensor, out: torch.Tensor, scale: Scalar = None, bad: Scalar = None, *, offset: int = 0
 ) -> None:
-    """out (float32 scalar) += the sum of (grad * scale)^2; the bits sgd_update_ adds at the same offset.
+    """out (float32 scalar) += the sum of (grad * scale)^2; the same bits as sgd_update_ adds at the same offset.
 
     bad (int32 scalar): set to 1 if an element of grad * scale is inf or nan.
     """

@@ -1,11 +1,13 @@
-"""What a run needs and what the machine has: where every unit lives, and how many bytes that takes.
+"""What a run needs and what the machine has: which units stay on the device, and how many bytes and seconds that takes.
 
 placement.py   which units stay on the device, and which are streamed
+table.py       every method x placement x wire for `keyhole plan`; recommend.py: which row to choose; page.py: the page
+seconds.py     from FLOPs and bytes to seconds; measure.py and profiles.py: the rates of this and of other machines
+changes.py     which changes would make a run fit; refusals.py: the messages when a budget is too small
 dtype.py       which dtype a model is computed in
-outside.py     what of a model is not its blocks, for the start block
+outside.py     the parts of a model outside of its blocks, for the start block
 experts.py     how experts are moved, for the start block
-refusals.py    what a budget that is too small is told
 
 The byte formulas are beside the code they describe: model/forward/memory.py, model/backward/memory.py, and memory.py
-in the folder of a method. What the machine has is in machine/host.py.
+in the folder of a method. The memory of the machine is in machine/host.py.
 """

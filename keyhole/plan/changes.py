@@ -1,12 +1,12 @@
-"""What would make a run fit, cheapest first.
+"""Which changes would make a run fit, cheapest first.
 
-Each candidate is planned like any row (plan/table.py), and those that fit are ordered by what they cost:
+Each candidate is planned like any row (plan/table.py), and those that fit are ordered by their cost:
 
-    0   nothing but time: placement=auto or stream, block inputs in host memory, smaller micro-batches and more of them
-    1   another format of the weights at rest: a smaller wire, a 16-bit dtype
-    2   what is learnt: fewer tokens per sample, settings that the method's row names, another method
+    0   only time: placement=auto or stream, block inputs in host memory, more and smaller micro-batches
+    1   another storage format of the weights: a smaller wire, a 16-bit dtype
+    2   what is learned: fewer tokens per sample, settings listed in the method's row, another method
 
-and within each kind by seconds per step. A number is lowered as little as it takes: halved until it fits.
+and within each kind by seconds per step. A number is lowered as little as possible: it is halved until the run fits.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ SHORTEST = 32  # tokens
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that would fit, and what they would cost."""
+    """Settings with which the run fits, and their cost."""
 
     settings: str
     row: Row
@@ -58,7 +58,7 @@ def cheapest_changes(
 
 
 def _apart(found: list[Change]) -> list[Change]:
-    """The first of each setting, whatever its value."""
+    """The first change of each setting, regardless of its value."""
     kept: dict[str, Change] = {}
     for change in found:
         key, _, value = change.settings.partition("=")
@@ -105,7 +105,7 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
 
 
 def _halved(question: Question, traits: Traits, placement: str, wire: str | None) -> Question | None:
-    """The same step in smaller micro-batches: the largest ones that fit."""
+    """The same step in smaller micro-batches: the largest that fit."""
     while question.batch > 1:
         question = replace(question, batch=-(-question.batch // 2), accumulation=2 * question.accumulation)
         if _fits(question, traits, placement, wire):
@@ -119,7 +119,7 @@ def _fits(question: Question, traits: Traits, placement: str, wire: str | None) 
 
 
 def _own_changes(question: Question, traits: Traits) -> Iterator[tuple[str, Question]]:
-    """Settings of the method that its row says would need less memory."""
+    """Settings of the method that need less memory, according to its row."""
     own = question.settings.get(traits.name) or traits.settings()
     advice = traits.advice(own)
     for text in advice.change:
@@ -142,8 +142,8 @@ def _smaller_wires(traits: Traits, own: Any, dtype: torch.dtype, wire: str | Non
 def said(
     module: nn.Module, placement: str, gpu_bytes: int | None, formats: Wire, device: torch.device, work: Workload
 ) -> str:
-    """For a refusal: the cheapest changes, one per line; "" where nothing is known to fit, or nothing is trained. The
-    seconds are left out where this machine's rates are not known."""
+    """For a refusal: the cheapest changes, one per line; "" if no change is known to fit, or nothing is trained.
+    Seconds are left out if this machine's rates are not known."""
     if work.method not in METHODS:
         return ""
     rates = known(device)

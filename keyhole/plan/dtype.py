@@ -1,12 +1,12 @@
 """Which dtype a model is computed in, and why.
 
-An explicit dtype is taken as it is. Left to us (null in a config), it is the one of the model's files, except where
-that would go wrong in silence:
+An explicit dtype is used as given. If it is null in the config, the dtype of the model's files is used, except where
+that would silently fail:
 
     float16, for a method without loss scaling    small gradients are rounded to 0 and sums overflow: bfloat16
     bfloat16, on a CPU without bf16 arithmetic    each product is emulated, a hundred times slower: float32
 
-A GPU or CPU that has no bf16 arithmetic gets float32 in both cases. Whatever is decided stands in the start block.
+A GPU or CPU without bf16 arithmetic uses float32 in both cases. The start block prints the decision.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """The dtype of compute, and the reason for it."""
+    """The compute dtype, and the reason for it."""
 
     dtype: torch.dtype
     reason: str
@@ -64,7 +64,7 @@ def is_unsafe(dtype: torch.dtype, method: str | None) -> bool:
 
 
 def check_trainable(dtype: torch.dtype, method: str) -> None:
-    """UserError where a method is made on a model in a dtype that it cannot train in."""
+    """UserError if a method is created on a model in a dtype that it cannot train in."""
     if is_unsafe(dtype, method):
         safe = ", ".join(row.name for row in METHODS.values() if row.underflow_safe)
         raise UserError(
@@ -74,7 +74,7 @@ def check_trainable(dtype: torch.dtype, method: str) -> None:
 
 
 def has_bf16(device: torch.device | None) -> bool:
-    """Whether the device multiplies bfloat16 itself."""
+    """Whether the device has bfloat16 arithmetic."""
     if device is not None and device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return cpu_has_bf16()

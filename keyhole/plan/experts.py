@@ -1,4 +1,4 @@
-"""What was decided about experts, for the start block."""
+"""Lines for the start block about how experts are moved."""
 
 from keyhole.machine.sizes import about
 from keyhole.model.structure.experts import STACK_NUMEL
@@ -6,7 +6,7 @@ from keyhole.model.structure.layout import Layout
 
 
 def expert_lines(layout: Layout, streamed: set[int], may_cut: bool, element_bytes: int) -> list[str]:
-    """A line on layers that are computed by experts, and one on large stacks that are not."""
+    """A line about layers that are computed expert by expert, and one about large stacks that are not."""
     lines = []
     if layout.experts:
         count = layout.experts[0].count

@@ -5,11 +5,11 @@
     link            page-locked copies of 64 MiB (machine/probe.py)
     host_memory     a copy of 256 MiB by all threads
     adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
-    launch          400 additions of one number, as fast as the host can ask for them
+    launch          400 additions of one number, launched as fast as the host can
 
 Each is the best of a few rounds. The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by
-GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that
-cannot be written is no reason to stop. `known` never measures: it is for a run that is about to start.
+GPU, CPU, cores and version of torch, written with one rename; if the file cannot be read, the machine is measured
+again; a failure to write it is ignored. `known` never measures: a run that starts uses it.
 """
 
 import json
@@ -37,19 +37,19 @@ LIMIT_BYTES = 2**20
 
 
 def cache_file() -> Path | None:
-    """Where measurements are kept; None where the user has no place for them."""
+    """The file with kept measurements; None if the user has no cache directory."""
     directory = cache_directory("rates")
     return None if directory is None else directory / "rates.json"
 
 
 def key_of(device: torch.device) -> str:
-    """What a measurement belongs to."""
+    """The key of a measurement: GPU, CPU, cores, version of torch."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
     return f"{VERSION} | {gpu} | {_cpu_name()} | {cpu_count()} cores | torch {torch.__version__}"
 
 
 def known(device: torch.device) -> Rates | None:
-    """What was measured here before, or an estimate for this GPU; None where there is neither."""
+    """The rates measured here before, or the profile of this GPU; None if there is neither."""
     kept = _read().get(key_of(device))
     if kept is not None:
         with suppress(ValueError):
@@ -58,7 +58,7 @@ def known(device: torch.device) -> Rates | None:
 
 
 def rates_of(device: torch.device, again: bool = False, say: Callable[[str], None] = lambda text: None) -> Rates:
-    """The rates of this machine: kept ones, or measured now. again: measure in any case."""
+    """The rates of this machine: kept, or measured now. again: measure in any case."""
     kept = None if again else _read().get(key_of(device))
     if kept is not None:
         with suppress(ValueError):
@@ -130,9 +130,9 @@ def _workspace(device: torch.device) -> int:
 
 
 def _best_s(run: Callable[[], Any], device: torch.device, rounds: int = 4, repeat: int = 1) -> float:
-    """Seconds of one run, the best of a few."""
+    """Seconds of one run, the best of a few rounds."""
     best = float("inf")
-    for _ in range(rounds + 1):  # the first one warms up
+    for _ in range(rounds + 1):  # the first round is a warm-up
         _wait(device)
         begin_s = time.perf_counter()
         for _ in range(repeat):
@@ -154,7 +154,7 @@ def _products(device: torch.device) -> dict[int, float]:
 
 
 def _product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
-    """FLOP/s. Values are drawn: a GPU multiplies zeros faster than numbers."""
+    """FLOP/s of a product. Values are random, because a GPU multiplies zeros faster."""
     a = torch.randn(rows, inner, device=device, dtype=dtype)
     b = torch.randn(inner, columns, device=device, dtype=dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
@@ -182,7 +182,7 @@ def _adam() -> float:
 
 
 def _launch(device: torch.device) -> float:
-    """Of one kernel, by a host that does nothing else; a model's own Python takes about as long again."""
+    """Seconds per kernel launch on an idle host; a model's own Python code takes about as long again."""
     one, count = torch.zeros(1, device=device), 400
     best = float("inf")
     for _ in range(4):

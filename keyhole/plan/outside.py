@@ -1,7 +1,7 @@
-"""What of a model is not its blocks, for the start block: second stacks and towers, and what tokens never reach.
+"""Lines for the start block about the parts of a model outside of its blocks: further stacks and towers, unused parts.
 
-The weights of a stack outside of the blocks belong to the spine, which is on the device all the time: a model that is
-mostly such stacks cannot be streamed, and that is said rather than left to be found out.
+The weights of a stack outside of the blocks belong to the spine, which is always on the device. So a model that
+consists mostly of such stacks cannot be streamed, and the start block says so.
 """
 
 import re
@@ -15,7 +15,8 @@ MOST_NAMED = 4
 
 
 def outside_lines(module: nn.Module, layout: Layout) -> list[str]:
-    """A line for each stack outside of the blocks, and one for what is frozen because tokens do not reach it."""
+    """A line for each stack outside of the blocks, and one for weights that are frozen because the forward pass on
+    tokens does not use them."""
     total = sum(tensor.shape.numel() for tensor in layout.tensors)
     lines = [
         f"outside of the blocks: {stack.name}, {stack.count} x {stack.kind}, {stack.numel / total:.1%} of the "
@@ -35,7 +36,7 @@ def outside_lines(module: nn.Module, layout: Layout) -> list[str]:
 
 
 def _parts(frozen: set[str], reached: set[str]) -> str:
-    """The outermost modules that hold nothing else, `*` for numbers."""
+    """The outermost modules with only frozen parameters; `*` stands for numbers."""
     prefixes = {name[:end] for name in reached for end in range(len(name)) if name[end] == "."}
     parts: dict[str, None] = {}
     for name in sorted(frozen):

@@ -1,8 +1,9 @@
-"""The plan as one self-contained page: the trade-off drawn, and the whole table. No script, nothing fetched.
+"""The plan as one self-contained page: a chart of memory against speed, and the whole table. No script, no external
+files.
 
-The drawing has GPU memory to the right and tokens per second upwards (both logarithmic), a line per method from
-everything streamed to everything resident, hollow where it does not fit, and the budget as a dashed line. Names stand
-right of the plot, apart from each other. All that comes from files or arguments is escaped.
+The chart has GPU memory to the right and tokens per second upwards (both logarithmic), a line per method from
+everything streamed to everything resident, hollow points where a row does not fit, and the budget as a dashed line.
+Names are right of the plot and do not overlap. All text from files or arguments is escaped.
 """
 
 import math
@@ -24,7 +25,7 @@ EXTRA = """.plan{max-width:680px}.hollow{fill:var(--card);stroke-width:2}.no td,
 
 
 def make_page(title: str, rows: Sequence[Row], chosen: Row | None, question: Question, about: Sequence[str]) -> str:
-    """The page. about: lines on the model, the machine and the batches."""
+    """The page. about: lines about the model, the machine and the batches."""
     colours = colour_of(dict.fromkeys(row.method for row in rows))
     lead = "Nothing fits. See `keyhole plan` for what would."
     if chosen is not None:
@@ -41,7 +42,7 @@ def make_page(title: str, rows: Sequence[Row], chosen: Row | None, question: Que
 
 
 class _Axes:
-    """Data to pixels, both ways logarithmic."""
+    """Maps data to pixels; both axes are logarithmic."""
 
     def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
         self.x0, self.x1 = math.log(min(x) / 1.12), math.log(max(x) * 1.12)
@@ -55,7 +56,7 @@ class _Axes:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5 times powers of ten between two logarithms; fewer where they would be many."""
+    """1, 2, 5 times powers of ten between two logarithms; fewer if there would be too many."""
     exponents = range(math.floor(low / math.log(10)) - 1, math.ceil(high / math.log(10)) + 1)
     found = [m * 10.0**e for e in exponents for m in (1, 2, 5) if low <= math.log(m * 10.0**e) <= high]
     return found if len(found) <= 8 else [v for v in found if f"{v:e}"[0] == "1"] or found[::3]

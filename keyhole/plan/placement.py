@@ -1,19 +1,20 @@
-"""Where every unit lives, how it is cut, and why: the decision behind `placement` and `gpu_memory`.
+"""Which units stay on the device, how the model is cut into units, and why: what `placement` and `gpu_memory` decide.
 
     resident   every unit on the device
-    stream     every unit behind the link but the spine, and embedding and head where both take at most TABLES_BYTES;
-               with a budget, as many units on the device as it leaves room for
+    stream     every unit is streamed, except the spine, and embedding and head if both take at most TABLES_BYTES;
+               with a budget, as many units as it has room for stay on the device
     auto       resident if everything fits the budget (default: 95 % of the free memory), otherwise like stream
 
-A unit is a whole block when that is a small copy, else a run of its matrices of about UNIT_BYTES: from there on a
-larger copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small
-GPU. When even that is too large for the budget, a unit is a run of at most the size of the largest matrix: a smaller
-one would need the same slots, and three slots of small units are not far enough ahead. A matrix that alone exceeds
-find.TILE_NUMEL elements is cut by rows where the method allows it, a stack of experts that exceeds a unit into experts.
-Compiled zeroth-order passes want whole blocks.
+A unit is a whole block if the block is small, else a run of its matrices of about UNIT_BYTES: copies of that size
+already reach the link's full rate within 2 %, and larger slots and work buffers would fill a small GPU. If even that is
+too large for the budget, a unit is a run of at most the size of the largest matrix: smaller units would need the same
+slots, and three slots of small units do not prefetch far enough ahead. A matrix of more than find.TILE_NUMEL elements
+is cut by rows if the method allows it; a stack of experts larger than a unit is cut into experts. Compiled zeroth-order
+passes need whole blocks.
 
-Resident units are spread evenly between streamed ones, by bytes: while a resident unit is computed, the link works
-ahead, but only as far as there are slots. Whole blocks in turn would need slots for a block; single units do not.
+Resident units are spread evenly between streamed ones, by bytes: while a resident unit is computed, the link prefetches
+the next units, but only as far as there are slots. Alternating whole blocks would need slots for a block; alternating
+single units does not.
 """
 
 from bisect import bisect_left
@@ -43,8 +44,8 @@ from keyhole.plan.outside import outside_lines
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
-USABLE = 0.95  # of the device's memory, where no budget is given
-SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
+USABLE = 0.95  # share of the device's memory, if no budget is given
+SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
 @dataclass
@@ -58,13 +59,13 @@ class Placement:
     formats: Wire
     workspace_bytes: int
     budget_bytes: int | None = None
-    limit_bytes: int | None = None  # what a method may fill with state
+    limit_bytes: int | None = None  # device memory that a method may fill with state
     adapter: Path | None = None  # fixed adapters that were loaded with the model
     reasons: list[str] = field(default_factory=list)
 
     def evaluation_passes(self, layout: Layout, most: int) -> int:
-        """How many batches of the planned size may go through the model together, in the memory that a step leaves free
-        when it is over; at most `most`. A batch that crosses the link alone costs time, one too many the run."""
+        """How many batches of the planned size may go through the model together, in the memory that is free after a
+        step; at most `most`. Too few batches per sweep cost time; too many would end the run."""
         limit = self.budget_bytes if self.budget_bytes is not None else self.limit_bytes
         if limit is None or not self.streamed:
             return most if self.streamed else 1
@@ -76,8 +77,8 @@ class Placement:
         return 1
 
     def check_method(self, method: str) -> None:
-        """When a method is made on the model: refuses adapters that it does not own and a dtype in which it cannot
-        train, and warns where the budget was planned for another method, since this one may need more memory."""
+        """When a method is created on the model: refuses fixed adapters and a dtype in which it cannot train, and warns
+        if the budget was planned for another method, since this one may need more memory."""
         if self.adapter is not None:
             raise refusals.trained_below_adapters(self.adapter, method)
         check_trainable(self.formats.dtype, method)
@@ -87,7 +88,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Costs:
-    """Plans the bytes for a set of streamed units. row: None for forward passes alone (evaluation, chat, replay)."""
+    """Plans the bytes for a set of streamed units. row: None for forward passes only (evaluation, chat, replay)."""
 
     work: Workload
     room: Room
@@ -98,8 +99,8 @@ class Costs:
         cut = self.cut(layout)
         if not cut:
             return plan(layout, streamed, self.work, self.room)
-        # units that ranks share out come into slots, wherever their parts are; gradients of a block are put side by
-        # side, and a unit of them is exchanged in float32 at most, sent and received
+        # sharded units are gathered into slots, wherever their shards are; gradients of a block are kept side by side,
+        # and at most one unit of them is exchanged at a time in float32, with a send and a receive buffer
         found, formats = plan(layout, streamed | set(cut), self.work, self.room), self.room.formats
         assert isinstance(found, backward.ReverseBytes)
         kept = sum(n * formats.home_dtype(layout.units[i]).itemsize for i, (_, n) in cut.items() if i not in streamed)
@@ -108,15 +109,15 @@ class Costs:
         return replace(found, homes=found.homes + kept, gradients=found.gradients + exchanged)
 
     def cut(self, layout: Layout) -> dict[int, tuple[int, int]]:
-        """Of units that ranks share out: the first element and the number of those that one of them keeps."""
+        """For sharded units: the first element and the number of elements of this rank's shard."""
         if self.work.ranks == 1 or self.row is None or self.row.ranks != "shards":
             return {}
         units = [u for u in layout.units if u.kind in ("block", "head")]
         return {u.index: (0, part_numel(u.numel, self.work.ranks)) for u in units}
 
     def host_bytes(self, layout: Layout, streamed: set[int]) -> int:
-        """Host memory of streamed units, of all ranks of this machine: parts; or all weights, blocks of which are there
-        once (keyhole/loading)."""
+        """Host memory of streamed units, of all ranks of this machine: shards; or all weights, where blocks are shared
+        by the ranks (keyhole/loading)."""
         formats, cut, here = self.room.formats, self.cut(layout), self.work.local_ranks
         if here == 1 and not cut:
             return host_bytes(layout, streamed, formats)
@@ -131,17 +132,18 @@ class Costs:
 
     @property
     def is_planned(self) -> bool:
-        """Whether all that a training step needs is known; of a baseline it is not."""
+        """Whether the memory of a training step is fully planned; for a baseline it is not."""
         return self.row is not None and self.row.streams
 
     @property
     def may_cut_rows(self) -> bool:
-        """Forward passes may have a large matrix a few rows at a time."""
+        """Whether forward passes may compute a large matrix a few rows at a time."""
         return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs
 
     @property
     def may_cut_experts(self) -> bool:
-        """Experts may come one by one where the method says so; never of a packed format, nor where ranks shard."""
+        """Whether experts may be streamed one by one: if the method allows it, not in a packed format, not with
+        shards."""
         sharded = self.row is not None and self.row.ranks == "shards" and self.work.ranks > 1
         if self.room.formats.packs or sharded:
             return False
@@ -160,12 +162,12 @@ def place(
     device: torch.device,
     work: Workload,
 ) -> tuple[Layout, Placement]:
-    """Cuts the model into units and decides which of them are streamed. What cannot fit is refused, with the cheapest
+    """Cuts the model into units and decides which of them are streamed. Refuses what cannot fit, with the cheapest
     changes that would make it fit."""
     try:
         return _place(module, placement, gpu_memory, formats, device, work)
     except refusals.DoesNotFit as refused:
-        from keyhole.plan.changes import said  # it plans rows, which are placed here
+        from keyhole.plan.changes import said  # here, because it imports this module
 
         budget = _limit_bytes(_budget(gpu_memory, placement, device), device)
         fills = placement == "stream" and gpu_memory is not None  # as auto does
@@ -216,9 +218,9 @@ Find = Callable[[nn.Module, int | None, bool, bool], Layout]
 
 
 def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_layout) -> tuple[Layout, set[int]]:
-    """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
-    one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies. find:
-    makes a layout, or remembers it."""
+    """The cut and the streamed units. Of the cuts that fit the budget, it takes the one that streams the fewest bytes
+    (a finer cut needs smaller slots and buffers, so more units may stay); of equal ones the coarser, with fewer, larger
+    copies. find: makes a layout, or returns a cached one."""
     formats, cut = costs.room.formats, (costs.may_cut_rows, costs.may_cut_experts)
     largest_matrix = max(u.numel for u in find(module, 1, *cut).of_kind("block"))
     cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
@@ -243,7 +245,8 @@ def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_l
 
 
 def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: int) -> set[int]:
-    """What is left to stream when the tables (each whole) and then as many block units as the budget allows stay."""
+    """The units to stream when embedding and head (each as a whole) and then as many block units as the budget allows
+    stay on the device."""
     for kind in ("table", "head"):
         fewer = streamed - {u.index for u in layout.of_kind(kind)}
         if costs.of(layout, fewer).total <= budget:
@@ -258,7 +261,7 @@ def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: in
 
 
 def _inseparable(units: list[Unit]) -> list[list[Unit]]:
-    """Units in groups that live in one place: those that share a tensor."""
+    """Groups of units that must be placed together, because they share a tensor."""
     groups: dict[str, list[Unit]] = {}
     for unit in units:
         groups.setdefault(unit.tensors[0].name, []).append(unit)
@@ -266,7 +269,7 @@ def _inseparable(units: list[Unit]) -> list[list[Unit]]:
 
 
 def _spread(groups: list[list[Unit]], share: float) -> set[int]:
-    """Units of this share of all elements, evenly spread: one is taken when at least half of it is due."""
+    """Units with this share of all elements, evenly spread; a unit is taken when at least half of it is due."""
     taken, due = set(), 0.0
     for group in groups:
         numel = sum(u.numel for u in group)
@@ -278,7 +281,8 @@ def _spread(groups: list[list[Unit]], share: float) -> set[int]:
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """What cuBLAS reserves per thread: 32 MiB from compute capability 9.0 on, 8 MiB and a little before."""
+    """The workspace that cuBLAS reserves per thread: 32 MiB from compute capability 9.0 on, 8 MiB and a little
+    before."""
     if device.type != "cuda":
         return 0
     return 32 * MIB if torch.cuda.get_device_capability(device)[0] >= 9 else 8 * MIB + 128 * 1024
@@ -296,8 +300,8 @@ def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) 
 
 
 def _check_device(layout: Layout, needed: DeviceBytes, costs: Costs, device: torch.device) -> None:
-    """Without a budget the whole device is one: what it cannot hold at all is refused before a weight is read. Of a
-    baseline only what is sure counts: weights, gradients and state."""
+    """Without a budget the whole device is the budget: a plan that exceeds it is refused before weights are read. For a
+    baseline only weights, gradients and state are counted, because the rest is not planned."""
     have = torch.cuda.get_device_properties(device).total_memory
     if costs.is_planned and needed.total > have:
         raise refusals.resident_too_large(have, needed, costs.work, bool(layout.of_kind("block")))
@@ -317,7 +321,7 @@ def _check_host(needed: int, placement: str) -> None:
 
 
 def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
-    """State that a method keeps in host memory is refused before a weight is read."""
+    """Refuses a method's state that does not fit host memory, before weights are read."""
     if costs.row is not None and costs.row.host_check is not None:
         try:
             about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks, "of": costs.work.ranks}
@@ -327,7 +331,8 @@ def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
 
 
 def _limit_bytes(budget: int | None, device: torch.device) -> int | None:
-    """What state may fill: the budget, or most of the device; None where there is no device memory of its own."""
+    """The memory that state may fill: the budget, or most of the device; None if the device has no memory of its
+    own."""
     if budget is not None or device.type != "cuda":
         return budget
     return int(USABLE * torch.cuda.get_device_properties(device).total_memory)

@@ -1,13 +1,13 @@
-"""Machines that people have, by name: estimates from data sheets, for `keyhole plan --machine NAME`.
+"""Common machines by name: estimates from data sheets, for `keyhole plan --machine NAME`.
 
-A GPU is described by what its products reach with many rows, and its memory; with few rows a product also waits for its
-weights, which are read once:
+A GPU is described by the rate of its matrix products with many rows, and by its memory bandwidth; with few rows a
+product also waits for its weights, which are read once:
 
     rate(rows) = best / (1 + best b / (2 memory rows))        b = 2 bytes per weight
 
-Products are taken at 75 to 90 % of the data sheet's dense 16-bit rate with fp32 sums (on GeForce half of the rate that
-is advertised), memory at 85 %, a link at 85 % of its nominal rate. The numbers of `h200` are those of the runs in
-benchmarks/ (16 cores of a Xeon). They are estimates all the same: another board, cooler or CPU is another machine.
+Products are estimated at 75 to 90 % of the data sheet's dense 16-bit rate with fp32 sums (on GeForce half of the
+advertised rate), memory at 85 %, a link at 85 % of its nominal rate. The numbers of `h200` are those of the runs in
+benchmarks/ (16 cores of a Xeon). All of them are estimates: another board, cooler or CPU gives other rates.
 """
 
 from keyhole.errors import UserError
@@ -79,13 +79,13 @@ PROFILES: dict[str, Rates] = _all()
 
 
 def profile(name: str) -> Rates:
-    """The machine of this name; UserError lists those that are known."""
+    """The machine of this name; UserError lists the known names."""
     if name.lower() not in PROFILES:
         raise UserError(f"--machine: {name!r} is not one of {', '.join(PROFILES)}, or here")
     return PROFILES[name.lower()]
 
 
 def profile_of(gpu: str) -> Rates | None:
-    """The estimate for a GPU by the name that CUDA gives it; None where none is known."""
+    """The estimate for a GPU, by its CUDA name; None if there is none."""
     words = gpu.lower().replace("-", " ").split()
     return next((rates for name, rates in PROFILES.items() if name in words), None)

@@ -1,13 +1,14 @@
-"""Which row of the table to take, and why.
+"""Which row of the table to choose, and why.
 
-Rows that fit are compared by the hours to learn what AdamW learns in the steps asked for:
+Rows that fit are compared by the hours to learn as much as AdamW learns in the given number of steps:
 
-    hours = seconds per step x steps x (steps that the method takes for one of AdamW)
+    hours = seconds per step x steps x (steps that the method needs for one of AdamW)
 
-The last factor is the method's own (`steps` of its row): a rule of thumb, since no formula knows a task. Methods that
-train every parameter come first: adapters are named only where nothing else fits. Of rows within NEAR of the fastest
-the one with the least GPU memory is taken, since it leaves room for longer samples. What a run of so many steps would
-be refused for (fp8, whose rounding adds up) is named only where nothing else fits.
+The last factor is the method's own (`steps` of its row): a rule of thumb, since no formula knows the task. Methods that
+train all parameters come first: adapters are recommended only if nothing else fits. Of the rows within NEAR of the
+fastest, the one with the least GPU memory is chosen, since it leaves room for longer samples. A row that `keyhole
+train` would refuse for this number of steps (fp8, whose rounding noise accumulates) is chosen only if nothing else
+fits.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ NEAR = 1.05
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """The row to take; None where none fits."""
+    """The recommended row; None if none fits."""
     fitting = _candidates(rows)
     fitting = [row for row in fitting if row.full] or fitting
     if not fitting:
@@ -30,12 +31,12 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 
 def _candidates(rows: Sequence[Row]) -> list[Row]:
-    """Rows that fit and can be run as they are; where there are none, those that fit."""
+    """Rows that fit and would not be refused; if there are none, all rows that fit."""
     return [row for row in rows if row.fits and not row.refused] or [row for row in rows if row.fits]
 
 
 def settings_of(row: Row, question: Question) -> str:
-    """The settings of the row, as `keyhole train` takes them."""
+    """The settings of the row, as arguments of `keyhole train`."""
     words = [f"method={row.method}", f"placement={row.placement}"]
     if row.placement == "auto" and question.gpu_bytes is not None:
         words.append(f"gpu_memory={about(question.gpu_bytes)}")
@@ -43,7 +44,7 @@ def settings_of(row: Row, question: Question) -> str:
 
 
 def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
-    """A sentence."""
+    """The reason for the choice, in one sentence."""
     rows = _candidates(rows)
     fitting = len(rows)
     if not row.full:

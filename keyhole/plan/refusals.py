@@ -1,9 +1,10 @@
-"""What a budget that is too small is told: the least that is enough, what fills it, and what would need less.
-(And one that was planned for another method: that it may be too small.)
+"""Messages for a budget that is too small: the minimum, what fills it, and which settings would need less.
+(And a warning for a budget that was planned for another method and may be too small.)
 
-Three cases. A method that streams has a minimum, with everything streamed. One with placement=resident has another,
-with nothing streamed. A baseline (adamw, sgd, lora, galore) keeps all weights on the device, and what else it needs is
-not planned, so only the weights are named. Advice names settings that exist for the method and can still be lowered.
+There are three cases. A method that streams has its minimum with everything streamed. With placement=resident the
+minimum is that with nothing streamed. A baseline (adamw, sgd, galore) keeps all weights on the device, and its
+other needs are not planned, so only the weights are named. Advice names settings that exist for the method and can
+still be lowered.
 """
 
 import warnings
@@ -18,20 +19,20 @@ from keyhole.methods.base import DeviceBytes, Workload
 
 
 class DoesNotFit(UserError):
-    """Memory is too small for what was asked; placement.py adds what would fit."""
+    """The memory is too small for the run; placement.py adds the changes that would fit."""
 
 
 def parts(device_bytes: Any, trains: bool = True) -> str:
-    """What fills the device, without what is empty. Where nothing is trained, no weight is perturbed."""
+    """The parts that fill the device, without empty ones. Without training, there are no perturbed weights."""
     names = {} if trains else {"perturbed": "buffers"}
     found = {names.get(field.name, field.name): getattr(device_bytes, field.name) for field in fields(device_bytes)}
     return ", ".join(f"{name}: {about(count)}" for name, count in found.items() if count)
 
 
 def below_minimum(budget: int, smallest: DeviceBytes, work: Workload, weights_bytes: int, itemsize: int) -> DoesNotFit:
-    """Even with everything streamed that can be."""
+    """The budget is too small even with everything streamed that can be."""
     row = METHODS.get(work.method)
-    if row is None:  # forward passes alone: there are no settings of training
+    if row is None:  # forward passes only: there are no settings of training
         fix = ", or use dtype=bfloat16" if itemsize > 2 and work.method != "replay" else ""
         return DoesNotFit(
             f"gpu_memory: {about(budget)} is below the minimum of {enough(smallest.total)} for this model and "
@@ -66,7 +67,7 @@ def resident_too_large(budget: int, needed: DeviceBytes, work: Workload, streams
 
 
 def trained_below_adapters(adapter: Path, method: str) -> UserError:
-    """A method is made on a model with fixed adapters."""
+    """A method was created on a model with fixed adapters."""
     return UserError(
         f"model: {adapter} holds adapters on top of these weights, and {method} would train below them. Go on with the "
         "run that made them (--resume), merge them (PeftModel.from_pretrained(model, adapter).merge_and_unload()), "
@@ -75,7 +76,7 @@ def trained_below_adapters(adapter: Path, method: str) -> UserError:
 
 
 def warn_of_another_plan(budget: int, planned: str, method: str) -> None:
-    """The budget was planned for another method than the one that is made now."""
+    """Warns that the budget was planned for another method than the one that is created now."""
     warnings.warn(
         f"gpu_memory: {about(budget)} was planned for {planned}, and may not be enough for "
         f'{method}; load with workload=keyhole.Workload("{method}", tokens=...), the tokens of a batch',

@@ -1,12 +1,12 @@
-"""From what a step asks of a machine (methods/work.py) to seconds, and what bounds them.
+"""From the FLOPs and bytes of a step (methods/work.py) to seconds, and to what bounds the step.
 
     compute   max(products / rate + touched / device memory, kernels x launch)
     link      bytes up and down over the rates of the link (machine/rates.py)
     CPU       max(parameters that the CPU updates / its rate, bytes of updates / host memory)
 
-The three overlap, so a step takes as long as the slowest. What is hidden costs a little all the same: the first units
-have nothing to hide behind, and copies take memory from kernels. HIDDEN of the hidden seconds is added, and UNIT_S for
-every unit that is streamed, which is waited for, released and sent on by the host:
+The three overlap, so a step takes about as long as the slowest. Overlapped work still costs a little: the first units
+have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the overlapped
+seconds is added, and UNIT_S for every streamed unit, which the host waits for, releases and sends on:
 
     step = max(parts) + HIDDEN (sum(parts) - max(parts)) + UNIT_S x streamed units x sweeps
 
@@ -40,10 +40,10 @@ class StepSeconds:
 
 
 def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, units: int = 0) -> StepSeconds:
-    """rows: tokens per pass; units: that cross the link, counted once per sweep."""
+    """rows: tokens per pass; units: those that cross the link, counted once per sweep."""
     busy = work.products / rates.products_at(rows * work.together, itemsize) + work.touched / rates.device_memory
     launching = work.kernels * rates.launch
-    if rates.gpu_bytes is None:  # a CPU computes nothing while it calls
+    if rates.gpu_bytes is None:  # on a CPU calls and compute do not overlap
         busy, launching = busy + launching, 0.0
     link = rates.link_seconds(work.up, work.down)
     arithmetic, traffic = work.adam / rates.adam, work.through_host / rates.host_memory

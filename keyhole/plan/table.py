@@ -1,18 +1,19 @@
 """Every method x placement x wire for one model on one machine: bytes, seconds, and whether it fits.
 
-The bytes are the engine's own: `fit` (plan/placement.py) cuts and places as loading would, and each method's memory.py
-says what a step holds. So the plan of a row is what a run with these settings will print. Rows per method and wire:
+The bytes come from the engine's own formulas: `fit` (plan/placement.py) cuts and places units as loading would, and
+each method's memory.py gives the memory of a step. So a row equals the plan that a run with these settings prints.
+Rows per method and wire:
 
     resident   every weight on the GPU
-    auto       as many weights on the GPU as the budget leaves room for, the rest streamed (where not all fit)
+    auto       as many weights on the GPU as the budget has room for, the rest streamed (if not all fit)
     stream     everything streamed that can be
 
     gpu    the planned peak of the allocator
-    host   weights at home there, the method's state, and PROCESS_BYTES for Python, PyTorch and CUDA
-    disk   checkpoints (weights in the dtype of compute, and the method's state): those kept, and one being written
+    host   weights in host memory, the method's state, and PROCESS_BYTES for Python, PyTorch and CUDA
+    disk   checkpoints (weights in the compute dtype, and the method's state): those kept, and one being written
 
-A wire of the same width as the dtype is left out: its row would be the same. Needs no weights and no GPU: the module is
-a skeleton (model/structure/skeleton.py).
+A wire of the same width as the dtype is left out, since its row would be the same. The table needs no weights and no
+GPU: the module is a skeleton (model/structure/skeleton.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,8 @@ PLACEMENTS = ("resident", "auto", "stream")
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained, and with what. gpu_bytes: the most that PyTorch may use on the GPU (None: no GPU)."""
+    """The model, the step and the machine to plan for. gpu_bytes: the most that PyTorch may use on the GPU (None: no
+    GPU)."""
 
     module: nn.Module
     dtype: torch.dtype
@@ -52,7 +54,7 @@ class Question:
     accumulation: int = 1
     steps: int = 1000
     clips: bool = False
-    keeps: int = 2  # checkpoints
+    keeps: int = 2  # number of checkpoints that are kept
     settings: Mapping[str, Any] = field(default_factory=dict)  # by method
     methods: tuple[str, ...] = tuple(METHODS)
     layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
@@ -60,7 +62,7 @@ class Question:
     def find(
         self, module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True, cut_experts: bool = True
     ) -> Layout:
-        """A layout, found once: it takes a tenth of a second of a large model, and rows share them."""
+        """A layout, found once and cached: for a large model it takes a tenth of a second, and rows share layouts."""
         key = (id(module), max_unit_numel, cut_rows, cut_experts)
         if key not in self.layouts:
             self.layouts[key] = find_layout(module, max_unit_numel, cut_rows, cut_experts)
@@ -73,7 +75,7 @@ class Question:
     def workload(self, row: Traits) -> Workload:
         own = self.settings.get(row.name) or row.settings()
         passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
-        clips = self.clips and row.sweep != "forward"  # a forward sweep has no norm to clip by
+        clips = self.clips and row.sweep != "forward"  # without gradients there is no norm to clip by
         share = experts_share(self.module.config)
         return Workload(
             row.name, tokens, passes, own, clips, length=self.length, experts=share, steps=int(self.steps * row.steps)
@@ -96,16 +98,17 @@ class Row:
     bound_by: str
     fits: bool
     missing: str = ""
-    """What it lacks, where it does not fit."""
+    """Which memory is missing, if it does not fit."""
     refused: str = ""
-    """Why `keyhole train` would not take a run of so many steps without another setting."""
+    """Why `keyhole train` would refuse a run of this many steps without another setting."""
     on_gpu: float = 1.0
-    """Share of the weights that stays there."""
+    """Share of the weights that stay on the GPU."""
     seconds: StepSeconds | None = None
     full: bool = True
     """Whether all parameters of the model are trained."""
     stored: str = ""
-    """The format of the weights at rest and on the link, by name; `wire` is the setting, None for the dtype itself."""
+    """The name of the storage format of the weights at home and on the link; `wire` is the setting, None for the dtype
+    itself."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -117,8 +120,8 @@ class Row:
 
 
 def wires_of(row: Traits, dtype: torch.dtype, own: Any = None) -> list[str | None]:
-    """None for the dtype itself, and the formats of another width that the method takes (of frozen ones of a width, the
-    first)."""
+    """None for the dtype itself, and the formats of another width that the method accepts (of the frozen formats of one
+    width, the first)."""
     plain = [name for name in row.wires if name in PLAIN and PLAIN[name].itemsize != dtype.itemsize]
     of_width = {PLAIN[name].itemsize: name for name in reversed(plain)}  # the first of a width
     packed = [name for name in row.wires if name in CODECS]
@@ -146,7 +149,7 @@ def room_of(question: Question, wire: str | None) -> Room:
 
 
 def plan_row(question: Question, traits: Traits, placement: str, wire: str | None = None) -> Row | None:
-    """One row; None where it would be the same as another one, or cannot be."""
+    """One row; None if it would equal another one, or is impossible."""
     work, room = question.workload(traits), room_of(question, wire)
     if any(True for _ in traits.faults(work.settings, _Run(None, wire, placement))):
         return None
@@ -159,7 +162,7 @@ def plan_row(question: Question, traits: Traits, placement: str, wire: str | Non
         budget = question.gpu_bytes if placement == "auto" else None
         try:
             layout, streamed = fit(question.module, costs, budget, question.find)
-        except UserError:  # below the minimum: the row of everything streamed says what is missing
+        except UserError:  # below the minimum: the row with everything streamed says what is missing
             return None
         if not streamed:
             return None
@@ -189,7 +192,7 @@ def _largest_matrix(question: Question, costs: Costs) -> int | None:
 def make_row(
     question: Question, traits: Traits, placement: str, wire: str | None, layout: Layout, streamed: set[int]
 ) -> Row:
-    """The row of a placement that is known."""
+    """The row of a given placement."""
     work, room = question.workload(traits), room_of(question, wire)
     asked = traits.planned_work(layout, streamed, work, room, question.rates)
     sweeps = 2 if traits.sweep == "reverse" else 1
@@ -199,7 +202,7 @@ def make_row(
     process = PROCESS_BYTES[question.rates.gpu_bytes is not None]
     away = host_bytes(layout, streamed, room.formats)
     host = away + asked.host_bytes + process
-    if question.gpu_bytes is None:  # the device is the host
+    if question.gpu_bytes is None:  # the CPU is the device
         host, gpu = host + gpu, 0
     weights = itemsize * sum(t.shape.numel() for t in layout.tensors)
     disk = (weights + asked.saved_bytes) * (question.keeps + 1)
@@ -236,7 +239,8 @@ def make_row(
 
 @dataclass
 class _Run:
-    """What a method's own rules may ask of a run. A method that cannot clip is planned without."""
+    """The settings of a run that a method's own checks may read. A method that cannot clip is planned without
+    clipping."""
 
     dtype: str | None
     wire: str | None

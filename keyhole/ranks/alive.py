@@ -1,19 +1,19 @@
-"""Signs of life: no rank waits for a dead one for longer than a limit.
+"""Heartbeats: no rank waits for a dead one for longer than a limit.
 
-A closed connection is noticed at once (failures.py). What closes none (a machine without power, a process that is
-stopped or hangs, a NCCL kernel that waits for a peer that has gone) is found here. A thread of every rank counts up a
-number in the store, a few times per limit, and watches that of others:
+A closed connection is noticed at once (failures.py). This file detects failures that close no connection: a machine
+without power, a process that is stopped or hangs, a NCCL kernel that waits for a peer that is gone. A thread of every
+rank increments a counter in the store, a few times per limit, and watches the counters of others:
 
-    the leader watches everybody, the others watch the leader        2 N small messages per beat, at the store
+    the leader watches all ranks, the others watch the leader        2 N small messages per beat, at the store
 
-A number that stands still for `limit_s` is a dead rank; so is one that has said that it failed. Then the main thread
-gets GRACE_S (the limit, if that is shorter) to come back from the collective that it is in. A collective cannot be
-interrupted, so after that the process ends itself, with a word. Nothing is lost by that: what is on disk is complete at
-every instant (docs/durability.md). Saves and evaluations may take as long as they like: signs of life go on meanwhile.
-A rank that has not begun yet is not missed here: group.py waits for all of them first.
+A rank whose counter does not change for `limit_s` is dead; so is one that has reported a failure. The main thread then
+has GRACE_S (the limit, if that is shorter) to return from its current collective. A collective cannot be interrupted,
+so after that the process prints a message and ends itself. Nothing is lost: the files on disk are complete at every
+instant (docs/durability.md). Saves and evaluations may take any time, because heartbeats continue meanwhile. A rank
+that has not started yet is not counted as dead here: group.py waits for all ranks first.
 
-torchrun itself may be killed. Its store goes with it, and nobody would end the ranks any more; they find another
-process to be their parent (`orphaned`), and stop as after a signal: the step is finished, and saved (crew.py).
+torchrun itself may be killed. Its store ends with it, and nothing would end the ranks any more. They notice that their
+parent process is another one (`orphaned`), and stop as after a signal: the step is finished and saved (crew.py).
 """
 
 import os
@@ -29,15 +29,15 @@ MOST_BEAT_S = 5.0
 
 
 class Alive:
-    """The thread of one rank. connect: makes a connection to the store, which no other thread uses."""
+    """The heartbeat thread of one rank. connect: opens a connection to the store that no other thread uses."""
 
     def __init__(self, connect: Callable[[], Any], failures: Failures, watched: Iterable[int], limit_s: float) -> None:
         self.connect, self.failures, self.watched, self.limit_s = connect, failures, list(watched), limit_s
-        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun, which starts us
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun, which started this rank
         self.orphaned = False
-        self.always = False  # the main thread may wait for others at any time (a GPU does it for it)
-        self.waiting_since: float | None = None  # the main thread is in a collective
-        self.seen: dict[int, tuple[bytes, float]] = {}  # rank -> its number, and when it changed
+        self.always = False  # True: the main thread may wait for others at any time (through its GPU)
+        self.waiting_since: float | None = None  # set while the main thread is in a collective
+        self.seen: dict[int, tuple[bytes, float]] = {}  # rank -> its counter, and when it changed
         self.trouble: RankFailed | None = None
         self.trouble_since = 0.0
         self.closing, self.wake = False, threading.Event()
@@ -46,7 +46,7 @@ class Alive:
         self.thread.start()
 
     def stale(self) -> int | None:
-        """A rank that has given no sign of life for the limit."""
+        """A rank without a heartbeat within the limit."""
         now = time.monotonic()
         return next((rank for rank, (_, at) in self.seen.items() if now - at > self.limit_s), None)
 
@@ -73,7 +73,7 @@ class Alive:
                 store.set(own, str(beats))
                 self._look(store)
                 reached_s = time.monotonic()
-            except Exception as error:  # torchrun's store is gone, or is about to be
+            except Exception as error:  # torchrun's store is gone, or about to be
                 store = None
                 if time.monotonic() - reached_s > self.limit_s and self.trouble is None:
                     self._note(RankFailed(f"torchrun, or the machine of rank 0, cannot be reached any more: {error}"))
@@ -109,6 +109,6 @@ class Alive:
 
 
 def end(text: str) -> None:
-    """Ends the process from any thread, with a word."""
+    """Prints a message and ends the process, from any thread."""
     os.write(2, text.encode(errors="backslashreplace"))
     os._exit(1)

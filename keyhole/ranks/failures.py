@@ -1,14 +1,14 @@
-"""An error on one rank ends all of them, and is said once, with the rank that had it.
+"""An error on one rank ends all of them, and is reported once, with the rank that had it.
 
-A rank that fails writes what happened to the store (the first one wins), and closes its connections. Whoever waits for
-it in a collective finds the connection closed and reads the store:
+A rank that fails writes its error to the store (the first one wins), and closes its connections. Ranks that wait for it
+in a collective find the connection closed and read the store:
 
-    something is written there    RankFailed: the rank, and its own message
-    nothing                       the rank is dead. On this machine its process number says which; another machine's
-                                  ranks are known by the time of their last sign of life (alive.py)
+    an error is stored     RankFailed: the rank, and its own message
+    nothing is stored      the rank is dead. On this machine its process id shows which rank; ranks of other machines
+                           are identified by the time of their last heartbeat (alive.py)
 
-The leader says it. So a rank that failed waits until the leader has read its message (`heard`), for torchrun ends all
-others as soon as one process has ended; if the leader does not, the rank says it itself.
+The leader prints the error. torchrun ends all other processes as soon as one has ended, so a rank that failed waits
+until the leader has read its message (`heard`); if the leader does not read it, the rank prints it itself.
 """
 
 import json
@@ -25,11 +25,11 @@ from keyhole.errors import UserError
 
 FAILED, HEARD, SAID = "failed", "heard", "said"
 POLL_S = 0.05
-WRITES_S = 1.0  # a rank that fails writes to the store before it closes connections
+WRITES_S = 1.0  # time for a failing rank to write to the store, which it does before it closes connections
 
 
 class RankFailed(UserError):
-    """Another rank has failed or died. code: what a process exits with."""
+    """Another rank has failed or died. code: the exit code of this process."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
@@ -37,16 +37,16 @@ class RankFailed(UserError):
 
 
 class Failures:
-    """What the ranks of one run know of each other's ends."""
+    """What the ranks of one run know about each other's failures."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = store, rank
         self.where = {rank: f"{socket.gethostname()}, process {os.getpid()}"}
         self.pids: dict[int, int] = {}  # of ranks on this machine
-        self.stale: Callable[[], int | None] = lambda: None  # a rank without signs of life
+        self.stale: Callable[[], int | None] = lambda: None  # a rank without heartbeats
 
     def learn(self, everyone: list[tuple[str, int]]) -> None:
-        """(host, process number) of every rank."""
+        """everyone: (host, process id) of every rank."""
         here = everyone[self.rank][0]
         self.where = {rank: f"{host}, process {pid}" for rank, (host, pid) in enumerate(everyone)}
         self.pids = {rank: pid for rank, (host, pid) in enumerate(everyone) if host == here}
@@ -55,13 +55,13 @@ class Failures:
         return f"rank {rank} ({self.where[rank]})" if rank in self.where else f"rank {rank}"
 
     def publish(self, error: BaseException) -> None:
-        """Writes down why this rank ends, unless another one was first."""
+        """Stores the reason why this rank ends, unless another rank was first."""
         with suppress(Exception):  # the store may be gone too
             code, text = told(error)
             self.store.compare_set(FAILED, "", json.dumps({"rank": self.rank, "code": code, "text": text}))
 
     def read(self) -> RankFailed | None:
-        """What another rank has written."""
+        """The failure that another rank has stored."""
         if not self.store.check([FAILED]):
             return None
         found = json.loads(self.store.get(FAILED))
@@ -83,7 +83,7 @@ class Failures:
             return True
 
     def wait_until_heard(self, limit_s: float) -> bool:
-        """Whether the leader has read what this rank has written, in time."""
+        """Whether the leader has read this rank's message in time."""
         end_s = time.monotonic() + limit_s
         with suppress(Exception):
             while time.monotonic() < end_s:
@@ -93,7 +93,7 @@ class Failures:
         return False
 
     def found(self, limit_s: float) -> RankFailed:
-        """Why a connection was closed. limit_s: for ranks of other machines."""
+        """The reason why a connection was closed. limit_s: for ranks of other machines."""
         begin_s = time.monotonic()
         try:
             while time.monotonic() - begin_s < limit_s:
@@ -105,7 +105,7 @@ class Failures:
                     if dead is not None:
                         return self.lost(dead)
                 time.sleep(POLL_S)
-        except Exception as error:  # the store is gone: torchrun, or the machine that it runs on
+        except Exception as error:  # the store is gone: torchrun, or its machine, has ended
             return RankFailed(f"torchrun, or the machine of rank 0, cannot be reached any more: {error}", 1)
         return RankFailed("the connection to another rank was lost, and no rank says why", 1)
 
@@ -118,7 +118,7 @@ class Failures:
 
 
 def told(error: BaseException) -> tuple[int, str]:
-    """(exit code, text) of an error: the user's is a message, ours a traceback."""
+    """(exit code, text) of an error: a message for a UserError, a traceback for a bug."""
     if isinstance(error, UserError):
         return getattr(error, "code", 2), str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -127,7 +127,7 @@ def told(error: BaseException) -> tuple[int, str]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this machine lives; one that has ended and was not waited for does not."""
+    """Whether a process of this machine is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,14 +1,14 @@
 """The ranks of a run over torch.distributed.
 
-Two groups: gloo carries small numbers and objects between the hosts; NCCL carries tensors between GPUs, where every
-rank has a GPU of its own (two ranks on one GPU use gloo, by way of host memory). Nothing is reduced on the way: sums
-are made by every rank itself, in the order of ranks.
+There are two groups: gloo carries small numbers and objects between the hosts; NCCL carries tensors between GPUs, if
+every rank has a GPU of its own (two ranks on one GPU use gloo, through host memory). Nothing is reduced in the network:
+every rank computes sums itself, in the order of ranks.
 
-Collectives have no time limit of their own (DAY): a leader may save for an hour while the others wait. Who is dead is
-found by other means: a closed connection (failures.py), or no sign of life for limit_s (alive.py).
+Collectives have no time limit of their own (DAY): a leader may save for an hour while the others wait. Dead ranks are
+detected in other ways: a closed connection (failures.py), or no heartbeat for limit_s (alive.py).
 
 Bytes per rank: gather of n bytes sends and receives (N - 1) n; gather_into and sum_of_parts of a whole of n bytes
-(N - 1) / N n each, sum both. Time of a small one: two to three trips over the network.
+(N - 1) / N n each, sum both. A small collective takes two to three network round trips.
 """
 
 import os
@@ -31,12 +31,12 @@ from keyhole.ranks.single import Ranks
 T = TypeVar("T")
 DAY = timedelta(days=1)
 START = timedelta(minutes=10)
-SLOW_S = 20.0  # then the leader says for whom it waits
-GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+SLOW_S = 20.0  # after this long, the leader prints which ranks are missing
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
 class Group(Ranks):
-    """This process among the others; `connect` makes a connection to their store."""
+    """This process among the other ranks; `connect` opens a connection to their store."""
 
     def __init__(
         self, rank: int, size: int, local_rank: int, local_size: int, machine: str, connect: Callable[[], Any]
@@ -47,14 +47,14 @@ class Group(Ranks):
         self.failures = Failures(self.store, rank)
         self.store.set_timeout(START)
         self.nccl: Any = None
-        self.machine_gloo: Any = None  # of the ranks of this machine; None: they are all there are
+        self.machine_gloo: Any = None  # group of the ranks of this machine; None: there are no others
         self.machine_nccl: Any = None
         self.bytes_received = 0  # of weights and gradients
-        self.columns: list[torch.Tensor] = []  # what was gathered last, to name the rank of a number that is not finite
+        self.columns: list[torch.Tensor] = []  # tensors gathered last, to find the rank of a non-finite number
         self.alive = Alive(connect, self.failures, range(1, size) if rank == 0 else [0], self.limit_s)
 
     def meet(self) -> None:
-        """Returns when all ranks are here and connected."""
+        """Returns when all ranks have started and are connected."""
         self._wait_for_all()
         with self._together():
             dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=DAY)
@@ -78,8 +78,8 @@ class Group(Ranks):
             failed, waited_s = self.failures.read(), time.monotonic() - begin_s
             if failed is not None or waited_s > START.total_seconds():
                 raise failed or RankFailed(
-                    f"{_names(missing)} of {self.size} did not start within {START.total_seconds():g} s: are all "
-                    "machines started, with the same --nnodes and --nproc-per-node?",
+                    f"{_names(missing)} of {self.size} did not start within {START.total_seconds():g} s: is torchrun "
+                    "started on all machines, with the same --nnodes and --rdzv-endpoint?",
                     1,
                 )
             if waited_s > SLOW_S and self.is_leader and not said:
@@ -89,7 +89,7 @@ class Group(Ranks):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """A context for a collective: a connection that closes meanwhile is another rank's end."""
+        """A context for a collective: a connection that closes within it means that another rank has ended."""
         self.alive.waiting_since = time.monotonic()
         try:
             yield
@@ -99,7 +99,7 @@ class Group(Ranks):
             self.alive.waiting_since = None
 
     def set_limit(self, limit_s: float) -> None:
-        """Seconds without a sign of life after which a rank counts as dead."""
+        """Seconds without a heartbeat after which a rank counts as dead."""
         self.limit_s = limit_s
         self.alive.set_limit(limit_s)
 
@@ -107,7 +107,7 @@ class Group(Ranks):
     def orphaned(self) -> bool:
         return self.alive.orphaned
 
-    # -- what ranks ask of each other ------------------------------------------------------------------------------
+    # -- operations between ranks ----------------------------------------------------------------------------------
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         over_host = self._over_host(x)
@@ -151,7 +151,7 @@ class Group(Ranks):
         if self.local_size == self.size or self.machine_gloo is not None:
             return
         machines = self.objects(self.machine)
-        for machine in dict.fromkeys(machines):  # every rank makes all groups, in one order
+        for machine in dict.fromkeys(machines):  # every rank creates all groups, in the same order
             members = [rank for rank, its in enumerate(machines) if its == machine]
             with self._together():
                 gloo = dist.new_group(members, backend="gloo", timeout=DAY)
@@ -184,7 +184,7 @@ class Group(Ranks):
         return self.nccl is None or x.device.type == "cpu"
 
     def not_finite(self) -> list[int]:
-        """Of the last two steps."""
+        """In the last two steps."""
         for rows in self.columns:
             bad = [rank for rank, row in enumerate(rows) if not bool(row.isfinite().all())]
             if bad:
@@ -210,7 +210,7 @@ class Group(Ranks):
         self.total(0)
 
     def device(self, asked: str | None) -> str | None:
-        """`cuda`, or nothing, means the GPU with this rank's number on its machine; a number means that very GPU."""
+        """`cuda` or None means the GPU with this rank's number on its machine; a number means exactly that GPU."""
         if self.nccl is not None and asked not in (None, "cuda"):
             raise UserError(f"device={asked}: every rank has a GPU of its own here; leave device out")
         if asked not in (None, "cuda") or not torch.cuda.is_available():
@@ -232,8 +232,8 @@ class Group(Ranks):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """What this process ends with when `error` has ended its work here: the leader says it, the others are quiet,
-        unless the leader does not hear them."""
+        """The exception with which this process ends after `error`: the leader reports it, the other ranks are silent,
+        unless the leader does not read their message."""
         if isinstance(error, RankFailed):
             self._leave()
             without_leader = error.code == 1 and "rank 0" in str(error)
@@ -244,7 +244,7 @@ class Group(Ranks):
         if self.is_leader:
             self.failures.hear()
             return error
-        first = self.failures.read()  # another rank was first: this error is a consequence
+        first = self.failures.read()  # another rank failed first: this error is a consequence
         if first is not None:
             return SystemExit(first.code)
         if self.failures.wait_until_heard(self.limit_s):
@@ -252,13 +252,13 @@ class Group(Ranks):
         return error
 
     def _leave(self) -> None:
-        """Closes the connections, which wakes those who wait for this rank."""
+        """Closes the connections, which wakes ranks that wait for this one."""
         self.alive.waiting_since = None
         with suppress(Exception):
             dist.destroy_process_group()
 
     def close(self) -> None:
-        """The end of a run that went well: connections are closed when nobody needs them any more."""
+        """The end of a successful run: closes the connections when no rank needs them any more."""
         self.alive.close()
         if dist.is_initialized() and not self.orphaned:  # torchrun took its store along
             end_s = time.monotonic() + self.limit_s
@@ -277,7 +277,7 @@ def _names(ranks: list[int]) -> str:
 
 
 def gpu_of(local_rank: int, local_size: int) -> int | None:
-    """The number of the GPU that is this rank's alone; None where there is none."""
+    """The index of the GPU that belongs to this rank alone; None if there is none."""
     if not torch.cuda.is_available() or torch.cuda.device_count() < local_size:
         return None
     return local_rank

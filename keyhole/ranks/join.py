@@ -1,8 +1,8 @@
-"""Joins the other ranks, where torchrun has started several: who this process is, from the variables it sets.
+"""Joins the other ranks, if torchrun has started several processes, from the variables that it sets:
 
     RANK, WORLD_SIZE                 of all processes
     LOCAL_RANK, LOCAL_WORLD_SIZE     of those on this machine, whose number is GROUP_RANK
-    MASTER_ADDR, MASTER_PORT         where the store is: torchrun's own, or that of rank 0 (started by other means)
+    MASTER_ADDR, MASTER_PORT         address of the store: torchrun's own, or that of rank 0 (with other launchers)
 
 With WORLD_SIZE 1, or without these variables, nothing is joined, and torch.distributed is not imported. Variables that
 contradict each other, or of which some are missing, are refused: N processes would each train alone, or wait for ever.
@@ -28,7 +28,7 @@ LAUNCHERS = (
 
 
 def size() -> int:
-    """How many processes were started together."""
+    """The number of processes that were started together."""
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ and _number("WORLD_SIZE") > 1:
@@ -55,26 +55,26 @@ def others_launched() -> str | None:
 
 
 def follows() -> bool:
-    """Whether another process of the same run is the one that prints."""
+    """Whether another process of the same run, the leader, prints."""
     return size() > 1 and os.environ["RANK"] != "0"
 
 
 def refuse_several(verb: str) -> None:
-    """For what one process does."""
+    """UserError for commands that need a single process."""
     if size() > 1:
         raise UserError(f"{verb} runs in one process: start it without torchrun (WORLD_SIZE is {size()})")
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks of this run, for as long as the context lasts. An error in it ends all ranks."""
+    """A context with the ranks of this run. An error in it ends all ranks."""
     if size() == 1:
         yield Ranks()
         return
     ranks = _join()
     if not ranks.is_leader:
         logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")  # the leader has the same
+        warnings.simplefilter("ignore")  # the leader shows the same warnings
     try:
         ranks.meet()
         yield ranks

@@ -1,16 +1,16 @@
-"""What a rank can ask of the others, and the answers where there are none.
+"""The operations between ranks, and their trivial versions for a single process.
 
     share(items)        this rank's part of a list, in order: items[r n / N : (r + 1) n / N]
     in_order(x, counts) one number per item of lists that were shared, put together again
     gather(x)           the tensors of all ranks, [N, ...], in the order of ranks
     total(count)        the sum of an integer over all ranks, on the host
     objects(x)          any (picklable) object of every rank
-    from_leader(make)   what `make` returns on the leader, everywhere; the others do not call it. from_rank: on that one
-    gather_into, sum_of_parts, sum    of large tensors: what sharding needs
-    gather_on_machine   the parts of the ranks of one machine, in place
-    barrier()           returns when every rank is here
+    from_leader(make)   the result of `make` on the leader, on all ranks; only the leader calls it. from_rank: any rank
+    gather_into, sum_of_parts, sum    collectives of large tensors, for sharding
+    gather_on_machine   gathers the parts of the ranks of one machine, in place
+    barrier()           returns when every rank has called it
 
-Every call but `share` must be made by all ranks in the same order. This class is one process by itself.
+All ranks must make every call except `share`, in the same order. This class is a single process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """One process by itself."""
+    """A single process."""
 
     rank, size = 0, 1
     local_rank, local_size, machine = 0, 1, "0"
@@ -43,7 +43,7 @@ class Ranks:
         return self.size > 1
 
     def share(self, items: Sequence[T]) -> list[T]:
-        """This rank's consecutive part of the items; empty where there are fewer items than ranks."""
+        """This rank's consecutive part of the items; empty if there are fewer items than ranks."""
         begin, end = (r * len(items) // self.size for r in (self.rank, self.rank + 1))
         return list(items[begin:end])
 
@@ -58,11 +58,11 @@ class Ranks:
 
     def in_order(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """One number per item, for the items of several lists of which each rank has its share, list by list; returns
-        those of all ranks, as if one had them all. counts: the lengths of the lists."""
+        the numbers of all ranks, in the order of the unshared lists. counts: the lengths of the lists."""
         return x
 
     def not_finite(self) -> list[int]:
-        """The ranks that brought numbers which are not finite, as far as that is worth saying."""
+        """The ranks that contributed non-finite numbers; empty for a single process."""
         return []
 
     def total(self, count: int) -> int:
@@ -82,14 +82,14 @@ class Ranks:
         out.copy_(part)
 
     def meet_neighbours(self) -> None:
-        """Makes gather_on_machine possible; called by all ranks of all machines."""
+        """Prepares gather_on_machine; called by all ranks of all machines."""
 
     def gather_on_machine(self, whole: torch.Tensor) -> None:
-        """whole [K k] of each of the K ranks of this machine: rank r has put its k elements in place r, and gets those
-        of the others in theirs. Called by all ranks of the machine; machines need not wait for each other."""
+        """whole [K k] on each of the K ranks of this machine: rank r has written its k elements at place r, and gets
+        those of the others. Called by all ranks of the machine; machines need not wait for each other."""
 
     def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Of x [N k] of every rank, this rank's k elements, added up over the ranks in float32, in their order."""
+        """x [N k] on every rank -> this rank's k elements, summed over the ranks in float32, in their order."""
         return x.float()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Ranks:
         pass
 
     def device(self, asked: str | None) -> str | None:
-        """The device of this rank, where the config asks for `asked`."""
+        """The device of this rank, if the config asks for `asked`."""
         return asked
 
     def describe(self, device: Any) -> list[str]:

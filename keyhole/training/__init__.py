@@ -1,27 +1,29 @@
 """The training loop and its parts.
 
-start.py         how a run starts, and all that is refused before torch is imported: config, directory, resume, paths
-build.py         what a run is built of: data, model, method, journal, loop
-base_hash.py     the hash of the model that a run begins with, computed meanwhile
-waiting.py       what a start waits for, with progress
-loop.py          the loop that every method shares: step, check, evaluation, save
-resume.py        which settings may change when a run goes on
-rundir.py        the output directory: whose it is, and what lies in run/
+start.py         how a run starts, and all checks before torch is imported: config, directory, resume point, data paths
+build.py         builds data, model, method, journal and loop
+base_hash.py     the hash of the original model, computed in the background
+waiting.py       progress lines during the start
+loop.py          the loop that all methods share: step, check, evaluation, save
+crew.py          how the leader makes the other ranks take part; follow.py: the other ranks
+resume.py        which settings may change when a run is resumed
+rundir.py        the output directory: whether a run may write to it, and the files in run/
 lock.py          one process per directory
 schedule.py      the learning rate as a function of the step
-metrics.py       one entry per step: read late, checked, appended to run/metrics.jsonl
-reports.py       where a step's numbers go: metrics file, tracker, display, curve
-guard.py         numbers that are not finite stop a run
-change_check.py  whether every trained tensor changes
-selection.py     the best step, early stopping, a limit of time
-validation.py    loss and perplexity on held-out data
-journaling.py    the journal of a zeroth-order run, while it trains
+metrics.py       one entry per step, read one step late, checked, appended to run/metrics.jsonl
+reports.py       sends a step's metrics to the metrics file, the page, the trackers and the display
+run_page.py      run/report.html; page_facts.py: its contents besides the curves
+guard.py         stops a run at numbers that are not finite
+change_check.py  checks that every trained tensor changes
+selection.py     the best step, early stopping, the time limit
+validation.py    loss and perplexity on held-out data, metrics of tasks
+journaling.py    writes the journal of a zeroth-order run
 saving.py        when a checkpoint is written, whether the disk has room, and what happens when it fails
-signals.py       SIGINT, SIGTERM, SIGHUP: finish the step, save, leave
-plan_request.py  what was typed after `keyhole plan`, checked before torch is imported
-planning.py      the question behind `keyhole plan`, and the pace that a run is compared with
-start_block.py   the lines that say what was decided
+signals.py       SIGINT, SIGTERM, SIGHUP: finish the step, save, exit
+plan_request.py  the arguments of `keyhole plan`, checked before torch is imported
+planning.py      turns these arguments into a question to the planner; predicts the step time of a run
+start_block.py   the lines printed at the start
 display.py       lines and the progress bar
-tracker.py       TensorBoard, where it is asked for
+trackers/        TensorBoard, W&B, MLflow, trackio
 plot.py          run/loss.png
 """

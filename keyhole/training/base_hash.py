@@ -1,12 +1,12 @@
-"""The content hash of the model that a run begins with, computed while other things happen.
+"""The content hash of the original model, computed in the background.
 
-Checkpoints and journals name their base model by it (disk/weights_hash.py), and for that every byte of the weights is
-read: half a second for 135M parameters, several for 7B. Nothing waits for the hash before the journal is opened, so it
-is computed by threads while torch is imported, the data are read and the weights are loaded; zlib and the disk let
-other threads run. The load then finds the files in the page cache.
+Checkpoints and journals identify their base model by this hash (disk/weights_hash.py). Computing it reads every byte of
+the weights: half a second for 135M parameters, several seconds for 7B. The hash is needed only when the journal is
+opened, so threads compute it while torch is imported, the data are read and the weights are loaded; zlib and file reads
+release the GIL. The weights are then loaded from the page cache.
 
-Only a directory with safetensors is begun early. A hub id may have to be downloaded first, and .bin files are read by
-torch, which is not there yet: those are hashed when they are asked for.
+Only a directory with safetensors is hashed early. A hub id may have to be downloaded first, and .bin files need torch,
+which is not imported yet: these are hashed when the result is requested.
 """
 
 import threading
@@ -19,7 +19,7 @@ from keyhole.model.structure.source import find_directory
 
 
 def model_hash(model: str) -> str | None:
-    """The content hash of the model that a run begins with; None where its files have none."""
+    """The content hash of the original model of a run; None if its files have none."""
     try:
         return content_hash(find_directory(model))
     except UserError:
@@ -27,7 +27,7 @@ def model_hash(model: str) -> str | None:
 
 
 class BaseHash:
-    """The hash of one model, begun at once where that is possible."""
+    """The hash of one model; the computation starts at once where possible."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -48,7 +48,7 @@ class BaseHash:
             self.error = error
 
     def result(self) -> str | None:
-        """Waits for the hash; None where the files have none."""
+        """Waits for the hash; None if the files have none."""
         if self.thread is None:
             return model_hash(self.model)
         self.thread.join()
@@ -57,5 +57,5 @@ class BaseHash:
         return self.found
 
     def stop(self) -> None:
-        """Nobody will ask any more: the threads end after the piece that they read."""
+        """Cancels the computation: the threads end after the piece that they are reading."""
         self.stopped.set()

@@ -1,9 +1,9 @@
-"""What a run is built of, once nothing is left to refuse without torch (start.py): data, model, method, journal, loop.
+"""Builds a run after the checks that need no torch (start.py): data, model, method, journal, loop.
 
     data -> model, method -> start block -> directory -> journal -> loop
 
-Everything is checked before anything is written, and cheap checks come first. The config is read here and nowhere
-below: each part gets the few values that it needs.
+Everything is checked before anything is written, and cheap checks come first. The config is read only here:
+each part gets only the values that it needs.
 """
 
 import math
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.modeling_utils  # noqa: F401  every model needs it: counted with the imports
+import transformers.modeling_utils  # noqa: F401  every model needs it, so its import is timed with the others
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import About, method_state
@@ -85,7 +85,7 @@ class Job:
 
 
 def find_job(request: Request) -> Job:
-    """Reads and checks the data. Writes nothing: whoever made a mistake hears of it in seconds."""
+    """Reads and checks the data. Writes nothing, so mistakes are reported within seconds."""
     config, origin, parts = request.config, request.origin, request.parts
     with parts.waiting.phase("reading data"):
         data = (parts.load_data or load_data)(request.settings)
@@ -99,7 +99,7 @@ def find_job(request: Request) -> Job:
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
     check_length(config, total)
     rate, warmup = config.learning_rate, config.warmup_ratio
-    peak = 1.0 if rate == AUTO_RATE else rate  # of a rate that is found, the schedule is a factor
+    peak = 1.0 if rate == AUTO_RATE else rate  # auto: the schedule is a factor of the found rate
     schedule = Schedule(config.lr_scheduler_type, peak, total, warmup, config.min_lr_ratio)
     goes_on = origin.state is not None and not origin.elsewhere
     run_id = origin.state.run if goes_on else rundir.new_run_id()
@@ -110,14 +110,14 @@ def find_job(request: Request) -> Job:
 
 
 def check_length(config: TrainConfig, total: int) -> None:
-    """What the method has against a run of so many steps, where the data decided on them; all else was checked."""
+    """Lets the method refuse the number of steps if it follows from the data; other settings were checked before."""
     row = METHODS[config.method]
     for key, fault in row.faults(getattr(config, row.section), replace(config, max_steps=total)):
         raise UserError(f"{key}: {fault}")
 
 
 def dry_run(job: Job) -> int:
-    """Says what would run; returns the exit code."""
+    """Prints the start block of the run without starting it; returns the exit code."""
     config = job.config
     lines = [*dry_lines(config, job.origin.choice, job.data), job.data.report, job.lines(), job.notes]
     lines.append(["dry run: nothing was written"])
@@ -131,9 +131,9 @@ def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: in
 
 
 def build_run(job: Job, lock: Lock) -> Run | Follower:
-    """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
+    """Loads model and method, prints the start block, creates the output directory, and replays the journal."""
     torch.manual_seed(job.config.seed)
-    with ExitStack() as opened:  # what is closed again when something below fails
+    with ExitStack() as opened:  # closed again if something below fails
         with job.parts.waiting.phase("loading the model"):
             model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load, job.parts.ranks)
         opened.callback(model.close)
@@ -151,7 +151,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     if data.labels:
         name_labels(model.config, data.labels, data.train.dataset.pad_token_id)
     if data.chat_template is not None:
-        model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
+        model.tokenizer.chat_template = data.chat_template  # `keyhole chat` must use the template of training
     with job.parts.waiting.phase("making the method"):
         method = make_method(model, config, origin)
     ranks_lines = ranks.describe(model.device)
@@ -167,7 +167,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     with job.parts.waiting.phase("hashing the weights"):
         base = job.base() if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
-    # homes that ranks share, or keep parts of, stand still for a save
+    # weights in host memory that ranks share, or hold shards of, must not change during a save
     behind = config.background_save and not model.engine.shared and not model.sharded
     saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
@@ -222,24 +222,24 @@ def load_model(
 ) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
     if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # of a run before this one
+        torch.cuda.reset_peak_memory_stats()  # an earlier run in this process may have set a peak
     where: dict[str, Any] = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
     if ranks is not None and ranks.several:
         where |= {"device": ranks.device(config.device), "ranks": ranks}
     source = weights_source(config, choice)
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
     how |= {"expert_units": config.expert_units, **_head(config, data)}
-    how["adapter"] = source == config.model  # of a checkpoint, adapters are in the method's state
+    how["adapter"] = source == config.model  # in a checkpoint, adapters are part of the method's state
     return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
 
 
 def _head(config: TrainConfig, data: Data) -> dict[str, Any]:
-    """The head that the config asks for, as loading a model takes it."""
+    """The head that the config asks for, as arguments for loading the model."""
     return {} if config.head is None else {"head": config.head, "num_labels": len(data.labels)}
 
 
 def weights_source(config: TrainConfig, choice: select.Choice) -> str:
-    """Where the weights come from: the checkpoint to go on from, or the model that the config names."""
+    """Where the weights come from: the checkpoint to resume from, or the model that the config names."""
     row = METHODS[config.method]
     original = choice.path is None or row.from_original(getattr(config, row.section))
     return config.model if original else str(choice.path)
@@ -263,7 +263,7 @@ def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
 
 
 def workload(config: TrainConfig, data: Data) -> Workload:
-    """What will run, for the memory plan: passes over the largest micro-batch that the data can make."""
+    """The workload for the memory plan: passes over the largest micro-batch that the data can make."""
     row = METHODS[config.method]
     own = getattr(config, row.section)
     tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
@@ -301,7 +301,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
 
 
 def _selection(config: TrainConfig, origin: Origin, reports: Reports, metric: str | None) -> Selection:
-    """What a run of this directory has evaluated so far. metric: of its tasks."""
+    """The evaluations that the run in this directory has made so far. metric: the metric of its tasks."""
     settings = SelectionSettings(
         best=config.load_best_model_at_end,
         metric=config.metric_for_best_model or metric or "loss",
@@ -315,7 +315,7 @@ def _selection(config: TrainConfig, origin: Origin, reports: Reports, metric: st
 
 
 def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) -> Reports:
-    """The files and lines that tell of the run. lines: the start block; machine: its environment."""
+    """Metrics file, page, trackers and display of the run. lines: the start block; machine: versions and hardware."""
     config, directory, first = job.config, job.directory, job.origin.step
     name = directory.root.absolute().name
     title = start_block.title(config.method, config.model)

@@ -1,15 +1,15 @@
-"""Does every trained tensor really change? A sample of each says so after a few steps.
+"""Checks on a sample of every trained tensor that it really changes.
 
-"Full" tuning can freeze parts without a word: a tensor left out of the optimizer, a module never reached, or
-16-bit weights rounded to nearest, where a step below half the distance to the next number is lost (a bfloat16
-weight near 1 needs a step of 0.002). Comparing whole tensors would need a second copy of the model, so up to
-SAMPLE elements of each, evenly spaced, are kept on the host (8 KiB a tensor in 16 bit) and compared bit by
-bit after CHECK_STEPS steps whose rate was not 0. Gradient methods move only those rows of the embedding that
-a batch uses, so its sample is taken from rows of the first batch. A tensor whose sample has not
-changed may have changed elsewhere: hence a warning, not an error.
+"Full" tuning can silently freeze parts: a tensor left out of the optimizer, a module that is never reached, or 16-bit
+weights rounded to nearest, where a step below half the distance to the next number is lost (a bfloat16 weight near 1
+needs a step of 0.002). Comparing whole tensors would need a second copy of the model, so up to SAMPLE elements of each,
+evenly spaced, are kept on the host (8 KiB per tensor in 16 bit) and compared bit by bit after CHECK_STEPS steps with a
+rate above 0. Gradient methods change only the rows of the embedding that a batch uses, so its sample is taken from rows
+of the first batch. A tensor whose sample has not changed may have changed elsewhere: hence a warning, not an error.
 
-The bias of the keys of attention is a special case. It adds the same number, q b, to every score of a query, and a
-softmax does not see it: its gradient is 0, or rounding. Where positions turn keys (rotary embeddings) it does matter.
+The bias of the keys in attention is a special case. It adds the same number, q b, to every score of a query, and the
+softmax cancels it: its gradient is 0 up to rounding. With rotary embeddings, which rotate keys by position, it does
+not cancel.
 """
 
 from collections.abc import Iterable
@@ -21,11 +21,11 @@ from keyhole.model.model import Model
 SAMPLE = 4096
 CHECK_STEPS = 3
 NAMED = 5
-KEY_BIASES = (".key.bias", ".k_proj.bias", ".k_lin.bias", ".k.bias")  # of BERT and its kin, OPT, DistilBERT, MPNet
+KEY_BIASES = (".key.bias", ".k_proj.bias", ".k_lin.bias", ".k.bias")  # BERT-like models, OPT, DistilBERT, MPNet
 
 
 class ChangeCheck:
-    """Samples of every trained tensor, taken when it is made."""
+    """Samples of every trained tensor, taken when the object is created."""
 
     def __init__(self, model: Model, first_ids: torch.Tensor) -> None:
         self.model = model
@@ -47,7 +47,7 @@ class ChangeCheck:
             yield name, sample(param.data)
 
     def unchanged(self) -> tuple[list[str], float]:
-        """(tensors whose sample has not changed, share of all sampled elements that has)."""
+        """(tensors whose sample has not changed, share of all sampled elements that have changed)."""
         names, changed, total = [], 0, 0
         for name, after in self._samples():
             count = int((after != self.before[name]).sum())

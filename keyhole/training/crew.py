@@ -1,13 +1,13 @@
-"""What the leader has the other ranks do, one word at a time.
+"""How the leader makes the other ranks take part: one command at a time.
 
-Only the leader decides: when to step, evaluate, save, stop. The others wait for its word and do the same with it
-(follow.py), so no decision has to be made twice, and none can be made differently. A word is three integers, gathered
-from all ranks in one exchange on the host (24 bytes; a fraction of a millisecond; kernels run on meanwhile):
+Only the leader decides when to step, evaluate, save or stop. The other ranks wait for its command and carry it out
+together with it (follow.py), so ranks cannot decide differently. A command is three integers, all-gathered from all
+ranks on the host (24 bytes; a fraction of a millisecond; kernels keep running meanwhile):
 
     leader    command, argument, 0
-    others    0, 0, the signal that one has heard (0: none)
+    others    0, 0, the signal that this rank has received (0: none)
 
-So a signal that reaches any rank ends the run as one that reaches the leader does; and so does the end of torchrun.
+So a signal to any rank ends the run in the same way as a signal to the leader; so does the end of torchrun.
 """
 
 import signal
@@ -23,9 +23,9 @@ NAMES = {UNNAMED: "a signal", ORPHANED: "the end of torchrun"}
 
 
 class Command(IntEnum):
-    """END: argument is the exit code. STEP: the next one. EVALUATE, TEST. GO_BACK: argument is the step whose weights
-    are loaded. FLUSH: deferred updates are applied. CHECK, WRITE, STATE: whether the weights that a rank keeps are
-    finite; these weights into a checkpoint; its part of the method's state."""
+    """END: argument is the exit code. STEP: one training step. EVALUATE, TEST. GO_BACK: argument is the step whose
+    weights are loaded. FLUSH: apply deferred updates. CHECK, WRITE, STATE: check that the weights of this rank are
+    finite; write them into a checkpoint; collect the rank's part of the method's state."""
 
     END = 0
     STEP = 1
@@ -39,13 +39,13 @@ class Command(IntEnum):
 
 
 class Crew:
-    """The ranks of a run, and the signals of this one."""
+    """The ranks of a run, and the signal handlers of this rank."""
 
     def __init__(self, ranks: Ranks, interrupts: Interrupts) -> None:
         self.ranks, self.interrupts = ranks, interrupts
 
     def call(self, command: Command, argument: int = 0) -> None:
-        """Of the leader: all ranks begin this now. Learns of signals that others have heard."""
+        """Called by the leader: all ranks start this command now. Collects signals that other ranks have received."""
         if not self.ranks.several:
             return
         if self.ranks.orphaned:
@@ -57,7 +57,7 @@ class Crew:
                 self.interrupts.ask(f"{name} on rank {rank}")
 
     def listen(self) -> tuple[Command, int]:
-        """Of the others: what the leader calls, and its argument."""
+        """Called by the other ranks: returns the leader's command and its argument."""
         asked = self.interrupts.requested
         number = ORPHANED if self.ranks.orphaned else 0
         if asked is not None:

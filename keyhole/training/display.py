@@ -1,14 +1,14 @@
-"""What the user sees while a run goes on: plain lines, and on a terminal a progress bar below them.
+"""What the user sees during a run: plain lines, and on a terminal a progress bar below them.
 
     step   120/1000  loss 2.3145  lr 1.0e-06  12,345 tok/s  GPU 12.31 GiB  projected_grad 0.731  2 min, 15 min left
 
-With logging_steps above 1 the line shows means over the steps since the last one, of each number over the steps that
-have it. rich is used on a terminal only, so a log file never holds control codes; where there is no bar, the line ends
-with the time since the start and the time that is left at this pace. Every line goes to run/log.txt too.
+With logging_steps above 1 the line shows means over the steps since the last line; each number is averaged over the
+steps that have it. rich is used on a terminal only, so a log file never contains control codes; without a bar, the line
+ends with the time since the start and an estimate of the time left. Every line also goes to run/log.txt.
 
-The output may be closed: the other end of a pipe has gone, or the terminal. Then `gone` is called, once, and everything
-else that is printed goes to /dev/null; the run must not end in the middle of a step. Any other failure (a log file on a
-full disk) loses lines, is said once on the standard error, and the run goes on.
+The output may be closed: the reader of a pipe has exited, or the terminal was closed. Then `gone` is called, once, and
+further output goes to /dev/null; the run must not end in the middle of a step. Any other failure (a log file on a full
+disk) loses lines; it is reported once on standard error, and the run continues.
 """
 
 import errno
@@ -23,7 +23,7 @@ from typing import Any
 from keyhole.machine.text import duration, printable
 
 Entry = dict[str, Any]
-CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # nobody is at the other end
+CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # the reader of a pipe, or the terminal, is gone
 KNOWN = {
     "step",
     "loss",
@@ -45,7 +45,7 @@ class Display:
         self.entries: list[Entry] = []
         self.bar: Any = None
         self.gone: Callable[[], None] | None = None
-        self.heard: Callable[[str], None] | None = None  # gets every line too
+        self.heard: Callable[[str], None] | None = None  # called with every line
         self.losing = False
         self.began_s, self.first_step = time.monotonic(), 0
         self.ends: list[Entry] = []  # of the first and the last step
@@ -54,7 +54,7 @@ class Display:
         self.unlogged: list[str] = []
 
     def log_to(self, path: Path) -> None:
-        """Lines go to this file too, those of before included."""
+        """From now on lines also go to this file, beginning with those printed so far."""
         self.log, before = path, self.unlogged
         self._write_log("\n".join([f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}", *before]))
 
@@ -66,7 +66,7 @@ class Display:
             how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             with open(os.open(self.log, how, 0o644), "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text + "\n")
-        except OSError as error:  # a full disk: the lines are on the screen
+        except OSError as error:  # a full disk: the lines are still on the screen
             _say_aside(f"keyhole: {self.log} cannot be written: {error}; it gets nothing more")
             self.log, self.unlogged = Path(os.devnull), []
 
@@ -88,7 +88,7 @@ class Display:
             self.bar.start()
 
     def close(self) -> None:
-        """Takes the bar away and shows the cursor again."""
+        """Removes the bar and shows the cursor again."""
         bar, self.bar = self.bar, None
         if bar is not None:
             with suppress(OSError):
@@ -113,7 +113,7 @@ class Display:
                 print(text, flush=True)
             else:
                 self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        except UnicodeEncodeError:  # a locale that lacks a letter
+        except UnicodeEncodeError:  # the locale lacks a character
             self._print(text.encode("ascii", "backslashreplace").decode())
         except (OSError, ValueError) as error:  # ValueError: closed in this process
             if self.gone is None:
@@ -140,7 +140,7 @@ class Display:
             self.line(text)
 
     def step(self, entry: Entry) -> None:
-        """Counts a step; prints the line of the steps since the last one when it is due."""
+        """Counts a step; when a line is due, prints the one for the steps since the last line."""
         self.entries.append(entry)
         self.ends = [*self.ends[:1], entry]
         self.peak_gib = max(self.peak_gib, entry.get("gpu_gib", entry.get("host_gib", 0.0)))
@@ -152,7 +152,7 @@ class Display:
             self.line(line if self.bar is not None else f"{line}  {self._times(entry['step'])}")
 
     def _times(self, step: int) -> str:
-        """The time since the start, and what is left at this pace."""
+        """The time since the start, and the estimated time left."""
         elapsed_s, done = time.monotonic() - self.began_s, max(1, step - self.first_step)
         left_s = elapsed_s / done * (self.total - step)
         return f"{duration(elapsed_s)}, {duration(left_s)} left" if step < self.total else duration(elapsed_s)
@@ -174,15 +174,15 @@ def open_missing_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # opens the lowest free descriptor: the missing one
 
 
 def _to_nowhere() -> None:
-    """What the standard output still has in its buffer must not fail again."""
+    """Redirects standard output to /dev/null, so that flushing its buffer does not fail again."""
     sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.dup2(sink, sys.stdout.fileno())
-    except (OSError, ValueError):  # no descriptor: closed, or not of the system
+    except (OSError, ValueError):  # no descriptor: closed, or not a real file
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     os.close(sink)
 
@@ -206,6 +206,6 @@ def step_line(entries: list[Entry], total: int) -> str:
 
 
 def _mean(entries: list[Entry], name: str) -> float:
-    """Over the entries that have it: some numbers come with some steps only."""
+    """Mean over the entries that have this number: some steps lack some numbers."""
     values = [entry[name] for entry in entries if name in entry]
     return sum(values) / len(values)

@@ -1,7 +1,8 @@
-"""A rank that is not the leader: it has the model, the method and the data, and does what the leader calls (crew.py).
+"""A rank that is not the leader: it has the model, the method and the data, and executes the leader's commands
+(crew.py).
 
-It prints nothing and writes nothing. Its position in the data and its step number are the leader's, since both began
-at the same step of the same data and every STEP is one step.
+It prints nothing and writes no file of its own. Its step number and its position in the data equal the leader's, since
+all ranks begin at the same step of the same data and each STEP command is one step.
 """
 
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ from keyhole.training.validation import Judge, evaluate
 
 @dataclass(kw_only=True)
 class Follower:
-    """A run as another rank than the leader sees it: `first` steps are done."""
+    """The run on a rank that is not the leader; `first` steps are done already."""
 
     root: Path
     data: Data
@@ -39,7 +40,7 @@ class Follower:
     interrupts: Interrupts = field(default_factory=lambda: Interrupts(quiet=True))
 
     def go(self) -> int:
-        """Until the leader says that it is over."""
+        """Executes the leader's commands until END; returns the exit code."""
         crew, step = Crew(self.model.ranks, self.interrupts), self.first
         with ExitStack() as stack:
             stack.callback(self.model.close)
@@ -74,7 +75,7 @@ class Follower:
 
 
 def one_update(method: Method, schedule: Schedule, step: int, batches: list[Batch]) -> tuple[torch.Tensor, float]:
-    """The update of a step, queued; returns its loss and its rate (0 while one is searched)."""
+    """Queues the update of a step; returns its loss and its learning rate (0 during the rate search)."""
     method.lr = schedule.rate(step - 1)
     method.follow(lambda warmup_ratio: replace(schedule, warmup_ratio=warmup_ratio).factor(step - 1))
     rate = method.rate
@@ -82,7 +83,7 @@ def one_update(method: Method, schedule: Schedule, step: int, batches: list[Batc
 
 
 def take_weights(model: Model, method: Method, path: Path) -> None:
-    """Gives the model the weights of a checkpoint of its own run."""
+    """Loads the weights of a checkpoint of the same run into the model."""
     method.flush()
     model.engine.wait_for_homes()
     if not METHODS[method.name].keeps_base and not method.light:

@@ -1,12 +1,11 @@
 """Numbers that are not finite stop a run; they are never trained on and never saved.
 
-A loss of NaN or infinity means that this batch, or the weights before it, are broken. Methods do not apply an
-update they computed from such a loss (they look at the gradient's norm, or zero the update on the device), so
-the weights are still those of the step before; the run stops and says which step, which samples, and which
-checkpoint is good.
+A loss of NaN or infinity means that this batch, or the weights before it, are broken. Methods do not apply an update
+computed from such a loss (they check the gradient's norm, or zero the update on the device), so the weights are still
+those of the previous step. The run stops, and the message names the step, the samples, and the last good checkpoint.
 
-A finite loss with a gradient that overflows can happen in float16 now and then. Its update is skipped,
-loudly; a run that skips MOST_SKIPS steps in a row stops too.
+In float16 a gradient may occasionally overflow although the loss is finite. Its update is skipped with a warning; a run
+that skips MOST_SKIPS steps in a row stops too.
 """
 
 import math
@@ -19,7 +18,7 @@ MOST_SKIPS = 10
 
 
 def stop(step: int, what: str, batch: str, last_good: Path | None) -> NonFinite:
-    """The error that ends a run at `step`; `what` is the number that broke, such as `the loss is nan`."""
+    """The error that ends a run at `step`; `what` names the bad number, such as `the loss is nan`."""
     good = f"the last good checkpoint is {last_good}" if last_good else "no checkpoint was written before it"
     return NonFinite(
         f"step {step}: {what}; its update was not applied and nothing was overwritten\n"

@@ -1,10 +1,10 @@
-"""Keeps the journal of a zeroth-order run (checkpoint/journal/format.py) while it trains.
+"""Writes the journal of a zeroth-order run (checkpoint/journal/format.py) during training.
 
-A record needs the projected gradients, which are on the device until the step is done. The recorder reads them
-anyway, one step late (metrics.py), and hands them on: no wait is added. So when a process is killed, at most
-the step that the device was working on is lost, and the one queued behind it. A record that cannot be written
-(a full disk) is kept in memory and written with the next; a flush that failed is said, and not counted. Either way
-training goes on.
+A record needs the projected gradients, which are on the device until the step is done. The recorder reads them one step
+late anyway (metrics.py) and passes them on, so the journal adds no synchronisation. If the process is killed, at most
+the step that the device was computing is lost, and the one queued behind it. A record that cannot be written (a full
+disk) is kept in memory and written with the next one; a failed flush is reported and does not count as flushed. In both
+cases training continues.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,15 @@ class Journaling:
         self.failing = self.flush_failing = False
 
     def note(self, record: QueuedStep, update: list[float]) -> None:
-        """Takes a step that was read and found good; `update` is [lr, c_1 .. c_q], and what is remembered."""
+        """Records a step whose numbers were read and are finite; `update` is [lr, c_1 .. c_q] and the estimator's
+        memory."""
         if self.writer is None:
             return
         epoch, row = record.position
         decay, device = self.method.weight_decay, self.method.model.device.type
         seed, split = self.method.noise["seed"], 1 + self.method.directions
         memory = tuple(update[split:])[: self.writer.memory]
-        memory += (0.0,) * (self.writer.memory - len(memory))  # a run that no longer searches a rate
+        memory += (0.0,) * (self.writer.memory - len(memory))  # the rate search is over: nothing more to remember
         try:
             self.writer.append(
                 journal.Record(record.step, seed, epoch, row, decay, device, tuple(update[:split]), memory)
@@ -55,7 +56,7 @@ class Journaling:
         self._say_flushes()
 
     def _say_flushes(self) -> None:
-        """Flushes happen in the writer's thread; what became of them is said here."""
+        """Prints a line when the writer's thread has failed to flush, or has recovered."""
         fault, synced = self.writer.fault, self.writer.synced
         if fault is not None and not self.flush_failing:
             self.say(
@@ -67,8 +68,8 @@ class Journaling:
         self.flush_failing = fault is not None
 
     def flush_up_to(self, step: int) -> bool:
-        """Before a checkpoint of this step appears: its record, and all before it, are on the disk. False: the step
-        was not good. OSError: the journal cannot be written, or not be flushed."""
+        """Returns when the records up to this step are on the disk, before a checkpoint of the step gets its name.
+        False: the step was not good. OSError: the journal cannot be written or flushed."""
         if self.writer is None:
             return True
         if not self.writer.wait_for(step, timeout_s=PATIENCE_S):
@@ -77,12 +78,12 @@ class Journaling:
         return True
 
     def end(self) -> None:
-        """No step will come any more."""
+        """Marks the end of the run: no more steps follow."""
         if self.writer is not None:
             self.writer.end()
 
     def close(self) -> None:
-        """Writes and flushes what is left; says it when that fails."""
+        """Writes and flushes the remaining records; prints a warning if that fails."""
         if self.writer is None:
             return
         try:
@@ -106,10 +107,10 @@ def open_journal(
     sync_every: int,
     say: Callable[[str], None],
 ) -> Journaling:
-    """The journal of this run, new or continued; the weights are loaded, and the directory is ours.
+    """The journal of this run, new or continued, opened after the weights are loaded and the directory is created.
 
-    source: what the weights were loaded from; config: what the run is, for whoever resumes or replays it; run: its id;
-    base: the content hash of the weights, where it is known."""
+    source: what the weights were loaded from; config: the settings that a resume or replay needs; run: the run's id;
+    base: the content hash of the original weights, if known."""
     model = method.model
     header = journal.Header(
         base=base or "",

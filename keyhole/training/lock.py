@@ -1,9 +1,9 @@
-"""One process per directory: run/lock is held, by the operating system, as long as a run writes here.
+"""One process per output directory: a run holds an operating-system lock on run/lock while it writes there.
 
 Two processes that train into the same output_dir would delete each other's checkpoints. The lock is the kernel's
-(flock), not the file's existence: it ends with the process, however that dies, so there is nothing to clean up
-and no stale lock. The file holds the number of the process, for the message, and stays. Something else under that name
-(a link, a file with other content) is refused rather than written over.
+(flock), not the file's existence: it ends with the process, however the process dies, so there are no stale locks. The
+file contains the process id, for the message, and is not deleted. Anything else under that name (a link, a file with
+other content) is refused, not overwritten.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ CONTENT = re.compile(rb"[\d\0]{0,20}\n?")
 
 
 class Lock:
-    """A lock that is taken once, as soon as its directory exists."""
+    """A lock that is acquired once, as soon as its directory exists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class Lock:
         return self.file is not None
 
     def take(self) -> None:
-        """Takes the lock if its directory exists and it is not ours yet; UserError names who holds it."""
+        """Acquires the lock if its directory exists and we do not hold it yet; UserError names the holder."""
         if self.held or not self.path.parent.is_dir():
             return
         try:
@@ -57,9 +57,9 @@ class Lock:
                 f"output_dir: process {holder} is training into {root} already{hint}; wait for it, stop it, or choose "
                 "another output_dir"
             ) from None
-        except OSError:  # a file system without locks: nothing to be done, and no reason not to train
+        except OSError:  # a file system without locks: train without one
             pass
-        with suppress(OSError):  # a full disk: the number is for messages only
+        with suppress(OSError):  # a full disk: the process id is for messages only
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
         self.file = file
@@ -72,7 +72,7 @@ class Lock:
 
 @contextmanager
 def locked(path: Path) -> Iterator[Lock]:
-    """A lock that is released at the end, whatever happens."""
+    """A lock that is released at the end, also after an error."""
     lock = Lock(path)
     try:
         yield lock

@@ -1,12 +1,12 @@
-"""The one loop that every method shares; a method only brings its step.
+"""The training loop that all methods share; a method only provides its step.
 
-    (step, check?, evaluation?, save?) x total -> the model of the last step, or of the best (selection.py) -> its test
+    (step, check?, evaluation?, save?) x total -> publish the last or the best step (selection.py) -> test
 
-The model that is published is judged by the test questions of the run's tasks. Where no model is saved (save_model:
-false), nothing could be loaded again: then the test of the best step is taken when it is reached.
+The published model is scored on the test questions of the run's tasks. If no model is saved (save_model: false), the
+best weights could not be loaded again, so they are tested as soon as a step is the best so far.
 
-The loop holds no state that a checkpoint lacks: step number, position in the data, the method's state. So N + M steps
-are the same, bit for bit, as N steps, a stop, and M more. How a run gets here is in start.py.
+All state of the loop is in the checkpoint: step number, position in the data, the method's state. So N + M steps equal,
+bit for bit, N steps, a stop, and M more steps. start.py shows how a run gets here.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,8 @@ MOST_SAID, MOST_ANSWERS = 600, 20  # characters of an error, answers of all task
 
 @dataclass(kw_only=True)
 class Run:
-    """A run whose parts are all there: `first` steps are done. here: in this directory, which may lack what was due
-    after the last of them."""
+    """A run with all its parts; `first` steps are done. here: they were done in this directory, where the evaluation or
+    save due after the last of them may be missing."""
 
     directory: rundir.RunDir
     display: Display
@@ -68,12 +68,12 @@ class Run:
     judge: Judge
     interrupts: Interrupts = field(default_factory=Interrupts)
     changes: ChangeCheck | None = None
-    moving_steps: int = 0  # steps with a rate above 0
+    moving_steps: int = 0  # steps with a learning rate above 0
     gave_up: bool = False  # a signal ended the last evaluation or test
     last_eval: dict[str, float] | None = None
     ends: str | None = None  # why the run ends before its last step
-    sample_answers: int = 0  # of each evaluation, for the page
-    answered_s: float = 0.0  # seconds of training when they were last asked for
+    sample_answers: int = 0  # number per evaluation, for the page
+    answered_s: float = 0.0  # seconds of training when they were last generated
     timed: list[dict[str, float]] = field(default_factory=list)  # tokens and seconds of steps, until the check
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Run:
         self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.show)
 
     def go(self) -> int:
-        """All steps that are left, and the model out."""
+        """Runs the remaining steps and publishes the model; returns the exit code."""
         try:
             return self._go()
         except BaseException as error:
@@ -127,7 +127,7 @@ class Run:
         for step in range(self.first, self.total + 1):
             if step > self.first:
                 self.step(step)
-            if step > self.first or (step > 0 and self.here):  # the process may have ended before what was due then
+            if step > self.first or (step > 0 and self.here):  # the evaluation or save may be missing
                 self.after_step(step)
             if self.interrupts.requested and (step < self.total or self.gave_up):
                 return self.leave(step)
@@ -136,7 +136,7 @@ class Run:
         return self.finish(step)
 
     def step(self, step: int) -> None:
-        """One update, queued; its record is read when it is done."""
+        """Queues one update; its numbers are read when the device has finished it."""
         loader = self.data.train
         self.crew.call(Command.STEP)
         batches = next(loader)
@@ -155,19 +155,19 @@ class Run:
         self.display.lines(self.method.news())
 
     def show(self, entry: dict[str, float]) -> None:
-        """To the reports; of the first steps, tokens and seconds are kept for the check."""
+        """Sends an entry to the reports; keeps tokens and seconds of the first steps for the check."""
         if self.changes is not None:
             self.timed.append(entry)
         self.reports.tell("the trace of a step", lambda: self.trace.note(entry, self.reports.page))
         self.reports.show(entry)
 
     def last_good(self) -> Path | None:
-        """The newest good checkpoint, for a message that ends the run: one that is still being written counts."""
+        """The newest good checkpoint, for an error message; waits for one that is still being written."""
         self.journal.end()
         return self.saver.newest_good()
 
     def after_step(self, step: int) -> None:
-        """Check, evaluation and save, where they are due after this step."""
+        """Check, evaluation and save, if they are due after this step."""
         self.ends = self.ends or self.selection.out_of_time()
         last = step == self.total or self.ends is not None
         checks = self.changes is not None and (self.moving_steps == CHECK_STEPS or last)
@@ -192,13 +192,13 @@ class Run:
             self.recorder.restart_clock()
 
     def flush(self) -> None:
-        """Applies what is deferred; all ranks do it together where they share homes, or have parts of them."""
+        """Applies deferred updates; all ranks do it together if they share host memory or hold shards."""
         if self.model.engine.shared or self.model.sharded:
             self.crew.call(Command.FLUSH)
         self.method.flush()
 
     def check(self) -> None:
-        """Once: whether every trained tensor has changed, and whether memory is what was planned."""
+        """Once per run: checks that every trained tensor has changed, and compares memory and pace with the plan."""
         if self.moving_steps:
             self.display.line(self.changes.verdict(self.moving_steps))
         if self.model.device.type == "cuda" and METHODS[self.method.name].streams:
@@ -213,7 +213,8 @@ class Run:
         self.changes = None
 
     def evaluate(self, step: int) -> None:
-        """Loss on the held-out data, and the tasks' metrics on dev. A signal ends it, and the resumed run evaluates."""
+        """Loss on the held-out data, and the tasks' metrics on dev. A signal aborts it, and the resumed run repeats
+        it."""
         self.crew.call(Command.EVALUATE)
         found = evaluate(self.model, self.data.eval, self.is_asked)
         answers = Answers(step, "the first questions of dev")
@@ -229,7 +230,7 @@ class Run:
             self.reports.tell("sample answers", lambda: self._answer(answers))
 
     def _keep(self, answers: Answers) -> Callable[[Task, Score], None]:
-        """Takes the first answers of each task that is scored."""
+        """A callback that keeps the first answers of each scored task."""
 
         def keep(task: Task, result: Score) -> None:
             count = min(self.sample_answers, MOST_ANSWERS - len(answers.rows))
@@ -238,7 +239,7 @@ class Run:
         return keep
 
     def _answer(self, answers: Answers) -> None:
-        """For the page: those of tasks, or what the model says to prompts of the held-out data."""
+        """Answers for the page: those of tasks, or generated answers to prompts of the held-out data."""
         page, curves = self.reports.page, self.reports.page.view.curves
         if not answers.rows:
             since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
@@ -247,12 +248,12 @@ class Run:
         page.answered(answers)
 
     def is_asked(self) -> bool:
-        """Whether a signal asks the run to stop."""
+        """Whether a signal has asked the run to stop."""
         return bool(self.interrupts.requested)
 
     def test(self, step: int) -> None:
-        """The tasks' metrics on the test questions, with the weights of this step, which the model has now. A signal
-        ends it, and the resumed run tests."""
+        """The tasks' metrics on the test questions, with the current weights, which are those of this step. A signal
+        aborts it, and the resumed run repeats it."""
         tested = self.reports.metrics.tested
         if not self.judge.test or step in tested:
             return
@@ -266,7 +267,7 @@ class Run:
             self.display.line(f"test of step {step}: {shown(found, TEST)}")
 
     def keep_best(self, step: int) -> None:
-        """Saves the weights of the best evaluation so far, where they are wanted and not on the disk yet; where no
+        """Saves the weights of the best evaluation so far if they are wanted and not on the disk yet; if no
         model is saved, tests them."""
         if not self.selection.settings.best or self.selection.best_steps()[:1] != [step]:
             return
@@ -281,8 +282,8 @@ class Run:
             self.recorder.restart_clock()
 
     def best_saved(self) -> int | None:
-        """The best step whose weights are in the output directory, or were tested where no model is saved; None where
-        the last ones are wanted."""
+        """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the
+        last weights are wanted."""
         if not self.selection.settings.best:
             return None
         if not self.saver.settings.model:
@@ -291,7 +292,7 @@ class Run:
         return next((step for step in self.selection.best_steps() if step in there), None)
 
     def leave(self, step: int) -> int:
-        """After a signal: the step is done, the checkpoint is written, the run can go on later."""
+        """After a signal: writes a checkpoint of the finished step, so that the run can be resumed."""
         self.recorder.drain()
         self.flush()
         self.display.lines(self.saver.wait(step))
@@ -302,7 +303,8 @@ class Run:
         return EXIT_INTERRUPTED
 
     def finish(self, step: int) -> int:
-        """The last checkpoint, and its model, or that of the best step, at the top of the output directory."""
+        """Writes the last checkpoint, and publishes its model, or the best step's, at the top of the output
+        directory."""
         self.recorder.drain()
         self.flush()
         if step < self.total:
@@ -325,7 +327,7 @@ class Run:
         return 0
 
     def go_back(self, step: int, best: int | None) -> None:
-        """Gives the model the weights that were published, if they are to be tested and are not those of this step."""
+        """Loads the published weights, if they are to be tested and are not those of this step."""
         if best in (None, step) or not self.judge.test or best in self.reports.metrics.tested:
             return
         self.crew.call(Command.GO_BACK, best)
@@ -340,7 +342,7 @@ class Run:
         return f"; the best {name} was {values[best]:.4f}, at step {best}{missed}"
 
     def close(self) -> None:
-        """Whatever happened: files closed, the curve drawn, memory free. Each of these is done, whatever another
+        """Closes files, draws the curve and frees memory, also after an error. Each of these is done even if another
         raises."""
         parts = (self.display.close, self.journal.end, self.saver.close, self.journal.close, self.reports.close)
         with ExitStack() as stack:

@@ -1,18 +1,18 @@
-"""One entry per step: read late, checked, and appended to run/metrics.jsonl.
+"""One entry per step: read one step late, checked, and appended to run/metrics.jsonl.
 
 A loss is a scalar on the device, and reading it waits for the step. So on a GPU the numbers of a step are read one step
-late: while the host waits for step t, step t + 1 is already queued, and the device never idles. They are sent to
-page-locked memory right behind the step, so that reading them waits for that step and not for the one queued since. On
-a CPU there is nothing to wait for. `drain` reads what is left, before an evaluation, a save, or the end. What has been
-read goes into metrics.jsonl, then, if it is good, into the journal (`done`), then to tracker and display (`show`).
-metrics.jsonl, tracker and display may fail, and the run goes on. A kill between the first two leaves a line that the
-resumed run writes again; the other order would leave a replayed step without its line.
+late: while the host waits for step t, step t + 1 is already queued, and the device never idles. They are copied to
+page-locked memory right after the step, so reading them waits for that step only and not for the one queued since. On
+a CPU there is nothing to wait for. `drain` reads the remaining steps, before an evaluation, a save, or the end. Numbers
+that were read go into metrics.jsonl, then, if they are finite, into the journal (`done`), then to trackers and display
+(`show`). metrics.jsonl, trackers and display may fail without ending the run. A kill between the first two leaves a
+line that the resumed run writes again; the other order would leave a replayed step without its line.
 
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
-"tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,
+"tokens_per_second", "gpu_gib" or "host_gib", and the method's own numbers}; an evaluation is a separate line,
 {"step", "eval_loss", "perplexity", "eval_tokens", and the metrics of tasks}, and so is the test of a step's weights,
 {"step", "test_accuracy", "test_questions"} (validation.py). A number that is not finite is written as null.
-Everything but seconds, rates and memory is the same, bit for bit, in a run that was stopped and resumed.
+All numbers except seconds, rates and memory are the same, bit for bit, in a run that was stopped and resumed.
 """
 
 import json
@@ -38,8 +38,8 @@ from keyhole.training import guard
 
 @dataclass
 class QueuedStep:
-    """What is known of a step when it has been queued. `extra` may hold scalars on the device; `update` is the vector
-    that a journal records, and `position` where the data stand after the step."""
+    """The record of a step that has been queued. `extra` may hold scalars on the device; `update` is the vector
+    that a journal records, and `position` the position in the data after the step."""
 
     step: int
     loss: torch.Tensor
@@ -57,10 +57,10 @@ class QueuedStep:
 
 
 class Recorder:
-    """Reads records when their step is done, hands entries to `write`, and stops at numbers that are not finite.
+    """Reads records when their step is done, passes entries to `write`, and stops at numbers that are not finite.
 
-    warn takes lines about single steps that were skipped; last_good names the checkpoint to go back to; done takes
-    every record that was read and did not stop the run, with its update as numbers.
+    warn is called with lines about skipped steps; last_good returns the checkpoint to go back to; done is called with
+    every record that did not stop the run, and its update as numbers.
     """
 
     def __init__(
@@ -80,29 +80,29 @@ class Recorder:
         self.clock = Stamp(device)
 
     def add(self, record: QueuedStep) -> None:
-        """Takes the record of the step just queued; reads the one before it (on a GPU)."""
+        """Adds the record of the step just queued; on a GPU, reads the one before it."""
         self.queue.append((record, self._send(record), Stamp(self.device)))
         while len(self.queue) > self.lag:
             self._read(*self.queue.popleft())
 
     def _send(self, record: QueuedStep) -> torch.Tensor:
-        """The numbers of a record as one vector on the host, or on their way there."""
+        """The numbers of a record as one vector on the host; on a GPU the copy is asynchronous."""
         numbers = torch.cat([t.detach().reshape(-1).to(self.device, torch.float32) for t in record.tensors()])
         if self.device.type != "cuda":
             return numbers
         return torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
 
     def drain(self) -> None:
-        """Waits for every step so far."""
+        """Waits for all steps so far and reads them."""
         while self.queue:
             self._read(*self.queue.popleft())
 
     def restart_clock(self) -> None:
-        """Time up to now belongs to no step (it was an evaluation or a save)."""
+        """Excludes the time up to now from the next step (it was an evaluation or a save)."""
         self.clock = Stamp(self.device)
 
     def _read(self, record: QueuedStep, sent: torch.Tensor, done: "Stamp") -> None:
-        seconds, self.clock = done.seconds_since(self.clock), done  # waits: what was sent is there
+        seconds, self.clock = done.seconds_since(self.clock), done  # waits for the copy
         numbers = iter(sent.tolist())
         loss = next(numbers)
         extra = {
@@ -131,7 +131,7 @@ class Recorder:
         self._notice(record, extra)
 
     def _broken(self, step: int, loss: float, extra: dict[str, float]) -> str | None:
-        """The number that ends the run; None when it goes on."""
+        """The number that ends the run; None if there is none."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         bad = guard.bad_numbers(extra)
@@ -141,7 +141,8 @@ class Recorder:
         return f"{', '.join(bad)}, for {self.skips} steps in a row" if self.skips >= guard.MOST_SKIPS else None
 
     def _notice(self, record: QueuedStep, extra: dict[str, float]) -> None:
-        """Says it once when nothing has moved for a while: a run that has diverged into a flat place looks well."""
+        """Warns once if the gradient has been exactly 0 for a while: a run that has diverged to a plateau looks
+        healthy."""
         moved = [extra[name] for name in ("grad_norm", "projected_grad") if name in extra]
         self.still = self.still + 1 if moved and not any(moved) and record.learning_rate else 0
         if self.still == guard.MOST_SKIPS:
@@ -152,7 +153,7 @@ class Recorder:
 
 
 class Stamp:
-    """A moment: on a GPU that of the device reaching this point of its queue, since the host is ahead of it."""
+    """A point in time; on a GPU an event in the stream, since the host runs ahead of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.at_s, self.event = time.perf_counter(), None
@@ -161,7 +162,7 @@ class Stamp:
             self.event.record(torch.cuda.current_stream(device))
 
     def seconds_since(self, earlier: "Stamp") -> float:
-        """Waits for both moments."""
+        """Waits for both points in time."""
         if self.event is None:
             return self.at_s - earlier.at_s
         self.event.synchronize()
@@ -169,8 +170,8 @@ class Stamp:
 
 
 class MetricsFile:
-    """run/metrics.jsonl. Opening it drops what is past `last_step`: a resumed run does those steps again. lacks: what
-    it should have of the steps before, and has not."""
+    """run/metrics.jsonl. Opening it drops lines after `last_step`, because a resumed run repeats those steps. lacks:
+    which lines of earlier steps are missing."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
@@ -186,11 +187,11 @@ class MetricsFile:
         self.appender = Appender(self.file, os.fstat(self.file).st_size)
 
     def write(self, entry: Entry) -> None:
-        """Appends an entry. OSError when the disk does not take it: it is kept, and written before the next one."""
+        """Appends an entry. OSError if the write fails; the entry is then kept and written before the next one."""
         self.appender.append(_line(entry).encode())
 
     def close(self) -> None:
-        """OSError when entries are left that the disk did not take."""
+        """OSError if entries remain that could not be written."""
         try:
             self.appender.write_pending()
         finally:
@@ -198,8 +199,8 @@ class MetricsFile:
 
 
 def _lacks(entries: list[Entry], unreadable: int, last_step: int) -> str | None:
-    """What a metrics file does not have of the steps before a resume; None: it is whole. A run that began elsewhere
-    has no lines from before that."""
+    """Which steps before a resume are missing in a metrics file; None if it is complete. A run that began in another
+    directory has no lines from there."""
     steps = {entry["step"] for entry in entries if "loss" in entry}
     gone = last_step - min(steps) + 1 - len(steps) if steps else last_step
     lost = [f"{gone:,} of the steps up to {last_step:,} have no line"] if gone > 0 else []
@@ -208,7 +209,7 @@ def _lacks(entries: list[Entry], unreadable: int, last_step: int) -> str | None:
 
 
 def token_count(batches: list[Batch]) -> int:
-    """Tokens of a step, padding not counted where a mask tells."""
+    """Tokens of a step, without padding if there is a mask."""
     masks = [b["attention_mask"] if "attention_mask" in b else torch.ones_like(b["input_ids"]) for b in batches]
     return sum(int(mask.sum()) for mask in masks)
 

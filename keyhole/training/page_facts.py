@@ -1,11 +1,12 @@
-"""What a run's page says besides curves, from the parts of the run: the plan, rows of the data, a traced step, answers.
+"""The contents of a run's page besides the curves: the plan, rows of the data, a traced step, sample answers.
 
-Every one of these may fail without harm (reports.py). A traced step is the TRACED-th of this process, when buffers are
-filled and kernels are compiled: its events cost some microseconds per unit, once.
+Each of these may fail without ending the run (reports.py). The traced step is the TRACED-th of this process, when
+buffers are filled and kernels are compiled; its events cost some microseconds per unit, once.
 
-Answers of tasks come with their scores and cost nothing. For other data the model answers a few prompts, greedily,
-where that is cheap: in the memory that a step leaves free, within SHARE of the time since the last evaluation (at least
-LEAST_S seconds), and not at all where that would not be ANSWER_TOKENS tokens, each about as long as a step.
+Answers of tasks are a by-product of scoring. For other data the model generates greedy answers to a few prompts, if
+that is cheap: in the memory that a step leaves free, within SHARE of the time since the last evaluation (at least
+LEAST_S seconds), and only if ANSWER_TOKENS tokens fit into that time, where a token is assumed to take as long as a
+step.
 """
 
 from dataclasses import fields
@@ -34,7 +35,7 @@ SHARE, LEAST_S, MOST_S = 0.05, 2.0, 30.0
 
 
 def planned(model: Model, method: str, tokens: float | None = None) -> dict[str, Any]:
-    """Bytes by part, host bytes, and seconds of a step of so many tokens, as planned."""
+    """The planned bytes by part, host bytes, and seconds of a step with this number of tokens."""
     found: dict[str, Any] = {}
     if model.device.type == "cuda" and METHODS[method].streams:
         parts = model.placed.device_bytes
@@ -57,7 +58,7 @@ def samples(data: Data, tokenizer: Any) -> list[Sample]:
 
 
 class Trace:
-    """One step of this process, traced. Whatever happens, the engine is as before afterwards."""
+    """Traces one step of this process. The engine is restored afterwards, also after an error."""
 
     def __init__(self, model: Model, first: int, total: int) -> None:
         self.engine, self.step = model.engine, min(first + TRACED, total)
@@ -78,7 +79,7 @@ class Trace:
             self.crossed = self.engine.bytes_up - up, self.engine.bytes_down - down
 
     def note(self, entry: dict[str, Any], page: RunPage) -> None:
-        """An entry was read: of the traced step, or of a later one, when all that it queued is over."""
+        """Called for every entry that is read; when the traced step is complete, adds its trace to the page."""
         if entry["step"] == self.step and "seconds" in entry:
             self.seconds = entry["seconds"]
         if self.timeline is None or self.timeline.enabled or self.seconds is None or not self.timeline.is_done():
@@ -96,7 +97,7 @@ class Trace:
 
 
 def answers_of(task: Task, result: Score, count: int) -> list[Answer]:
-    """The first answers of a task that has been scored."""
+    """The first answers of a scored task."""
     if isinstance(result, AnswerScore):
         rows = zip(task.questions[:count], result.answers, result.verdicts, strict=False)
         return [
@@ -134,8 +135,8 @@ def _end(text: str) -> str:
 
 
 def generated(model: Model, dataset: Dataset | None, step: int, count: int, since_s: float, step_s: float) -> Answers:
-    """Greedy answers to the first prompts of a data set; none where that is not cheap. since_s: seconds of training
-    since the last time; step_s: of one step."""
+    """Greedy answers to the first prompts of a data set; none if that is not cheap. since_s: seconds of training
+    since the last answers; step_s: seconds of one step."""
     allowed_s = min(MOST_S, max(LEAST_S, SHARE * since_s))
     none = Answers(step, "")
     if dataset is None or model.classifies or model.tokenizer is None or model.ranks.several or not count:
@@ -152,13 +153,13 @@ def generated(model: Model, dataset: Dataset | None, step: int, count: int, sinc
     shown = []
     for (prompt, expected), said in zip(rows, texts, strict=True):
         right = model.tokenizer.decode(expected, skip_special_tokens=True)
-        same = True if said.strip() == right.strip() else None  # another answer need not be wrong
+        same = True if said.strip() == right.strip() else None  # a different answer is not necessarily wrong
         shown.append(Answer(_end(model.tokenizer.decode(prompt)), _cut(said), _cut(right), same))
     return Answers(step, f"greedy, at most {new} tokens and {allowed_s:.0f} s", shown)
 
 
 def _asked(dataset: Dataset, index: int) -> tuple[list[int], list[int]] | None:
-    """The prompt of a row, and the answer that the data have; None where it is too long, or there is nothing to ask."""
+    """The prompt of a row and its answer in the data; None if it is too long, or has no prompt."""
     row = dataset.rows[index]
     sample = row[0] if dataset.right is None else row[dataset.right[index]]
     part = slice(dataset.starts[sample], dataset.starts[sample + 1])
@@ -166,13 +167,13 @@ def _asked(dataset: Dataset, index: int) -> tuple[list[int], list[int]] | None:
     if True not in trained:
         return None
     begin = trained.index(True)
-    begin = begin if begin > 1 else min(OPENING, len(ids) - 1)  # of a text, its opening
+    begin = begin if begin > 1 else min(OPENING, len(ids) - 1)  # plain text: its beginning is the prompt
     end = next((i for i in range(begin, len(ids)) if not trained[i]), len(ids))
     return (ids[:begin], ids[begin:end]) if 0 < begin <= MOST_PROMPT else None
 
 
 def _fits(model: Model, rows: list[tuple[list[int], list[int]]]) -> bool:
-    """Whether tokens, and their keys and values, take no more of a GPU than a training step does, which is over."""
+    """Whether the tokens and their KV cache fit into the GPU memory that the finished training step used."""
     if model.device.type != "cuda":
         return True
     tokens = len(rows) * (max(len(prompt) for prompt, _ in rows) + NEW_TOKENS)

@@ -1,13 +1,13 @@
-"""What was typed after `keyhole plan`, checked before torch is imported and before a machine is measured.
+"""The arguments of `keyhole plan`, checked before torch is imported and before a machine is measured.
 
-MODEL is a directory (config.json is enough), a hub id, or demo; CONFIG is a YAML file or a recipe, and brings batches,
+MODEL is a directory (config.json is enough), a hub id, or demo. CONFIG is a YAML file or a recipe, which gives batches,
 length, dtype, steps, and the settings of every method. Options replace numbers of the machine or of the config:
 
     --gpu, --ram SIZE    bytes that may be used           --link RATE     bytes/s, each way
     --tokens BxT         samples x tokens of a batch      --machine NAME  one of plan/profiles.py, or here
 
-Importing torch and transformers takes seconds and measuring a machine a minute, so this file imports neither, and all
-of this is read first (tests/training/test_start.py looks at what is imported when a mistake is named).
+Importing torch and transformers takes seconds and measuring a machine a minute, so this file does neither and checks
+all arguments first (tests/training/test_start.py checks which modules are imported when an error is reported).
 """
 
 import json
@@ -35,7 +35,7 @@ DEFAULT = {"batch_size": 4, "max_length": 1024, "max_steps": 1000}
 
 @dataclass(frozen=True)
 class Asked:
-    """What was typed."""
+    """The arguments as typed."""
 
     model: str
     overrides: Sequence[str] = ()
@@ -51,11 +51,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The same, read. machine: None where it is to be found out; is_here: --machine here was typed."""
+    """The parsed arguments. machine: None if it is to be detected; is_here: `--machine here` was given."""
 
     asked: Asked
     config: TrainConfig
-    is_config: bool  # a config was named; otherwise it is made around the model
+    is_config: bool  # a config was given; otherwise one is made for the model
     batch: int
     length: int
     gpu_bytes: int | None
@@ -66,7 +66,7 @@ class PlanRequest:
 
 
 def check_plan(asked: Asked) -> PlanRequest:
-    """Reads options, config and the place of the model; UserError names the first mistake."""
+    """Parses options and config and checks that the model exists; UserError names the first mistake."""
     is_here = asked.machine is not None and asked.machine.lower() == HERE
     machine = None if asked.machine is None or is_here else profile(asked.machine)
     ram_bytes = None if asked.ram is None else _bytes("--ram", asked.ram)
@@ -86,7 +86,7 @@ def check_plan(asked: Asked) -> PlanRequest:
 
 
 def _config(asked: Asked) -> tuple[TrainConfig, bool]:
-    """The config, and whether it was one that was named (else it is made around the model)."""
+    """The config, and whether it was given (otherwise it is made for the model)."""
     named = asked.model
     is_file = os.path.isfile(named)
     if (is_file and not named.endswith(".json")) or named.removesuffix(".yaml") in recipes():

@@ -1,10 +1,10 @@
-"""The question behind `keyhole plan`, from what was typed; and the prediction that a run is compared with.
+"""Turns the arguments of `keyhole plan` into a question to the planner, and predicts the step time of a run.
 
-What was typed has been checked before (plan_request.py). The machine is, in this order:
+The arguments have been checked before (plan_request.py). The machine is, in this order:
 
     --machine NAME   an estimate (plan/profiles.py)
-    here             where there is a GPU: measured once and kept (plan/measure.py)
-    --gpu SIZE       without a GPU here: the smallest machine that is known to have so much
+    here             if there is a GPU: measured once and kept (plan/measure.py)
+    --gpu SIZE       without a GPU here: the smallest known machine that has this much GPU memory
     here             the CPU alone
 """
 
@@ -34,13 +34,13 @@ from keyhole.plan.seconds import StepSeconds, step_seconds
 from keyhole.plan.table import PROCESS_BYTES, Question
 from keyhole.training.plan_request import DEFAULT, PlanRequest
 
-RESERVE_BYTES = GIB  # of a card: the CUDA context and the desktop
-USABLE = 0.95  # of what is free
+RESERVE_BYTES = GIB  # left free on a card for the CUDA context and the desktop
+USABLE = 0.95  # share of the free memory
 
 
 @dataclass(frozen=True)
 class Found:
-    """The question, what to say of it, and the row that the config asks for (None: none in particular)."""
+    """The question, the lines to print about it, and the row that the config asks for (None: no particular row)."""
 
     question: Question
     title: str
@@ -51,7 +51,7 @@ class Found:
 
 
 def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> Found:
-    """Reads the model's config, and finds out about the machine."""
+    """Reads the model's config, and determines the machine."""
     asked, config, batch, length = request.asked, request.config, request.batch, request.length
     hf_config = read_config(config.model)
     rates, device, gpu_bytes, ram_bytes = _machine(request, say)
@@ -86,14 +86,14 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
 
 
 def _step_line(question: Question) -> str:
-    """`step: 4 samples of 1,024 tokens`, or how many micro-batches of them."""
+    """`step: 4 samples of 1,024 tokens`, or the number of such micro-batches."""
     samples = f"{question.batch:,} {'sample' if question.batch == 1 else 'samples'} of {question.length:,} tokens"
     count = question.accumulation
     return f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}"
 
 
 def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, torch.device | None, int | None, int]:
-    """Its rates, its device where it is this one, and the GPU and host memory that may be used."""
+    """The machine's rates, the device if it is this machine, and the GPU and host memory that may be used."""
     gpu_bytes, estimate = request.gpu_bytes, request.machine
     device: torch.device | None = None
     if estimate is None:
@@ -125,8 +125,8 @@ def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, t
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of a model that is loaded should take. seconds: None where the machine was never measured and is not
-    known; host_bytes: of the process."""
+    """The predicted cost of a step of a loaded model. seconds: None if the machine was never measured and has no
+    profile; host_bytes: of the process."""
 
     tokens: int
     host_bytes: int
@@ -135,8 +135,8 @@ class Prediction:
 
 
 def predict(model: Model, method: str, tokens: float | None = None) -> Prediction | None:
-    """The plan of this very placement, at so many tokens per step (None: the most that a step can have). None where
-    nothing was planned."""
+    """The plan for the actual placement, with this number of tokens per step (None: the largest step). None if
+    there is no memory plan."""
     if model.placed is None:
         return None
     row, placed, rates = METHODS[method], model.placed, known(model.device)
@@ -150,7 +150,7 @@ def predict(model: Model, method: str, tokens: float | None = None) -> Predictio
     asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
     on_gpu = model.device.type == "cuda"
     host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + PROCESS_BYTES[on_gpu]
-    host += 0 if on_gpu else placed.device_bytes.total  # the device is the host
+    host += 0 if on_gpu else placed.device_bytes.total  # the CPU is the device: its bytes are host memory
     if rates is None:
         return Prediction(each * micro, int(host), None, "")
     sweeps = 2 if row.sweep == "reverse" else 1
@@ -160,8 +160,8 @@ def predict(model: Model, method: str, tokens: float | None = None) -> Predictio
 
 
 def pace_line(model: Model, method: str, entries: Sequence[dict[str, Any]]) -> str | None:
-    """`check: 0.365 s per step, planned 0.392 s (link)`: of the steps so far, and of the plan at their mean tokens.
-    None where the machine was never measured and is not known."""
+    """`check: 0.365 s per step, planned 0.392 s (link)`: the measured mean, and the plan at the mean number of tokens.
+    None if the machine was never measured and has no profile."""
     if not entries:
         return None
     found = predict(model, method, statistics.fmean(entry["tokens"] for entry in entries))

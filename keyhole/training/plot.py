@@ -1,8 +1,8 @@
-"""run/loss.png: the loss per step, its running mean, and the evaluations; beside it the metrics of the tasks, if any.
+"""run/loss.png: the loss per step, its running mean, and the evaluations; beside them the metrics of the tasks, if any.
 
-A zeroth-order loss is noisy, so the single steps are drawn faint and the mean over the last 2 % of the run
-(at least five steps) in full. Names of many tasks stand right of their plot, in columns, and the picture is wider.
-matplotlib is imported here only, without a window.
+A zeroth-order loss is noisy, so single steps are drawn faintly and the mean over the last 2 % of the run (at least
+five steps) as a full line. If there are many tasks, their names are in columns right of the plot, and the picture is
+wider. matplotlib is imported only here, without a window.
 """
 
 import importlib.util

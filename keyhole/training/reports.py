@@ -1,9 +1,9 @@
-"""Reports of a run: run/metrics.jsonl, its page, trackers, and the line that the user sees. They may fail; the run goes
-on.
+"""Reports of a run: run/metrics.jsonl, the page, trackers, and the lines on the terminal. A failing report does not end
+the run.
 
-A report that fails is said, once. Entries that a full disk does not take into metrics.jsonl wait in memory and are
-written when there is room again; the page is written again later. A tracker that has failed gets nothing more. None of
-them can end a step (metrics.py says in which order they and the journal are asked).
+Each failure is reported once. Entries that cannot be written to metrics.jsonl (a full disk) wait in memory until there
+is room again; the page is written again later; a tracker that has failed gets no more entries. metrics.py says in which
+order the reports and the journal are written.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ AGAIN = "it is tried again"
 
 
 class Reports:
-    """Where entries of steps and evaluations go. curve and title: of the picture that is drawn at the end."""
+    """Receives entries of steps and evaluations. curve and title: for the picture that is drawn at the end."""
 
     def __init__(
         self, metrics: MetricsFile, trackers: list[Behind], display: Display, curve: Path, title: str, page: RunPage
@@ -31,18 +31,18 @@ class Reports:
         display.heard = page.happened
 
     def begin(self) -> None:
-        """The first page, before the first step."""
+        """Writes the first page, before the first step."""
         self._try("run/report.html", self.page.write, AGAIN)
         if "run/report.html" not in self.failing:
             self.display.line(f"page: {self.page.path}")
 
     def send(self, entry: Entry) -> None:
-        """Takes the entry of an evaluation."""
+        """Writes and shows the entry of an evaluation."""
         self.write(entry)
         self.show(entry)
 
     def write(self, entry: Entry) -> None:
-        """Into metrics.jsonl."""
+        """Writes an entry into metrics.jsonl."""
         kept = "entries are kept in memory and tried again at every step"
         if self._try("run/metrics.jsonl", lambda: self.metrics.write(entry), kept, OSError):
             if "run/metrics.jsonl" in self.failing:
@@ -50,7 +50,7 @@ class Reports:
                 self.display.line(f"run/metrics.jsonl is complete again, up to step {entry['step']}")
 
     def show(self, entry: Entry) -> None:
-        """To the page, the trackers and the user."""
+        """Shows an entry on the page, in the trackers and on the terminal."""
         self._try("run/report.html", lambda: self.page.add(entry), AGAIN)
         for each in list(self.trackers):
             if not self._try(f"report_to: {each.name}", partial(each.write, entry), "it gets nothing more"):
@@ -69,11 +69,11 @@ class Reports:
             return False
 
     def tell(self, what: str, act: Callable[[], object]) -> None:
-        """Something for the page alone; the run goes on without it."""
+        """Does something for the page; if it fails, the run continues."""
         self._try(what, act, "the page goes without")
 
     def close(self) -> None:
-        """Closes the files and draws the curve; says what could not be."""
+        """Closes the files and draws the curve; prints what failed."""
         lost = "some entries are lost"
         self._try("closing run/metrics.jsonl", self.metrics.close, lost)
         for each in self.trackers:

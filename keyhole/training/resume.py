@@ -1,12 +1,12 @@
-"""Which settings may change when a run goes on.
+"""Which settings may change when a run is resumed.
 
-Safe ones say how long to train, how fast from here on, what to report, and where things are; they are applied
-from the next step on, and printed. The others say what the run *is* (model, data, batches, seed, method):
-with another value the steps so far and the steps to come would not be one run, so they are refused, all at
-once, by name. Sections of methods that are not in use do not count.
+Safe settings control length, learning rate, reporting and paths; new values apply from the next step on and are
+printed. The others define the run (model, data, batches, seed, method): with another value the steps so far and the
+steps to come would not be one run, so changes are refused, all in one message, by name. Sections of unused methods are
+ignored.
 
-Model and data are known by content: a directory that was moved is the same. The model's weights are compared by hash
-here; training data by their tokens, when they are read (data/loader.py), which also sees another tokenizer.
+Model and data are identified by content, so a directory may be moved. The model's weights are compared by hash here;
+training data are compared by their tokens when they are read (data/loader.py), which also detects another tokenizer.
 """
 
 import json
@@ -36,7 +36,7 @@ SAFE |= {f"{row.section}.{key}" for row in METHODS.values() for key in row.may_c
 
 
 def flat_config(config: TrainConfig) -> dict[str, Any]:
-    """Dotted key -> plain value, the top level and the section of the method."""
+    """Dotted key -> plain value, for the top level and the section of the method."""
     values = to_dict(config)
     own = METHODS[config.method].section
     flat = {key: value for key, value in values.items() if key not in sections()}
@@ -47,19 +47,19 @@ def flat_config(config: TrainConfig) -> dict[str, Any]:
 def apply_changes(state: State, config: TrainConfig, done: int | None = None, base: str | None = None) -> list[str]:
     """A line for every safe setting that changed since the checkpoint; UserError names those that may not.
 
-    done: steps done, where a journal leads further than the checkpoint; base: the hash of the model it began with."""
+    done: steps done, if a journal leads further than the checkpoint; base: the hash of the run's original model."""
     next_step = (state.step if done is None else done) + 1
     lines, refused = [], []
     now = flat_config(config)
-    # what runs did before the key existed; without decay it makes no difference
+    # the behaviour before the key existed; without weight decay it makes no difference
     former = {"weight_decay_on": "all"} if state.config.get("weight_decay") or now["weight_decay"] else {}
     former["pad_to_multiple_of"] = BEFORE
     for key in sorted(now.keys() | state.config.keys()):
-        if key == "expert_units" and key not in state.config:  # of a run from before the key: as the config says
+        if key == "expert_units" and key not in state.config:  # a run from before the key: take the config's value
             continue
         default = settings()[key].default if key in settings() else None
         before, after = state.config.get(key, former.get(key, default)), now.get(key, default)
-        if before == after or (key == "pad_to_multiple_of" and after == AUTO):  # auto: as the run began
+        if before == after or (key == "pad_to_multiple_of" and after == AUTO):  # auto: keep what the run began with
             continue
         if key in MOVABLE and MOVABLE[key](before, after, base):
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, of the same content")
@@ -75,7 +75,7 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
 
 
 def _same_model(before: str, after: str, base: str | None) -> bool:
-    """base: None of runs before version 0.2, which are compared with what lies where their model was."""
+    """base: None for runs before version 0.2, which are compared with the model at their old path."""
     try:
         return content_hash(find_directory(after)) == (base or content_hash(Path(before)))
     except UserError:
@@ -83,7 +83,7 @@ def _same_model(before: str, after: str, base: str | None) -> bool:
 
 
 def _unreadable(model: str) -> str | None:
-    """What is wrong with a model that cannot be compared; None: it can be."""
+    """Why a model cannot be compared; None if it can."""
     try:
         content_hash(find_directory(model))
     except UserError as error:
@@ -91,17 +91,17 @@ def _unreadable(model: str) -> str | None:
     return None
 
 
-# What the training data hold is checked when they are read.
+# The content of the training data is checked when they are read.
 MOVABLE = {"model": _same_model} | dict.fromkeys(("train_data", "task_data"), lambda before, after, base: True)
 
 
 def _shown(value: Any) -> str:
-    """As a config has it: null, true."""
+    """A value as written in a config: null, true."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> list[str]:
-    """What going on means here: from where, what is damaged, what changed."""
+    """The lines about a resume: its starting point, damaged files, changed settings."""
     if resume is None:
         return []
     choice, state = origin.choice, origin.state

@@ -1,11 +1,11 @@
-"""run/report.html and run/report.json, kept up to date beside training (keyhole/report/ draws the page).
+"""Keeps run/report.html and run/report.json up to date during training (keyhole/report/ draws the page).
 
-The thread that trains only counts: an entry is added to curves of a fixed size, some microseconds per step. A second
-thread makes the page from a copy and writes it, by one rename, when the last one is EVERY_S seconds old and a hundred
-times as old as it took to make: at most 1 % of the time goes there, however slow the disk is. The first page is written
-before the first step and the last one when the run is over, whatever ended it.
+The training thread only adds each entry to curves of a fixed size, which takes some microseconds per step. A second
+thread makes the page from a copy and writes it, with one rename, when the last page is at least EVERY_S seconds old and
+a hundred times as old as it took to make. So the page takes at most 1 % of the time, however slow the disk is. The
+first page is written before the first step and the last one when the run ends, also after an error.
 
-A page that cannot be written is no reason to stop: the caller hears of it once (reports.py), and it is tried again.
+If a page cannot be written, the caller gets the error once (reports.py), and writing is tried again later.
 """
 
 import copy
@@ -27,7 +27,7 @@ EVERY_S, COST = 10.0, 100.0
 
 
 class RunPage:
-    """The page of one run. directory: its run/; view: what is known of it before the first step."""
+    """The page of one run. directory: its run/; view: the contents known before the first step."""
 
     def __init__(self, view: View, clock: Callable[[], float] = time.monotonic) -> None:
         self.view, self.clock = view, clock
@@ -47,7 +47,7 @@ class RunPage:
         return self.view.directory / PAGE
 
     def add(self, entry: Entry) -> None:
-        """An entry of metrics.jsonl. OSError, or whatever it was, when the last page could not be written."""
+        """Adds an entry of metrics.jsonl. Raises the error of the last page if it could not be written."""
         with self.lock:
             self.view.curves.add(entry)
             error, self.error = self.error, None
@@ -56,31 +56,31 @@ class RunPage:
             raise error
 
     def change(self, change: Callable[[Story], object]) -> None:
-        """Changes the story."""
+        """Changes the story (the page's contents besides curves)."""
         with self.lock:
             change(self.story)
 
     def happened(self, line: str) -> None:
-        """A line that was printed. Those of steps are curves."""
+        """Adds a printed line. Lines of steps are left out: the curves show them."""
         if not line.startswith("step "):
             self.change(lambda story: story.happened(line))
 
     def planned(self, numbers: dict[str, Any]) -> None:
-        """What a step should take, by what is known of the steps now."""
+        """Sets the planned numbers of a step, recomputed for the measured steps."""
         self.change(lambda story: setattr(story, "planned", numbers))
 
     def answered(self, answers: Answers) -> None:
-        """Answers of an evaluation."""
+        """Adds the answers of an evaluation."""
         if answers.rows:
             self.change(lambda story: story.answered(answers))
 
     def ended(self, state: str, outcome: str = "") -> None:
-        """How the run ended; the first word counts."""
+        """Sets how the run ended; the first call wins."""
         if self.story.state == RUNNING:
             self.change(lambda story: (setattr(story, "state", state), setattr(story, "outcome", outcome)))
 
     def _ask(self) -> None:
-        """Has a page written, if it is time and none is being written."""
+        """Starts writing a page, if one is due and none is being written."""
         if self.clock() < self.due_s or self.wake.is_set() or self.closed:
             return
         if self.thread is None:
@@ -93,14 +93,14 @@ class RunPage:
         while not self.closed:
             try:
                 self.write()
-            except Exception as error:  # of any kind: the caller says it, and the run goes on
+            except Exception as error:  # of any kind: the caller reports it, and the run continues
                 self.error = error
             self.wake.clear()
-            if not self.closed:  # set before `wake` is: nobody waits for a thread that waits
+            if not self.closed:  # set before `wake`, so `close` never waits for a waiting thread
                 self.wake.wait()
 
     def write(self) -> None:
-        """Makes the page and writes both files, now."""
+        """Makes the page and writes both files now."""
         began_s = self.clock()
         try:
             with self.lock:
@@ -122,7 +122,7 @@ class RunPage:
         measured["host_bytes"] = max(measured.get("host_bytes", 0.0), _resident_bytes())
 
     def close(self) -> None:
-        """The last page. A run that ended without a word has failed."""
+        """Writes the last page. A run whose end was not announced has failed."""
         self.closed = True
         self.wake.set()
         if self.thread is not None:
@@ -132,7 +132,7 @@ class RunPage:
 
 
 def _copied(curves: Curves) -> Curves:
-    """As far as the curves change in place: lists are replaced, or appended to."""
+    """A copy, as deep as the curves change in place: lists are replaced, or appended to."""
     made = copy.copy(curves)
     made.points, made.evaluations = list(curves.points), list(curves.evaluations)
     made.tests, made.highest = dict(curves.tests), dict(curves.highest)
@@ -140,13 +140,13 @@ def _copied(curves: Curves) -> Curves:
 
 
 def _resident_bytes() -> float:
-    """Of this process, now; 0 where there is no /proc."""
+    """Resident memory of this process; 0 without /proc."""
     lines = read_text(Path("/proc/self/status")).splitlines()
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), 0.0)
 
 
 def begin_story(path: Path, run: str | None, first: int, fresh: Story) -> Story:
-    """The story of a run that begins; of one that goes on, with what the file has of the steps before."""
+    """The story of a new run; for a resumed run, with the file's contents about earlier steps."""
     before = read_story(path) if first else None
     if before is None or before.run != (run or ""):
         return fresh
@@ -157,7 +157,7 @@ def begin_story(path: Path, run: str | None, first: int, fresh: Story) -> Story:
 
 
 def begin_curves(kept: Iterable[Entry]) -> Curves:
-    """The curves of the steps that metrics.jsonl has from before."""
+    """The curves of earlier steps, from metrics.jsonl."""
     curves = Curves()
     for entry in kept:
         curves.add(entry)

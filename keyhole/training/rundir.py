@@ -1,18 +1,18 @@
-"""The output directory: whose it is, and what goes into run/.
+"""The output directory: whether a run may write to it, and the files in run/.
 
     output_dir/            the trained model, an ordinary Hugging Face directory
       checkpoint-N/        the same plus keyhole_state.json and optimizer.safetensors
       run/keyhole.json     the marker: this directory is ours; the format's version, and the id of the run
       run/config.yaml      every setting of the run      run/env.json   versions and hardware
       run/metrics.jsonl    one line per step             run/loss.png   the curve      run/log.txt   what was printed
-      run/report.html      the run as a page             run/report.json   what is on it besides the metrics
+      run/report.html      the run as a page             run/report.json   its contents besides the metrics
       run/journal          zeroth-order: one record per step (checkpoint/journal/format.py)
       run/lock             held by the process that writes here (lock.py)
 
-Nothing that is not ours is written over, and nothing of ours without --resume. `inspect` leaves everything as it is;
-the directory is made (`open_run`) only when data and model have turned out to be good. Then the lock is held, so
-everything that was inspected without it is inspected again: another process may have made a run here meanwhile. In run/
-only regular files and directories are accepted: through a link a run would write elsewhere.
+Files that keyhole did not write are never overwritten, and an earlier run is not overwritten without --resume.
+`inspect` changes nothing; the directory is created (`open_run`) only after data and model have been checked. At that
+point the lock is held, so all checks are repeated: another process may have started a run here meanwhile. In run/ only
+regular files and directories are accepted: through a link a run would write elsewhere.
 """
 
 import errno
@@ -37,7 +37,7 @@ from keyhole.training.lock import Lock
 
 FORMAT = 1
 MARKER_BYTES = 2**20
-# What a killed process left: half-written, half-deleted, or half-replaced (disk/files.py has the names). Exactly ours.
+# Leftovers of a killed process: half-written, half-deleted, or half-replaced (names: disk/files.py). Only our own.
 LEFTOVER = re.compile(r"\.(checkpoint-\d+|model)\.(saving|old|deleted)-\d+|\.probe\.tmp")
 REPLACED = re.compile(r"\.(checkpoint-\d+)\.old-\d+")
 
@@ -82,7 +82,7 @@ class RunDir:
 
     @property
     def run_id(self) -> str | None:
-        """The id in the marker; None without one (before version 0.2)."""
+        """The id in the marker; None if it has none (before version 0.2)."""
         if not self.is_ours:
             return None
         try:
@@ -93,7 +93,7 @@ class RunDir:
 
     @property
     def holds(self) -> str | None:
-        """What of a run lies here that must not be written over; None: nothing."""
+        """Which files of a run here must not be overwritten; None if there are none."""
         if own := checkpoints(self.root):
             return own[-1].name
         if self.root.is_dir() and stored_weights(self.root):
@@ -101,7 +101,7 @@ class RunDir:
         return "a journal of steps" if _has_steps(self.journal) else None
 
     def place(self) -> Place:
-        """For what --resume means here."""
+        """What `--resume` needs to know about this directory."""
         return Place(self.root, self.journal, self.run_id, self.holds)
 
 
@@ -111,7 +111,7 @@ def new_run_id() -> str:
 
 
 def inspect(output_dir: str, resume: bool) -> RunDir:
-    """Whether a run may write here; UserError says what to change otherwise."""
+    """Checks that a run may write here; otherwise UserError says what to change."""
     found = RunDir(Path(output_dir))
     _check_place(found.root)
     if not os.path.lexists(found.root):
@@ -136,21 +136,21 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
 
 
 def _way_out(root: Path) -> str:
-    """What to do with a directory whose run cannot be told: a checkpoint in it may be gone on from elsewhere."""
+    """Advice for a directory whose run cannot be identified: resume one of its checkpoints into another output_dir."""
     newest = checkpoints(root)[-1:]
     other = f"; its newest checkpoint goes on there with --resume {newest[0]}" if newest else ""
     return f"choose a new or empty directory{other}"
 
 
 def _check_place(root: Path) -> None:
-    """The name must be possible, and the nearest directory that exists must be writable."""
+    """Checks that the name is valid and that the nearest existing directory is writable."""
     for place in (root, *root.absolute().parents):
         try:
             os.stat(place)
             break
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except (OSError, ValueError) as error:  # too long, may not be entered; a zero byte
+        except (OSError, ValueError) as error:  # too long, no permission, or a zero byte
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"output_dir: {str(root)[:200]!r} is not possible: {reason}") from error
     if place != root and not place.is_dir():
@@ -162,9 +162,9 @@ def _check_place(root: Path) -> None:
 
 
 def try_place(root: Path) -> None:
-    """Makes a file without a name in the nearest directory that exists: nothing stays, whenever the process is killed.
-    Where a file system has none, makes a directory and removes it again. Permissions alone do not say that it can be
-    written to: those of /proc let root write."""
+    """Creates an unnamed file in the nearest existing directory, so that nothing is left if the process is killed. If
+    the file system has no unnamed files, creates a directory and removes it again. Permissions are not enough to tell
+    whether a directory is writable: those of /proc let root write."""
     place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
     try:
         try:
@@ -182,7 +182,7 @@ def try_place(root: Path) -> None:
 
 
 def _refuse_links(run: Path) -> None:
-    """run/ and what lies in it must be directories and regular files."""
+    """Checks that run/ and its contents are directories and regular files."""
     try:
         entries = [run, *run.iterdir()] if run.is_dir() else [run]
     except OSError as error:
@@ -196,7 +196,7 @@ def _refuse_links(run: Path) -> None:
 
 
 def _has_steps(path: Path) -> bool:
-    """Whether a journal holds a record; one that cannot be read counts as if it did."""
+    """Whether a journal has a record; an unreadable journal counts as having one."""
     try:
         return path.exists() and bool(journal.read(path).records)
     except (OSError, journal.BadJournal):
@@ -204,7 +204,7 @@ def _has_steps(path: Path) -> bool:
 
 
 def _first_file(root: Path) -> Path | None:
-    """Any file below `root`, other than what a process leaves that is killed before its marker is there."""
+    """Any file below `root`, except leftovers of a process that was killed before it wrote its marker."""
     early = {root / "run" / "lock", root / "run" / ".keyhole.json.tmp"}
     try:
         return next((p for p in root.rglob("*") if not p.is_dir() and p not in early), None)
@@ -214,7 +214,7 @@ def _first_file(root: Path) -> Path | None:
 
 @contextmanager
 def writing_to(root: Path) -> Iterator[None]:
-    """Turns a file that cannot be written, before training begins, into the user's to fix."""
+    """Turns write errors before training begins into UserErrors."""
     try:
         yield
     except OSError as error:
@@ -222,7 +222,7 @@ def writing_to(root: Path) -> Iterator[None]:
 
 
 def restore(found: RunDir) -> None:
-    """Gives a checkpoint its name back whose replacement was cut off between two renames (disk/files.py)."""
+    """Restores the name of a checkpoint whose replacement was interrupted between two renames (disk/files.py)."""
     for path in found.root.iterdir() if found.root.is_dir() else ():
         name = REPLACED.fullmatch(path.name)
         if name is not None and not os.path.lexists(found.root / name[1]):
@@ -231,7 +231,7 @@ def restore(found: RunDir) -> None:
 
 
 def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock: Lock, run_id: str | None) -> None:
-    """Makes the directory ours, checks that it can be written to, and writes down settings and environment."""
+    """Creates the directory with its marker, checks that it is writable, and saves settings and environment."""
     with writing_to(found.root):
         make_directories(found.run)
         if not lock.held:
@@ -249,8 +249,8 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
 
 
 def _probe(root: Path) -> None:
-    """Does once, before the first step, what every save does: a directory, a file in it, and its rename into the
-    root."""
+    """Tries the operations of a save once before the first step: create a directory and a file in it, and rename the
+    directory into the root."""
     with staged(root, "model") as temporary:
         (temporary / "probe").write_bytes(b"keyhole")
         flush(temporary / "probe")

@@ -1,16 +1,16 @@
 """When a checkpoint is written, whether the disk has room for it, and what happens when it fails.
 
-During training, checkpoints are written in the background (checkpoint/snapshot/), one at a time. Where that is not
-possible, is switched off, or a run ends, training waits for the write.
+During training, checkpoints are written in the background (checkpoint/snapshot/), one at a time. If that is impossible
+or switched off, and at the end of a run, training waits for the write.
 
-A checkpoint needs   weights + the method's tensors + MARGIN_BYTES   on disk before the oldest one goes. Where
-that is not there, the oldest goes first, as long as one good checkpoint stays; where it still is not there,
-or the write fails, a save during training is skipped with a loud line and tried again after RETRY_STEPS steps
-(training is worth more than a checkpoint), while the save that ends a run raises. Weights are checked to be
-finite before they are written.
+A checkpoint needs   weights + the method's tensors + MARGIN_BYTES   on the disk before the oldest one is deleted. If
+there is less room, the oldest is deleted first, as long as one good checkpoint remains. If there is still not enough
+room, or the write fails, a save during training is skipped with a warning and tried again after RETRY_STEPS steps
+(training is worth more than a checkpoint); the save that ends a run raises. Weights are checked to be finite before
+they are written.
 
-A checkpoint gets its name when the journal is on the disk up to its step. Where the journal cannot be written, a save
-during training is tried again later; the save that ends a run is worth more than the journal, and only says it.
+A checkpoint gets its name when the journal is on the disk up to its step. If the journal cannot be written, a save
+during training is tried again later; the save that ends a run is made nevertheless, with a warning.
 """
 
 import shutil
@@ -39,7 +39,7 @@ from keyhole.model.weights.save_parts import bad_tensor
 
 MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
-# Not the end of training, if it can go on: no room on the disk, or none to copy to.
+# Training continues after these errors: no room on the disk, or no memory for copies.
 CANNOT_SAVE = (OSError, Cancelled, MemoryError, torch.AcceleratorError, torch.OutOfMemoryError)
 
 
@@ -63,8 +63,8 @@ def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """Steps between checkpoints (None: at the end only), how many are kept (None: all), whether training goes on
-    meanwhile, and whether the model is the result: otherwise only numbers are, and nothing is saved at the end."""
+    """Steps between checkpoints (None: only at the end), how many are kept (None: all), whether they are written in the
+    background, and whether a model is saved at the end (otherwise only metrics are)."""
 
     every: int | None
     keep: int | None
@@ -75,8 +75,8 @@ class SaveSettings:
 class Saver:
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
-    about is what every checkpoint says of its run. flush_journal(step) returns when the journal is on the disk up
-    to a step; False: the step was not good; OSError: it cannot be. say takes warnings.
+    about describes the run in every checkpoint. flush_journal(step) returns when the journal is on the disk up to a
+    step; False: the step was not good; OSError: flushing failed. say is called with warnings.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class Saver:
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
-        self.deleting: threading.Thread | None = None  # old checkpoints, beside training
+        self.deleting: threading.Thread | None = None  # deletes old checkpoints in the background
         self.flush_journal: Callable[[int], bool] = lambda step: True
         self.selection: Callable[[], dict[str, Any] | None] = lambda: None  # for checkpoints
-        self.best_step: int | None = None  # whose checkpoint stays
+        self.best_step: int | None = None  # its checkpoint is kept
         self.background: Background | None = None
         if settings.background and settings.every is not None:
             background = Background(model, method)
             self.background = background if background.possible else None
 
     def describe(self) -> list[str]:
-        """For the start block: how checkpoints are written, and the host memory that takes."""
+        """For the start block: how checkpoints are written, and the host memory that this needs."""
         if self.settings.every is None:
             return []
         if self.background is None:
@@ -118,7 +118,7 @@ class Saver:
         ]
 
     def refuse_full_disk(self) -> None:
-        """Before training starts: there must be room for the weights at least."""
+        """Before training starts: refuses a disk without room for the weights."""
         if not self.settings.model:
             return
         need, free = saved_bytes(self.model, {}), free_bytes(self.root)
@@ -129,7 +129,7 @@ class Saver:
             )
 
     def went_on_from(self, path: Path | None, step: int) -> None:
-        """The checkpoint this run goes on from is good; if it lies here, its step need not be saved again."""
+        """Notes the checkpoint that the run resumes from; if it is in this directory, its step is not saved again."""
         self.last_good = path
         if path is not None and path.resolve() == (self.root / f"checkpoint-{step}").resolve():
             self.last_step = step
@@ -140,7 +140,7 @@ class Saver:
         return step != self.last_step and ((every is not None and step % every == 0) or step == self.retry_at)
 
     def try_save(self, step: int, loader: dict[str, Any]) -> list[str]:
-        """Saves during training, or starts to; returns lines for the user, also when it did not work."""
+        """Saves during training, or starts a background save; returns lines for the user, also if it failed."""
         lines, self.retry_at = self.wait(step), None
         try:
             if self.background is None:
@@ -156,12 +156,12 @@ class Saver:
             return [*lines, self._failed(step, step, error)]
 
     def poll(self, step: int) -> list[str]:
-        """Lines about a checkpoint that was finished in the background, after this step at the latest."""
+        """Lines about a background checkpoint that has been finished since the last call."""
         done = None if self.background is None else self.background.poll()
         return [] if done is None else [self._finished(done, step)]
 
     def wait(self, step: int) -> list[str]:
-        """The same for one that is not finished yet: waits for it."""
+        """Waits for a background checkpoint, and returns the lines about it."""
         done = None if self.background is None else self.background.wait()
         return [] if done is None else [self._finished(done, step)]
 
@@ -172,7 +172,7 @@ class Saver:
         return self.last_good
 
     def close(self) -> None:
-        """Ends what is being written, when training has ended with an error."""
+        """Ends a background save after an error in training."""
         if self.background is not None:
             self.background.abandon()
 
@@ -192,7 +192,7 @@ class Saver:
     def _failed(self, step: int, now: int, error: UserError) -> str:
         self.retry_at = now + RETRY_STEPS
         every = self.settings.every or RETRY_STEPS
-        again = min(self.retry_at, now - now % every + every)  # whichever is_due says first
+        again = min(self.retry_at, now - now % every + every)  # whichever comes first
         kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
         return f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {again}"
 
@@ -205,8 +205,8 @@ class Saver:
         self.deleting = select.prune(self.root, self.settings.keep, step, self.say, self.best_step)
 
     def save(self, step: int, loader: dict[str, Any], last: bool = False) -> Path:
-        """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old. last: the run
-        ends with it."""
+        """Flushes the method, checks weights and disk, writes checkpoint-step, deletes old checkpoints. last: this save
+        ends the run."""
         self.method.flush()
         bad = bad_tensor(self.model)
         if bad is not None:
@@ -235,11 +235,12 @@ class Saver:
             )
 
     def save_once(self, step: int, loader: dict[str, Any]) -> Path:
-        """The save that ends a run, unless this step is on disk already. Raises when it cannot."""
+        """The save that ends a run, unless this step is on the disk already. Raises if it fails."""
         return self.last_good if self.last_good and self.last_step == step else self.save(step, loader, last=True)
 
     def save_best(self, step: int, loader: dict[str, Any]) -> list[str]:
-        """The checkpoint of the best step so far, which stays; training waits for it. Lines, also when it failed."""
+        """Saves the checkpoint of the best step so far, which is kept; training waits. Returns lines, also if it
+        failed."""
         before, lines, self.best_step = self.best_step, self.wait(step), step
         try:
             return [*lines, f"saved {self.save_once(step, loader)}"]
@@ -263,12 +264,12 @@ class Saver:
             )
 
     def _wait_for_room(self) -> None:
-        """Returns when what is being deleted is gone."""
+        """Waits until the old checkpoints are deleted."""
         if self.deleting is not None:
             self.deleting.join()
 
     def publish(self, step: int | None = None) -> None:
-        """The checkpoint of a step, or the last one, becomes the model of the output directory."""
+        """Makes the checkpoint of a step, or the last one, the model of the output directory."""
         self._wait_for_room()
         source = self.last_good if step is None else self.root / f"checkpoint-{step}"
         assert source is not None

@@ -1,16 +1,16 @@
-"""Which step's model is the result of a run, and when a run has seen enough.
+"""Which step's weights are the result of a run, and when a run ends early.
 
-    load_best_model_at_end     the weights of the step with the best evaluation are published, not the last ones
-    early_stopping_patience    the run ends after so many evaluations in a row without a new best
-    max_minutes                the run ends when it has trained so long, the time before a stop included
+    load_best_model_at_end     publishes the weights of the step with the best evaluation, not the last ones
+    early_stopping_patience    ends the run after this many evaluations in a row without a new best
+    max_minutes                ends the run after this training time, including time before an interruption
 
-The first two are functions of the evaluations so far, a few pairs (step, value), and of nothing else. They are in every
-checkpoint and in run/metrics.jsonl, so a run that was stopped and resumed chooses as one that was not. A value counts
-as better only if it is strictly so; of equal ones the earlier step stays.
+The first two depend only on the evaluations so far, a few pairs (step, value). These are in every checkpoint and in
+run/metrics.jsonl, so a resumed run makes the same choice as an uninterrupted one. Only a strictly better value is a new
+best; of equal values the earliest step wins.
 
-The checkpoint of a new best is written at once, and training waits for it: no later step is recorded while the best
-weights are not on the disk. It is not counted by save_total_limit. Where the disk did not take it, the best of those
-that are there is published, and that is said.
+The checkpoint of a new best is written at once, and training waits for it: no later step is recorded before the best
+weights are on the disk. It does not count towards save_total_limit. If it could not be written, the best step among the
+existing checkpoints is published, with a message.
 """
 
 import math
@@ -25,7 +25,8 @@ LOSSES = ("loss", "perplexity")
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """metric: a key of an evaluation, with or without `eval_` before it. greater: None decides by the metric's name."""
+    """metric: a key of an evaluation, with or without `eval_` before it. greater: larger is better; None: decided by
+    the metric's name."""
 
     best: bool = False
     metric: str = "loss"
@@ -35,19 +36,19 @@ class SelectionSettings:
 
     @property
     def sign(self) -> int:
-        """What makes larger values better."""
+        """Multiplied by this, larger values are better."""
         falls = self.metric.removeprefix("eval_").endswith(LOSSES)
         return 1 if (not falls if self.greater is None else self.greater) else -1
 
 
 def value_of(found: dict[str, Any], metric: str) -> float | None:
-    """A metric of an evaluation, with or without `eval_` before its name; None where it has no such number."""
+    """A metric of an evaluation, with or without `eval_` before its name; None if it has no such number."""
     name = metric.removeprefix("eval_")
     return next((float(found[key]) for key in (f"eval_{name}", name) if found.get(key) is not None), None)
 
 
 class Selection:
-    """The evaluations of a run, and what follows from them."""
+    """The evaluations of a run, and the decisions that follow from them."""
 
     def __init__(self, settings: SelectionSettings, saved: dict[str, Any] | None = None) -> None:
         """saved: what a checkpoint of the run holds (`state_dict`)."""
@@ -57,8 +58,8 @@ class Selection:
         self.seconds_before, self.began_s = float(saved.get("seconds", 0.0)), time.monotonic()
 
     def add_before(self, entries: list[dict[str, Any]], after: int) -> None:
-        """Takes over what a journal or a metrics file knows beyond a checkpoint of step `after`: its evaluations, and
-        the seconds of its steps."""
+        """Adds evaluations, and seconds of steps, from entries of the metrics file that are later than the checkpoint
+        of step `after`."""
         for entry in entries:
             if entry["step"] > after and "seconds" in entry:
                 self.seconds_before += entry["seconds"] or 0.0
@@ -71,11 +72,11 @@ class Selection:
 
     @property
     def seconds(self) -> float:
-        """Of training so far, over all processes of the run."""
+        """Seconds of training so far, over all processes of the run."""
         return self.seconds_before + time.monotonic() - self.began_s
 
     def note(self, step: int, found: dict[str, Any]) -> bool:
-        """Takes an evaluation; returns whether it is the best so far."""
+        """Adds an evaluation; returns whether it is the best so far."""
         value = self._find(found)
         if value is None:
             known = ", ".join(key for key, number in found.items() if isinstance(number, int | float))
@@ -92,12 +93,12 @@ class Selection:
         return sorted(finite, key=lambda step: (-self.settings.sign * finite[step], step))
 
     def out_of_time(self) -> str | None:
-        """Why the run ends, where its time is over."""
+        """The reason to end the run if its time is over; else None."""
         minutes = self.settings.minutes
         return None if minutes is None or self.seconds < 60 * minutes else f"max_minutes={minutes:g} have passed"
 
     def out_of_patience(self) -> str | None:
-        """Why the run ends, where nothing has been better for too long."""
+        """The reason to end the run if there was no new best for too long; else None."""
         best, patience = self.best_steps(), self.settings.patience
         if not best or patience is None or sum(step > best[0] for step in self.values) < patience:
             return None

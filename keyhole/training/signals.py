@@ -1,13 +1,13 @@
 """Ctrl-C, SIGTERM, a closed terminal: the first signal asks the run to stop, a later one ends it at once.
 
 The first signal only sets a flag: the loop finishes its step, saves a checkpoint and returns 130. After GRACE_S the
-signals are given back to the system, so a second one ends the process at once, even inside a long copy or write. That
-harms nothing: everything on disk is written under a temporary name and renamed when complete, and what a dead process
-left half-written is swept away by the next run. Signals within GRACE_S of the first are the same request: a closed
-terminal, `timeout` and job launchers send one to the process and one to its group.
+default signal handlers are restored, so a second signal ends the process at once, even inside a long copy or write.
+That is safe: all files are written under a temporary name and renamed when complete, and the next run deletes the
+leftovers of a dead process. Signals within GRACE_S of the first count as one request, because a closed terminal,
+`timeout` and job launchers send one to the process and one to its group.
 
-A terminal that is closed sends SIGHUP, and whoever is at the other end of a pipe may just go (display.py): both ask
-too. Where SIGHUP is ignored it stays so: `nohup keyhole train ...` outlives its terminal.
+A closed terminal sends SIGHUP, and the reader of a pipe may exit (display.py): both ask the run to stop too. If SIGHUP
+is ignored it stays ignored: `nohup keyhole train ...` outlives its terminal.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class Interrupts:
     """A context that turns the first signal into `requested`; idle outside the main thread."""
 
     def __init__(self, quiet: bool = False) -> None:
-        """quiet: nothing is said; another process does."""
+        """quiet: prints nothing, because another process does."""
         self.quiet = quiet
         self.requested: str | None = None  # the name of the signal
         self._before: dict[int, Any] = {}
@@ -50,7 +50,7 @@ class Interrupts:
         self._before = {}
 
     def ask(self, why: str) -> None:
-        """The same as a first signal, from inside."""
+        """Requests a stop from inside the process, as a first signal does."""
         self.requested = self.requested or why
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -64,11 +64,11 @@ class Interrupts:
             return
         text = f"\nkeyhole: {self.requested}: finishing this step and saving; once more leaves at once\n"
         with suppress(OSError):  # the terminal may be gone
-            os.write(2, text.encode())  # print could have been interrupted itself, and may not be entered twice
+            os.write(2, text.encode())  # not print: the signal may have interrupted a print, which is not reentrant
 
 
 def give_back(numbers: tuple[int, ...]) -> None:
-    """Lets signals end the process again. From any thread, which Python's own function is not for; the main thread may
-    be inside a long call, and would set nothing before that ends."""
+    """Restores the default handlers, so that signals end the process. Works from any thread, unlike signal.signal: the
+    main thread may be inside a long call."""
     for number in numbers:
         ctypes.CDLL(None).signal(number, ctypes.c_void_p(0))  # SIG_DFL

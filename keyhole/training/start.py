@@ -1,10 +1,10 @@
-"""How a run starts, from top to bottom: what is asked for, what is there, what is built.
+"""How a run starts, from top to bottom: the config, the existing files, the parts of the run.
 
-    config -> output_dir, lock -> resume point -> files of the data   here, without torch: refused within a second
+    config -> output_dir, lock -> resume point -> files of the data   here, without torch: errors within a second
     data -> model, method -> start block -> directory -> journal -> loop                       build.py, with torch
 
-Importing torch and transformers takes seconds, so this file imports neither, and nothing that does. Whatever can be
-refused without them is refused before (tests/training/test_start.py looks at what is imported at that moment).
+Importing torch and transformers takes seconds, so this file imports neither, directly or indirectly. All checks that do
+not need them are made first (tests/training/test_start.py checks which modules are imported at that moment).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """How a run gets what several runs of one process may share (keyhole/compare does), and what it may do. None: as
-    one run alone does."""
+    """Parts that several runs of one process may share (keyhole/compare does), and permissions. None: the default of a
+    single run."""
 
     load_data: Callable[[DataSettings], Data] | None = None
     load: Callable[..., Model] | None = None
@@ -57,7 +57,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, checked as far as that goes without data and model."""
+    """The request, checked as far as possible without reading data and model."""
 
     config: TrainConfig
     directory: rundir.RunDir
@@ -65,18 +65,18 @@ class Request:
     notes: list[str]
     settings: DataSettings
     parts: Parts
-    base: Callable[[], str | None]  # the hash of the model that a new run begins with
+    base: Callable[[], str | None]  # the hash of the original model of a new run
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False, parts: Parts | None = None) -> int:
     """Trains as the config says and returns the exit code: 0, or 130 when interrupted after a clean save.
 
-    resume: None starts a new run; "" (or "auto", "last") goes on from the newest checkpoint in output_dir; a
+    resume: None starts a new run; "" (or "auto", "last") resumes from the newest checkpoint in output_dir; a
     path, from that checkpoint. dry_run checks config, data, model (its weights by the headers of their files) and
     output_dir, prints the start block, and stops.
     """
     open_missing_streams()
-    config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
+    config, _ = resolve(config)  # done by the command line; needed for a config made in Python
     parts = parts or Parts()
     check_ranks(config, parts.ranks)
     if not parts.ranks.is_leader:
@@ -88,7 +88,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
         if not dry_run:
             lock.take()
             rundir.restore(directory)
-            rundir.inspect(config.output_dir, resume is not None)  # again: another run may have ended here meanwhile
+            rundir.inspect(config.output_dir, resume is not None)  # again: another run may have written here meanwhile
         with parts.waiting.phase("checking"):
             request = check_request(config, directory, resume, parts)
             name = _prepare_push(config, dry_run)
@@ -106,7 +106,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
 
 
 def _prepare_push(config: TrainConfig, dry_run: bool) -> str | None:
-    """The name under which the model will be published; what stands in the way is said before training."""
+    """The hub name under which the model will be published; problems are reported before training."""
     if not config.push_to_hub:
         return None
     from keyhole.hub.push import check_id, prepare
@@ -120,7 +120,7 @@ def _push(root: Path, name: str, private: bool | None) -> None:
     from keyhole.hub.push import push
 
     def say(line: str) -> None:
-        with suppress(OSError):  # nobody may be there to read it
+        with suppress(OSError):  # the output may be closed
             print(line, flush=True)
 
     try:
@@ -130,7 +130,8 @@ def _push(root: Path, name: str, private: bool | None) -> None:
 
 
 def follow(config: TrainConfig, resume: str | None, parts: Parts) -> int:
-    """The same on another rank than the leader: it does what the leader says, and touches no file of the run."""
+    """The same on a rank that is not the leader: it executes the leader's commands, and writes no file of the run by
+    itself."""
     directory, parts = rundir.RunDir(Path(config.output_dir)), replace(parts, waiting=Waiting(silent=True))
     request = check_request(config, directory, resume, parts)
     with no_collector():
@@ -139,7 +140,7 @@ def follow(config: TrainConfig, resume: str | None, parts: Parts) -> int:
 
 
 def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
-    """Refuses what several ranks cannot do."""
+    """Refuses settings that several ranks do not support."""
     count, row = config.gradient_accumulation_steps, METHODS[config.method]
     if not ranks.several:
         return
@@ -157,7 +158,7 @@ def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | None, parts: Parts) -> Request:
-    """Finds what to go on from, and whether model and data are there. Reads no data, and writes nothing."""
+    """Finds the resume point, and checks that model and data exist. Reads no data and writes nothing."""
     ranks, row = parts.ranks, METHODS[config.method]
     origin = ranks.from_leader(lambda: find_origin(resume, directory.place(), row.journaled))
     if origin.tail and origin.choice.path is None and ranks.is_leader:

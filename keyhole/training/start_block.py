@@ -1,8 +1,7 @@
-"""The block printed at the start: what was decided, and why.
+"""The block of lines printed at the start of a run: its decisions and their reasons.
 
-Everything that shapes the run is said once, before the first step: the model and which of its parameters are
-trained, dtype and device with the reason, placement, kernels, how the data was read, how many steps, and the
-schedule.
+It shows, before the first step: the model and its trained parameters, dtype and device with the reason, placement,
+kernels, how the data was read, the number of steps, and the schedule.
 """
 
 import re
@@ -26,7 +25,7 @@ def title(method: str, model: str) -> str:
 
 
 def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype) -> list[str]:
-    """The model, and a table of its parameters, those of the repeated blocks gathered."""
+    """The model, and a table of its parameters; those of repeated blocks share a row."""
     count = sum(t.shape.numel() for t in layout.tensors)
     frozen = sum(t.shape.numel() for t in layout.tensors if not t.param.requires_grad)
     own = {id(t.param) for t in layout.tensors}
@@ -42,7 +41,7 @@ def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype) -> 
 
 
 def parameter_rows(layout: Layout) -> list[str]:
-    """`trained  32 x model.layers.*.mlp.up_proj.weight  [11008, 4096]`, a row for each kind of tensor."""
+    """`trained  32 x model.layers.*.mlp.up_proj.weight  [11008, 4096]`, one row per kind of tensor."""
     kinds: dict[tuple[str, tuple[int, ...], bool], int] = {}
     for tensor in layout.tensors:
         kind = (
@@ -66,7 +65,7 @@ def device_line(asked_device: str | None, device: torch.device) -> str:
 
 
 def machine_lines(asked_device: str | None, model: Model, method: Method) -> list[str]:
-    """Device, dtype and placement with their reasons, what the method decided, and kernels."""
+    """Device, dtype and placement with their reasons, the method's decisions, and kernels."""
     return [device_line(asked_device, model.device), *model.describe(), *method.describe(), kernels()]
 
 
@@ -76,7 +75,7 @@ def kernels() -> str:
 
 
 def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_epoch: int) -> list[str]:
-    """Steps, samples, schedule, and where things go."""
+    """Steps, samples, schedule, and output paths."""
     micro, accumulation = config.batch_size, config.gradient_accumulation_steps
     rows = "rows of packed samples" if config.packing else "samples"
     split = f" ({accumulation} micro-batches of {micro})" if accumulation > 1 else ""

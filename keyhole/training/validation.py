@@ -1,12 +1,13 @@
-"""Loss and perplexity on held-out data, exactly as the training loss is defined, and the metrics of tasks.
+"""Loss and perplexity on held-out data, defined as the training loss is, and the metrics of tasks.
 
     eval_loss = sum of NLL over all trained tokens of the set / their number      perplexity = exp(eval_loss)
 
 A classifier's loss is a mean over rows, and has no perplexity.
-Sums are added in float64 on the host. When units are streamed, up to EVAL_PASSES batches go through the model together,
-as many as the memory plan has room for: they share every upload, and the result does not depend on the grouping.
+Sums are accumulated in float64 on the host. With streamed units, up to EVAL_PASSES batches go through the model
+together, as many as the memory plan has room for: they share every upload, and the result does not depend on the
+grouping.
 
-Where a run has tasks, their dev questions choose the model and their test questions judge it, as `keyhole eval` does
+If a run has tasks, their dev questions select the best step and their test questions score it, as `keyhole eval` does
 (eval/score.py), in batches of the planned size. The numbers are named as in Hugging Face's Trainer:
 
     one task         eval_accuracy, test_accuracy (and its further metrics)
@@ -14,7 +15,7 @@ Where a run has tasks, their dev questions choose the model and their test quest
                      have different metrics
 
 The dev perplexity of a single task is that of the held-out loss, and is not computed twice. A task whose answers are
-programs is scored by test only, and only where running them was allowed.
+programs is scored on test only, and only if running programs was allowed.
 """
 
 import math
@@ -32,12 +33,13 @@ from keyhole.model.model import Model
 
 EVAL_PASSES = 8
 EVAL, TEST = "eval", "test"
-MEAN = "score"  # of different metrics
+MEAN = "score"  # name of the mean of different metrics
 
 
 def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches, of a classifier {"eval_loss", "eval_rows"}; None
-    when `stop` said so midway. Several ranks take turns of the batches each, and add up all in their order."""
+    if `stop` returned True midway. Several ranks take batches in turn, and sum all losses in the order of the
+    batches."""
     ranks, together = model.ranks, model.placed.evaluation_passes(model.layout, EVAL_PASSES)
     together = min(ranks.objects(together)) if model.sharded else together
     own = ranks.share(range(len(batches)))
@@ -49,8 +51,8 @@ def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: Fa
             break
         found += [(float(nll_B.double().sum()), int(count_B.sum())) for nll_B, count_B in model.nll(group)]
         sweeps += 1
-    most = math.ceil(math.ceil(len(batches) / ranks.size) / together)  # of any rank
-    for _ in range(most - sweeps if model.sharded else 0):  # every visit of a unit takes all ranks
+    most = math.ceil(math.ceil(len(batches) / ranks.size) / together)  # sweeps of the rank with the most batches
+    for _ in range(most - sweeps if model.sharded else 0):  # all ranks must take part in every visit of a unit
         model.nll(list(islice(batches, 1)))
     pairs = [pair for each in ranks.objects(found) for pair in each]
     if len(pairs) < len(batches):
@@ -63,7 +65,7 @@ def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: Fa
 
 
 def sum_in_order(numbers: Iterable[float]) -> float:
-    """From left to right, each addition rounded (Python's sum may do better, which would be another number)."""
+    """Sums from left to right, rounding each addition (Python's sum may be more exact, and then differs)."""
     total = 0.0
     for number in numbers:
         total += number
@@ -77,19 +79,19 @@ def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
 
 
 class Stopped(Exception):
-    """Scoring was told to give up."""
+    """Raised inside scoring when the run is asked to stop."""
 
 
 Keep = Callable[[Task, Score], None]
 
 
 def _forget(task: Task, result: Score) -> None:
-    """Only the numbers are wanted."""
+    """The default of `keep`: keeps nothing."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """The tasks that choose (dev) and judge (test) the model of a run."""
+    """The tasks that select (dev) and score (test) the model of a run."""
 
     dev: tuple[Task, ...] = ()
     test: tuple[Task, ...] = ()
@@ -97,22 +99,23 @@ class Judge:
     allow_code_execution: bool = False
 
     def check(self) -> None:
-        """Refuses to run programs that nobody has allowed, before training begins."""
+        """Before training begins: refuses tasks that run programs, unless that was allowed."""
         for task in self.test:
             check_code(task, self.allow_code_execution)
 
     @property
     def chosen_by(self) -> tuple[Task, ...]:
-        """The dev tasks that are scored while a run goes on."""
+        """The dev tasks that are scored during a run."""
         return tuple(task for task in self.dev if task.spec is not None and task.spec.program is None)
 
     @property
     def metric(self) -> str | None:
-        """The number that chooses, where there are dev questions: the tasks' metric, or the mean of different ones."""
+        """The number that selects the best step, if there are dev questions: the tasks' metric, or a mean of
+        several."""
         return common_metric(self.chosen_by)
 
     def names(self, classifies: bool) -> list[str]:
-        """The numbers of an evaluation that a model can be chosen by."""
+        """The numbers of an evaluation that can select the best step."""
         tasks, common = [task for task in self.chosen_by if task.spec is not None], self.metric
         found = ["loss"] if classifies else ["loss", "perplexity"]
         for task in tasks:
@@ -120,8 +123,8 @@ class Judge:
         return list(dict.fromkeys([*found, *([] if common is None else [common])]))
 
     def check_choice(self, metric: str | None, chooses: bool, held_out: bool, classifies: bool) -> None:
-        """Refuses to choose by nothing, or by a number that no evaluation has, before training begins. chooses: the
-        best model is wanted, or a run that ends early. held_out: there are rows to evaluate on."""
+        """Before training begins: refuses a selection without evaluations, or by a number that no evaluation has.
+        chooses: the best model or early stopping is wanted. held_out: there are rows to evaluate on."""
         if (chooses or metric is not None) and not held_out:
             raise UserError(
                 "load_best_model_at_end, early_stopping_patience, metric_for_best_model: no dev question is left to "
@@ -131,13 +134,14 @@ class Judge:
             raise UserError(f"metric_for_best_model={metric}: an evaluation here gives {', '.join(known)}")
 
     def dev_metrics(self, model: Model, stop: Callable[[], bool], keep: Keep = _forget) -> dict[str, Any] | None:
-        """eval_<metric> of the dev questions; None when `stop` said so midway. keep: gets every task with its score."""
+        """eval_<metric> of the dev questions; None if `stop` returned True midway. keep: called with every task and its
+        score."""
         tasks = self.chosen_by
         only_loss = len(tasks) == 1 and tasks[0].spec is not None and tasks[0].spec.kind == LIKELIHOOD
         return {} if only_loss else self._score(model, tasks, EVAL, stop, keep)
 
     def test_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """test_<metric> of the test questions; None when `stop` said so midway."""
+        """test_<metric> of the test questions; None if `stop` returned True midway."""
         return self._score(model, self.test, TEST, stop)
 
     def _score(
@@ -167,7 +171,7 @@ class Judge:
 
 
 def common_metric(tasks: Sequence[Task]) -> str | None:
-    """The name of the one number of several tasks; None without tasks, or where their metrics cannot be averaged."""
+    """The name of the common number of several tasks; None without tasks, or if their metrics cannot be averaged."""
     names = list(dict.fromkeys(task.spec.metric for task in tasks if task.spec is not None))
     if len(names) > 1:
         return None if any(name in LOWER_IS_BETTER for name in names) else MEAN
@@ -185,7 +189,7 @@ def _named(tasks: Sequence[Task], found: dict[str, dict[str, float]], prefix: st
 
 
 def shown_loss(found: dict[str, Any]) -> str:
-    """The loss of an evaluation for people."""
+    """The loss of an evaluation, formatted."""
     if "eval_rows" in found:
         return f"loss {found['eval_loss']:.4f} over {found['eval_rows']:,} rows"
     numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
@@ -193,7 +197,7 @@ def shown_loss(found: dict[str, Any]) -> str:
 
 
 def shown(found: dict[str, Any], prefix: str) -> str:
-    """The metrics of an entry for people: `accuracy 88.4 %, f1 87.1 % of 500 questions`; "" where there are none."""
+    """The metrics of an entry, formatted: `accuracy 88.4 %, f1 87.1 % of 500 questions`; "" if there are none."""
     own = {name.removeprefix(f"{prefix}_"): value for name, value in found.items() if name.startswith(f"{prefix}_")}
     count = own.pop("questions", 0)
     numbers = [as_published(name, value) for name, value in own.items() if name not in ("loss", "tokens", "rows")]
@@ -201,7 +205,7 @@ def shown(found: dict[str, Any], prefix: str) -> str:
 
 
 def as_published(name: str, value: float) -> str:
-    """A metric as it is published: times a hundred, but for losses and perplexity."""
+    """A metric as usually published: in percent, except losses and perplexity."""
     if name.endswith(("loss", *LOWER_IS_BETTER)):
         return f"{name} {value:.3f}"
     return f"{name} {100 * value:.1f}" + ("" if name.endswith(("matthews", "pearson", MEAN)) else " %")

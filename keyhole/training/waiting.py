@@ -1,12 +1,12 @@
-"""What a start waits for, while it does: on a terminal one line that changes, elsewhere a plain line now and then.
+"""Progress lines during the start of a run: on a terminal one line that changes, elsewhere a plain line now and then.
 
     importing torch and transformers
     tokenising: 12,288 of 67,349 rows
     reading weights: 3.1 of 12.6 GiB
 
-The line goes to standard error, so that what a run prints is the same on fast and slow machines. Without a terminal
-nothing is said of work that takes less than QUIET_S seconds, and then a line every EVERY_S. The seconds of each phase
-are kept, for the start block's last line.
+The lines go to standard error, so that standard output is the same on fast and slow machines. Without a terminal,
+nothing is printed about work that takes less than QUIET_S seconds, and then one line every EVERY_S. The seconds of each
+phase are kept for the last line of the start block.
 """
 
 import sys
@@ -24,7 +24,7 @@ CLEAR = "\r\x1b[2K"
 
 
 class Waiting:
-    """The phases of one start. silent: nothing is said; stream: None is standard error."""
+    """The phases of one start. silent: prints nothing; stream: None is standard error."""
 
     def __init__(
         self, silent: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -36,14 +36,14 @@ class Waiting:
 
     @property
     def live(self) -> bool:
-        """Whether the line can be drawn over."""
+        """Whether the line can be overwritten."""
         with suppress(ValueError, OSError):  # closed
             return self.stream is not None and self.stream.isatty()
         return False
 
     @contextmanager
     def phase(self, name: str, now: bool = False) -> Iterator[None]:
-        """Work of this name. now: said at once also without a terminal, since nothing will be told meanwhile."""
+        """A phase with this name. now: printed at once also without a terminal, since the phase reports no progress."""
         began_s = self.clock()
         self.next_s = began_s + (0.0 if self.live else QUIET_S)
         if self.live or now:
@@ -66,7 +66,7 @@ class Waiting:
         if self.stream is None:
             return
         live = self.live
-        with suppress(ValueError, OSError):  # nobody reads: nothing is lost
+        with suppress(ValueError, OSError):  # closed output: nothing to report to
             self.stream.write(f"{CLEAR}{printable(text)}" if live else f"keyhole: {printable(text)}\n")
             self.stream.flush()
             self.drawn = live

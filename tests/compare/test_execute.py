@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keyhole.compare import execute
 from keyhole.compare import kept as kept_module
 from keyhole.compare.execute import FAILED, compare
 from keyhole.compare.file import read_comparison
@@ -18,14 +20,26 @@ from keyhole.errors import NonFinite, UserError
 from keyhole.training import loop
 from tests.compare.comparisons import TEXT, cell, run, table, write
 from tests.matrix import in_every_run
-from tests.training.children import server
+from tests.training.children import draw_nothing, server
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """A finished comparison, and how often weights were opened and data prepared for it."""
+    """A finished comparison, how often weights were opened and data prepared for it, and how many models were left when
+    memory was given back."""
     root = tmp_path_factory.mktemp("undisturbed")
-    counts = {"weights": 0, "data": 0}
+    counts = {"weights": 0, "data": 0, "models left": 0}
+    models: weakref.WeakSet[Any] = weakref.WeakSet()
+    load, free_memory = kept_module.load, execute.free_memory
+
+    def loaded(*args: Any, **how: Any) -> Any:
+        models.add(model := load(*args, **how))
+        return model
+
+    def freed() -> None:
+        free_memory()
+        counts["models left"] += len(models)
+
     with pytest.MonkeyPatch.context() as patch:
         for name, module, function in (("weights", weight_files, "_open_shard"), ("data", kept_module, "load_data")):
             real = getattr(module, function)
@@ -35,6 +49,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
                 return real(*args)
 
             patch.setattr(module, function, counted)
+        patch.setattr(kept_module, "load", loaded)
+        patch.setattr(execute, "free_memory", freed)
         assert run(write(root / "small.yaml"), root / "out") == 0
     return root / "out", counts
 
@@ -55,8 +71,9 @@ def test_the_best_settings_by_dev_are_taken_and_tested(undisturbed: tuple[Path, 
 
 
 def test_weights_and_data_are_read_once(undisturbed: tuple[Path, dict[str, int]]) -> None:
-    """Six runs and a zero-shot in one process: one file of weights, two draws of data (one per seed)."""
-    assert undisturbed[1] == {"weights": 1, "data": 2}
+    """Six runs and a zero-shot in one process: one file of weights, two draws of data (one per seed). No model is there
+    when the next one is loaded."""
+    assert undisturbed[1] == {"weights": 1, "data": 2, "models left": 0}
 
 
 def test_nothing_but_numbers_stays(undisturbed: tuple[Path, dict[str, int]]) -> None:
@@ -75,6 +92,7 @@ def killed(path: Path, out: Path, at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, number)
 
+    draw_nothing()
     loop.Run.step = step
     run(path, out)
 

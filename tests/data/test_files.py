@@ -91,6 +91,8 @@ def test_json_that_is_jsonl_after_all(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "a"}\n{"text": b}\n', r"a.jsonl, line 2: not valid JSON: .* at column 10"),
         ("a.jsonl", '{"text": "a"}\n["b"]\n', r"a.jsonl, line 2: expected an object .* found list"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "a", "n": {"b": 1, "b": 2}}\n', r'line 2: the key "b" stands twice'),
+        ("a.json", '[{"text": "a", "text": "b"}]', r'a.json: the key "text" stands twice in one object'),
         ("a.jsonl", "", r"a.jsonl: the file holds no rows"),
         ("a.json", "", r"a.json: the file holds no rows"),
         ("a.json", "[]", r"a.json: the file holds no rows"),

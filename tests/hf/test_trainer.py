@@ -53,6 +53,7 @@ def weights_of(model: keyhole.Model) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.named_tensors()}
 
 
+@in_every_run(lambda name, accumulation: accumulation == 2 or name == "zo")
 @pytest.mark.parametrize(("name", "rate"), [("zo", 1e-4), ("lomo", 1e-2)])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_losses_and_weights_are_those_of_the_methods_own_loop(
@@ -76,6 +77,7 @@ def test_losses_and_weights_are_those_of_the_methods_own_loop(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@in_every_run(lambda name: name == "lomo")
 @pytest.mark.parametrize("name", ["zo", "lomo"])
 def test_losses_are_those_of_keyhole_train(tiny_model: Path, tiny_data: Path, tmp_path: Path, name: str) -> None:
     """The same run by the command's own loop, on the batches of its loader: equal losses, to the bit."""
@@ -104,7 +106,7 @@ def test_losses_are_those_of_keyhole_train(tiny_model: Path, tiny_data: Path, tm
     assert losses_of(made) == expected[: len(losses_of(made))] and len(losses_of(made)) == 10
 
 
-@in_every_run(lambda name, settings: name != "zo" or bool(settings))
+@in_every_run(lambda name, settings: name == "adam-offload" or bool(settings))
 @pytest.mark.parametrize(
     ("name", "settings"), [("zo", {}), ("zo", {"rank": 2, "refresh": 2}), ("lomo", {}), ("adam-offload", {})]
 )

@@ -1,14 +1,24 @@
-"""Models from the hub, against a server on this machine: what is fetched, how often, and what is said otherwise."""
+"""Models from the hub, against a server on this machine: what is fetched, how often, and what is said otherwise.
 
+huggingface_hub reads its variables when it is imported. One test asks in new processes; the others read them anew in
+this one, which saves the imports.
+"""
+
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session, constants
 
+import keyhole
 from keyhole import assets
+from keyhole.errors import UserError
+from keyhole.model.structure import source
 from tests.hub.server import TOKEN, Hub, hub_here
 
 FETCH = """
@@ -29,19 +39,46 @@ def hub() -> Iterator[Hub]:
         yield found
 
 
-def fetch(hub: Hub, name: str, home: Path, **env: str) -> str:
-    """What a new process that asks for a model prints: its directory, or the message for the user."""
+def variables(hub: Hub, home: Path, **env: str) -> dict[str, str]:
+    """All variables of a process that is to know this hub, nothing of the user's, and these."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    return clean | hub.env | {"HF_HOME": str(home)} | env
+
+
+@contextmanager
+def as_if_new(hub: Hub, home: Path, **env: str) -> Iterator[None]:
+    """In this process the library reads its variables as a new one would, and has no connection yet."""
+
+    def read_anew() -> None:
+        close_session()
+        importlib.reload(constants)
+        source.hub_answers.cache_clear()
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("time.sleep", lambda seconds: None)  # between the library's attempts
+            patch.setattr(os, "environ", variables(hub, home, **env))
+            read_anew()
+            yield
+    finally:
+        read_anew()
+
+
+def fetch(hub: Hub, name: str, home: Path, **env: str) -> str:
+    """What one gets who asks for a model: its directory, or the message for the user."""
+    with as_if_new(hub, home, **env):
+        try:
+            source.find_file(name, "config.json")
+            return str(source.find_directory(name))
+        except UserError as error:
+            return f"UserError {error}"
+
+
+def fetch_apart(hub: Hub, name: str, home: Path, **env: str) -> str:
+    """The same in a new process, which prints it."""
     command = [sys.executable, "-c", FETCH, name]
-    done = subprocess.run(
-        command,
-        env=clean | hub.env | {"HF_HOME": str(home)} | env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout.strip()
+    how = {"env": variables(hub, home, **env), "capture_output": True, "text": True, "timeout": 120, "check": True}
+    return subprocess.run(command, **how).stdout.strip()
 
 
 def weights_asked(hub: Hub) -> list[tuple[str, str, str]]:
@@ -54,15 +91,15 @@ def test_files_are_fetched_once_and_used_without_a_network(hub: Hub, tmp_path: P
     repo = hub.add("owner/tiny", assets.MODEL)
     junk = ("original/model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "onnx/config.json", "a.gguf")
     repo.files |= dict.fromkeys(junk, b"not to be fetched")
-    directory = Path(fetch(hub, "owner/tiny", tmp_path))
+    directory = Path(fetch_apart(hub, "owner/tiny", tmp_path))
     found = {str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir()}
     assert found == {path.name for path in assets.MODEL.iterdir()}
     assert all((directory / name).read_bytes() == (assets.MODEL / name).read_bytes() for name in found)
     hub.asked.clear()
-    assert Path(fetch(hub, "owner/tiny", tmp_path)) == directory
+    assert Path(fetch_apart(hub, "owner/tiny", tmp_path)) == directory
     assert weights_asked(hub) == []
     hub.asked.clear()
-    assert Path(fetch(hub, "owner/tiny", tmp_path, HF_HUB_OFFLINE="1")) == directory
+    assert Path(fetch_apart(hub, "owner/tiny", tmp_path, HF_HUB_OFFLINE="1")) == directory
     assert hub.asked == []
 
 
@@ -131,8 +168,6 @@ def test_a_directory_asks_nobody(tiny_model: Path, monkeypatch: pytest.MonkeyPat
     """No connection is tried for a model that is here: not for its config, its tokenizer or its weights."""
     import socket
 
-    import keyhole
-
     def refuse(*args: object) -> None:
         raise AssertionError("a connection was tried")
 
@@ -144,17 +179,12 @@ def test_a_directory_asks_nobody(tiny_model: Path, monkeypatch: pytest.MonkeyPat
 def test_a_model_of_the_hub_is_loaded_with_its_tokenizer(hub: Hub, tmp_path: Path) -> None:
     """Config, tokenizer and weights of an id, then all of it again without a network: the same text."""
     hub.add("owner/tiny", assets.MODEL)
-    code = """
-import keyhole, huggingface_hub.constants
-for offline in (False, True):
-    huggingface_hub.constants.HF_HUB_OFFLINE = offline  # where the variable of that name arrives
-    model = keyhole.load("owner/tiny", device="cpu", placement="stream")
-    ids = model.tokenizer("The soup was", return_tensors="pt").input_ids
-    print(model.tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=4)[0]), model.source)
-"""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    env = clean | hub.env | {"HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = done.stdout.splitlines()
-    assert said[0] == said[1] and said[0].startswith("The soup was") and "owner/tiny" in said[0]
+    said = []
+    for env in ({}, {"HF_HUB_OFFLINE": "1"}):
+        hub.asked.clear()
+        with as_if_new(hub, tmp_path, **env):
+            model = keyhole.load("owner/tiny", device="cpu", placement="stream")
+        ids = model.tokenizer("The soup was", return_tensors="pt").input_ids
+        said.append(model.tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=4)[0]))
+        assert bool(hub.asked) == (not env) and model.source == "owner/tiny"
+    assert said[0] == said[1] and said[0].startswith("The soup was")

@@ -80,7 +80,7 @@ def test_zo_equals_the_textbook_loop(encoder: str) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@in_every_run(lambda encoder, name: encoder != "mpnet" or name in ("zo", "lsp", "adam-offload"))
+@in_every_run(lambda encoder, name: encoder == "bert" or name == {"roberta": "zo", "mpnet": "adam-offload"}[encoder])
 @pytest.mark.parametrize(
     ("encoder", "name"), [(e, n) for e in NAMES for n in STREAMED if e != "roberta" or n in ("zo", "lomo")]
 )
@@ -96,7 +96,7 @@ def test_streamed_equals_resident(encoder: str, name: str) -> None:
     assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in found[1][1].items())
 
 
-@in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "adamw", "lora", "galore"))
+@in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "lora"))
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns(name: str) -> None:
     """On one batch, the loss falls, with the model's own dropout where the method uses it."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from keyhole.offload import arena
+from tests.training.children import server
 
 
 def test_pieces_lie_side_by_side() -> None:
@@ -134,7 +135,6 @@ assert os.waitpid(child, 0)[1] == 0, "the child"
 assert pinned[0] == 7
 pinned.fill_(9)
 {after}
-print("done")
 """
 PRETENDED = """
 class Cudart:
@@ -148,9 +148,10 @@ torch.cuda.is_available, torch.cuda.cudart, torch.cuda.synchronize = lambda: Tru
 
 def forks(cuda: str, after: str) -> None:
     """In a process of its own: pytest's has threads."""
-    program = FORKS.format(cuda=cuda, after=after)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    process = server.Process(target=exec, args=(FORKS.format(cuda=cuda, after=after), {}))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and madvise")

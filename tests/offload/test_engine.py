@@ -244,6 +244,17 @@ def test_an_error_gives_the_slots_back() -> None:
     run_and_compare(engine, [("train", [1, 2], [(1, "change"), (2, "read")], True)])
 
 
+def test_nothing_is_uploaded_after_an_error() -> None:
+    """Where ranks upload together, the others do something else at that moment: the rank that failed must not wait for
+    them, but say why."""
+    engine = make(slot_count=2)
+    with pytest.raises(ZeroDivisionError), engine.sweep("train", sorted(STREAMED)):
+        engine.acquire(min(STREAMED))
+        before = engine.bytes_up
+        raise ZeroDivisionError
+    assert engine.bytes_up == before and not engine.held
+
+
 def test_homes_written_by_others_are_seen_after_invalidate() -> None:
     """What was uploaded ahead is forgotten when somebody else has written the homes."""
     engine = make(slot_count=3)

@@ -2,11 +2,14 @@
 
 The interpreter replaces the functions of triton.language for a launch, and once more for every call of a device
 function in it: hundreds of times, a third of all its time, though all are replaced already. Here it does so once per
-launch.
+launch. And it computes for every sum and product of integers whether it has overflowed, a fourth of the rest, to
+assert it where assertions are compiled, which by default they are not: here it does not. Types are made once, not for
+every operation.
 """
 
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,7 +53,27 @@ def replaced_once() -> Iterator[None]:
 
             patch.setattr(interpreter, "_patch_lang", replace_once)
             patch.setattr(interpreter.GridExecutor, "__call__", count)
+        options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
+        if hasattr(options, "sanitize_overflow") and not options.debug:
+            unchecked = dataclasses.replace(options, sanitize_overflow=False)
+            patch.setattr(interpreter.interpreter_builder, "options", unchecked)
+        if hasattr(interpreter, "_get_np_dtype") and hasattr(tl.block_type, "with_element_ty"):
+            patch.setattr(interpreter, "_get_np_dtype", kept_by_names(interpreter._get_np_dtype))
+            patch.setattr(tl.block_type, "with_element_ty", kept_by_names(tl.block_type.with_element_ty))
         yield
+
+
+def kept_by_names(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of types, which do not change and have names: each result is made once."""
+    kept: dict[tuple[str, ...], Any] = {}
+
+    def found(*types: Any) -> Any:
+        names = tuple(one.name for one in types)
+        if names not in kept:
+            kept[names] = make(*types)
+        return kept[names]
+
+    return found
 
 
 @pytest.fixture

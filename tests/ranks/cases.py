@@ -134,9 +134,9 @@ def write_results(directory: Path, size: int, names: Iterable[str], device: str 
             if case.size == size or device != "cpu":
                 found[name] = results(case, ranks, device)
                 found[name]["same"] = not case.again or same_bits(found[name], results(case, ranks, device))
-        if device == "cpu" and "lomo" in names:
-            for method in (LOMO, OFFLOAD):
-                found[f"memory of {method.name}"] = memory(method, ranks)
+        if device == "cpu":
+            method = OFFLOAD if "lomo" in names else LOMO
+            found[f"memory of {method.name}"] = memory(method, ranks)
         torch.save(found, directory / f"{size} {ranks.rank}.pt")
     return 0
 

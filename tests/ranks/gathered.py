@@ -39,7 +39,7 @@ def gathered_results(directory: Path, cases: list[str], machines: list[int], dev
 
 
 def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, Any]:
-    """Seven steps of a streamed zo, with flushes, evaluations of which every rank makes another number, and a step that
+    """Five steps of a streamed zo, with flushes, evaluations of which every rank makes another number, and a step that
     has work for one rank only: losses, weights, how many changed, what was said; and bytes over the link, of the last
     step."""
     how: dict[str, Any] = {"init": "random", "device": device, "dtype": "bfloat16", "placement": "stream", "seed": 3}
@@ -51,7 +51,7 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
     model = keyhole.load(shape, **how)
     method = keyhole.ZO(model, 1e-2, distribution="rademacher", **SETTINGS[case])
     update.SHARED_EVERY, losses, scores, before = 3, [], [], 0
-    for step in range(7):
+    for step in range(5):
         before = model.engine.bytes_up
         losses.append(method.step(micro_batches(step, count=1 if step == 2 else 5)))
         if step == 1:

@@ -1,6 +1,8 @@
 """Ranks of a machine that upload a part of every unit each, and gather the rest."""
 
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import keyhole
 from keyhole.config.schema import OffloadConfig
 from keyhole.errors import UserError
+from keyhole.offload.gather import GatheringEngine
 from keyhole.ranks import Ranks
 from tests.model.decoders import config
 from tests.ranks.gathered import CASES, SETTINGS, dying_train, gathered_results, run
@@ -56,6 +59,62 @@ def test_a_rank_that_dies_between_gathers_ends_the_others(make: Make, tmp_path: 
     assert "step     2/" in said and "rank 1 (" in said and "has died" in said, said
 
 
+class Crowd:
+    """Two ranks on each of two machines, as threads: a call that not all of them make is noticed."""
+
+    def __init__(self) -> None:
+        self.barriers = {name: threading.Barrier(size, timeout=30) for name, size in (("0", 2), ("1", 2), ("all", 4))}
+        self.said: list[Any] = [None] * 4
+
+
+class InCrowd(Ranks):
+    """One of them."""
+
+    size, local_size = 4, 2
+
+    def __init__(self, crowd: Crowd, rank: int) -> None:
+        self.crowd, self.rank, self.local_rank, self.machine = crowd, rank, rank % 2, str(rank // 2)
+
+    def objects(self, x: Any) -> list[Any]:
+        return self._say("all", ("objects", x), range(4))
+
+    def gather_on_machine(self, whole: torch.Tensor) -> None:
+        first = 2 * int(self.machine)
+        part = whole.chunk(2)[self.local_rank].clone()
+        whole.copy_(torch.cat(self._say(self.machine, ("gather", part), range(first, first + 2))))
+
+    def _say(self, who: str, words: tuple[str, Any], ranks: range) -> list[Any]:
+        self.crowd.said[self.rank] = words
+        self.crowd.barriers[who].wait()
+        found = [self.crowd.said[rank] for rank in ranks]
+        self.crowd.barriers[who].wait()
+        assert {name for name, _ in found} == {words[0]}, found
+        return [one for _, one in found]
+
+
+@pytest.mark.parametrize("idle", [{2}, {0, 1}, {0, 2, 3}], ids=str)
+def test_machines_agree_on_laps_together(idle: set[int]) -> None:
+    """Ranks that had no batch in the first sweep, on one machine or both: afterwards all ask each other the same, and
+    every rank has gathered."""
+    crowd, homes = Crowd(), [torch.arange(700.0) + 1000 * page for page in range(5)]
+
+    def live(rank: int) -> int:
+        ranks = InCrowd(crowd, rank)
+        options = {"slot_count": 2, "shared": frozenset(range(5))}
+        engine = GatheringEngine(homes, set(range(5)), torch.device("cpu"), ranks, **options)
+        engine.decide("always")
+        for sweep in range(4):
+            with engine.sweep("train", list(range(5)), of_all=True):
+                for page in range(5) if sweep or rank not in idle else ():
+                    assert torch.equal(engine.acquire(page, changes=False), homes[page])
+                    engine.release(page)
+        assert ranks.objects("end") == ["end"] * 4
+        return len(engine.lap)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(live, range(4))) == [5] * 4
+
+
 class Two(Ranks):
     """Two ranks of a machine, of whom nothing is asked."""
 
@@ -81,9 +140,34 @@ def test_what_cannot_gather_says_why(ranks: Ranks, method: str, placement: str, 
 
 def test_ranks_that_would_stream_different_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one copy of them."""
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, frozenset()])
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, (self.machine, 1, frozenset())])
     how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=8)}
     with pytest.raises(UserError, match="gpu_memory: ranks 0 and 1 would stream different units"):
+        keyhole.load(config("llama"), ranks=Two(), **how)
+
+
+def test_machines_that_would_not_all_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shared is changed by all ranks together, so all of them must have something to share; a rank alone on its
+    machine has."""
+    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=8)}
+    monkeypatch.setattr(Two, "size", 3)
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, ("0", 1, x[2]), ("1", 2, frozenset())])
+    with pytest.raises(UserError, match="rank 2 streams nothing; set gpu_memory"):
+        keyhole.load(config("llama"), ranks=Two(), **how)
+
+
+def test_ranks_that_shard_have_equally_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload takes all ranks: one with more slots than others would ask for it earlier than they do."""
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, x - 1 if isinstance(x, int) else x])
+    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("lomo", tokens=8)}
+    assert keyhole.load(config("llama"), ranks=Two(), slot_count=4, **how).engine.slot_count == 3
+
+
+def test_ranks_that_would_cut_other_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exchange them whole."""
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, x[:-1] if isinstance(x, list) else x])
+    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("lomo", tokens=8)}
+    with pytest.raises(UserError, match="gpu_memory: ranks would cut the model into different units"):
         keyhole.load(config("llama"), ranks=Two(), **how)
 
 

@@ -63,7 +63,7 @@ def test_ranks_are_one_process(cases: str, tmp_path: Path) -> None:
         assert all(rank["same"] for rank in found), name
     if "lomo" in alone:
         received_as_told(ours[2][0], alone)
-        falls_with_ranks(*(ours[size][0] for size in (2, 4)))
+    falls_with_ranks(*(ours[size][0] for size in (2, 4)))
 
 
 def received_as_told(ours: dict, alone: dict) -> None:
@@ -77,8 +77,10 @@ def received_as_told(ours: dict, alone: dict) -> None:
 
 def falls_with_ranks(two: dict, four: dict) -> None:
     """From two ranks to four, a quarter of the weights and of the state leaves: on the device by the allocator's own
-    count, on the host (Adam's state of 12 bytes, and 4 for gradients) by what was mapped."""
+    count, on the host (Adam's state of 12 bytes, and 4 for gradients) by what was mapped. One method in each part."""
     for method, place, times in (("lomo", "device", 1), ("adam-offload", "device", 1), ("adam-offload", "host", 4)):
+        if f"memory of {method}" not in two:
+            continue
         before, after = two[f"memory of {method}"], four[f"memory of {method}"]
         fell = before[f"{place}_bytes"] - after[f"{place}_bytes"]
         # on the device what an exchange needs falls as well, and gloo may still hold up to three of the 24 blocks

@@ -7,18 +7,19 @@ import torch
 
 from keyhole.ranks import Ranks
 from tests.ranks.launch import Launch
-from tests.ranks.workers import write_zo_results, zo_results
+from tests.ranks.workers import ZO_CASES, write_zo_results, zo_results
 
 SIZES = (2, 4)
 
 
 @pytest.mark.slow
-def test_ranks_have_the_bits_of_one_process_on_twelve_families(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ZO_CASES)
+def test_ranks_have_the_bits_of_one_process_on_twelve_families(part: str, tmp_path: Path) -> None:
     """Five micro-batches of different sizes over two or four ranks, streamed: losses and weights of all ranks are those
     of one process with resident weights; of every estimator, and of a search for a rate, too."""
-    launches = [Launch(size, write_zo_results, tmp_path, SIZES) for size in SIZES]
+    launches = [Launch(size, write_zo_results, tmp_path, SIZES, part) for size in SIZES]
     torch.set_num_threads(1)
-    alone, seen = zo_results(Ranks(), SIZES), set()
+    alone, seen = zo_results(Ranks(), SIZES, part), set()
     for size, launch in zip(SIZES, launches, strict=True):
         assert launch.end() == [0] * size, launch.printed
         for rank in range(size):

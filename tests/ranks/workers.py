@@ -27,16 +27,22 @@ def micro_batches(step: int, count: int = 3) -> list[dict[str, torch.Tensor]]:
     return [batch(rows=1 + i % 2, length=8 + i, seed=10 * step + i) for i in range(count)]
 
 
-def zo_results(ranks: Ranks, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Losses and weights after two steps of zo, of every family: resident in one process, streamed on several ranks, in
-    single matrices through a poisoned slot, with write-backs every second step. sizes: cases go to launches of so many
-    ranks in turn; one process has all."""
+KINDS = ("opt", "gpt2", "qwen2", "mixtral")
+ZO_CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "of every kind": {name: (name, {}) for name in KINDS}
+    | {name: ("llama", {"estimator": name, "directions": min(2, DEFAULTS[name].directions)}) for name in DEFAULTS}
+    | {"searched": ("llama", {"lr": "auto"})},
+    "the others": {name: (name, {}) for name in TWELVE if name not in KINDS},
+}
+
+
+def zo_results(ranks: Ranks, sizes: tuple[int, ...], part: str) -> dict[str, Any]:
+    """Losses and weights after two steps of zo, of a part of the cases: resident in one process, streamed on several
+    ranks, in single matrices through a poisoned slot, with write-backs every second step. sizes: cases go to launches
+    of so many ranks in turn; one process has all."""
     found: dict[str, Any] = {}
-    cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in TWELVE}
-    cases |= {estimator: ("llama", {"estimator": estimator}) for estimator in DEFAULTS}
-    cases |= {"searched": ("llama", {"lr": "auto"})}
     turns = {size: place for place, size in enumerate(sizes)}
-    for number, (case, (name, settings)) in enumerate(cases.items()):
+    for number, (case, (name, settings)) in enumerate(ZO_CASES[part].items()):
         if ranks.several and number % len(sizes) != turns[ranks.size]:
             continue
         model = keyhole.load(config(name), init="random", device="cpu", dtype="float32")
@@ -51,11 +57,11 @@ def zo_results(ranks: Ranks, sizes: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-def write_zo_results(directory: Path, sizes: tuple[int, ...]) -> int:
+def write_zo_results(directory: Path, sizes: tuple[int, ...], part: str) -> int:
     """A rank's part of zo_results, in a file of its own."""
     torch.set_num_threads(1)
     with joined() as ranks:
-        torch.save(zo_results(ranks, sizes), directory / f"{ranks.size} {ranks.rank}.pt")
+        torch.save(zo_results(ranks, sizes, part), directory / f"{ranks.size} {ranks.rank}.pt")
     return 0
 
 

@@ -81,7 +81,7 @@ def test_files_that_cannot_grow_do_not_stop_training(make: Make, method: str, ba
     """A real limit on file sizes during two saves: loud, the old checkpoint stays, a later save succeeds, same bits."""
     settings = {"method": method, "save_steps": 2, "max_steps": 12, "background_save": background}
     config, whole = make(**settings), make("whole", **settings)
-    code, out = Child(config, no_growth_from_4_to_8).end()
+    code, out = Child(config, no_growth_from_4_to_8, draws=True).end()
     assert code == 0, out
     assert "warning: checkpoint-4 NOT saved" in out and "File too large" in out and "checkpoint-2 stays" in out
     assert sorted(path.name for path in Path(config.output_dir).glob("checkpoint-*")) == [
@@ -122,7 +122,7 @@ def test_a_full_file_system_does_not_stop_training(make: Make, small_disk: Calla
     end."""
     settings = {"method": "zo", "max_steps": 80, "save_steps": 40, "logging_steps": 80}
     config, whole = make(output_dir=str(small_disk(80) / "out"), **settings), make("whole", **settings)
-    code, out = Child(config, full_from_3_to_77).end()
+    code, out = Child(config, full_from_3_to_77, draws=True).end()
     assert code == 0, out
     assert "warning: the journal cannot be written" in out and "the journal is whole again" in out
     assert "warning: run/metrics.jsonl failed" in out and "run/metrics.jsonl is complete again" in out

@@ -14,6 +14,7 @@ from keyhole.errors import UserError
 from keyhole.training import loop as trainer
 from keyhole.training import saving, signals
 from keyhole.training.start import train
+from tests.matrix import in_every_run
 from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
 
@@ -104,6 +105,7 @@ def read_only_from_4() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes rights away from itself")
+@in_every_run(lambda background: background)
 @pytest.mark.parametrize("background", [True, False])
 def test_a_directory_that_turns_read_only_stops_no_training(make: Make, background: bool) -> None:
     """Every save fails and is said; the last one is the user's to fix, and the journal goes on from where it is."""

@@ -1,7 +1,7 @@
 """A zeroth-order run as one record per step.
 
 format.py         the file: header, records, checksums
-writer.py         records appended, and flushed to the disk behind training
+writer.py         appends records, and flushes them to the disk in a thread
 replay.py         from base weights and a journal to the weights after any step
-resume_point.py   where a run goes on from: a checkpoint and the records behind it
+resume_point.py   where a run resumes: a checkpoint and the later records
 """

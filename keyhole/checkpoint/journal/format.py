@@ -9,13 +9,13 @@ so 4 (1 + q) + 48 bytes per step make every step durable, and a run can be share
     header    "KEYHOLEJ", version u32, length u32, JSON, CRC-32 of all of that
     record    step, seed, epoch, row u64; weight_decay f64; device u32; lr, c_1 .. c_q, memory f32; CRC-32
 
-All little endian. (epoch, row) is the position in the data after the step. lr and c are the very numbers the
-update used (methods/zo/estimators/; mezo's c_i is g_i/q after clipping), and all zero where a loss was not finite.
-`memory` is what the estimator and the search for a rate remember after the step: the header says how many numbers that
-is. Where it is none, the file is of version 1, which had no memory, else of version 2. A record's CRC starts from the
-header's, so a record of another journal is no record of this one; steps are consecutive. Reading stops at the
-first record that is short, changed, out of order or not finite: the tail a crash tore off, which is cut before
-appending. How records are appended is writer.py.
+All numbers are little endian. (epoch, row) is the position in the data after the step. lr and c are exactly the numbers
+of the update (methods/zo/estimators/; mezo's c_i is g_i/q after clipping), and all zero if a loss was not finite.
+`memory` is the state of the estimator and of the rate search after the step; the header says how many numbers it has.
+A file without memory has version 1, one with memory has version 2. The CRC of a record is seeded with the header's, so
+records of another journal are not accepted; steps are consecutive. Reading stops at the first record that is
+incomplete, changed, out of order or not finite: usually the end that a crash left incomplete, which is cut off before
+appending. writer.py appends records.
 """
 
 import json
@@ -34,20 +34,20 @@ MAGIC, VERSIONS = b"KEYHOLEJ", (1, 2)
 FRONT = struct.Struct("<8sII")
 CRC = struct.Struct("<I")
 DEVICES = ("cpu", "cuda")
-HEADER_BYTES = 16 * 2**20  # at most; ours have a few kilobytes
+HEADER_BYTES = 16 * 2**20  # upper limit; real headers have a few kilobytes
 MOST_STEPS = 2**32 - 1  # a step is a 32-bit word of the noise's counter
 MOST_DIRECTIONS = 2**16
 MOST_MEMORY = 64
 
 
 class BadJournal(Exception):
-    """A file that is no journal, or whose header is damaged; the message says which."""
+    """The file is not a journal, or its header is damaged; the message says which."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What all records share. `base` is the content hash of the weights that they start from, after `first` steps;
-    `run` is the id of the run (training/rundir.py), which journals before version 0.2 lack."""
+    """The common facts of all records. `base` is the content hash of the weights that they start from, after `first`
+    steps; `run` is the id of the run (training/rundir.py), which journals before version 0.2 lack."""
 
     base: str
     first: int
@@ -84,15 +84,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Journal:
-    """A journal as read: the good records, and what is wrong with the rest. The header's own bytes count, not what it
-    would be packed to now: `begin` is where they end, and `seed_crc` their checksum."""
+    """A journal as read: the good records, and what is wrong with the rest. `begin` is the end of the header in the
+    file, and `seed_crc` the checksum of the header's bytes as they are in the file."""
 
     header: Header
     records: list[Record] = field(repr=False)
     begin: int
     seed_crc: int
     fault: str | None = None  # why reading stopped before the end of the file
-    torn: bool = False  # no more than the last record is missing: what a crash leaves
+    torn: bool = False  # only the last record is incomplete, as a crash leaves it
 
     @property
     def last(self) -> int:
@@ -104,7 +104,7 @@ class Journal:
 
 
 def layout(directions: int, memory: int = 0) -> struct.Struct:
-    """A record without its CRC."""
+    """The struct of a record, without its CRC."""
     return struct.Struct(f"<4QdI{1 + directions + memory}f")
 
 
@@ -169,7 +169,7 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int, int]:
 
 
 def _check(header: Header) -> None:
-    """ValueError for what no run could have written, though its checksum is right."""
+    """ValueError for values that no run could have written, although the checksum is right."""
     ranges = {"first": (0, MOST_STEPS), "seed": (0, 2**64 - 1), "directions": (1, MOST_DIRECTIONS)}
     ranges |= {"memory": (0, MOST_MEMORY)}
     for name, (low, high) in ranges.items():
@@ -206,7 +206,7 @@ def _read_record(
 
 
 def create(path: Path, header: Header) -> Journal:
-    """An empty journal: complete, or not there at all."""
+    """Creates an empty journal atomically: the file has a complete header, or does not exist."""
     content = pack_header(header)
     with replacing(path) as file:
         file.write(content)
@@ -214,7 +214,7 @@ def create(path: Path, header: Header) -> Journal:
 
 
 def rename_old(path: Path) -> Path:
-    """Gives a journal that cannot be continued a name of its own: journal.1, journal.2, .."""
+    """Renames a journal that cannot be continued: journal.1, journal.2, .."""
     names: Iterator[Path] = (path.with_name(f"{path.name}.{i}") for i in range(1, 10**6))
     target = next(name for name in names if not os.path.lexists(name))
     os.replace(path, target)

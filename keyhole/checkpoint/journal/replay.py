@@ -1,14 +1,15 @@
-"""From a journal back to weights: on top of a checkpoint when a run goes on, or of its base, for `keyhole replay`.
+"""Recomputes weights from a journal: from a checkpoint when a run is resumed, or from the base, for `keyhole replay`.
 
-Updates are elementwise, so all steps are applied to one unit before the next: each unit crosses the link once for
-the whole journal, and the time is that of the update passes alone,
+Updates are elementwise, so all steps are applied to one unit before the next unit: each unit crosses the link once for
+the whole journal, and the time is that of the update kernels alone,
 
     seconds = steps x elements / rate          rate: measured on the second unit that is large enough (the first one
-                                               also waits for kernels to be compiled)
+                                               includes the compilation of kernels)
 
-`keyhole replay BASE JOURNAL OUT` needs no GPU and no data: base weights of the right content, and the journal.
-A head that the base lacks (of a classifier) is drawn again by the run's seed. The result has the run's bits on whatever
-device replays it: noise and update are the same to the bit everywhere (ops/noise/gaussian.py, ops/zo/element.py).
+`keyhole replay BASE JOURNAL OUT` needs no GPU and no data, only base weights with the right content hash and the
+journal. A classification head that the base lacks is initialised again with the run's seed. The result equals the run's
+weights to the bit on every device, because noise and update give the same bits everywhere (ops/noise/gaussian.py,
+ops/zo/element.py).
 """
 
 import time
@@ -36,14 +37,14 @@ from keyhole.model.weights import save as hf
 from keyhole.ops.noise.index import DISTRIBUTIONS
 from keyhole.ops.rounding.round import ROUNDINGS
 
-TIMED_NUMEL = 2**20  # a unit below this says nothing about the rate
+TIMED_NUMEL = 2**20  # smaller units are not used to measure the rate
 QUIET_S = 10.0
 
 Say = Callable[[str], None]
 
 
 def apply_records(method: ZO, records: list[Record], say: Say) -> float:
-    """Brings the weights of a method's model from before the first record to after the last; returns seconds."""
+    """Applies the records to the weights of the method's model; returns seconds."""
     device, begin_s = method.model.device, time.perf_counter()
     coef_SQ = torch.tensor([record.coef for record in records], dtype=torch.float32, device=device)
     pending = [Pending(coef_Q, record.step - 1) for coef_Q, record in zip(coef_SQ, records, strict=True)]
@@ -72,7 +73,7 @@ def _now(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What `replay` did."""
+    """The result of `replay`."""
 
     steps: int
     seconds: float
@@ -119,7 +120,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
 
 
 def _head(header: Header) -> dict[str, Any]:
-    """The head of a classifier as the run had it: what the base lacks of it is drawn by the run's seed."""
+    """The settings of the classification head of the run; missing weights are initialised with the run's seed."""
     if header.config.get("head") is None:
         return {}
     labels = header.loader.get("labels", [])
@@ -127,7 +128,7 @@ def _head(header: Header) -> dict[str, Any]:
 
 
 def read_whole(path: Path, steps: int | None) -> Journal:
-    """A journal good enough for `steps`; a torn last record is cut, damage before it is refused."""
+    """Reads a journal that covers `steps`; an incomplete last record is dropped, damage before it is refused."""
     path = path / "run" / "journal" if (path / "run" / "journal").exists() else path
     if not path.is_file():
         raise UserError(f"JOURNAL: {path} is not there; give a run's output_dir, or its run/journal")
@@ -148,7 +149,7 @@ def read_whole(path: Path, steps: int | None) -> Journal:
 
 
 def check_base(header: Header, base: str) -> None:
-    """The base must hold the very weights that the run started from."""
+    """Checks that the base has exactly the weights that the run started from."""
     found = content_hash(find_directory(base))
     if found != header.base:
         raise UserError(
@@ -158,7 +159,7 @@ def check_base(header: Header, base: str) -> None:
 
 
 def method_of(header: Header, model: Model) -> ZO:
-    """The update rule as the run had it."""
+    """The method with the settings of the run."""
     for name, known in {"distribution": DISTRIBUTIONS, "rounding": ROUNDINGS}.items():
         asked = getattr(header, name)
         if asked not in known:
@@ -173,14 +174,14 @@ def method_of(header: Header, model: Model) -> ZO:
         distribution=header.distribution,
         rounding=header.rounding,
         seed=header.seed,
-        weight_decay_on=header.config.get("weight_decay_on", "all"),  # journals from before the setting decay all
+        weight_decay_on=header.config.get("weight_decay_on", "all"),  # older journals: all tensors decay
         **_low_rank(header),
     )
 
 
 def _low_rank(header: Header) -> dict[str, Any]:
-    """The settings of directions of low rank, which journals from before have not (those from before periods were
-    folded into sums: never)."""
+    """The settings of low-rank directions; older journals lack them (those from before kept periods could be folded
+    never fold)."""
     section = METHODS[ZO.name].section
     found = {name: header.config.get(f"{section}.{name}") for name in ("rank", "refresh", "fold", "fold_periods")}
     found |= {"fold_error": header.config.get(f"{section}.fold_error", 0.0)}

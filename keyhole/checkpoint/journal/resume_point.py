@@ -1,15 +1,15 @@
-"""Where a run goes on from: the newest whole checkpoint, and the journal behind it.
+"""Where a run resumes: the newest intact checkpoint, and the later records of the journal.
 
     checkpoint-N + records N+1 .. M of run/journal  ->  the weights after step M, as if the run had never stopped
 
-Without a checkpoint a journal that starts from the model itself does as well: base + records 1 .. M. Damaged
-checkpoints are named and passed over; an older one and a longer journal lead to the same weights. A checkpoint
-asked for by its path is gone on from as it is: records behind it are cut.
+Without a checkpoint, a journal that starts from the original model is enough: base + records 1 .. M. Damaged
+checkpoints are named and skipped; an older checkpoint with more records leads to the same weights. A checkpoint that
+was given by its path is resumed as it is: later records are cut off.
 
-One directory holds one history. A run has an id, which its directory, its checkpoints and its journal carry. Where
-these differ, or a checkpoint of elsewhere is to be gone on from in a directory that holds a run of its own, resuming
-is refused. Going on from another run's checkpoint in a new directory is a new run, with an id of its own. What was
-written before version 0.2 has no id, which counts as one.
+One directory has one history. A run has an id, which is in its directory, its checkpoints and its journal. Resuming is
+refused if these ids differ, or if a checkpoint from another directory would be resumed in a directory that has a run of
+its own. Resuming another run's checkpoint in a new directory starts a new run with its own id. Files from before
+version 0.2 have no id; a missing id is compared like any other id.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,8 +28,8 @@ from keyhole.model.structure.source import find_directory
 
 @dataclass(frozen=True)
 class Place:
-    """The directory that a run is to go on in: its journal, the id of the run in it, and what it holds of that run
-    ("checkpoint-6"; None: nothing that could be gone on from)."""
+    """The directory in which a run is to be resumed: its journal, the id of its run, and what it has of that run
+    ("checkpoint-6"; None: nothing to resume from)."""
 
     root: Path
     journal: Path
@@ -39,8 +39,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint (None: the model itself) and the records to apply to it; `journal` is what run/journal holds.
-    elsewhere: the checkpoint is of another directory, and what follows is a run of its own."""
+    """A checkpoint (None: the original model) and the records to apply to it; `journal` is the content of run/journal.
+    elsewhere: the checkpoint is in another directory, and a new run begins."""
 
     choice: select.Choice = field(default_factory=select.Choice)
     journal: Journal | None = None
@@ -50,7 +50,7 @@ class Origin:
 
     @property
     def state(self) -> State | None:
-        """What the checkpoint, or the journal's header, says of the run; None for a new one."""
+        """The state in the checkpoint or in the journal's header; None for a new run."""
         if self.choice.state is not None or not self.tail:
             return self.choice.state
         h = self.journal.header
@@ -58,7 +58,7 @@ class Origin:
 
     @property
     def step(self) -> int:
-        """Steps done, the journal's included."""
+        """Steps done, including those of the journal."""
         return self.tail[-1].step if self.tail else self.state.step if self.state else 0
 
     @property
@@ -69,7 +69,7 @@ class Origin:
 
     @property
     def base(self) -> str | None:
-        """The content hash of the model that the run began with, where it is known."""
+        """The content hash of the run's original model, if known."""
         known = None if self.state is None else self.state.base
         if known is None and self.journal is not None and self.journal.header.first == 0 and not self.elsewhere:
             return self.journal.header.base
@@ -77,7 +77,7 @@ class Origin:
 
 
 def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
-    """What `--resume` means here. Reads, and changes nothing. journaled: the method keeps a journal."""
+    """Finds the starting point of `--resume`. Changes nothing. journaled: the method keeps a journal."""
     if resume is None:
         return Origin()
     found, notes = _read(place.journal) if journaled else (None, [])
@@ -124,8 +124,8 @@ def _read(path: Path) -> tuple[Journal | None, list[str]]:
 
 
 def _refuse_to_splice(choice: select.Choice, place: Place) -> bool:
-    """For a checkpoint of elsewhere: whether it is another run's; refused where this directory holds a run of its
-    own."""
+    """For a checkpoint in another directory: whether it belongs to another run; refused if this directory has a run of
+    its own."""
     if place.holds is None:
         return True
     if choice.state.run is None or choice.state.run != place.run:
@@ -138,7 +138,7 @@ def _refuse_to_splice(choice: select.Choice, place: Place) -> bool:
 
 
 def _check_ids(choice: select.Choice, found: Journal | None, place: Place) -> None:
-    """What lies in one directory must be of one run."""
+    """Checks that all files in the directory belong to one run."""
     witnesses = {} if place.run is None else {f"{place.root}/run": place.run}
     if choice.state is not None:
         witnesses[str(choice.path)] = choice.state.run
@@ -154,7 +154,7 @@ def _check_ids(choice: select.Choice, found: Journal | None, place: Place) -> No
 
 
 def _check_position(loader: dict[str, Any]) -> None:
-    """The position in the data must be one."""
+    """Checks that the position in the data is valid."""
     epoch, row, rows = (loader.get(key) for key in ("epoch", "offset", "rows"))
     whole = all(type(number) is int for number in (epoch, row, rows))
     if not whole or not 0 <= epoch <= journal.MOST_STEPS or not 0 <= row < max(1, rows) or "fingerprint" not in loader:
@@ -165,7 +165,7 @@ def _check_position(loader: dict[str, Any]) -> None:
 
 
 def check_base(found: Journal, model: str) -> None:
-    """A journal without a checkpoint is worth something only with the weights that it starts from."""
+    """Checks that the model has the weights that a journal without a checkpoint starts from."""
     if content_hash(find_directory(model)) != found.header.base:
         raise UserError(
             f"--resume: the journal of this run starts from the weights of {found.header.source}, and "
@@ -174,7 +174,7 @@ def check_base(found: Journal, model: str) -> None:
 
 
 def check_original(origin: Origin, model: str) -> None:
-    """A light checkpoint is worth something only with the weights that its run began with."""
+    """Checks that the model has the original weights that a light checkpoint needs."""
     if origin.base is not None and content_hash(find_directory(model)) != origin.base:
         raise UserError(
             f"--resume: {origin.choice.path} holds what a run has learned beside the weights that it began with, and "
@@ -183,9 +183,10 @@ def check_original(origin: Origin, model: str) -> None:
 
 
 def continued(origin: Origin, source: str, path: Path, header: journal.Header, sync_every: int) -> Writer:
-    """The journal, ready for the step after origin.step: the old one cut there, or a new one from these weights.
+    """The journal, ready for the step after origin.step: the old one, cut there, or a new one that starts from these
+    weights.
 
-    header: of the new one, its base "" where it is not known; source: where the weights were loaded from.
+    header: of a new journal, with base "" if unknown; source: where the weights were loaded from.
     """
     found, step = origin.journal, origin.step
     fits = found is not None and found.header.run == header.run and found.header.first <= step <= found.last

@@ -1,15 +1,15 @@
-"""Appends records to a journal (format.py has the format), so that every step is durable and training waits for none.
+"""Appends records to a journal (format.py), so that every step is durable and training never waits for the disk.
 
-What "durable" means. `append` hands a record to the operating system: from then on it survives the death of
-the process (kill -9). A thread of its own then flushes it to the disk, at once or after `sync_every` records:
-from then on it survives a power cut. Training waits for neither; `sync` does.
+Durability: `append` passes a record to the operating system; from then on it survives the death of the process
+(kill -9). A thread then flushes it to the disk, at once or after `sync_every` records; from then on it survives a power
+cut. Training waits for neither; `sync` does.
 
-A full disk. A record that was not taken whole is cut off again, kept, and written before the next one: the steps in
-the file stay consecutive, and none is lost when there is room again.
+A full disk: a record that was written only in part is cut off again, kept in memory, and written before the next one.
+So the steps in the file stay consecutive, and none is lost once there is room again.
 
-A failed flush. The system may drop what it could not write to the disk, and report success the next time. So records
-are kept until they have been flushed; after a failure they are written again before the next flush. `synced` counts
-flushed records only, and `fault` is the error of the last flush, for whoever tells the user.
+A failed flush: the system may drop data that it could not write to the disk, and report success the next time. So
+records are kept in memory until they have been flushed; after a failure they are written again before the next flush.
+`synced` counts flushed records only, and `fault` is the error of the last flush, for a message to the user.
 """
 
 import os
@@ -23,7 +23,7 @@ from keyhole.disk.files import open_regular
 
 
 class Writer:
-    """Appends records to a journal that was read or created, after cutting what is behind record `last`."""
+    """Appends records to a journal that was read or created, after cutting off everything after record `last`."""
 
     def __init__(self, path: Path, journal: Journal, last: int, sync_every: int = 1) -> None:
         assert journal.header.first <= last <= journal.last, (journal.header.first, last, journal.last)
@@ -49,8 +49,8 @@ class Writer:
         self.syncer.start()
 
     def append(self, record: Record) -> None:
-        """Writes a record; it then survives this process. OSError when the disk is full: nothing is left half-written,
-        and the record is kept and written before the next one."""
+        """Writes a record; it then survives this process. OSError if the disk is full: the partial record is cut off,
+        kept in memory, and written before the next one."""
         with self.changed:
             assert record.step == self.last + len(self.appender.pending) + 1, (record.step, self.last)
             self.appender.append(pack_record(record, self.seed_crc))
@@ -69,7 +69,7 @@ class Writer:
             self._sync()
 
     def _sync(self) -> OSError | None:
-        """Flushes what was appended before this call; returns the error where that failed."""
+        """Flushes the records appended before this call; returns the error if that failed."""
         with self.flushing:
             with self.changed:
                 step, pieces = self.last, list(self.unsynced)
@@ -90,14 +90,14 @@ class Writer:
             return error
 
     def sync(self) -> None:
-        """Returns when everything appended so far is on the disk. OSError when that failed."""
+        """Returns when all records appended so far are on the disk. OSError if that failed."""
         error = self._sync()
         if error is not None:
             raise error
 
     def wait_for(self, step: int, timeout_s: float) -> bool:
-        """Returns when the record of a step has been appended; False when it never came. OSError when it came and
-        cannot be written."""
+        """Returns when the record of a step has been appended; False if it was never appended. OSError if it could not
+        be written."""
         with self.changed:
             known = lambda: self.last + len(self.appender.pending) >= step  # noqa: E731
             self.changed.wait_for(lambda: known() or self.closing, timeout_s)
@@ -106,13 +106,13 @@ class Writer:
             return self.last >= step
 
     def end(self) -> None:
-        """No record will come any more: whoever waits for one need not."""
+        """No more records follow: wakes threads that wait for one."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Writes and flushes what is left, ends the thread, and closes the file. OSError when something was not
+        """Writes and flushes the remaining records, ends the thread, and closes the file. OSError if something was not
         written."""
         self.end()
         self.syncer.join()

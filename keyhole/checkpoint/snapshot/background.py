@@ -1,12 +1,12 @@
-"""A checkpoint in the background: which memory is captured, how its changes are announced, and the thread that writes.
+"""A checkpoint in the background: which memory is saved, how its changes are announced, and the thread that writes.
 
-A snapshot must hear of a change before it happens. How it does is a trait of the method (`announces` in its row):
+A snapshot must be notified before memory changes. The method's trait `announces` says how:
 
     pages    pages change between engine.acquire and engine.commit: the engine announces each
     step     all weights change in one update, and the method calls a hook before it
     never    changes are not announced: the next step waits until everything is copied or written
 
-The files are those of a checkpoint that is waited for (checkpoint/files.py), byte for byte.
+The files are the same, byte for byte, as those of a blocking save (checkpoint/files.py).
 """
 
 import threading
@@ -33,7 +33,7 @@ from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.save import create_files, names_on_disk, plan_files, small_files
 
-SLACK_BYTES = 2**30  # host memory that is left to others
+SLACK_BYTES = 2**30  # host memory that is left free
 
 
 class Background:
@@ -42,7 +42,7 @@ class Background:
     def __init__(self, model: Model, method: Method, pool_bytes: int | None = None) -> None:
         self.model, self.method, self.announces = model, method, METHODS[method.name].announces
         names = {} if method.light else names_on_disk(model)
-        names = names if model.addon is None else None  # an addon has files of its own
+        names = names if model.addon is None else None  # an addon writes its own files
         self.possible = names is not None
         if not self.possible:
             return
@@ -56,7 +56,7 @@ class Background:
             method.call_before_update(self.release_all)
 
     def begin(self, path: Path, about: About, flush_journal: Callable[[int], bool]) -> "Writing":
-        """Starts a checkpoint of the weights after the last step; training may go on when this returns."""
+        """Starts a checkpoint of the weights after the last step; training may continue when this returns."""
         state = self.method.deferred_state()
         if state is None:
             self.method.flush()
@@ -76,7 +76,7 @@ class Background:
         self.model.engine.watch = snapshot
         if self.announces == "never":
             snapshot.release_all()
-        elif self.announces == "pages":  # the engine announces pages; the method's own tensors change unannounced
+        elif self.announces == "pages":  # only pages are announced, not the method's own tensors
             for source in others:
                 snapshot.release(source)
         return self.writing
@@ -94,14 +94,14 @@ class Background:
         return pages
 
     def _event(self, source: Source) -> Any:
-        """An event after everything that was queued before now to change the source; None on a CPU."""
+        """An event after all work queued so far that changes the source; None on a CPU."""
         engine = self.model.engine
         if not engine.cuda:
             return None
         return event_on(torch.cuda.current_stream(engine.device) if source.flat.is_cuda else engine.down)
 
     def release_all(self) -> None:
-        """Returns when training may change everything."""
+        """Waits until training may change all memory."""
         if self.writing is not None:
             self.writing.snapshot.release_all()
 
@@ -114,7 +114,7 @@ class Background:
         return self._finish()
 
     def poll(self) -> "Writing | None":
-        """The checkpoint that has been finished since, if any."""
+        """The checkpoint that has been finished since the last call, if any."""
         return None if self.writing is None or self.writing.thread.is_alive() else self._finish()
 
     def _finish(self) -> "Writing":
@@ -132,7 +132,7 @@ class Background:
 
 
 def _pool_bytes(model: Model) -> int:
-    """For copies: half of the weights, less the workers' buffers (unless these were most of it), if so much is free."""
+    """Host memory for copies: half of the weights, less the workers' buffers (unless these are most of it), if free."""
     half = sum(home.numel() * home.element_size() for home in model.engine.homes) // 2
     buffers = PAGE_WRITERS * BUFFER_BYTES if model.engine.cuda else 0
     return min(max(half - buffers, half // 2), max(0, host_memory().available_bytes - SLACK_BYTES))

@@ -1,11 +1,11 @@
 """Copies host memory with several threads, because one core copies more slowly than the GPU's steps change weights.
 
-A page must be copied aside before its next change is queued, and training waits meanwhile. At 400 MB every 45 ms (a
-6.7B model, 16 x 2048 tokens) that takes 9 GB/s; one core manages 3 to 5, fresh pages of memory included.
+A page must be copied before its next change is queued, and training waits meanwhile. 400 MB every 45 ms (a 6.7B model,
+16 x 2048 tokens) need 9 GB/s; one core reaches 3 to 5, including the allocation of fresh memory pages.
 
-torch's own threads do not serve: training is kept on one core while it launches kernels (model/forward/lockstep.py),
-and a thread team that is created there stays on that core. These threads are created before. numpy's copy releases the
-interpreter's lock.
+torch's own threads cannot be used: training is pinned to one core while it launches kernels
+(model/forward/lockstep.py), and a thread team that is created there stays on that core. These threads are created
+before. numpy's copy releases the GIL.
 """
 
 import threading
@@ -17,18 +17,18 @@ import torch
 from keyhole.machine.host import cpu_count
 
 COPY_THREADS = 8
-SMALL_BYTES = 2**20  # not worth sharing out
+SMALL_BYTES = 2**20  # smaller copies are not divided
 
 
 class CopyThreads:
-    """Threads that copy; they start when this is made, on the cores that the caller may use."""
+    """Threads that copy; they are started by the constructor, on the cores that the caller may use."""
 
     def __init__(self, count: int | None = None) -> None:
         count = min(COPY_THREADS, cpu_count()) if count is None else count
         self.count = count
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="keyhole-copy")
         together = threading.Barrier(count)
-        list(self.pool.map(lambda _: together.wait(), range(count)))  # a pool starts a thread only when it needs one
+        list(self.pool.map(lambda _: together.wait(), range(count)))  # starts all threads: a pool starts them lazily
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies source to target: flat host tensors of one dtype and length."""

@@ -1,8 +1,8 @@
 """Writes flat memory into its places in the files of a checkpoint.
 
-Memory is written in pieces: on a GPU through a page-locked buffer, elsewhere straight from where it lies. Each piece is
-checked to be finite first, because broken weights must not take the place of good ones, and its CRC-32 is kept, so that
-the file need not be read again (disk/crc.py).
+Memory is written in pieces: from a GPU through a page-locked buffer, from host memory directly. Each piece is checked
+to be finite first, because broken weights must not replace good ones, and its CRC-32 is kept, so that the file need not
+be read again (disk/crc.py).
 """
 
 import os
@@ -17,9 +17,9 @@ from keyhole.disk.crc import Span
 from keyhole.errors import NonFinite
 
 PIECE_BYTES = 16 * 2**20
-BUFFER_BYTES = 4 * 2**20  # page-locked: pieces of what lies on a GPU, where 4 MiB already cross at full rate
+BUFFER_BYTES = 4 * 2**20  # page-locked, for pieces from a GPU; 4 MiB already reach the full rate
 Memory = Callable[[Source], AbstractContextManager[torch.Tensor]]
-CHECKED_TOGETHER = 2**20  # elements; they and their bits stay in a core's cache
+CHECKED_TOGETHER = 2**20  # elements; they and their integer view stay in a core's cache
 INFINITY = {  # the integer of the same width, and the bits of infinity
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -68,10 +68,10 @@ class PageWriter:
 
 
 def check_finite(piece: torch.Tensor, name: str) -> None:
-    """NonFinite when a number is not; weights that are broken must not take the place of good ones.
+    """NonFinite if a number is not finite; broken weights must not replace good ones.
 
-    Without its sign a number is not finite if its bits, as an integer, reach those of infinity. (By numpy: torch would
-    start a team of threads for each worker, in the way of the thread that launches kernels.)"""
+    A number is not finite if its bits without the sign, as an integer, are at least those of infinity. (With numpy:
+    torch would start a thread team for each worker, which would disturb the thread that launches kernels.)"""
     if piece.dtype in INFINITY and piece.numel():
         integer, infinity = INFINITY[piece.dtype]
         bits, unsigned = piece.view(integer).numpy(), torch.iinfo(integer).max
@@ -81,7 +81,7 @@ def check_finite(piece: torch.Tensor, name: str) -> None:
 
 
 def write_at(file: int, data: memoryview, offset: int) -> None:
-    """All of the bytes, at this place of the file."""
+    """Writes all bytes at this offset of the file."""
     while data:
         done = os.pwrite(file, data, offset)
         data, offset = data[done:], offset + done

@@ -1,23 +1,24 @@
 """The weights of one step, written to disk while later steps change them (copy on write).
 
 Every page of weights, and every tensor of the method's state, is a *source*. Worker threads write sources into their
-places in the files, straight from their homes, in the order in which training will change them. Before a page is
-changed (the engine announces it, offload/protocols.py) and while it is not fully written, it is copied; a worker that
-is writing it goes on from the copy. All copies together take at most `pool_bytes`, half of the weights or a little
-less. Training waits only when the pool is used up, until a worker has written the next page.
+places in the files, directly from host memory or the GPU (the page's home), in the order in which training will change
+them. If training is about to change a page (the engine announces it, offload/protocols.py) that is not fully written,
+the page is copied first; a worker that is writing it continues from the copy. All copies together take at most
+`pool_bytes`, half of the weights or a little less. Training waits only if the pool is full, until a worker has written
+the next page. The states of a source:
 
     waiting   the page lacks its last update: zeroth-order steps apply it at their next visit of the page
-    ready     the home holds what is to be saved (on a GPU: after an event); no worker has taken it
+    ready     the home has the weights to save (on a GPU: after an event); no worker has taken it
     taken     a worker is writing it from its home
-    copying   training makes a copy, and changes the home then
-    copied    the copy waits for a worker; the home is free to change
+    copying   training is copying it, and will then change the home
+    copied    the copy waits for a worker; the home may change
     writing   a worker is writing the copy
     done      written
 
-A deferred update needs no pass of its own: step t + 1 writes the weights after step t to their homes, page by page, and
-each page then stays as it is until step t + 2 or later (methods/zo/write_back.py). This is the paper's idea of two
-halves (one is saved while the other is in use), per page, and with a copy only where one is needed. The host queues
-work one step ahead of the GPU, so a short wait here does not reach the GPU.
+A deferred update needs no extra pass: step t + 1 writes the weights after step t to their homes, page by page, and each
+page then does not change until step t + 2 or later (methods/zo/write_back.py). This is the paper's idea of two halves
+(one is saved while the other is in use), applied per page, with a copy only where needed. The host queues work one step
+ahead of the GPU, so a short wait here does not stall the GPU.
 """
 
 import os
@@ -37,7 +38,7 @@ from keyhole.disk.crc import Span
 from keyhole.offload import arena
 
 WORKERS = 4
-PAGE_WRITERS = WORKERS + 1  # and one of training's own; on a GPU each has a buffer of BUFFER_BYTES
+PAGE_WRITERS = WORKERS + 1  # one more for the training thread; on a GPU each has a buffer of BUFFER_BYTES
 FLUSH_EVERY_S = 0.1
 flush_data = getattr(os, "fdatasync", os.fsync)  # not every system has the former
 
@@ -49,7 +50,7 @@ class Cancelled(Exception):
 class Snapshot:
     """One snapshot that is being written. pages: sources by the engine's page; others: the method's tensors.
 
-    It becomes the engine's watch. A thread of the caller calls `write`, which returns when everything is written.
+    It is installed as the engine's watch. The caller runs `write` in a thread; it returns when everything is written.
     """
 
     def __init__(
@@ -61,31 +62,31 @@ class Snapshot:
         copy_threads: CopyThreads,
     ) -> None:
         self.pages, self.queue = pages, [*others, *pages.values()]
-        self.order = [source for source in self.queue if source.state == READY]  # in which training will change them
+        self.order = [source for source in self.queue if source.state == READY]  # in the order of training's changes
         self.pool_bytes, self.device, self.copy_threads = pool_bytes, device, copy_threads
-        self.spare: list[torch.Tensor] = []  # memory of copies that are written, for the next copies
+        self.spare: list[torch.Tensor] = []  # memory of written copies, reused for the next ones
         self.copied_bytes = self.peak_bytes = 0
-        self.waited_s = 0.0  # how long training was held up
+        self.waited_s = 0.0  # how long training waited
         self.error: BaseException | None = None
-        self.own_writer: PageWriter | None = None  # training's own
+        self.own_writer: PageWriter | None = None  # of the training thread
         self.sums: dict[str, list[Span]] = {}  # file -> checksums of its pieces
         self.turn = threading.Condition()
 
-    # -- training's side -----------------------------------------------------------------------------------------------
+    # -- called by training --------------------------------------------------------------------------------------------
 
     def before_change(self, page: int) -> None:
-        """Returns when the page's home may be changed: it is written, copied, or still waiting for its update."""
+        """Returns when the page's home may change: it is written, copied, or still waiting for its update."""
         source = self.pages.get(page)
         if source is not None:
             self.release(source)
 
     def waits_for(self, page: int) -> bool:
-        """Whether the page is still to get its last update."""
+        """Whether the page still lacks its last update."""
         source = self.pages.get(page)
         return source is not None and source.state == WAITING
 
     def release(self, source: Source) -> None:
-        """Returns when a source may be changed: copies it where it is not written yet."""
+        """Returns when a source may change: copies it if it is not written yet."""
         begin_s = time.perf_counter()
         with self.turn:
             self.turn.wait_for(lambda: source.state not in (READY, TAKEN) or self._may_copy(source))
@@ -101,9 +102,9 @@ class Snapshot:
     def _copy_aside(self, source: Source) -> None:
         try:
             copy = self._copy(source)
-        except BaseException as error:  # of any kind: workers must not wait for a copy that will not come
+        except BaseException as error:  # of any kind: workers must not wait for a failed copy
             self.fail(error)
-            if isinstance(error, OSError):  # there is no memory for it: training goes on
+            if isinstance(error, OSError):  # no memory for the copy: training continues
                 return
             raise
         with self.turn:
@@ -117,7 +118,7 @@ class Snapshot:
             self.turn.notify_all()
 
     def changed(self, page: int, stream: Any) -> None:
-        """The page has had the update it was waiting for, once the work queued on the stream is done."""
+        """The page has received the update it was waiting for, once the work queued on the stream is done."""
         source = self.pages.get(page)
         if source is None or source.state != WAITING:
             return
@@ -128,13 +129,13 @@ class Snapshot:
             self.turn.notify_all()
 
     def release_all(self) -> None:
-        """Returns when everything may be changed."""
+        """Returns when all sources may change."""
         for source in self.queue:
             self.release(source)
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing waits for an update any more."""
+        """Whether no source waits for an update."""
         return all(source.state != WAITING for source in self.queue)
 
     def cancel(self) -> None:
@@ -156,7 +157,7 @@ class Snapshot:
         return copy
 
     def _spare(self, size_bytes: int) -> torch.Tensor | None:
-        """Memory of this size that was used before, if any. If none, other sizes go: the pool is for all of them."""
+        """Spare memory of this size, if any. Otherwise frees spare memory of other sizes, since all share the pool."""
         with self.turn:
             fits = next((i for i, memory in enumerate(self.spare) if memory.numel() == size_bytes), None)
             if fits is not None:
@@ -173,10 +174,10 @@ class Snapshot:
         for target, piece in zip(copy.split(size), flat.split(size), strict=True):
             self.copy_threads.copy(target, self.own_writer.to_host(piece))
 
-    # -- the disk's side -----------------------------------------------------------------------------------------------
+    # -- called by writers ---------------------------------------------------------------------------------------------
 
     def write(self, directory: Path) -> None:
-        """Writes all sources into files that exist already in their full size. Raises what went wrong."""
+        """Writes all sources into files that exist already in their full size. Raises the first error."""
         names = {segment.file for source in self.queue for segment in source.segments}
         files = {name: os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC) for name in names}
         self.sums = {name: [] for name in names}
@@ -185,7 +186,7 @@ class Snapshot:
             for thread in threads:
                 thread.start()
             while alive := [thread for thread in threads if thread.is_alive()]:
-                for file in files.values():  # now and then: the kernel would begin much later by itself
+                for file in files.values():  # now and then: the kernel alone would start writing much later
                     flush_data(file)
                 alive[0].join(FLUSH_EVERY_S)
         except OSError as error:
@@ -195,7 +196,7 @@ class Snapshot:
                 thread.join()
             for file in files.values():
                 os.close(file)
-            with self.turn:  # training may be about to take one of them
+            with self.turn:  # training may be about to copy one of them
                 self.spare.clear()
         if self.error is not None:
             raise self.error
@@ -204,19 +205,19 @@ class Snapshot:
         try:
             writer = PageWriter(self.device)
             while (source := self._take()) is not None:
-                if (event := source.event) is not None:  # which training may take away when it makes a copy
+                if (event := source.event) is not None:  # training may remove it when it makes a copy
                     event.synchronize()
                 writer.write(source, self._memory, files, self.sums)
                 with self.turn:
                     self._free(source)
                     source.state = DONE
                     self.turn.notify_all()
-        except BaseException as error:  # of any kind: training must not wait for a worker that is gone
+        except BaseException as error:  # of any kind: training must not wait for a dead worker
             self.fail(error)
 
     @contextmanager
     def _memory(self, source: Source) -> Iterator[torch.Tensor]:
-        """Where a worker may read the source from until it leaves the context: its home, or by now a copy."""
+        """The memory from which a worker may read the source inside the context: its home, or a copy."""
         with self.turn:
             flat, source.is_read = (source.flat, True) if source.copy is None else (source.copy, False)
         try:

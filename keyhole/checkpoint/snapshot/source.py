@@ -1,7 +1,8 @@
-"""Memory that goes into a checkpoint, and the places in its files that it goes to.
+"""Memory that is saved in a checkpoint, and its places in the files.
 
-A source is a page of weights (offload/engine.py) or a tensor of the method's state, flat. A page holds tensors, or
-parts of them, so it has segments: elements [begin, end) belong to this tensor and lie at this offset of this file.
+A source is a page of weights (offload/engine.py) or a tensor of the method's state, as flat memory. A page contains
+tensors, or parts of them, so it has segments: elements [begin, end) belong to a tensor and are stored at an offset of a
+file.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ WAITING, READY, TAKEN, COPYING, COPIED, WRITING, DONE = range(7)  # see snapshot
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [begin, end) of a source belong to this tensor, and go to this place of this file."""
+    """Elements [begin, end) of a source belong to this tensor, and are stored at this offset of this file."""
 
     tensor: str
     begin: int
@@ -27,16 +28,16 @@ class Segment:
 
 @dataclass
 class Source:
-    """Flat memory that goes to disk. unpacks: (elements, dtype) of what a packed page is unpacked
+    """Flat memory that is written to the disk. unpacks: for a packed page, the elements and dtype that it is unpacked
     to, and the function that does it."""
 
     flat: torch.Tensor
     segments: list[Segment]
     unpacks: tuple[int, torch.dtype, Decode] | None = None
     state: int = READY
-    event: Any = None  # after it the home holds what is to be saved
+    event: Any = None  # after it the home has the weights to save
     copy: torch.Tensor | None = field(default=None, repr=False)
-    is_read: bool = False  # a worker reads the home at this moment
+    is_read: bool = False  # a worker is reading the home
 
     @property
     def saved_dtype(self) -> torch.dtype:
@@ -48,17 +49,18 @@ class Source:
 
 
 def event_on(stream: Any) -> Any:
-    """An event behind everything queued on a stream; None without one."""
+    """An event after all work queued on a stream; None without a stream."""
     if stream is None:
         return None
-    event = torch.cuda.Event(blocking=True)  # a worker that waits for it sleeps
+    event = torch.cuda.Event(blocking=True)  # waiting does not spin
     event.record(stream)
     return event
 
 
 def segments_of(tensors: Iterable[tuple[str, int, int]], start: int, stop: int, places: dict[str, Any],
                 element_bytes: int) -> list[Segment]:  # fmt: skip
-    """The parts of the flat array [start, stop) that belong to tensors (name, start, stop), and where they go."""
+    """The parts of the flat array [start, stop) that belong to tensors (name, start, stop), and their places in the
+    files."""
     found = []
     for name, first, last in tensors:
         begin, end = max(start, first), min(stop, last)

@@ -1,7 +1,7 @@
 """Exact AdamW whose fp32 state lives in host memory.
 
-method.py     the method: one step            state.py      masters and moments, updated unit by unit
-exchange.py   gradients out, weights back     jobs.py       updates as jobs for whoever is free
-gpu_updates.py, lane.py   the GPU's part in them            memory.py, traits.py   bytes; settings and row
+method.py     the method: one step            state.py      master weights and moments, updated unit by unit
+exchange.py   gradients D2H, weights back     jobs.py       updates as jobs for the CPU or the GPU
+gpu_updates.py, lane.py   updates on the GPU               memory.py, traits.py   bytes; settings and row
 shards.py     on several ranks
 """

@@ -1,17 +1,17 @@
-"""Gradients leave, new weights return: pages whose home is rewritten by the host, and a gate that says when.
+"""Gradients leave the GPU and new weights return: pages whose homes the host rewrites, and the gate for the engine.
 
-Each page has a staging buffer in host memory, as long as the page and in its dtype: the gradient arrives there, a job
-on the host turns it into the new weights in place, and these go back.
+Each page has a staging buffer in host memory with the page's length and dtype: the gradient arrives there, a job on the
+host overwrites it with the new weights, and these return to the device.
 
     streamed page    its home is the staging buffer. (Between the last use of a page in a step and its first use in the
-                     next nobody reads its home; the weights are made anew from the optimizer's own copy.) The engine
-                     uploads it as always, once the gate says that it is ready.
+                     next, its home is not read; the weights are computed from the optimizer's master copy.) The engine
+                     uploads it as usual, once the gate reports that it is ready.
     resident page    page-locked memory of the page's size; the worker sends the weights to the device itself. With
                      `masters` (the weights in fp32, page-locked) it sends those, and the device rounds them: twice the
-                     bytes on a link that has time, and a third of the update's work less for a CPU that has none.
+                     bytes on a link that is idle, and a third less work for a CPU that is busy.
 
-So a gradient that waits costs no memory beyond the 16-bit weights that host memory holds anyway, and 2 bytes per
-parameter for pages that live on the device. Order on a GPU:
+So a waiting gradient needs no memory beyond the 16-bit weights that host memory holds anyway, and 2 bytes per parameter
+for resident pages. Order on a GPU:
 
     down (Downlink)         waits for: the kernels so far;           then gradient -> staging, and an event
     worker                  waits for: that event, on the host;      then the job
@@ -19,12 +19,12 @@ parameter for pages that live on the device. Order on a GPU:
     helper                  waits for: the first event and the end of its work on the device, both on the host
     compute                 `wait` on the host for the job, then on the device for that event
 
-Nothing else is needed: a page's weights are overwritten after its event, which came after the last kernel that read
-them; its staging buffer is written again after the next use of the page, which waited for the upload.
-On a CPU device the same jobs run in the same worker, with plain copies.
+No further synchronization is needed: a page's weights are overwritten after its event, which is recorded after the last
+kernel that read them; its staging buffer is written again only after the next use of the page, which waited for the
+upload. On a CPU device the same jobs run in the same worker, with plain copies.
 
-Of a page that ranks share out (offload/shards.py) all of this is this rank's part: as long as what it keeps. A resident
-part waits on the device for its next gather, which is ordered behind the upload by the engine's own event.
+For a sharded page (offload/shards.py) all of this holds for this rank's part. A resident part waits on the device for
+its next gather, which the engine's own event orders behind the upload.
 """
 
 import time
@@ -39,14 +39,14 @@ from keyhole.offload.engine import Engine
 from keyhole.offload.workers import DeviceJob, Job, Workers
 
 Span = tuple[int, int]  # [begin, end) of a page
-LANDING = 16 * 2**20  # elements of a master that are on the device at a time
+LANDING = 16 * 2**20  # elements of a master copy that are on the device at a time
 
 
 class Exchange:
-    """Takes gradients of pages out and brings their new weights back; becomes the engine's gate. pages: those that will
-    be rewritten. masters: by resident page, where its weights come from (None: its staging buffer). slices: of pages
-    that are whole on every rank, what this one updates; `complete` makes them whole again, before they are next used,
-    and is called by all ranks alike."""
+    """Sends gradients of pages to the host and brings their new weights back; it is the engine's gate. pages: those
+    that will be rewritten. masters: by resident page, the source of its weights (None: its staging buffer). slices: for
+    pages that every rank holds whole, the range that this rank updates; `complete` gathers them before their next use,
+    and is called by all ranks in the same order."""
 
     def __init__(
         self,
@@ -59,35 +59,35 @@ class Exchange:
     ) -> None:
         self.engine, self.pool, self.cuda = engine, pool, engine.cuda
         self.slices, self.complete = slices or {}, complete
-        self.incomplete: set[int] = set()  # of these, those that have been rewritten
+        self.incomplete: set[int] = set()  # pages in `slices` that were rewritten and not gathered yet
         self.down = Downlink(engine)
         self.staging = _staging(engine, {page: self.kept(page) for page in pages})
         self.source = self.staging if masters is None else self.staging | masters
-        self.leaving: set[int] = set()  # gradients are on their way out, no job yet
-        self.rewritten: set[int] = set()  # homes that change: a watch is to be told when they have
+        self.leaving: set[int] = set()  # pages whose gradients are being sent and that have no job yet
+        self.rewritten: set[int] = set()  # pages whose change must still be reported to a watch
         self.wait_s = 0.0  # how long the launching thread has waited for jobs
         if self.cuda:
             self.up = torch.cuda.Stream(engine.device)
             self.uploaded = {page: torch.cuda.Event() for page in pages}
             self.landing = torch.empty(LANDING if masters else 0, device=engine.device)
-            self.landing.record_stream(self.up)  # it may be dropped while something lands
+            self.landing.record_stream(self.up)  # it may be freed while a copy into it is running
         engine.gate = self
 
     def kept(self, page: int) -> torch.Tensor:
-        """What this process rewrites of a page."""
+        """The part of a page that this process rewrites."""
         kept = self.engine.kept(page)
         return kept[slice(*self.slices[page])] if page in self.slices else kept
 
     def will_change(self, page: int) -> None:
-        """The page's home is rewritten from here on; where ranks share it out, all of them say so."""
+        """Called before the page's home is rewritten; for a sharded page, on all ranks."""
         self.engine.before_change(page)
         if page in self.slices:
             self.incomplete.add(page)
 
-    # -- out -------------------------------------------------------------------------------------------------------
+    # -- gradients to the host -------------------------------------------------------------------------------------
 
     def put(self, page: int, begin: int, grad: torch.Tensor) -> None:
-        """Sends a gradient to its place in the page's staging buffer. From here on the page is not ready."""
+        """Sends a gradient to its place in the page's staging buffer. From now on the page is not ready."""
         if page not in self.leaving:
             self.will_change(page)
         self.leaving.add(page)
@@ -98,19 +98,19 @@ class Exchange:
         self.down.send(grad, buffer)
 
     def sent(self) -> Any:
-        """An event: everything sent so far has arrived, and the kernels so far are done (those behind the last `put`
-        may read the weights still). None on a CPU."""
+        """An event: every gradient sent so far has arrived, and all kernels launched so far are done (kernels after the
+        last `put` may still read the weights). None on a CPU."""
         return self.down.sent(and_kernels=True)
 
     def take_back(self) -> list[int]:
-        """After an error: waits for what is on its way, and returns the pages whose gradients left without a job. Their
-        staging buffers hold gradients; the caller makes them weights again."""
+        """After an error: waits for running copies, and returns the pages whose gradients were sent without a job.
+        Their staging buffers hold gradients, which the caller must overwrite with weights."""
         self.down.synchronize()
         pages = sorted(self.leaving)
         self.leaving.clear()
         return pages
 
-    # -- the job, and back -----------------------------------------------------------------------------------------
+    # -- jobs, and weights to the device ---------------------------------------------------------------------------
 
     def submit(
         self,
@@ -120,9 +120,9 @@ class Exchange:
         back: list[Span],
         on_device: DeviceJob | None = None,
     ) -> None:
-        """Has the worker do the job and send these spans of the page back.
-        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass
-        are worked on first: the engine numbers them in that order."""
+        """Queues a job for the worker, which then sends these spans of the page back. on_device: the same for the
+        workers' helper, including the copy back. Pages that the next pass needs first have the lowest index, and are
+        processed first."""
 
         def work() -> None:
             job()
@@ -134,11 +134,11 @@ class Exchange:
             self.engine.bytes_up += sum(_bytes(self.source[page][begin:end]) for begin, end in back)
 
     def send_back(self, page: int, spans: list[Span]) -> None:
-        """To the device; nothing to do for a streamed page."""
+        """Uploads spans of a resident page; does nothing for a streamed page."""
         if page in self.engine.on_host:
             return
-        home, source = self.kept(page).data, self.source[page]  # .data: or autograd, at work on a neighbour in
-        # the same memory, would take this for a change of that
+        home, source = self.kept(page).data, self.source[page]  # .data: otherwise autograd, which is differentiating
+        # a neighbour in the same memory, would count this as a change of that tensor
         if not self.cuda:
             for begin, end in spans:
                 home[begin:end].copy_(source[begin:end])
@@ -147,7 +147,7 @@ class Exchange:
             for begin, end in spans:
                 self._upload(source[begin:end], home[begin:end])
             self.uploaded[page].record(self.up)
-            if page in self.engine.streamed:  # a part of a page, which goes on from here
+            if page in self.engine.streamed:  # a resident part of a sharded page, which is gathered from here
                 self.engine.home_written[page].record(self.up)
 
     def _upload(self, source: torch.Tensor, home: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ class Exchange:
         return page not in self.leaving and self.pool.ready(page)
 
     def wait(self, page: int) -> None:
-        """Returns when it does; kernels launched afterwards see the weights."""
+        """Blocks until it does; kernels launched afterwards see the weights."""
         assert page not in self.leaving, f"page {page} is asked for while its gradient leaves"
         if not self.pool.ready(page):
             begin_s = time.perf_counter()
@@ -180,7 +180,7 @@ class Exchange:
             self.engine.changed(page, self.engine.compute if self.cuda and page not in self.engine.on_host else None)
 
     def drain(self) -> None:
-        """Returns when every job is done and everything sent back has arrived."""
+        """Blocks until every job is done and all weights sent back have arrived."""
         self.pool.drain()
         if self.cuda:
             self.up.synchronize()
@@ -191,7 +191,7 @@ class Exchange:
             self.engine.changed(self.rewritten.pop(), None)
 
     def close(self) -> None:
-        """Ends the worker; jobs that have not begun are dropped."""
+        """Ends the worker; jobs that have not started are dropped."""
         self.pool.close()
 
 
@@ -200,7 +200,7 @@ def _bytes(flat: torch.Tensor) -> int:
 
 
 def _staging(engine: Engine, kept: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """What is kept of streamed pages, and one piece of page-locked memory for all others."""
+    """The homes of streamed pages, and one page-locked allocation for all others."""
     own = [page for page in kept if page not in engine.on_host]
     sizes = [-(-_bytes(kept[page]) // 256) * 256 for page in own]
     flat = arena.host_memory(sum(sizes)).fill_(0)

@@ -1,14 +1,14 @@
-"""The GPU's part in adam-offload's updates: state crosses the link, is updated there, and goes home.
+"""adam-offload's updates on the GPU: state is copied to the device, updated there, and copied back.
 
-The CPU updates some 3 G parameters per second and the link is idle meanwhile. A part of a unit can as well be updated
-by the GPU (lane.py). Bytes per parameter, in 16 bit:
+The CPU updates some 3 G parameters per second, and the link is idle meanwhile. So the GPU can update some parts of a
+unit (lane.py). Bytes per parameter, in 16 bit:
 
     by the CPU    host memory 26 (state and gradient), link 4 up (the new master)
-    by the GPU    host memory and link 14 up (state and gradient), 12 down (state), 14 where weights are streamed
+    by the GPU    host memory and link 14 up (state and gradient), 12 down (state), 14 if weights are streamed
 
-Who takes which part is not decided here: both take the most urgent one when they are free (offload/workers.py). That
-may differ from run to run, so the bits must not: ops/adam/device.py rounds where the CPU's kernel does, and is tried
-against it at the start. Where the bits differ, or memory cannot be page-locked, the CPU works alone.
+The split is dynamic: each takes the most urgent part when it is free (offload/workers.py). The split may differ from
+run to run, so the bits must not depend on it: ops/adam/device.py rounds like the CPU's kernel, and is compared with it
+at the start. If the bits differ, or memory cannot be page-locked, the CPU updates everything.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ class AdamLane:
         chunk = chunk_of(min(PART, max(unit.numel for unit in state.units)))
         self.lane = Lane([torch.float32] * 3 + [dtype], engine.device, chunk)
         self.scratch = torch.empty(0 if engine.cuda else chunk)
-        self.share = 0.0  # of all trained parameters, in the last step
+        self.share = 0.0  # share of all trained parameters that the GPU updated in the last step
         self._numel = self._up = self._down = 0  # parameters updated and bytes moved since the last `settle`
 
     def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float) -> Callable[[], None]:
-        """Begins the update of a part from its gradient in `page`; what is returned waits for its end. New weights go
-        to the device's copy, or home to `page` where the unit is streamed."""
+        """Starts the update of a part from its gradient in `page`; returns a function that waits for its end. New
+        weights go to the device's copy, or to `page` if the unit is streamed."""
         streamed = unit.index in self.engine.on_host
         home = None if streamed else self.exchange.kept(unit.index).data[part.begin : part.end]
         how = {"step": part.step, "lr": lr, "clip": clip, "weight_decay": part.weight_decay, **self.state.rule}
@@ -58,11 +58,11 @@ class AdamLane:
     def _count(self, tensors: list[torch.Tensor], streamed: bool) -> None:
         numel, element = tensors[0].numel(), tensors[3].element_size()
         self._numel += numel
-        self._up += numel * (12 + element - (0 if streamed else 4))  # the exchange has counted a master
+        self._up += numel * (12 + element - (0 if streamed else 4))  # the exchange has already counted a master
         self._down += numel * (12 + (element if streamed else 0))
 
     def settle(self) -> None:
-        """Counts a step, once. Called by the engine's thread while no update runs."""
+        """Adds up the counts of a step, once. Called by the engine's thread while no update runs."""
         self.engine.bytes_up += self._up
         self.engine.bytes_down += self._down
         self.share = self._numel / max(1, self.state.trained_numel)
@@ -70,7 +70,7 @@ class AdamLane:
 
 
 def open_lane(state: AdamState, exchange: Exchange, dtype: torch.dtype) -> tuple[AdamLane | None, str]:
-    """The lane, or None, and the reason in words."""
+    """The lane or None, and the reason in words."""
     engine = exchange.engine
     if not engine.cuda:
         return AdamLane(state, exchange, dtype, None), "the device updates a part of them"

@@ -1,8 +1,8 @@
-"""From gradients in host memory to new weights: the updates of adam-offload, as jobs for whoever is free.
+"""From gradients in host memory to new weights: the updates of adam-offload, as jobs for the CPU or the GPU.
 
-A unit whose gradients have left is cut into parts (state.py), and each part is a job: by the CPU in the worker,
-which sends the new masters to the device, or by the GPU through its lane (gpu_updates.py). Both look first whether the
-update is to be: where a norm is not finite, weights stay as they are (method.py says of what).
+A unit whose gradients were sent is cut into parts (state.py), and each part is a job: for the CPU in the worker, which
+sends the new masters to the device, or for the GPU through its lane (gpu_updates.py). Both first check that the update
+may be applied: if a norm is not finite, weights stay unchanged (method.py says which norm).
 """
 
 import time
@@ -19,14 +19,14 @@ from keyhole.offload.workers import Job
 
 
 class UpdateJobs:
-    """Makes jobs of the updates of units."""
+    """Creates the jobs that update units."""
 
     def __init__(self, state: AdamState, exchange: Exchange, lane: AdamLane | None) -> None:
         self.state, self.exchange, self.lane = state, exchange, lane
-        self.host_s = 0.0  # of the CPU, since the caller set it to 0
+        self.host_s = 0.0  # CPU time of updates, since the caller set it to 0
 
     def submit(self, step: AdamStep, unit: Unit, starts: list[int], after: Any) -> None:
-        """Has a unit updated, once `after` has happened. starts: the first elements of its tensors with a gradient."""
+        """Queues a unit's update after the event `after`. starts: first elements of its tensors with a gradient."""
         step.submitted = True
         for part in self.state.parts(starts):
             job = partial(self.by_cpu, step, unit, starts, part)
@@ -34,14 +34,14 @@ class UpdateJobs:
             self.exchange.submit(unit.index, job, after, [(part.begin, part.end)], on_device)
 
     def write(self, unit: Unit, begin: int = 0, end: int | None = None) -> None:
-        """The weights as they are, over a gradient that is not used."""
+        """Overwrites a gradient that is not used with the current weights."""
         if self._is_streamed(unit):
             self.state.write(unit, self.exchange.staging[unit.index], begin, end)
 
     # -- in the worker, and in its helper --------------------------------------------------------------------------
 
     def by_cpu(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> None:
-        """The gradients in the staging buffer become weights there, or only the master is new."""
+        """Overwrites the gradients in the staging buffer with new weights, or updates only the master."""
         begin_s, page = time.perf_counter(), self._page(step, unit, starts, part)
         if page is not None and part.begin < part.end:
             self.state.update(unit, part, page, step.lr, step.clip(), in_place=self._is_streamed(unit))
@@ -50,7 +50,7 @@ class UpdateJobs:
             self.state.count(part)
 
     def by_gpu(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> Job:
-        """Begins it; what is returned waits for its end."""
+        """Starts the update; returns a function that waits for its end."""
         page = self._page(step, unit, starts, part)
         if page is None:
             return lambda: None
@@ -59,7 +59,7 @@ class UpdateJobs:
         return end
 
     def _page(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> torch.Tensor | None:
-        """Where the gradients are; None, with weights in their place, if the update is not to be."""
+        """The staging buffer with the gradients; None, after writing weights there, if the update must be skipped."""
         if step.is_bad(starts):
             step.bad = True
             self.write(unit, part.begin, part.end)

@@ -1,16 +1,16 @@
-"""Host tensors through the device in chunks: in, changed there, and out again.
+"""Sends host tensors through the device in chunks: copied in, changed there, and copied back.
 
-What an optimizer keeps in host memory can also be updated by the device, if it crosses the link both ways. Several
+The device can also update optimizer state that is kept in host memory, if the state crosses the link both ways. Several
 tensors of one length go in together, chunk after chunk, through a ring of slots:
 
-    up     waits for: the slot's last way out;     then copies a chunk of every tensor in
+    up     waits for: the slot's last copy back;   then copies a chunk of every tensor in
     work   waits for: that;                        then change(begin, chunks)
-    down   waits for: that;                        then copies the chunks home
+    down   waits for: that;                        then copies the chunks back
 
-Three streams, ordered by events alone, so a chunk goes in, one is worked on, and one goes out at the same time, and the
-next range begins while the last one is on its way home. The host waits for nothing but what it asks `run` to wait for.
-Bytes on the device: SLOTS x chunk x the bytes of one element of every tensor. On a CPU device the same with plain
-copies.
+The three streams are ordered by events alone, so one chunk is copied in, one is changed and one is copied back at the
+same time, and the next range begins while the last one is still being copied back. The host waits only when the
+function returned by `run` is called. Bytes on the device: SLOTS x chunk x the bytes of one element of every tensor. On
+a CPU device the same runs with plain copies.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ CHUNK = 4 * 2**20  # elements: 16 MiB of fp32, enough for a copy to run at the l
 
 
 def chunk_of(numel: int) -> int:
-    """Elements of a chunk for ranges of at most this many."""
+    """Elements per chunk for ranges of at most this many."""
     return min(CHUNK, numel)
 
 
@@ -35,8 +35,7 @@ class _Slot:
 
 
 class Lane:
-    """A ring of slots on the device that host tensors go through. dtypes: of the tensors; used by one thread at a
-    time."""
+    """A ring of slots on the device for host tensors. dtypes: of the tensors. Only one thread may use it at a time."""
 
     def __init__(self, dtypes: list[torch.dtype], device: torch.device, chunk: int = CHUNK) -> None:
         self.device, self.chunk, self.cuda = device, chunk, device.type == "cuda"
@@ -44,16 +43,16 @@ class Lane:
         self.turn = 0
         if self.cuda:
             self.up, self.work, self.down = (torch.cuda.Stream(device) for _ in range(3))
-            torch.cuda.synchronize(device)  # the slots' memory may have been somebody else's a moment ago,
-            for buffer in (buffer for slot in self.slots for buffer in slot.buffers):  # and will be when we are gone
+            torch.cuda.synchronize(device)  # other streams may still use the memory that these slots got,
+            for buffer in (buffer for slot in self.slots for buffer in slot.buffers):  # and may get it afterwards
                 for stream in (self.up, self.work, self.down):
                     buffer.record_stream(stream)
 
     def run(
         self, tensors: list[torch.Tensor], back: int, change: Callable[[int, list[torch.Tensor]], None]
     ) -> Callable[[], None]:
-        """Sends flat host tensors through. change(begin, chunks) enqueues kernels on chunks that begin there; the
-        first `back` tensors come home. Returns at once; what it returns blocks until all is home and done."""
+        """Sends flat host tensors through the device. change(begin, chunks) enqueues kernels on the chunks at `begin`;
+        the first `back` tensors are copied back. Returns at once a function that blocks until all of it is done."""
         numel = tensors[0].numel()
         for begin in range(0, numel, self.chunk):
             slot = self.slots[self.turn % SLOTS]

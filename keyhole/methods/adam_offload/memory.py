@@ -1,20 +1,20 @@
-"""Bytes of adam-offload, and whether host memory has them.
+"""Bytes of adam-offload, and whether host memory has room for them.
 
-On the device: a reverse sweep, what is on its way through the lane (lane.py), and masters that land. On the host, per
+On the device: a reverse sweep, the buffers of the lane (lane.py), and the landing buffer for masters. On the host, per
 trained parameter (weights of b bytes):
 
     12      fp32 master and two moments
-    b       of a resident unit: page-locked memory for its gradient on the way out and its weights on the way in
-    0       of a streamed unit: its home, which host memory holds anyway, serves for both
+    b       for a resident unit: page-locked memory for its outgoing gradient and its incoming weights
+    0       for a streamed unit: its home, which host memory holds anyway, serves for both
 
 so 12 + b in all, 14 in 16 bit, wherever the model lives.
 
-A step: gradients go down (b per parameter), new weights come up (4 of a resident unit; a streamed one comes up with the
-next forward). CPU and GPU share the updates, each taking the next one when it is free, so with c and g parameters per
-second the GPU's share is g / (c + g), and g is what its lane moves over the link: 12 + b bytes up and 12 down, at LANE
-of the rate that both ways have at once (7B on an H200: 86 % of the parameters in 1.98 s,
-benchmarks/lsp_h200_2026-11-15_7B_d.md). Both go through host memory, 12 + b bytes read and 12 written, and its rate is
-what bounds them there.
+Per step gradients are copied D2H (b per parameter) and new weights H2D (4 for a resident unit; a streamed one is
+uploaded in the next forward pass). CPU and GPU share the updates; each takes the next one when it is free. So with c
+and g parameters per second the GPU's share is g / (c + g), where g is the rate of its lane over the link: 12 + b bytes
+H2D and 12 D2H, at LANE of the bidirectional rate (7B on an H200: 86 % of the parameters in 1.98 s,
+benchmarks/lsp_h200_2026-11-15_7B_d.md). Both use host memory, 12 + b bytes read and 12 written, whose bandwidth is
+the upper bound.
 """
 
 from keyhole.errors import UserError
@@ -32,14 +32,14 @@ from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel
 
 LANE = 0.87
-SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
+SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
 def host_state_bytes(
     layout: Layout, streamed: set[int], element_bytes: int, cut: dict[int, tuple[int, int]] | None = None, of: int = 1
 ) -> int:
-    """Host memory of adam-offload, without the homes of streamed units. cut: of units that ranks share out, the first
-    element and the number of those that are here; of: ranks, which share out the state of tables too."""
+    """Host memory of adam-offload, without the homes of streamed units. cut: for sharded units, the first element and
+    the number of elements of this rank; of: number of ranks, over which the state of tables is sharded too."""
     units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
     here = {u.index: part_numel(u.numel, of) for u in layout.of_kind("table") if of > 1}
     here |= {unit: numel for unit, (_, numel) in (cut or {}).items()}
@@ -55,8 +55,8 @@ def check_host_state(
     ranks: int = 1,
     of: int = 1,
 ) -> None:
-    """UserError with what is missing when weights and state will not fit. loaded: the weights are there already; ranks:
-    processes that will each take so much of this machine's memory."""
+    """UserError with the missing amount if weights and state do not fit. loaded: the weights are loaded already; ranks:
+    the number of processes on this machine that each take this much memory."""
     state, here = host_state_bytes(layout, streamed, element_bytes, cut, of), cut or {}
     weights = element_bytes * sum(here.get(u.index, (0, u.numel))[1] for u in layout.units if u.index in streamed)
     needed, slack = ranks * (state + (0 if loaded else weights)), 0 if loaded else ranks * SLACK_BYTES
@@ -70,7 +70,7 @@ def check_host_state(
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
-    """The device peak of a step. The lane is counted always: whether the GPU helps with updates is seen later."""
+    """The device peak of a step. It always includes the lane: whether the GPU updates is decided later."""
     element_bytes = room.formats.dtype.itemsize
     lane = SLOTS * chunk_of(max(unit.numel for unit in layout.units)) * (12 + element_bytes)
     landing = 4 * LANDING if len(streamed) < len(layout.units) else 0
@@ -78,7 +78,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
-    """What a step asks of a machine."""
+    """The FLOPs, bytes and launches of a step."""
     own: AdamOffloadConfig = work.settings or AdamOffloadConfig()
     b = room.formats.dtype.itemsize
     units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]

@@ -2,33 +2,33 @@
 
 The rule is torch's AdamW, exactly, on fp32 masters (ops/adam/host.py). Bytes per parameter:
 
-    host     12 (master, two moments) + 2 (16-bit weight, or the gradient on its way: exchange.py) = 14
-    device   2 where the model is resident; two blocks or so where it is streamed. Gradients: one block's, in passing.
-    link     2 down (gradient), 4 up (master; the GPU rounds it) per step; streamed 4 up (forward and reverse). More for
-             what the GPU updates: gpu_updates.py
+    host     12 (master, two moments) + 2 (16-bit weight, or the gradient in its place: exchange.py) = 14
+    device   2 if the model is resident; about two blocks if it is streamed. Gradients: one block's, temporarily.
+    link     2 down (gradient), 4 up (master; the GPU rounds it) per step; streamed 4 up (forward and backward). More
+             for parameters that the GPU updates: gpu_updates.py
 
 One step, layer by layer (schedule: layerwise):
 
-    reverse     the sweep (model/backward/reverse.py) gives the complete gradient of each tensor, over all
-                micro-batches; it leaves for the host on its own stream while the blocks below are differentiated
-    update      a worker updates a unit as soon as its gradients have arrived, always the one that the next forward
-                needs first; and so does the GPU, whose link is idle (gpu_updates.py): the same bits
-    return      a resident unit's weights are sent back by the worker; a streamed one's are at home already
-    forward     the next one waits at each unit for its weights, and for nothing else
+    reverse     the sweep (model/backward/reverse.py) computes the complete gradient of each tensor, over all
+                micro-batches; it is copied to the host on its own stream while the blocks below are differentiated
+    update      a worker updates a unit as soon as its gradients have arrived, first the unit that the next forward
+                pass needs first; the GPU, whose link is idle, updates some too (gpu_updates.py), with the same bits
+    return      the worker sends a resident unit's weights back; a streamed unit's are already at home
+    forward     the next forward pass waits at each unit only for the weights of that unit
 
-max_grad_norm needs the norm of the whole gradient, which is known at the end of the reverse: norms of tensors are taken
-on the GPU as they leave, and the updates run under the next forward. Nothing is stale and nothing approximate; both
-orders, and schedule: monolithic (to compare with) give the same bits. That is ZeRO-Offload's order: gradients leave
-beside the reverse, updates begin when all are out, weights return beside the updates of other units, and the next
-forward begins when all are back,
+max_grad_norm needs the norm of the whole gradient, which is known at the end of the backward pass: the GPU computes the
+norms of tensors as they leave, and the updates overlap with the next forward pass. Nothing is stale or approximate.
+Both orders and schedule: monolithic (for comparison) give the same bits. The latter is ZeRO-Offload's order: gradients
+leave during the backward pass, updates begin when all have left, weights return during the updates of other units, and
+the next forward pass begins when all have returned,
 
     step = forward + max(reverse, gradients down) + max(updates, weights up)          (LSP-Offload, Eq. 1)
 
-A gradient that is not finite: with max_grad_norm (or monolithic) the step changes nothing. Without, units above may
-have been updated before it was met; if any was, the run stops at once, since the weights are then of two steps. (A loss
-that is not finite makes every gradient so, and then nothing has changed.)
+If a gradient is not finite: with max_grad_norm (or monolithic) the step changes nothing. Without, the units above may
+already have been updated; if any was, the run stops at once, since the weights then mix two steps. (A non-finite loss
+makes every gradient non-finite, and then nothing has changed.)
 
-On several ranks each keeps and updates a part of the units: shards.py.
+On several ranks each keeps and updates a shard of the units: shards.py.
 """
 
 import weakref
@@ -116,14 +116,14 @@ class AdamOffload(Method):
         if model.engine.cuda and masters and self.lane is None:
             arena.pin(arena.storage_of(self.state.flats[0]), model.device)
         self.updates = UpdateJobs(self.state, self.exchange, self.lane)
-        self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
+        self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are adjacent
         self.current: AdamStep | None = None
         self.parts = AdamParts(model, self) if model.sharded else None
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
-        """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         first, count, weight = 0, None, 1.0
         if self.parts is None:
@@ -136,13 +136,13 @@ class AdamOffload(Method):
             if self.parts is not None:
                 loss = shards.total_loss(self.model, loss)
                 self.parts.begin()
-            self._settle()  # the forward has waited for every unit, so this is all of the last step
+            self._settle()  # the forward has waited for every unit, so the last step is complete
             self._update(lambda: self.reverse.reverse(self.parts or self))
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Instead of loss.backward(), in a loop of your own over model.module: differentiates, and updates. Waits for
-        the updates, since a forward of your own would not. (After step(batch), call flush() before such a forward.)"""
+        """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates. Waits
+        for the updates, since your forward would not. (After step(batch), call flush() before such a forward.)"""
         self.reverse.check_loss(loss)
         self.flush()
         self.exchange.wait_s = self.updates.host_s = 0.0
@@ -161,7 +161,7 @@ class AdamOffload(Method):
             raise
 
     def _take_back(self, step: AdamStep) -> None:
-        """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
+        """After an error in the backward pass: drops sent gradients. If an update was submitted, it is too late."""
         for page in self.exchange.take_back():
             unit = self.model.layout.units[page]
             self.updates.write(unit)
@@ -172,22 +172,22 @@ class AdamOffload(Method):
         return self.max_grad_norm is not None or self.schedule == "monolithic"
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """The gradient is needed as a tensor: it has to travel."""
+        """Declines: the gradient is needed as a tensor, to be copied to the host."""
         return False
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Takes the norm and sends the gradient off."""
+        """Computes the norm and sends the gradient to the host."""
         torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
         unit = self.state.trained[tensor.start].unit
-        gathered = self.reverse.visits is not None  # then the next block will write there while this one travels
+        gathered = self.reverse.visits is not None  # then the next block overwrites the buffer during the copy
         self.exchange.put(unit.index, tensor.start - unit.start, grad.clone() if gathered else grad)
         self.current.starts[unit.index].append(tensor.start)
 
     def updated(self, tensors: list[FlatTensor]) -> None:
-        """Nothing is recorded."""
+        """Not used: no update is captured as a CUDA graph."""
 
     def finished(self, unit: Unit) -> bool:
-        """The unit's gradients are on their way; its update is submitted, now or at the end."""
+        """The unit's gradients are being sent; its update is submitted now, or after the backward pass."""
         starts = sorted(self.current.starts[unit.index])
         if starts and self._clips_at_end:
             self.current.waiting.append((unit, starts))
@@ -197,7 +197,7 @@ class AdamOffload(Method):
         return False
 
     def _end_reverse(self, step: AdamStep) -> None:
-        """The norm of the whole gradient is known: clip factor and norm leave, and the updates that waited for them."""
+        """The norm of the whole gradient is known: sends clip factor and norm, and submits the waiting updates."""
         self.norm = torch.linalg.vector_norm(step.norms_K)
         if not self._clips_at_end:
             return
@@ -229,15 +229,15 @@ class AdamOffload(Method):
         self._settle()
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: whole and unclipped, unread; host_wait_s: launches waited for host updates;
-        gpu_updates: the share of parameters that the GPU has updated, in the last step that was waited for."""
+        """Of the last step. grad_norm: of the whole gradient, unclipped, on the device; host_wait_s: how long launches
+        waited for host updates; gpu_updates: share of parameters that the GPU updated in the last settled step."""
         if self.current is None:
             return {}
         found = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
         return found if self.lane is None else found | {"gpu_updates": self.lane.share}
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         gib = 12 * self.state.flats[0].numel() / 2**30
         when = "at the end of the reverse, under the next forward" if self._clips_at_end else "as gradients arrive"
         when = "between reverse and forward" if self.schedule == "monolithic" else when
@@ -253,7 +253,7 @@ class AdamOffload(Method):
         return self.state.state_dict() | self.dropout.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The weights become the masters, rounded, whatever the last step left behind."""
+        """Sets the weights to the rounded masters, whatever the last step left behind."""
         self.dropout.load_state_dict(state)
         self.exchange.drain()
         self.current = None

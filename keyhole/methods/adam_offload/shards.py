@@ -1,24 +1,25 @@
-"""adam-offload on several ranks: gradients are added up, and each rank updates its part of every unit by Adam.
+"""adam-offload on several ranks: gradients are summed, and each rank updates its part of every unit by Adam.
 
-A unit's summed gradient (methods/shards.py), this rank's part of it, goes where the gradients of one process go
-(exchange.py): to the part's own memory on the host; the worker turns it into new weights there, which stay there
-(streamed) or return to the part on the device (resident). The next forward gathers them into a slot.
+This rank's part of a unit's summed gradient (methods/shards.py) goes the same way as gradients in one process
+(exchange.py): to the part's staging memory on the host. The worker computes the new weights there, which stay there
+(streamed) or return to the part on the device (resident). The next forward pass gathers them into a slot.
 
-Norms are of whole tensors: each rank takes those of its pieces, and a few numbers per unit are gathered, so that all
-ranks clip by the same norm and agree on what is not finite. Which tensors have a gradient is agreed on as well.
+Norms are of whole tensors: each rank computes those of its pieces, and a few numbers per unit are gathered, so that all
+ranks clip by the same norm and agree on what is not finite. They also agree on which tensors have a gradient.
 
-The table is whole on every rank, but its state is not: each rank updates its part of a chunk, in place, and before the
-chunk is next used the parts are gathered (Exchange calls `make_whole`, at the same point on all ranks). The spine, a
-few vectors, is updated whole by everybody.
+The table is replicated on every rank, but its state is sharded: each rank updates its part of a chunk in place, and
+before the chunk's next use the parts are gathered (Exchange calls `make_whole`, at the same point on all ranks). Every
+rank updates the whole spine, which is a few vectors.
 
-Bytes per rank and parameter, N ranks, weights of b bytes: 12 / N of state, and of what is shared out b / N of weights
-or gradient in host memory, b / N on the device where it is resident. Over the network a table takes 2 b (N - 1) / N.
+Bytes per rank and parameter, N ranks, weights of b bytes: 12 / N of state, and for sharded units b / N of weights or
+gradient in host memory, b / N on the device if resident. Over the network a table takes 2 b (N - 1) / N.
 """
 
 from typing import Any
 
 import torch
 
+from keyhole.errors import UserError
 from keyhole.methods.adam_offload.exchange import Span
 from keyhole.methods.shards import GradientParts
 from keyhole.model.model import Model
@@ -27,11 +28,18 @@ from keyhole.offload.shards import part_numel
 
 
 def own_ranges(model: Model) -> tuple[dict[int, tuple[int, int]], dict[int, Span]]:
-    """Of this rank: the first element and the number of those that it updates, of units that are not whole its own; and
-    [begin, end) of them in the homes of tables."""
+    """For this rank: the first element and the number of elements that it updates, of units that it does not update
+    whole; and their range [begin, end) in the homes of tables."""
     cut = {page: (begin, part.numel()) for page, (begin, part) in model.engine.parts().items()}
     slices: dict[int, Span] = {}
-    for unit in model.layout.of_kind("table") if model.sharded else ():
+    tables = model.layout.of_kind("table") if model.sharded else []
+    on_host = [unit.index in model.engine.on_host for unit in tables]
+    if any(its != on_host for its in model.ranks.objects(on_host)):  # a gather needs all parts in the same memory
+        raise UserError(
+            "gpu_memory: a table would be streamed by some ranks and stay on the GPU of others, since other memory is "
+            "free there; set gpu_memory to what all of them have"
+        )
+    for unit in tables:
         numel = part_numel(unit.numel, model.ranks.size)
         begin, end = (min(rank * numel, unit.numel) for rank in (model.ranks.rank, model.ranks.rank + 1))
         slices[unit.index], cut[unit.index] = (begin, end), (begin, end - begin)
@@ -40,7 +48,7 @@ def own_ranges(model: Model) -> tuple[dict[int, tuple[int, int]], dict[int, Span
 
 @torch.no_grad()
 def make_whole(model: Model, slices: dict[int, Span], page: int) -> None:
-    """The home of a table's chunk <- the parts of all ranks."""
+    """Gathers the parts of all ranks into the home of a table's chunk."""
     home, (begin, end) = model.engine.homes[page].data, slices[page]
     part = home.new_zeros(part_numel(home.numel(), model.ranks.size))
     part[: end - begin] = home[begin:end]
@@ -77,9 +85,9 @@ class AdamParts(GradientParts):
         return self.method.finished(unit)
 
     def _send(self, unit: Unit, starts: list[int], part: torch.Tensor) -> None:
-        """The pieces of tensors with a gradient leave, and their norms become those of all ranks."""
+        """Sends the pieces of tensors with a gradient, and replaces their norms by those over all ranks."""
         method, step = self.method, self.method.current
-        method.exchange.will_change(unit.index)  # on every rank, also where none of its elements are
+        method.exchange.will_change(unit.index)  # on every rank, also on one that has none of its elements
         norms_K, first = step.norms(starts)[0], step.slots[starts[0]]
         own_K = torch.zeros_like(norms_K)
         for start in starts:

@@ -1,16 +1,16 @@
-"""Master weights and Adam's moments of all of a model in host memory, updated unit by unit.
+"""Master weights and Adam's moments of the whole model in host memory, updated unit by unit.
 
-Three flat fp32 arrays, in the order of the model (model/structure/layout.py) without the units that are frozen: 12
-bytes per parameter, whatever the cut into units and wherever the weights live. (An array is page-locked whole, and then
-takes memory whole.) A tensor's state is a view of them, so saving copies nothing, and what was saved from a resident
-run goes on in a streamed one.
+Three flat fp32 arrays, in the order of the layout (model/structure/layout.py) without frozen units: 12 bytes per
+parameter, however the model is cut into units and wherever the weights live. (An array is page-locked, and therefore
+committed, as a whole.) A tensor's state is a view of the arrays, so saving copies nothing, and the state of a resident
+run can be resumed in a streamed one.
 
-Like torch's, a tensor that got no gradient in a step is left alone: no update, no decay, and its own count of updates
-(which bias correction needs) stays. Neighbours with equal counts and equal weight decay are updated in one go, padding
-included.
+As in torch, a tensor without a gradient in a step stays unchanged: no update, no decay, and its own count of updates
+(for the bias correction) does not change. Adjacent tensors with equal counts and equal weight decay are updated
+together, padding included.
 
-On several ranks (methods/shards.py) the arrays hold this rank's part of each unit that is shared out, and parts and
-pages are counted from where that begins. Counts of updates are those of all tensors, on every rank.
+On several ranks (methods/shards.py) the arrays hold this rank's part of each sharded unit, and ranges are relative to
+the beginning of that part. Every rank has the update counts of all tensors.
 """
 
 from collections import defaultdict
@@ -31,12 +31,12 @@ from keyhole.offload import arena
 from keyhole.ops.adam.host import CHUNK_PER_THREAD, host_adamw_
 
 NAMES = ("master", "exp_avg", "exp_avg_sq")
-PART = 32 * 2**20  # elements that are updated in one go: some 10 ms
+PART = 32 * 2**20  # elements per update job: some 10 ms
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained tensor, or a chunk of a table: where it begins, where the next begins, and in which unit."""
+    """A trained tensor, or a chunk of a table: its unit, its start, and the start of the next one."""
 
     unit: Unit
     start: int
@@ -45,7 +45,7 @@ class Trained:
 
 
 def trained_in(unit: Unit) -> list[Trained]:
-    """What a unit trains, in order."""
+    """The trained tensors of a unit, in order."""
     if unit.rows is not None:
         param = unit.tensors[0].param
         return [Trained(unit, unit.start, unit.stop, param)] if param.requires_grad else []
@@ -56,8 +56,8 @@ def trained_in(unit: Unit) -> list[Trained]:
 
 @dataclass(frozen=True)
 class Part:
-    """[begin, end) of what is kept of a unit: neighbours with equally many updates and equal weight decay. `step`: the
-    number of the coming update; `starts`: the trained tensors that begin here."""
+    """[begin, end) of this rank's part of a unit: adjacent tensors with equal update counts and weight decay. `step`:
+    the number of the next update; `starts`: the trained tensors that begin here."""
 
     begin: int
     end: int
@@ -68,8 +68,8 @@ class Part:
 
 @dataclass
 class AdamStep:
-    """What the updates of one step share. `numbers` on the host: norms of all tensors (`slots`: which is whose), then
-    clip factor and norm of all. waits_for_norm: these two are known before the first update."""
+    """Data shared by the updates of one step. `numbers` on the host: norms of all tensors (`slots`: the index of each),
+    then clip factor and norm of the whole gradient. waits_for_norm: these two are known before the first update."""
 
     lr: float
     norms_K: torch.Tensor
@@ -81,15 +81,15 @@ class AdamStep:
     submitted: bool = False
     applied: bool = False
     bad: bool = False
-    settled: bool = False  # all of its updates are done, and counted
+    settled: bool = False  # all of its updates are done and counted
 
     def norms(self, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of tensors that are side by side: on the device, and their places on the host."""
+        """The norms of adjacent tensors: on the device, and their place on the host."""
         at = slice(self.slots[starts[0]], self.slots[starts[-1]] + 1)
         return self.norms_K[at], self.numbers[at]
 
     def is_bad(self, starts: list[int]) -> bool:
-        """Whether these must not be updated: a gradient is not finite."""
+        """Whether these tensors must not be updated: a gradient is not finite."""
         if self.waits_for_norm:
             return not torch.isfinite(self.numbers[-1])
         return self.bad or not torch.isfinite(self.norms(starts)[1]).all()
@@ -99,9 +99,9 @@ class AdamStep:
 
 
 class AdamState:
-    """The three arrays, and an update of any part of them. trained: by the index of the first element; threads: those
-    of the caller's torch; cut: by unit, the first element and the number of those that this rank keeps, where these are
-    not all."""
+    """The three arrays, and the update of any part of them. trained: by the index of the first element; threads: number
+    of torch threads of the caller; cut: by unit, the first element and the number of elements that this rank keeps, if
+    it does not keep all."""
 
     def __init__(
         self,
@@ -117,24 +117,24 @@ class AdamState:
         self.steps = dict.fromkeys(self.trained, 0)
         self.kept = {unit.index: self.cut.get(unit.index, (0, unit.numel)) for unit in self.units}
         places = list(accumulate((self.kept[unit.index][1] for unit in self.units), initial=0))
-        self.places = {unit.index: place for unit, place in zip(self.units, places, strict=False)}  # of first elements
+        self.places = {unit.index: place for unit, place in zip(self.units, places, strict=False)}  # in the arrays
         self.flats = [arena.host_memory(4 * places[-1]).view(torch.float32) for _ in NAMES]
         self.scratch = torch.empty(CHUNK_PER_THREAD * threads)
 
     def of(self, unit: Unit, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
-        """[master, exp_avg, exp_avg_sq] of a range of what is kept of a unit."""
+        """[master, exp_avg, exp_avg_sq] of a range of this rank's part of a unit."""
         place = self.places[unit.index]
         at = slice(place + begin, place + (self.kept[unit.index][1] if end is None else end))
         return [flat[at] for flat in self.flats]
 
     def _of(self, tensor: FlatTensor) -> list[torch.Tensor]:
-        """The same of a trained tensor; the chunks of a table lie side by side."""
+        """The same for a trained tensor; the chunks of a table are adjacent."""
         unit = self.trained[tensor.start].unit
         return [view(flat, tensor, unit.start - self.places[unit.index]) for flat in self.flats]
 
     def _pieces(self, tensor: FlatTensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """The same of one that ranks share out: (the index in it of the first element, flat pieces) of what is here.
-        A table lies in several units."""
+        """The same for a sharded tensor: (the index of the first element in it, flat pieces) of this rank's parts. A
+        table spans several units."""
         for unit in (u for u in self.units if u.start < tensor.stop and tensor.start < u.stop):
             first, numel = self.kept[unit.index]
             begin, end = max(tensor.start, unit.start + first), min(tensor.stop, unit.start + first + numel)
@@ -143,7 +143,7 @@ class AdamState:
                 yield begin - tensor.start, self.of(unit, at, at + end - begin)
 
     def ours(self, one: Trained) -> tuple[int, int]:
-        """[begin, end) of a trained tensor in what is kept of its unit; may be empty."""
+        """[begin, end) of a trained tensor in this rank's part of its unit; may be empty."""
         first, numel = self.kept[one.unit.index]
         begin, end = (min(max(at - one.unit.start - first, 0), numel) for at in (one.start, one.stop))
         return begin, end
@@ -154,15 +154,15 @@ class AdamState:
         return sum(end - begin for begin, end in map(self.ours, self.trained.values()))
 
     def start(self, unit: Unit, weights: torch.Tensor) -> None:
-        """The master starts as these weights. Moments are touched: what does not fit should fail here."""
+        """Sets the master to these weights. Also writes the moments, so that a lack of memory fails here."""
         master, *moments = self.of(unit)
         master.copy_(weights)
         for moment in moments:
             moment.zero_()
 
     def parts(self, starts: list[int]) -> list[Part]:
-        """What got a gradient, by the first elements of its tensors: neighbours with equally many updates and equal
-        weight decay together, in pieces of at most PART."""
+        """The parts to update, for tensors with a gradient (by their first elements): adjacent tensors with equal
+        update counts and weight decay together, in pieces of at most PART."""
         ranges: list[list[Any]] = []
         places: dict[int, int] = {}
         for at in starts:
@@ -177,32 +177,32 @@ class AdamState:
                 ranges.append([begin, end, how])
         cuts = [(i, min(i + PART, end), how) for begin, end, how in ranges for i in range(begin, end, PART)]
         found = [Part(i, j, *how, tuple(at for at, place in places.items() if i <= place < j)) for i, j, how in cuts]
-        elsewhere = tuple(at for at in starts if at not in places)  # on other ranks: they are counted here too
+        elsewhere = tuple(at for at in starts if at not in places)  # on other ranks, but counted here too
         return [*found, Part(0, 0, 0, 0.0, elsewhere)] if elsewhere else found
 
     def _how(self, one: Trained) -> tuple[int, float]:
-        """The number of a tensor's coming update, and its weight decay."""
+        """The number of a tensor's next update, and its weight decay."""
         return self.steps[one.start] + 1, self.decay.of(one.param)
 
     def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float, in_place: bool = True) -> None:
-        """From the gradients in `page`. in_place: they become new weights, in the same place; else the master alone is
-        new."""
+        """Updates from the gradients in `page`. in_place: new weights overwrite the gradients; else only the master is
+        updated."""
         grad, state = page[part.begin : part.end], self.of(unit, part.begin, part.end)
         weight = grad if in_place else None
         how = {"step": part.step, "weight_decay": part.weight_decay, **self.rule}
         host_adamw_(*state, grad, weight, lr=lr, clip=clip, scratch=self.scratch, **how)
 
     def count(self, part: Part) -> None:
-        """The part has had its update."""
+        """Counts the part's update."""
         for at in part.starts:
             self.steps[at] += 1
 
     def write(self, unit: Unit, page: torch.Tensor, begin: int = 0, end: int | None = None) -> None:
-        """The weights as they are, over whatever `page` holds in this range."""
+        """Writes the current weights to this range of `page`."""
         page[begin:end].copy_(self.of(unit, begin, end)[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """By tensor, as views; of tensors that ranks share out, as ranges."""
+        """State by tensor, as views; for sharded tensors, as ranges."""
         state: dict[str, Any] = {}
         for tensor in self.layout.tensors:
             if tensor.start not in self.steps:
@@ -218,7 +218,7 @@ class AdamState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """One tensor at a time."""
+        """Loads one tensor at a time."""
         for tensor in self.layout.tensors:
             if tensor.start not in self.steps:
                 continue

@@ -18,11 +18,11 @@ class AdamOffloadConfig:
     eps: Positive = 1e-8
     """Added to the root of the second moment before dividing."""
     schedule: Literal["layerwise", "monolithic"] = "layerwise"
-    """Updates layer by layer beside the GPU's work, or between two steps as ZeRO-Offload (to compare); same results."""
+    """Update layer by layer while the GPU computes, or between two steps as ZeRO-Offload (baseline); same results."""
     threads: Threads | None = None
-    """CPU threads of the updates; null = all cores but one, or but two where the GPU helps."""
+    """CPU threads of the updates; null = all cores but one, or but two if the GPU updates too."""
     gpu_updates: bool | None = None
-    """The GPU updates a part of the parameters too, their state crossing the link; same bits. null = on a GPU, layer by layer."""  # noqa: E501
+    """The GPU also updates a part of the parameters, whose state is copied over the link; same bits. null = if there is a GPU and schedule is layerwise."""  # noqa: E501
     activations: Literal["block", "host", "none", "auto"] = "block"
     """Kept for backward: block inputs (block), these in host memory (host), everything (none), or what fits (auto)."""
     compile: bool = False

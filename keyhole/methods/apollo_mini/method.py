@@ -7,12 +7,12 @@ For a matrix with gradient G [m, n] whose shorter side is m (the other case mirr
     s = |M' / (sqrt(V') + eps)| / |R|                    M', V': corrected for their start at 0
     W <- round(W - lr (scale s G + weight_decay W))
 
-The direction is the gradient's; its length is adaptive, one number per matrix, and a rank-1 sketch is enough for that
-(Zhu et al., APOLLO: SGD-like Memory, AdamW-level Performance, 2024). P is a function of (seed, tensor, period): it is
-drawn again every `refresh` steps and never stored. The step of a matrix may be longer than its last one by the factor
-GROWTH at most, as in the paper. Vectors get Adam's rule, with moments of their own size.
+The update has the gradient's direction; its length is adaptive, one number per matrix, for which a rank-1 sketch is
+enough (Zhu et al., APOLLO: SGD-like Memory, AdamW-level Performance, 2024). P is a function of (seed, tensor, period):
+it is drawn again every `refresh` steps and never stored. As in the paper, the step of a matrix may grow at most by the
+factor GROWTH from one step to the next. Vectors get Adam's rule, with full-size moments.
 
-The rule needs the gradient of one matrix at a time, which is what LOMO's reverse gives; everything else is LOMO's. A
+The rule needs the gradient of one matrix at a time, as LOMO's backward pass provides it; everything else is LOMO's. A
 chunk of a table (embedding, head) is a matrix of its own, wherever the table lives.
 """
 
@@ -27,14 +27,14 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 
 GROWTH = 1.01
-TINY = 1e-30  # below any norm that counts
+TINY = 1e-30  # smaller than any norm that matters
 
 
 class APOLLOMini(LOMO):
     """LOMO whose steps have Adam's length, matrix by matrix. Its rate is Adam's, not SGD's."""
 
     name = "apollo-mini"
-    waits = True  # its moments must not see a step that is not to be
+    waits = True  # its moments must not include a step that is skipped
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class APOLLOMini(LOMO):
         self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
     ) -> None:
         how = self._rounding_of(tensor, w)
-        if (total := how.pop("sum_squares")) is not None:  # of the gradient itself
+        if (total := how.pop("sum_squares")) is not None:  # of the unscaled gradient
             ops.sum_squares_(grad, total, scale, self.bad, offset=tensor.start)
         if self.clip_value is not None:
             grad = grad.clamp(-self.clip_value * self._factor, self.clip_value * self._factor)
@@ -74,7 +74,7 @@ class APOLLOMini(LOMO):
         ops.sgd_update_(w, step, lr=lr, weight_decay=weight_decay, scale=scale, **how)
 
     def _matrix_scale(self, tensor: FlatTensor, grad_MN: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """What the gradient of a matrix is multiplied by."""
+        """The factor of the gradient of a matrix."""
         sketch, length = self._sketch(tensor, grad_MN), torch.linalg.vector_norm(grad_MN, dtype=torch.float32)
         if scale is not None:
             sketch, length = sketch * scale, length * scale
@@ -97,7 +97,7 @@ class APOLLOMini(LOMO):
         return torch.mv(wide.float().t(), p.to(wide.dtype).float())
 
     def _adam(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        """Adam's step for a vector, its moments updated."""
+        """Adam's step for a vector; updates its moments."""
         moments, (beta1, beta2) = self.moments.setdefault(name, {}), self.betas
         if "exp_avg" not in moments:
             moments |= {"exp_avg": torch.zeros_like(grad), "exp_avg_sq": torch.zeros_like(grad)}

@@ -1,4 +1,4 @@
-"""What the others are compared with, resident only.
+"""Baselines, for resident models only.
 
 first_order.py  AdamW and SGD, torch's own     galore.py   GaLore     traits.py   settings and rows
 """

@@ -1,13 +1,13 @@
 """Baselines: torch's own AdamW and SGD, on a model that is resident on the device.
 
 One step over micro-batches m with N trained tokens in all:   loss = (1/N) sum_m sum_tokens nll   (or the loss over
-candidates, keyhole/model/objective.py), one backward each, gradients added up by autograd, clipped by their global
-norm, then torch's update. Bytes per parameter on the device, for weights and gradients of b bytes: AdamW 4b (two
-moments in the weights' dtype), SGD 2b, with momentum 3b.
+candidates, keyhole/model/objective.py). Each micro-batch has one backward pass; autograd accumulates the gradients,
+which are clipped by their global norm; then torch's update follows. Bytes per parameter on the device, for weights and
+gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
 
-On several ranks each has all weights and its part of the micro-batches; gradients are added up tensor by tensor, in
+On several ranks each has all weights and its share of the micro-batches; gradients are summed tensor by tensor, in
 float32 and in the order of ranks, and every rank makes the same update. A rank sends and receives 2 (N - 1) / N of the
-gradients, in float32, when its backward is over: simple, and slower than buckets that travel during the backward.
+gradients, in float32, after its backward pass: simple, and slower than buckets that overlap with the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from keyhole.model.structure.find import find_blocks
 
 
 class TorchMethod(ByTorch):
-    """What the baselines share, here and in galore.py: the step, clipping, state by parameter name."""
+    """Shared by the baselines here and in galore.py: the step, clipping, state by parameter name."""
 
     name: str
 
@@ -66,7 +66,7 @@ class TorchMethod(ByTorch):
         return parameter_groups(list(self.params.values()), weight_decay_of(self.model.module, weight_decay, on))
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
-        """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         ranks, batches = self.model.ranks, as_list(batch)
         first, own = ranks.rank * len(batches) // ranks.size, ranks.share(batches)
@@ -86,7 +86,7 @@ class TorchMethod(ByTorch):
 
     @torch.no_grad()
     def _add_up_gradients(self) -> None:
-        """Over the ranks, of every parameter that one of them has a gradient of."""
+        """Sums over the ranks, for every parameter of which some rank has a gradient."""
         ranks, names = self.model.ranks, list(self.params)
         reached = ranks.gather(torch.tensor([self.params[name].grad is not None for name in names])).any(dim=0)
         for name, wanted in zip(names, reached.tolist(), strict=True):
@@ -110,7 +110,7 @@ class TorchMethod(ByTorch):
         return loss.detach()
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         return self.model_dropout.describe()
 
     def metrics(self) -> dict[str, float]:
@@ -140,9 +140,9 @@ class TorchMethod(ByTorch):
 
 @contextmanager
 def _checkpoint_blocks(module: torch.nn.Module) -> Iterator[None]:
-    """Activation checkpointing: the graph of a block is made again when its turn comes in backward."""
+    """Activation checkpointing: a block is recomputed with its graph in the backward pass."""
     blocks = find_blocks(module)
-    before = [block.__dict__.get("forward") for block in blocks]  # of graphs.py, for other methods
+    before = [block.__dict__.get("forward") for block in blocks]  # forwards set by graphs.py, for other methods
     for block in blocks:
         block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
     try:

@@ -1,4 +1,4 @@
-"""Baseline: GaLore. Adam in a low-rank subspace of each matrix's gradient, found by SVD every so many steps.
+"""Baseline: GaLore. Adam in a low-rank subspace of each matrix's gradient, found by SVD every update_proj_gap steps.
 
 For a matrix with gradient G [O, I] and the shorter side I (the other case is the mirror image):
 
@@ -6,15 +6,15 @@ For a matrix with gradient G [O, I] and the shorter side I (the other case is th
     R = G P                        Adam's moments m, v of R, giving N = m' / (sqrt(v') + eps)        [O, rank]
     W <- W - lr (scale N P^T + weight_decay W)
 
-Two details are torch's AdamW and not galore-torch's: eps is added to the root after its bias correction (there before,
-so that it weighs 1 / sqrt(1 - beta2^t) as much), and weights decay before the step, from W (there after it, from the
-new W). Moments stay as they are when the subspace changes, as in the published code. Matrices of the blocks whose
-shorter side is larger than `rank` are projected; the others, embeddings, head and vectors get plain AdamW (the same
-rule with P = 1 and scale = 1). Weights are rounded to nearest, moments are fp32.
+Two details follow torch's AdamW and not galore-torch: eps is added to the root after its bias correction (in
+galore-torch before, so that it weighs 1 / sqrt(1 - beta2^t) as much), and weights decay before the step, from W (there
+after it, from the new W). Moments do not change when the subspace changes, as in the published code. Matrices of the
+blocks whose shorter side is larger than `rank` are projected; other matrices, embeddings, head and vectors get plain
+AdamW (the same rule with P = 1 and scale = 1). Weights are rounded to nearest, moments are fp32.
 
-Bytes on the device: weights and gradients of b bytes each, and of a projected matrix 4 (2 O rank + I rank) for moments
-and projector instead of Adam's 8 O I. The gradient is whole, and so is the model: GaLore saves optimizer state only.
-The SVD takes seconds per matrix at width 4096, all of them in one step out of update_proj_gap.
+Bytes on the device: weights and gradients of b bytes each, and for a projected matrix 4 (2 O rank + I rank) for moments
+and projector instead of Adam's 8 O I. The gradient and the model are held whole: GaLore saves only optimizer state. The
+SVD takes seconds per matrix at width 4096, for all matrices in one step out of update_proj_gap.
 """
 
 from typing import Any
@@ -116,12 +116,12 @@ class GaLore(TorchMethod):
         self.rank = rank
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         low, rest = len(self.projected), len(self.params) - len(self.projected)
         own = f"galore: {low} matrices projected to rank {self.rank}; {rest} other tensors by plain AdamW"
         return [own, *super().describe()]
 
 
 def is_larger(shape: torch.Size, rank: int) -> bool:
-    """A matrix (or several of one shape, as experts are) that a projection to `rank` makes smaller."""
+    """Whether this is a matrix (or several of one shape, such as experts) that a projection to `rank` makes smaller."""
     return len(shape) >= 2 and min(shape[-2:]) > rank

@@ -7,8 +7,8 @@ On the device, per trained parameter, for weights of b bytes (galore computes in
     sgd         b         b           b with momentum, else 0                   the same
     galore      b         b           8 per number, rank x the longer side of a projected matrix, and 4 of projectors
 
-and the activations of the whole forward: HIDDEN H + WIDE W per token and block (model/backward/memory.py) where
-everything is kept, the inputs of blocks and one block where activations=block; and logits of the whole vocabulary, in b
+and the activations of the whole forward pass: HIDDEN H + WIDE W per token and block (model/backward/memory.py) if
+everything is kept, the inputs of blocks and one block if activations=block; and logits of the whole vocabulary, in b
 and twice in fp32. While galore updates a matrix it holds five fp32 copies of it.
 """
 
@@ -24,7 +24,7 @@ from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
 
 ROWS = {row.name: row for row in (ADAMW, SGD, GALORE)}
-GALORE_BYTES = 100  # touched per parameter by its update, which goes through fp32 copies
+GALORE_BYTES = 100  # read and written per parameter by its update, which uses fp32 copies
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _matrices(layout: Layout) -> list[Any]:
 
 
 def state_numbers(layout: Layout, work: Workload, itemsize: int) -> tuple[int, int]:
-    """(trained parameters, bytes of state for them)."""
+    """(number of trained parameters, bytes of their optimizer state)."""
     own = work.settings or ROWS[work.method].settings()
     numel = trained_numel(layout)
     if work.method == SGD.name:
@@ -89,12 +89,12 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
-    """What a step asks of a machine: micro-batches are differentiated one after the other."""
+    """The FLOPs, bytes and launches of a step: micro-batches are differentiated one after the other."""
     b = room.formats.dtype.itemsize
     own = work.settings or ROWS[work.method].settings()
     trained, state = state_numbers(layout, work, b)
     found = reverse_work(layout, set(), work, room, rates, plain=True)
-    if getattr(own, "activations", "none") == "none":  # nothing runs twice
+    if getattr(own, "activations", "none") == "none":  # nothing is recomputed
         once = forward_flops(layout, work), activation_bytes(layout, work, room)
         again = 0.0 if hasattr(own, "activations") else 1.0
         found = found.plus(products=-again * work.passes * once[0], touched=-again * work.passes * once[1])

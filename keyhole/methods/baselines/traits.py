@@ -9,7 +9,7 @@ from keyhole.methods.base import Demo, Traits
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """AdamW, torch's own: two moments per parameter, weight decay apart from the gradient."""
+    """AdamW, torch's own: two moments per parameter, decoupled weight decay."""
 
     beta1: BelowOne = 0.9
     """Decay of the running mean of the gradient."""
@@ -29,16 +29,16 @@ class SGDConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GaLoreConfig:
-    """GaLore: Adam on gradients projected to a low rank by SVD; plain AdamW for all that is no matrix of a block."""
+    """GaLore: Adam on gradients projected to a low rank by SVD; plain AdamW for all other tensors."""
 
     rank: Count = 128
-    """Rank of the projection; a matrix whose shorter side is not larger is not projected."""
+    """Rank of the projection; a matrix is projected if its shorter side is larger than this."""
     update_proj_gap: Count = 200
     """Steps between two SVDs."""
     scale: Positive = 0.25
     """Factor of the update of projected matrices."""
     activations: Literal["none", "block"] = "none"
-    """What the forward keeps: everything, or the inputs of blocks, which are then run twice (less memory)."""
+    """What the forward pass keeps: everything, or only the inputs of blocks, which are recomputed (less memory)."""
 
 
 ADAMW = Traits(

@@ -6,11 +6,12 @@ For a matrix [R, C] with gradient g (ops/adalomo/matrix.py has the equations in 
     u = g / sqrt(row x col / mean(row))                              then divided by max(1, rms(u))
     w <- round(w - lr max(1e-3, rms(w)) (u + weight_decay w))
 
-The two norms, of the update and of the weight, are taken over one tensor at a time ("grouped"), so they need no second
-reverse. Vectors keep a full second moment. An expert of a large stack is a matrix of its own. A table that is visited
-in chunks of rows (embedding, head) is one tensor as well: table.py. Everything else is LOMO's.
+The two norms, of the update and of the weight, are per tensor ("grouped"), so they need no second backward pass.
+Vectors keep a full second moment. An expert of a large stack is a matrix of its own. A table that is visited in chunks
+of rows (embedding, head) is one tensor as well: table.py. Everything else is LOMO's.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class AdaLOMO(LOMO):
     def __init__(self, model: Model, lr: float = 5e-4, **options: Any) -> None:
         super().__init__(model, lr, **options)
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
-        self.tables: dict[int, TableUpdate] = {}  # of this step, by id(param): tables in several chunks
+        self.tables: dict[int, TableUpdate] = {}  # of this step, by id(param): tables of several chunks
         self.tensors = {id(t.param): t for t in model.layout.tensors}
 
     @property
@@ -44,8 +45,14 @@ class AdaLOMO(LOMO):
         return self.clip_value is None and self.clip_group_norm is None
 
     @property
+    def update_key(self) -> Hashable | None:
+        """Includes the loss scale with clip_value: elements are clamped before they are divided by the scale."""
+        key = super().update_key
+        return key if key is None or self.clip_value is None else (key, self._factor)
+
+    @property
     def surveys(self) -> int:
-        """After LOMO's, sums over the gradient of a table, then over its update."""
+        """LOMO's surveys, then one for sums over the gradient of a table and one for sums over its update."""
         return super().surveys + 2
 
     def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
@@ -74,7 +81,7 @@ class AdaLOMO(LOMO):
         return moment_decay(self.step_count)
 
     def _moments_of(self, tensor: FlatTensor, device: torch.device) -> dict[str, torch.Tensor]:
-        """Of an expert: its part of those of its stack."""
+        """For an expert: its slice of the stack's moments."""
         whole = self.tensors[id(tensor.param)] if self._is_expert(tensor) else tensor
         if whole.name not in self.moments:
             self.moments[whole.name] = ops.adalomo_state(whole.shape, device)
@@ -100,7 +107,7 @@ class AdaLOMO(LOMO):
             return
         if self.clip_value is not None:
             out = torch.zeros((), device=w.device) if how["sum_squares"] is None else how["sum_squares"]
-            ops.sum_squares_(grad, out, scale, self.bad, offset=tensor.start)  # before elements are bounded
+            ops.sum_squares_(grad, out, scale, self.bad, offset=tensor.start)  # before elements are clamped
             self._bound_elements(grad)
             how["sum_squares"] = None
         state, beta = self._moments_of(tensor, w.device), None

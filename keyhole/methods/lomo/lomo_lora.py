@@ -1,13 +1,13 @@
-"""LoRA + LOMO: the model itself by LOMO, low-rank adapters beside its linear layers by AdamW, in one reverse.
+"""LoRA + LOMO: the model itself by LOMO, low-rank adapters beside its linear layers by AdamW, in one backward pass.
 
-    y = W x + (alpha / r) B A x        W <- LOMO's rule, as its gradient comes by;   A, B <- AdamW, after the reverse
+    y = W x + (alpha / r) B A x        W <- LOMO's rule, inside the reverse sweep;   A, B <- AdamW, after it
 
 The adapters are small (r (I + O) numbers per layer) and stay on the device in fp32 with their moments, wherever the
-model lives; they add the memory of an adaptive method where it costs nothing. Weight decay and every way of clipping
-hold for both; the global norm is over both.
+model lives; an adaptive optimizer costs little memory there. Weight decay and all kinds of clipping apply to both; the
+global norm is over both.
 
-Both parts change, so they are saved apart: the model as an ordinary directory, and beside it the adapters as peft
-writes them, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") puts them together.
+Both parts change, so they are saved separately: the model as an ordinary directory, and beside it the adapters in
+peft's format, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") combines them.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from keyhole.model.model import Model
 
 
 class LOMOLoRA(LOMO):
-    """LOMO on the model and AdamW on adapters. `lr` is LOMO's rate; the adapters' keeps its ratio to it."""
+    """LOMO on the model and AdamW on adapters. `lr` is LOMO's rate; the adapters' rate keeps its ratio to it."""
 
     name = "lomo-lora"
 
@@ -59,13 +59,13 @@ class LOMOLoRA(LOMO):
         groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=adapter_lr)
 
-    waits = True  # torch's optimizer of the adapters must not see a step that is not to be
+    waits = True  # the adapters' torch optimizer must not see a step that is skipped
 
-    # -- beside LOMO's reverses ------------------------------------------------------------------------------------
+    # -- beside LOMO's backward passes -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def _add_up_extra_gradients(self) -> None:
-        """Adapters are whole on every rank; their gradients are added up in one piece."""
+        """Sums the adapters' gradients over ranks, in one collective; adapters are replicated on every rank."""
         ranks = self.model.ranks
         own = {name for name, param in self.adapters.items() if param.grad is not None}
         reached = set().union(*ranks.objects(own))
@@ -95,7 +95,7 @@ class LOMOLoRA(LOMO):
 
     @property
     def adapter_rate(self) -> float:
-        """Of this step: it follows LOMO's, unless that was 0 from the start, or the adapters warm up by themselves."""
+        """The adapters' rate in this step: it follows LOMO's, unless that was 0 at first, or they have a warm-up."""
         if self.adapter_warmup_ratio is not None:
             return self.adapter_lr * self.adapter_factor
         return self.adapter_lr if self.ratio is None else self.lr * self.ratio
@@ -115,7 +115,7 @@ class LOMOLoRA(LOMO):
         self.optimizer.step()
         self._drop_extra_gradients()
 
-    # -- what others see of it (model/attached.py) -----------------------------------------------------------------
+    # -- interface to the model (model/attached.py) ----------------------------------------------------------------
 
     @property
     def addon(self) -> peft_layers.Adapters:

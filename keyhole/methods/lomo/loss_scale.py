@@ -1,8 +1,8 @@
-"""A loss scale for float16 that grows and shrinks.
+"""A dynamic loss scale for float16.
 
-Gradients below 6e-8 vanish in float16. The loss is multiplied by a power of two before the reverse, and the gradients
-divided by it afterwards, in fp32. If one of them overflowed, nothing is updated and the scale is halved; after INTERVAL
-good steps in a row it is doubled, up to MOST.
+Gradients below 6e-8 underflow in float16. The loss is multiplied by a power of two before the backward pass, and the
+gradients are divided by it afterwards, in fp32. If one of them overflowed, nothing is updated and the scale is halved;
+after INTERVAL good steps in a row it is doubled, up to MOST.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ FIRST, MOST, LEAST, INTERVAL = 2.0**16, 2.0**24, 1.0, 1000
 
 
 class LossScale:
-    """The scale, and for how long it has gone well."""
+    """The scale, and the number of good steps in a row."""
 
     def __init__(self) -> None:
         self.scale, self.good = FIRST, 0
 
     def update(self, finite: bool) -> None:
-        """Takes note of a step."""
+        """Adjusts the scale after a step."""
         if not finite:
             self.scale, self.good = max(self.scale / 2, LEAST), 0
             return

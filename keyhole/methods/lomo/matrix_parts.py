@@ -1,14 +1,14 @@
-"""AdaLOMO's update of matrices of which every rank has some elements: sums travel, not gradients.
+"""AdaLOMO's update of matrices that are sharded over ranks: ranks exchange sums, not gradients.
 
-The rule (ops/adalomo/matrix.py) needs three sums over a matrix [R, C] before an element can move: of g^2 over rows and
-over columns, of w^2, and of u^2. Each rank adds up what its own elements give to them, the sums are added over the
-ranks, and each rank moves its own elements. It is the update of a table in chunks of rows (table.py), with ranks for
-chunks; only that a rank's elements may begin and end within a row. So its rows are filled up with zeros, which add
-nothing to any sum and move nowhere.
+The rule (ops/adalomo/matrix.py) needs sums over a matrix [R, C] before an element can be updated: of g^2 over rows and
+over columns, of w^2, and of u^2. Each rank computes the sums over its own elements, these are added over the ranks, and
+each rank updates its own elements. It is the update of a table in chunks of rows (table.py), with ranks in place of
+chunks, except that a rank's elements may begin and end within a row. So its rows are padded with zeros, which add
+nothing to any sum and are not updated.
 
-Over the network per matrix: R + C + 3 numbers in float32, added up by all ranks in the same order, so that the moments,
-which every rank keeps whole, have the same bits everywhere. In two exchanges per unit: before and after the moments.
-Bytes on the device: this rank's part of the unit, in float32 and once more in the dtype of the weights.
+Over the network per matrix: R + C + 3 numbers in float32, summed by all ranks in the same order, so that the moments,
+which every rank keeps whole, have the same bits everywhere. Each unit takes two exchanges: before and after the
+moments. Bytes on the device: this rank's part of the unit, in float32 and once more in the dtype of the weights.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from keyhole.ranks import Ranks
 
 @dataclass(frozen=True)
 class Piece:
-    """[begin, end) of a matrix, which may be empty. w: all of the matrix, on the device; grad: of these elements."""
+    """[begin, end) of a matrix, possibly empty. w: the whole matrix, on the device; grad: of these elements."""
 
     tensor: FlatTensor
     begin: int
@@ -36,7 +36,7 @@ class Piece:
         return self.begin // self.tensor.shape[1]
 
     def as_rows(self, elements: torch.Tensor) -> torch.Tensor:
-        """The rows that these elements lie in, zero elsewhere."""
+        """The rows that contain these elements, zero elsewhere."""
         columns = self.tensor.shape[1]
         rows = -(-self.end // columns) - self.first_row if self.begin < self.end else 0
         found = elements.new_zeros(rows, columns)
@@ -44,14 +44,14 @@ class Piece:
         return found
 
     def of_rows(self, rows_SC: torch.Tensor) -> torch.Tensor:
-        """These elements of their rows."""
+        """These elements, cut from their rows."""
         first = self.begin - self.first_row * self.tensor.shape[1]
         return rows_SC.view(-1)[first : first + self.end - self.begin]
 
 
 def update(method: Any, pieces: list[Piece], ranks: Ranks, changed: torch.Tensor) -> None:
-    """One update of these matrices, of which other ranks have the other elements. method: AdaLOMO; changed: counts the
-    weights that change here."""
+    """One update of these matrices, whose other elements are on other ranks. method: AdaLOMO; changed: counts the
+    weights that change on this rank."""
     if not pieces:
         return
     weights = [piece.as_rows(piece.w.view(-1)[piece.begin : piece.end]) for piece in pieces]
@@ -78,7 +78,7 @@ def update(method: Any, pieces: list[Piece], ranks: Ranks, changed: torch.Tensor
 
 
 def _add_up(ranks: Ranks, sums: list[torch.Tensor]) -> None:
-    """In place, over the ranks, in one exchange."""
+    """Sums in place over the ranks, in one exchange."""
     total = ranks.sum(torch.cat([one.reshape(-1) for one in sums]))
     for one, found in zip(sums, total.split([one.numel() for one in sums]), strict=True):
         one.copy_(found.view(one.shape))

@@ -1,11 +1,11 @@
-"""What a step of LOMO and of the rules built on it asks of a machine. (Bytes on the device: methods/memory.py.)
+"""The cost of a step of LOMO and of the rules built on it. (Bytes on the device: methods/memory.py.)
 
-touched     the gradient of a matrix is written by its product and read by the update, which reads and writes the
-            weight: 2 b + 2 w per parameter, for b bytes of compute and w at home. A rule with a moment per row and
-            column (adalomo, apollo-mini) goes over the gradient once more for its sums, and over the weight for its
-            norm: b + w. Kahan rounding reads and writes 2 bytes more.
-products    two reverses where the norm of the whole gradient clips, or float16 scales the loss
-down        every streamed unit, once; of experts that are units, those that some token met
+touched     the product writes the gradient of a matrix; the update reads it, and reads and writes the weight: 2 b + 2 w
+            per parameter, for b bytes of compute and w at home. A rule with a moment per row and column (adalomo,
+            apollo-mini) reads the gradient once more for its sums, and the weight for its norm: b + w. Kahan rounding
+            reads and writes 2 bytes more.
+products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss
+down        every streamed unit, once; of expert units, those that received tokens
 """
 
 import torch
@@ -20,7 +20,7 @@ ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
-    """What a step asks of a machine."""
+    """The FLOPs, bytes and launches of a step."""
     own: LOMOConfig = work.settings or LOMOConfig()
     reverses = 2 if work.clips or room.formats.dtype == torch.float16 else 1
     found = reverse_work(layout, streamed, work, room, rates, reverses=reverses)
@@ -35,6 +35,6 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
 
 
 def adapter_bytes(layout: Layout, tokens: int) -> float:
-    """Of the elementwise kernels of adapters beside all linear layers of the blocks, in one forward pass."""
+    """Bytes of the elementwise kernels of adapters beside all linear layers of the blocks, per forward pass."""
     sides = sum(sum(t.shape) for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2)
     return 2.0 * ADAPTER_ELEMENTS * tokens * sides

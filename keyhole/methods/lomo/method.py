@@ -1,22 +1,23 @@
-"""LOMO: gradient descent in which no gradient is kept.
+"""LOMO: gradient descent that keeps no gradients.
 
     w <- round(w - lr (c g + weight_decay w))            c: clipping, and 1 / loss scale
 
-A gradient exists for as long as it takes to update its matrix, while the reverse sweep (model/backward/reverse.py) is
-at that matrix. What is added to the memory of inference is one gradient, one block's activations, and the inputs of all
-blocks (or not even these: activations=host). The rules of plain PyTorch hold all the same:
+A gradient exists only until its matrix is updated, inside the reverse sweep (model/backward/reverse.py). The memory
+beyond inference is one gradient, one block's activations, and the inputs of all blocks (which activations=host moves to
+host memory). The semantics are those of plain PyTorch:
 
-  - Accumulation: all micro-batches pass a block before its one update, which is that of their mean.
-  - max_grad_norm clips by the exact norm of the whole gradient. That norm is known only at the end of a reverse, so
-    there are two: one that adds up squares and changes nothing, one that updates. The forward, and what it kept, serves
-    both. clip_value bounds each element, clip_group_norm the norm of each tensor; they need one reverse.
-  - float16 has two reverses as well: whether the scaled loss overflowed is known before anything changes.
+  - Accumulation: all micro-batches pass a block before its one update, which uses the gradient of their mean loss.
+  - max_grad_norm clips by the exact norm of the whole gradient. That norm is known only after a backward pass, so there
+    are two: the first sums squares and changes nothing, the second updates. Both use the same forward pass and the
+    activations it kept. clip_value bounds each element, clip_group_norm the norm of each tensor; they need one
+    backward pass.
+  - float16 also needs two: the first shows whether the scaled loss overflowed, before anything changes.
   - The norm in the log is that of the whole, unclipped gradient.
 
-Rounding of 16-bit weights: stochastic, nearest (small steps vanish), or kahan (what was lost is kept beside the weight,
-2 bytes per parameter). wire=fp32 with a 16-bit dtype keeps fp32 weights at home, and so needs none.
+Rounding of 16-bit weights: stochastic, nearest (small updates vanish), or kahan (the rounding error is kept beside the
+weight, 2 bytes per parameter). wire=fp32 with a 16-bit dtype keeps fp32 weights at home, and so needs no rounding.
 
-What becomes of a single gradient: sink.py.
+The update from a single gradient: sink.py.
 """
 
 from typing import Any
@@ -45,12 +46,12 @@ ROUNDINGS = ("stochastic", "nearest", "kahan")
 class LOMO(UpdateSink, Method):
     """Gradient descent inside the reverse sweep. `lr` may be changed between steps.
 
-    groups: [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first that is found in a
-    tensor's name holds for it.
+    groups: [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first one that matches a
+    tensor's name applies to it.
     """
 
     name = "lomo"
-    waits = False  # for the loss before anything moves, on a GPU too
+    waits = False  # True: the host reads the loss before any weight changes, on a GPU too
 
     def __init__(
         self,
@@ -90,20 +91,20 @@ class LOMO(UpdateSink, Method):
         self.squares = Squares(model.layout, device)
         self.bad = torch.zeros((), dtype=torch.int32, device=device)
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
-        self.scale: torch.Tensor | None = None  # what gradients are multiplied by
+        self.scale: torch.Tensor | None = None  # factor of the gradients
         self.norm: torch.Tensor | None = None
         matrices = [t.matrix for u in model.layout.of_kind("block") for t in u.tensors if len(t.matrix) == 2]
         offers = (fused and (activations != "none" or compile)) or model.layout.experts
         largest = max((shape.numel() for shape in matrices), default=0) if offers else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
-        self.compensation: dict[str, torch.Tensor] = {}  # Kahan's
+        self.compensation: dict[str, torch.Tensor] = {}  # rounding errors kept by Kahan summation
         self.table_squares: dict[int, torch.Tensor] = {}
-        self.received: set[str] = set()  # names of tensors that have had a gradient in the last update
+        self.received: set[str] = set()  # names of tensors that had a gradient in the last update
         recorded = self.reverse.recorded is not None and not self.waits
         self.numbers = StepNumbers(device) if recorded else None
         self.shards = Shards(model, self) if model.sharded else None
-        self.static_scale = torch.ones((), device=device)  # recorded launches read it there
-        self.broken: Flags | None = None  # `bad` after the last step, on its way
+        self.static_scale = torch.ones((), device=device)  # at a fixed address, for CUDA graphs
+        self.broken: Flags | None = None  # `bad` after the last step, on its way to the host
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -135,16 +136,16 @@ class LOMO(UpdateSink, Method):
 
     @property
     def whole_tensors(self) -> bool:
-        """Whether the rule needs all of a tensor's gradient, not some of its elements."""
+        """Whether the rule needs a tensor's whole gradient, not only some of its elements."""
         return self.clip_group_norm is not None
 
     @property
     def shares_matrices(self) -> bool:
-        """Whether ranks can nevertheless update matrices by parts (matrix_parts.py)."""
+        """Whether ranks can nevertheless update parts of matrices (matrix_parts.py)."""
         return False
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Instead of loss.backward(), in a loop of your own over model.module: differentiates and updates."""
+        """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates."""
         self.reverse.check_loss(loss)
         if self._may_update(loss.detach()):
             self._update(lambda sink, last: self.reverse.walk(loss * self._factor, sink, last))
@@ -158,7 +159,7 @@ class LOMO(UpdateSink, Method):
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def _may_update(self, loss: torch.Tensor) -> bool:
-        """Reads the loss, and whether the step before this one broke off."""
+        """Reads the loss; raises if the previous step was applied only in part."""
         self.raise_if_broken()
         for counter in (self.squares, self.changed):
             counter.zero_()
@@ -166,9 +167,9 @@ class LOMO(UpdateSink, Method):
         return bool(torch.isfinite(loss))
 
     def _update_unread(self, loss: torch.Tensor, reverse: Any) -> None:
-        """The same, and the host waits for nothing that is still to be computed. Where the loss or the norm is not
-        finite, the device multiplies gradients by nan, and then no weight moves; the host hears of it when all is
-        queued, and takes the step back."""
+        """Like `_update`, but the host does not wait for the loss before it launches the backward pass. If the loss or
+        the norm is not finite, the device multiplies gradients by nan, and then no weight changes; the host reads the
+        flag after everything is launched, and does not count the step."""
         if self.broken is not None and self.broken.arrived:
             self.raise_if_broken()
         for counter in (self.squares, self.changed):
@@ -200,19 +201,19 @@ class LOMO(UpdateSink, Method):
             self._refuse_hidden_gradients()
 
     def _last_reverse(self, reverse: Any) -> None:
-        """The reverse that updates."""
+        """The backward pass that updates."""
         self.received.clear()
         self.table_squares.clear()
         try:
             reverse(self, True)
-        except BaseException:  # out of memory, an interrupt: what has been updated stays so
+        except BaseException:  # out of memory, an interrupt: updates made so far stay
             if self.received:
                 self.bad.fill_(1)
             raise
 
     @property
     def _beta(self) -> float:
-        """Of moments, in this step."""
+        """Decay of moments in this step."""
         return 0.0
 
     def _update(self, reverse: Any) -> None:
@@ -240,7 +241,7 @@ class LOMO(UpdateSink, Method):
             self._refuse_hidden_gradients()
 
     def _add_up_extra_gradients(self) -> None:
-        """Adds up, over the ranks, gradients of parameters beside the model's (lomo_lora.py)."""
+        """Sums, over the ranks, gradients of parameters beside the model's (lomo_lora.py)."""
 
     def _add_extra_squares(self) -> None:
         """Adds the squares of these gradients."""
@@ -262,7 +263,7 @@ class LOMO(UpdateSink, Method):
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def raise_if_broken(self) -> None:
-        """A gradient that is not finite, or an error, in the middle of a reverse: blocks above have been updated."""
+        """Raises if a non-finite gradient or an error came during a backward pass: blocks above were updated."""
         if self.step_count and int(self.bad):
             raise UserError(
                 f"step {self.step_count}: a gradient is not finite, or an error came in between, and part of the step "
@@ -271,18 +272,18 @@ class LOMO(UpdateSink, Method):
             )
 
     def flush(self) -> None:
-        """Nothing is deferred; but broken weights must not be used."""
+        """Nothing is deferred; raises if the weights are broken."""
         self.raise_if_broken()
 
     def metrics(self) -> dict[str, torch.Tensor]:
-        """Of the last step, unread. grad_norm: of the whole gradient, unclipped; changed: share of the weights."""
+        """Of the last step, on the device. grad_norm: of the whole gradient, unclipped; changed: share of weights."""
         found = {} if self.norm is None else {"grad_norm": self.norm}
         if self.numbers is None and self._adds_directly(self.buffer):
             return found
         return found | {"changed": self.changed / sum(t.shape.numel() for t in self.trained)}
 
     def describe(self) -> list[str]:
-        """What was decided, for the start block."""
+        """Lines for the start block: the decisions made."""
         rounded = self.rounding if any(h.dtype != torch.float32 for h in self.model.engine.homes) else "none (float32)"
         kept = {
             "none": "all kept",
@@ -307,7 +308,7 @@ class LOMO(UpdateSink, Method):
 
     def load_state_dict(self, state: State) -> None:
         if self.reverse.recorded is not None:
-            self.reverse.recorded.forget()  # moments come at other addresses
+            self.reverse.recorded.forget()  # the loaded moments have other addresses
         if state["seed"] != self.seed:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
         self.dropout.load_state_dict(state)

@@ -3,14 +3,13 @@
 
     w_r <- the rule of one process on this rank's elements of a unit       by their indices, so rounding is the same
 
-and the part goes home. A rule that looks at whole tensors (row and column sums, norms) has these sums added up over the
-ranks where it can (matrix_parts.py: AdaLOMO's matrices); else every rank gets the whole gradient of a tensor, and all
-of them make the same update of it in their slot; again only the part goes home. The state of such a rule is the same
-on all ranks.
+and the part is written back. If a rule needs sums over whole tensors (row and column sums, norms), these are summed
+over the ranks if possible (matrix_parts.py: AdaLOMO's matrices); else every rank gets the whole gradient of a tensor
+and makes the same update in its slot, but writes back only its part. The state of such a rule is the same on all ranks.
 
-Squares (the norm), counts of changed weights and the mark of what is not finite are added up at the end of a reverse.
-Ranks ask each other which tensors have a gradient only where that makes a difference: where weights decay, or a rule
-keeps state. Whole gradients travel twice, the second time in float32.
+Squares (for the norm), counts of changed weights and the flag for non-finite values are summed at the end of a backward
+pass. Ranks exchange which tensors have a gradient only if that makes a difference: if weights decay, or a rule keeps
+state. Whole gradients cross the network twice, the second time in float32.
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from keyhole.model.weights.homes import view
 
 
 class Shards(GradientParts):
-    """A sink in front of LOMO's."""
+    """A sink in front of LOMO's sinks."""
 
     def __init__(self, model: Model, method: Any) -> None:
         super().__init__(model)
@@ -44,7 +43,7 @@ class Shards(GradientParts):
         return self.sink.surveys
 
     def in_front_of(self, sink: UpdateSink | NormSink) -> "Shards":
-        """Hands over to this sink from now on."""
+        """Sets the sink that receives the gradients from now on."""
         self.sink = sink
         self.begin()
         return self
@@ -80,7 +79,7 @@ class Shards(GradientParts):
         return self.sink.finished(unit)
 
     def _whole(self, unit: Unit, tensors: list[FlatTensor]) -> None:
-        """Every rank gets the whole gradients of these tensors, and updates them in its slot."""
+        """Gives every rank the whole gradients of these tensors; each updates them in its slot."""
         if not tensors:
             return
         w = self.model.engine.on_device(unit.index)
@@ -89,7 +88,7 @@ class Shards(GradientParts):
             self.sink.gradient(tensor, view(w, tensor, unit.start), grad.view(tensor.shape))
 
     def _pieces(self, unit: Unit, tensors: list[FlatTensor]) -> list[Piece]:
-        """This rank's elements of these tensors, with their gradients, added up over the ranks."""
+        """This rank's elements of these tensors, with their gradients summed over the ranks."""
         w, part = self.model.engine.on_device(unit.index), self.part_of(unit)
         first, found = unit.start + self.ranks.rank * part.numel(), []
         for tensor in tensors:
@@ -101,7 +100,7 @@ class Shards(GradientParts):
 
     @contextmanager
     def _own_sums(self) -> Iterator[None]:
-        """A context in which the method counts what is this rank's part."""
+        """A context in which the method counts only this rank's part."""
         method = self.method
         whole = method.squares, method.changed
         method.squares, method.changed = self.squares, self.changed
@@ -111,7 +110,7 @@ class Shards(GradientParts):
             method.squares, method.changed = whole
 
     def add_up(self) -> None:
-        """At the end of a reverse: sums over all ranks."""
+        """Sums the counts over all ranks, at the end of a backward pass."""
         method = self.method
         found = torch.stack([self.squares.total().double(), self.changed.double(), method.bad.double()])
         squares, changed, bad = self.ranks.gather(found).sum(dim=0)
@@ -123,5 +122,5 @@ class Shards(GradientParts):
 
 
 def _is_chunk(tensor: FlatTensor) -> bool:
-    """Of a table in several chunks, whose sums are over all of them (table.py)."""
+    """Whether this is one of several chunks of a table, whose sums are over all chunks (table.py)."""
     return tensor.shape.numel() != tensor.param.shape.numel()

@@ -1,11 +1,11 @@
-"""What LOMO does with one gradient: the sink (model/backward/sink.py) of its reverse sweeps.
+"""LOMO's update from one gradient: the sink (model/backward/sink.py) of its reverse sweeps.
 
-The product of a linear layer's gradient is made in one buffer for all layers, and one kernel (ops/sgd.py) decays,
-clips, steps, rounds, adds up squares and looks for what is not finite. Where nothing has to look at the gradient
-(grad_norm=False, no clipping, rounding to nearest or float32) there is not even the buffer: w.addmm_(dy^T, x) is
-gradient and update at once.
+The gradient of a linear layer is computed in one buffer for all layers, and one kernel (ops/sgd.py) decays, clips,
+updates, rounds, sums squares and checks for non-finite values. If nothing needs to read the gradient (grad_norm=False,
+no clipping, rounding to nearest or float32), there is no buffer either: w.addmm_(dy^T, x) computes gradient and update
+at once.
 
-Of two reverses (exact clipping, float16) the first has a sink that only adds up squares.
+If there are two backward passes (exact clipping, float16), the first has a sink that only sums squares.
 """
 
 import re
@@ -23,7 +23,7 @@ from keyhole.model.structure.layout import FlatTensor, Unit
 
 
 class UpdateSink:
-    """The sink of the second reverse, or the only one: every gradient updates its tensor. Its settings are the
+    """The sink of the second backward pass, or of the only one: every gradient updates its tensor. Its settings are the
     method's."""
 
     accumulates = by_factors = False
@@ -35,28 +35,28 @@ class UpdateSink:
     clip_value: float | None
     clip_group_norm: float | None
     rounding: str
-    measures_norm: bool  # the norm is wanted
+    measures_norm: bool  # the norm is needed for the log
     seed: int
     step_count: int
-    scale: torch.Tensor | None  # what gradients are multiplied by
+    scale: torch.Tensor | None  # factor of the gradients
     norm: torch.Tensor | None  # of the whole gradient, once it is known
     squares: Squares
     bad: torch.Tensor
     changed: torch.Tensor
-    buffer: torch.Tensor  # of the largest matrix
-    compensation: dict[str, torch.Tensor]  # Kahan's
-    table_squares: dict[int, torch.Tensor]  # id(param) -> sum of squares of its gradient, of tables in several chunks
-    received: set[str]  # names of tensors that have had a gradient in this step
-    numbers: StepNumbers | None  # where updates may be recorded
+    buffer: torch.Tensor  # has room for the largest matrix
+    compensation: dict[str, torch.Tensor]  # rounding errors kept by Kahan summation
+    table_squares: dict[int, torch.Tensor]  # id(param) -> sum of squares of its gradient, for tables of several chunks
+    received: set[str]  # names of tensors that had a gradient in this step
+    numbers: StepNumbers | None  # set if updates may be captured as CUDA graphs
 
     @property
     def surveys(self) -> int:
-        """The norm of a table's gradient is that of all its chunks."""
+        """One survey if the norm of each tensor is needed: that of a table is over all its chunks."""
         return 0 if self.clip_group_norm is None else 1
 
     @property
     def update_key(self) -> Hashable | None:
-        """All that the launches of `_rule` depend on: settings that never change, and whether the norm is measured."""
+        """Everything that the launches of `_rule` depend on: constant settings, and whether the norm is measured."""
         fixed = not self.groups and self.clip_group_norm is None and self.rounding != "kahan"
         return ("update", self._adds_to_norm) if self.numbers is not None and fixed else None
 
@@ -69,7 +69,7 @@ class UpdateSink:
         self.table_squares[id(tensor.param)] = squares + self.table_squares.get(id(tensor.param), 0.0)
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """dy^T x straight into the weight, or by way of the one buffer."""
+        """Adds dy^T x directly to the weight, or computes it in the buffer."""
         if self._adds_directly(w_OI):
             self.received.add(tensor.name)
             lr, weight_decay = self._rates(tensor)
@@ -81,7 +81,7 @@ class UpdateSink:
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Updates one tensor; of a stack of experts each as the matrix that it is."""
+        """Updates one tensor; in a stack of experts, each expert as a matrix of its own."""
         if tensor.experts and w.dim() == 3:
             for e, met in enumerate(grad.flatten(1).any(dim=1).tolist()):
                 expert = tensor.expert(e)
@@ -93,11 +93,11 @@ class UpdateSink:
         self._rule(tensor, w, grad.contiguous(), lr, weight_decay, self._scale_of(tensor, grad))
 
     def unmet(self, tensor: FlatTensor) -> bool:
-        """An expert that no token met is left alone, weights and state, unless its weights decay."""
+        """Leaves an expert without tokens unchanged, weights and state, unless its weights decay."""
         return self._rates(tensor)[1] == 0
 
     def finished(self, unit: Unit) -> bool:
-        """The unit's weights have changed."""
+        """Reports that the unit's weights have changed."""
         return True
 
     def _rule(
@@ -110,7 +110,7 @@ class UpdateSink:
         ops.sgd_update_(w, grad, lr=lr, weight_decay=weight_decay, **clip, **how)
 
     def _rounding_of(self, tensor: FlatTensor, w: torch.Tensor) -> dict[str, Any]:
-        """Rounding of one update, and where it counts: arguments of an op."""
+        """Arguments of an op: how one update is rounded, and where it is counted."""
         rounding = "nearest" if w.dtype == torch.float32 else self.rounding
         if rounding == "kahan" and tensor.name not in self.compensation:
             self.compensation[tensor.name] = torch.zeros_like(w)
@@ -126,11 +126,11 @@ class UpdateSink:
 
     @property
     def _adds_to_norm(self) -> bool:
-        """Whether this reverse measures the norm of the whole gradient."""
+        """Whether this backward pass measures the norm of the whole gradient."""
         return self.norm is None and self.measures_norm
 
     def _measured_squares(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor:
-        """The sum of squares of a gradient, which also goes into the norm of the whole."""
+        """The sum of squares of a gradient; also adds it to the norm of the whole gradient."""
         squares = torch.zeros((), device=grad.device)
         ops.sum_squares_(grad.contiguous(), squares, self.scale)
         if self._adds_to_norm:
@@ -138,14 +138,14 @@ class UpdateSink:
         return squares
 
     def _scale_of(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor's gradient is multiplied by."""
+        """The factor of a tensor's gradient."""
         if self.clip_group_norm is None:
             return self.scale
         squares = self.table_squares.get(id(tensor.param))
         return self._group_scale(self._measured_squares(tensor, grad) if squares is None else squares)
 
     def _group_scale(self, squares: torch.Tensor) -> torch.Tensor:
-        """The same from the sum of squares of a gradient: its norm is at most clip_group_norm afterwards."""
+        """The factor from the sum of squares of a gradient: its norm becomes at most clip_group_norm."""
         clip = (self.clip_group_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         return clip if self.scale is None else clip * self.scale
 
@@ -158,7 +158,7 @@ class UpdateSink:
 
 
 class NormSink:
-    """The sink of the first of two reverses: adds up squares and changes nothing."""
+    """The sink of the first of two backward passes: sums squares and changes nothing."""
 
     accumulates, by_factors, by_expert, surveys = False, False, True, 0
 
@@ -167,7 +167,7 @@ class NormSink:
         self.update_key = None if method.update_key is None else "norm"
 
     def updated(self, tensors: list[FlatTensor]) -> None:
-        """Nothing is noted."""
+        """Does nothing."""
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         grad_OI = self.method.buffer[: w_OI.numel()].view(w_OI.shape)

@@ -1,12 +1,12 @@
-"""The squared norm of the whole gradient, in bits that do not depend on the order in which gradients come.
+"""The squared norm of the whole gradient, with bits that do not depend on the order in which gradients arrive.
 
     ||g||^2 = sum over tensors t of s_t,        s_t = sum of the squares of t's gradient
 
-Which gradient comes first is a matter of how a reverse goes: products of linear layers are offered on the way, other
-gradients when autograd has them, and a recorded block (model/backward/recorded.py) hands over everything at its end.
-Sums of float32 depend on their order, and exact clipping multiplies every gradient by a function of this one. So each
-tensor, each chunk of a table and each expert has a place of its own, and the places are added up in the order of the
-layout. Bytes: 4 per place. Places stay where they are, so that launches that add to them can be recorded.
+The order of gradients depends on how a backward pass runs: linear layers offer their products early, autograd delivers
+other gradients later, and a block that runs as a CUDA graph (model/backward/recorded.py) hands over everything at its
+end. Sums in float32 depend on their order, and exact clipping multiplies every gradient by a function of this sum. So
+each tensor, each chunk of a table and each expert has a place of its own, and the places are summed in the order of the
+layout. Bytes: 4 per place. The places have fixed addresses, so that kernels that add to them can be captured.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from keyhole.model.structure.layout import FlatTensor, Layout
 
 
 class Squares:
-    """s_t by tensor, and one sum more for parameters beside the model's."""
+    """s_t per tensor, and one more sum for parameters beside the model's."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         starts = {tensor.start for tensor in layout.tensors}
@@ -28,7 +28,7 @@ class Squares:
         *self.places, self.extra = self.sums.unbind()
 
     def of(self, tensor: FlatTensor) -> torch.Tensor:
-        """Where the squares of this gradient, or of some elements of it, are added."""
+        """The place to which the squares of this gradient, or of some of its elements, are added."""
         return self.places[bisect_right(self.starts, tensor.start) - 1]
 
     def total(self) -> torch.Tensor:

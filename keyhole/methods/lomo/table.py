@@ -1,15 +1,15 @@
 """AdaLOMO's update of a table (embedding, head) that is visited in chunks of rows: one set of factors for all of it.
 
-The rule is that of ops/adalomo/matrix.py, whose factors and norms are over the whole tensor. Of a table only one chunk
-is on the device at a time, and its gradient exists only then; so chunks come three times, and are added up in order:
+The rule is that of ops/adalomo/matrix.py, whose factors and norms are over the whole tensor. Only one chunk of a table
+is on the device at a time, and its gradient exists only then; so all chunks are visited three times, in order:
 
     gradients   sums of g^2 over rows and over columns, of all g^2 and of all w^2;      then the moments row and col
     updates     sum of u^2,      u = g rsqrt(row / mean(row)) rsqrt(col)
     changes     w <- round(w - a (u / max(1, rms(u)) + weight_decay w)),      a = lr max(eps2, rms(w))
 
-The gradient of a chunk is made anew each time: for the head that is two more of its products per turn, eight instead of
-four in all (2 % of a step of Llama-7B, 6 % of Llama-3-8B). In slices of SLICE elements, so that fp32 copies stay small.
-Where the gradient has an inf or nan, weights and moments stay, and `bad` is set.
+The gradient of a chunk is computed again each time: for the head that is two more of its products per visit, eight
+instead of four in all (2 % of a step of Llama-7B, 6 % of Llama-3-8B). Work is in slices of SLICE elements, so that fp32
+copies stay small. If the gradient has an inf or nan, weights and moments stay unchanged, and `bad` is set.
 Legend: R rows of the table, C columns.
 """
 
@@ -33,15 +33,15 @@ class TableUpdate:
         self.state, self.beta, self.scale = state, 1 - t**DECAY_RATE, scale
         self.rows_R, self.columns_C = torch.zeros_like(state["row"]), torch.zeros_like(state["col"])
         self.grad_squares, self.weight_squares, self.update_squares = (state["row"].new_zeros(()) for _ in range(3))
-        self.row_factor_R: torch.Tensor | None = None  # rsqrt(row / mean(row)), once the moments are those of this step
+        self.row_factor_R: torch.Tensor | None = None  # rsqrt(row / mean(row)), set after the moments are updated
 
     @property
     def first_sums(self) -> list[torch.Tensor]:
-        """What the first turn adds up."""
+        """The sums of the first visit."""
         return [self.rows_R, self.columns_C, self.grad_squares, self.weight_squares]
 
     def add_gradient(self, first: int, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """The first time; first: the chunk's first row."""
+        """First visit of a chunk; first: its first row."""
         for at, (w_SC, grad_SC) in _slices(w, grad):
             square_SC = self._scaled(grad_SC).square_()
             self.rows_R[first + at : first + at + len(w_SC)] += square_SC.sum(1)
@@ -50,7 +50,7 @@ class TableUpdate:
             self.weight_squares += w_SC.float().square().sum()
 
     def add_update(self, first: int, grad: torch.Tensor) -> None:
-        """The second time."""
+        """Second visit of a chunk."""
         if self.row_factor_R is None:
             self._update_moments()
         for at, (grad_SC,) in _slices(grad):
@@ -59,7 +59,7 @@ class TableUpdate:
     def change(
         self, first: int, w: torch.Tensor, grad: torch.Tensor, lr: float, decay: float, how: dict[str, Any]
     ) -> None:
-        """The third time: the chunk's weights move. how: rounding and where it counts, as arguments of an op."""
+        """Third visit of a chunk: updates its weights. how: rounding and counters, as arguments of an op."""
         fine, numel = self.grad_squares <= FLOAT32_MAX, self.rows_R.numel() * self.columns_C.numel()
         step = lr * (self.weight_squares / numel).sqrt().clamp(min=EPS2)
         divisor = (self.update_squares / numel).sqrt().clamp(min=1.0)
@@ -75,12 +75,12 @@ class TableUpdate:
             ops.sgd_update_(w_SC, moved_SC, lr=1.0, scale=step, **how | where | {"sum_squares": None, "bad": None})
 
     def _scaled(self, grad_SC: torch.Tensor) -> torch.Tensor:
-        """A new tensor in fp32."""
+        """The scaled gradient, as a new tensor in fp32."""
         scale = 1.0 if self.scale is None else self.scale
         return grad_SC.float() * scale
 
     def _update(self, first: int, grad_SC: torch.Tensor) -> torch.Tensor:
-        """u of these rows, before it is divided by its rms."""
+        """u for these rows, before the division by its rms."""
         rows_S = self.row_factor_R[first : first + len(grad_SC)]
         return self._scaled(grad_SC).mul_(rows_S.unsqueeze(1)).mul_(self.state["col"].rsqrt())
 
@@ -99,8 +99,8 @@ def _slices(*tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
 
 
 def merge_chunks(moments: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Earlier versions kept the moments of each chunk, `name[first:last]`, apart. Of a table, rows come one after the
-    other, and columns are their mean: exact, since moments are linear in g^2."""
+    """Merges moments that earlier versions kept per chunk, `name[first:last]`: rows are concatenated, and columns are
+    averaged, which is exact, since moments are linear in g^2."""
     found = [(key, re.fullmatch(r"(.*)\[(\d+):\d+\]", key)) for key in moments]
     chunks = sorted((match[1], int(match[2]), key) for key, match in found if match)
     for name in {name for name, _, _ in chunks}:

@@ -13,7 +13,7 @@ class LOMOConfig:
     """LOMO: gradient descent with the update inside the backward pass; no gradient is kept. Streams."""
 
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
-    """How updated weights go back to 16 bits; kahan keeps what was lost, 2 bytes per parameter (resident only)."""
+    """Rounding of updated weights to 16 bits; kahan keeps the rounding error, 2 bytes per parameter (resident only)."""
     activations: Literal["none", "block", "host", "auto"] = "block"
     """Kept for backward: everything (none), block inputs (block), these in host memory (host), or what fits (auto)."""
     clip_value: Positive | None = None
@@ -21,9 +21,9 @@ class LOMOConfig:
     clip_group_norm: Positive | None = None
     """Bound on the norm of each tensor's gradient; null = no bound. For the whole gradient: max_grad_norm."""
     grad_norm: bool = True
-    """Measure the norm of the gradient; false lets float32 or nearest updates be added by the product itself."""
+    """Measure the norm of the gradient; false: the product adds float32 or nearest updates directly to the weight."""
     fused: bool = True
-    """Make the gradients of linear layers in one buffer, or right in the weight; false = torch's own backward."""
+    """Compute the gradients of linear layers in one buffer, or directly in the weight; false = torch's own backward."""
     compile: bool = False
     """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
 
@@ -40,7 +40,7 @@ class LOMOLoRAConfig(LOMOConfig):
     adapter_lr: Positive = 2e-4
     """Peak rate of the adapters; follows the schedule of learning_rate."""
     adapter_warmup_ratio: Fraction | None = None
-    """Share of the steps over which the adapters' rate rises; null = as warmup_ratio says."""
+    """Share of the steps over which the adapters' rate warms up; null = warmup_ratio."""
     r: Count = 8
     """Rank of the adapters."""
     alpha: Positive = 16.0

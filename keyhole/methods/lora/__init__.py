@@ -1,6 +1,6 @@
-"""LoRA: a frozen model, and low-rank matrices beside its linear layers that learn.
+"""LoRA: a frozen model, and trained low-rank adapters beside its linear layers.
 
-method.py       the step: block by block forward and in reverse, AdamW on the adapters
-peft_layers.py  adapters as peft makes, names and stores them     saved_adapter.py   adapters beside a saved model
+method.py       the step: forward and backward pass block by block, AdamW on the adapters
+peft_layers.py  adapters in peft's layout and format              saved_adapter.py   adapters beside a saved model
 traits.py       settings and row                                  memory.py          bytes and work
 """

@@ -1,19 +1,19 @@
-"""A linear layer with an adapter, in products alone: no copy of its inputs or outputs in another dtype.
+"""A linear layer with an adapter, computed by matrix products alone: no copy of its inputs or outputs in another dtype.
 
     z = x' A^T      y = x W^T + b + s z B^T      s = alpha / r,  x' = x, or x with dropout
     dz = s dy B     dB = s dy^T z     dA = dz^T x'     dx = dy W + dz A
 
-peft makes the same numbers in float32: it casts x [M, I] up, and adds two tensors [M, O] afterwards, about 14 passes
-over inputs and outputs where memory is what counts. Here A and B are rounded to the dtype of compute (r (I + O)
-numbers), products accumulate in float32 inside of their kernels, y and dx are added to in place. In float32 both agree
-to rounding. A and B themselves, their gradients and moments are float32.
+peft computes the same in float32: it casts x [M, I] to float32, and adds two tensors [M, O] afterwards, about 14 passes
+over inputs and outputs, which are memory-bound. Here A and B are rounded to the dtype of compute (r (I + O) numbers),
+products accumulate in float32 inside their kernels, and results are added to y and dx in place. In float32 both agree
+up to rounding. A and B themselves, their gradients and moments are float32.
 
-The gradient of A and B needs x and z; that of x needs W as it lies where the layer's weight points to when the reverse
-comes by, in a slot or unpacked in a scratch. W itself has none: it is frozen. Where it is not (lomo-lora), or where the
-layer is no plain nn.Linear (GPT-2's Conv1D), the layer runs as it is, and only the adapter is added here.
+The gradients of A and B need x and z; the gradient of x needs W where the layer's weight points to during the backward
+pass: in a slot, or unpacked in scratch memory. W is frozen and has no gradient. If W is trained (lomo-lora), or if the
+layer is not a plain nn.Linear (GPT-2's Conv1D), the layer itself runs, and only the adapter is added here.
 
-A second run of a block is made for its graph. Its last product is used by nobody (backward/recompute.py), and is
-left out: a quarter of the second run of a Llama block is its last matrix.
+A block is recomputed for its graph. The output of its last product is not used (backward/recompute.py), so this product
+is skipped: a quarter of the recomputation of a Llama block.
 Legend: M tokens, I inputs, O outputs, r rank.
 """
 
@@ -68,7 +68,7 @@ class _Adapted(torch.autograd.Function):
 
 
 def adapted_forward(layer: Any, x: torch.Tensor, leave_out: bool = False) -> torch.Tensor:
-    """The output of a layer of peft's. leave_out: it is of no interest, only its graph is."""
+    """The output of a peft layer. leave_out: only its graph is needed, not its value."""
     base, dropout = layer.base_layer, layer.lora_dropout[ADAPTER]
     a, b, scale = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
     dropped = dropout(x) if dropout.training else None
@@ -85,15 +85,15 @@ def adapted_forward(layer: Any, x: torch.Tensor, leave_out: bool = False) -> tor
 
 
 def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same without a graph; no function of autograd's, inside of which a pass could not wait for its next unit."""
+    """The same without a graph. Not an autograd function, inside of which a pass could not wait for its next unit."""
     z_Mr = _flat(x) @ a.to(y.dtype).t()
     y.view(-1, y.shape[-1]).addmm_(z_Mr, b.to(y.dtype).t(), alpha=scale)
     return y
 
 
 def use_products(layer: Any) -> None:
-    """Has a layer of peft's compute as above, unless somebody merges or switches off its adapter. The layer holds its
-    forward, which therefore holds the layer weakly: it would keep the weights otherwise."""
+    """Makes a peft layer compute as above, unless its adapter is merged or disabled. The layer holds its forward, so
+    the forward holds a weak reference to the layer; otherwise this cycle would keep the weights alive."""
     theirs, owner = type(layer).forward, weakref.ref(layer)
 
     def forward(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -106,7 +106,7 @@ def use_products(layer: Any) -> None:
 
 
 class AdapterRecompute(Recompute):
-    """Runs a block again; the last of its linear layers with an adapter leaves out its product."""
+    """Recomputes a block; its last linear layer with an adapter skips its product."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)

@@ -3,12 +3,12 @@
 For n = sum over adapted matrices of r (rows + columns) numbers in all adapters, and the parts of a sweep
 (model/backward/memory.py):
 
-    on the device    homes, slots, block inputs and the activations of one block, as of any reverse; no gradient of a
-                     matrix; 16 n of the adapters: fp32 weight, gradient, two moments
-    products         a forward, a second one for the graph (unless activations are kept), the gradient of the inputs:
-                     6 N M for N parameters and M tokens; none for gradients of matrices
-    touched          beside an adapted layer, per token: I + 2 O in a forward pass (x is read, y added to), 3 I + 2 O in
-                     reverse (adapted_linear.py); here (I + O) times FORWARD and REVERSE
+    on the device    homes, slots, block inputs and the activations of one block, as for any backward pass; no gradient
+                     of a matrix; 16 n for the adapters: fp32 weight, gradient, two moments
+    products         a forward pass, a recomputation (unless activations are kept), the gradient of the inputs: 6 N M
+                     for N parameters and M tokens; none for gradients of matrices
+    touched          beside an adapted layer, per token: I + 2 O in a forward pass (reads x, adds to y), 3 I + 2 O in
+                     the backward pass (adapted_linear.py); here (I + O) times FORWARD and REVERSE
                      packed weights are read, and written unpacked, twice
     up, down         every streamed unit twice; nothing
     saved            12 n: adapters and moments
@@ -48,7 +48,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
-    """What a step asks of a machine."""
+    """The FLOPs, bytes and launches of a step."""
     own: LoRAConfig = work.settings or LoRAConfig()
     sides = adapted_sides(layout, own.target_modules)
     numbers = own.r * sides

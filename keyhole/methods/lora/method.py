@@ -1,22 +1,22 @@
 """LoRA: the model is frozen; small matrices beside its linear layers are trained by AdamW.
 
-    y = W x + (alpha / r) B A x        A [r, I] random, B [O, r] zero at the start; only A and B learn
+    y = W x + (alpha / r) B A x        A [r, I] random, B [O, r] zero at the start; only A and B are trained
 
-The step goes block by block, forward and in reverse (model/backward/reverse.py), so the frozen weights may live
-anywhere: on the device, or behind the link, in 16 bits or in a packed format that is unpacked for the time of a visit.
-A block's weights are needed for its products and for the gradient of its inputs, and have none of their own: nothing is
-written back. Gradients of the adapters of all micro-batches are added up by autograd in one order, whatever the
-placement; they are all there when the reverse is over, so clipping by their exact global norm costs nothing.
+Forward and backward pass run block by block (model/backward/reverse.py), so the frozen weights may live anywhere: on
+the device, or in host memory, in 16 bits or in a packed format that is unpacked for each visit. A block's weights are
+needed for its products and for the gradient of its inputs, but get no gradient of their own: nothing is written back.
+Autograd accumulates the gradients of the adapters over all micro-batches in one order, whatever the placement. All of
+them exist after the backward pass, so clipping by their exact global norm costs nothing.
 
-Bytes on the device: the weights that live there; 16 per parameter of the adapters (fp32 weight, gradient, two moments),
-about r (I + O) / (I O) of the model; the block inputs, or all activations of as many blocks as fit (activations=auto).
-Over the link per step: each streamed unit up twice, nothing down.
+Bytes on the device: the resident weights; 16 per parameter of the adapters (fp32 weight, gradient, two moments), about
+r (I + O) / (I O) of the model; the block inputs, or all activations of as many blocks as fit (activations=auto). Over
+the link per step: each streamed unit twice H2D, nothing D2H.
 
-What LoRA can learn is a change of rank r. What is saved: peft_layers.py. To go on from a checkpoint, load the
-*original* model and give the state to the method.
+LoRA can learn a change of rank r. peft_layers.py describes what is saved. To resume from a checkpoint, load the
+*original* model and pass the state to the method.
 
-On several ranks each has all weights (streamed blocks once per machine) and its part of the micro-batches; gradients of
-the adapters are added up in the order of ranks, and every rank makes the same update.
+On several ranks each has all weights (streamed blocks once per machine) and its share of the micro-batches; gradients
+of the adapters are summed in the order of ranks, and every rank makes the same update.
 
 Dropout of the adapters' inputs is drawn like the model's own (methods/dropout.py), from (seed, step, micro-batch).
 """
@@ -70,7 +70,7 @@ class LoRA(ByTorch):
         self._base: str | None = None
         targets = find_targets(model, target_modules)
         self.config = peft_config(model, r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
-        self.dropout = AdapterDropout(model, seed, model_dropout)  # before there are adapters, which have their own
+        self.dropout = AdapterDropout(model, seed, model_dropout)  # before injecting adapters, which have their own
         self.layers = inject(model, self.config, seed)
         if dropout:
             self.dropout.add(self.layers.values())
@@ -84,7 +84,7 @@ class LoRA(ByTorch):
         self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
-        """One update of the adapters from one batch or the micro-batches of one step. Returns the loss, unread."""
+        """One update of the adapters from one batch or the micro-batches of a step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         several = self.model.ranks.several
         batches, first, count, weight = (
@@ -105,7 +105,7 @@ class LoRA(ByTorch):
 
     @torch.no_grad()
     def _add_up_gradients(self) -> None:
-        """Over the ranks, in one piece."""
+        """Sums over the ranks, in one collective."""
         params = list(self.params.values())
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         total = self.model.ranks.sum(torch.cat([grad.flatten() for grad in own]))
@@ -116,14 +116,14 @@ class LoRA(ByTorch):
         """grad_norm: of all adapters' gradients, unclipped."""
         return {} if self._grad_norm is None else {"grad_norm": self._grad_norm}
 
-    # -- what others see of it (model/attached.py) -----------------------------------------------------------------
+    # -- interface to the model (model/attached.py) ----------------------------------------------------------------
 
     @property
     def addon(self) -> Adapters:
         return self._addon
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         count = sum(p.numel() for p in self.params.values())
         rank = f"rank {self.config.r}, alpha {self.config.lora_alpha:g}"
         own = f"lora: {len(self.layers)} adapters of {rank}: {count:,} trained parameters; the model is frozen"
@@ -157,15 +157,15 @@ class LoRA(ByTorch):
                     self.optimizer.state[param][key] = value if key == "step" else value.to(param.device)
 
     def _base_hash(self) -> str:
-        """Tells one set of frozen weights from another, by their bits. They never change, so it is computed once."""
+        """A hash of the bits of the frozen weights. They never change, so it is computed once."""
         if self._base is None:
             self.model.engine.wait_for_homes()
             self._base = tensors_hash((t.name, self.model.home(t)) for t in self.model.layout.tensors)
         return self._base
 
     def _is_base(self, saved: str | list[float]) -> bool:
-        """Whether these are the weights that a state was saved with. Before version 0.2 a state had the sums of the
-        first and the last adapted matrix, which depend a little on the number of threads."""
+        """Whether a state was saved with these frozen weights. States before version 0.2 have the sums of the first and
+        the last adapted matrix instead of a hash; these depend slightly on the number of threads."""
         if isinstance(saved, str):
             return saved == self._base_hash()
         of_param = {id(t.param): t for t in self.model.layout.tensors}
@@ -175,19 +175,19 @@ class LoRA(ByTorch):
 
 
 class AdapterDropout(ModelDropout):
-    """The model's own dropout and that of adapters' inputs, in training mode during a step."""
+    """The model's own dropout and that of the adapters' inputs; training mode during a step."""
 
     def __init__(self, model: Model, seed: int, wanted: bool) -> None:
         super().__init__(model, seed, wanted)
         self.of_model, self.parts = self.active, list[nn.Module]()
 
     def add(self, layers: Iterable[Any]) -> None:
-        """These layers have adapters whose inputs are dropped."""
+        """Adds layers whose adapters have dropout on their inputs."""
         self.parts, self.active = [layer.lora_dropout for layer in layers], True
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        if self.of_model or not self.active:  # training mode of the whole module, or of nothing
+        if self.of_model or not self.active:  # training mode for the whole module, or for nothing
             with super().step():
                 yield
             return
@@ -207,6 +207,6 @@ class AdapterDropout(ModelDropout):
         return lines + (["dropout of the adapters: drawn from (seed, step, micro-batch)"] if self.parts else [])
 
     def load_state_dict(self, state: State) -> None:
-        """A state of before version 0.3 counts the steps of a model without dropout of its own elsewhere."""
+        """States before version 0.3 count the steps of a model without its own dropout under another key."""
         counted = self.parts and not self.of_model and KEY not in state
         super().load_state_dict({KEY: state["step_count"]} if counted else state)

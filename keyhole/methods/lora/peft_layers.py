@@ -1,11 +1,11 @@
-"""Adapters as peft makes, names and stores them, put into a keyhole model in place. For `lora` and `lomo-lora`.
+"""Adapters as peft builds, names and stores them, injected into a keyhole model. For `lora` and `lomo-lora`.
 
     y = W x + (alpha / r) B A x        A [r, I] random, B [O, r] zero at the start
 
-The model's own parameters stay the objects they were, so flat memory, streaming, evaluation and generation work as
-before; the adapters are the method's own, in fp32, on the device. What is saved is an ordinary model: W + (alpha / r)
-B A, rounded once (`merge`), tensor by tensor as it is written; or the model as it was, and beside it the adapters in
-peft's own layout, in adapter/.
+The model's own parameters remain the same objects, so flat memory, streaming, evaluation and generation work as before;
+the adapters belong to the method, in fp32, on the device. The saved model is an ordinary one: W + (alpha / r) B A,
+rounded once (`merge`), tensor by tensor while it is written; or the original model, and beside it the adapters in
+peft's own format, in adapter/.
 """
 
 import copy
@@ -22,14 +22,14 @@ from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor
 
-NOT_WITH_MAMBA = ("out_proj", "conv1d")  # peft refuses them: the kernels of state-space layers use their weights alone
+NOT_WITH_MAMBA = ("out_proj", "conv1d")  # peft refuses them: state-space kernels use only the weights of these layers
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
 
 class Adapters:
-    """The addon of a model with adapters (model/attached.py). The model keeps it, so it holds neither method nor model.
-    merged: the layers whose adapters are saved in the weights; None: adapters are saved beside them, and `base` names
-    the model they belong to."""
+    """The addon of a model with adapters (model/attached.py). The model keeps it, so it references neither method nor
+    model. merged: the layers whose adapters are merged into the saved weights; None: adapters are saved beside the
+    weights, and `base` names the model that they belong to."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Adapters:
 
     @torch.no_grad()
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is saved: with its adapter added, on the host, or as it is."""
+        """The tensor as it is saved: merged with its adapter, on the host, or unchanged."""
         layer = self._over.get(id(tensor.param))
         if layer is None:
             return home
@@ -51,13 +51,13 @@ class Adapters:
         return (home.to(delta.device).float() + delta).to(home.dtype).cpu()
 
     def write_files(self, path: Path) -> None:
-        """Adds the adapters in peft's own layout to a model directory, unless they are in its weights."""
+        """Adds the adapters in peft's own format to a model directory, unless they are merged into its weights."""
         if not self.merges:
             write_adapter(path, self.params, self.config, self.base)
 
 
 def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any, base: str | None = None) -> None:
-    """path/adapter/, as peft writes it. base: the model that the adapters belong to, a directory or a hub id."""
+    """Writes path/adapter/, as peft does. base: the model that the adapters belong to, a directory or a hub id."""
     from safetensors.torch import save_file
 
     (path / "adapter").mkdir()
@@ -70,7 +70,7 @@ def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any, base
 
 
 def peft_config(model: Model, **settings: Any) -> Any:
-    """Of a classifier without a task: peft would look for generation, or for a head of its own beside ours."""
+    """A classifier gets no task type: with one, peft would need generation, or add a head of its own beside ours."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -79,11 +79,11 @@ def peft_config(model: Model, **settings: Any) -> Any:
 
 
 def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
-    """Names of the modules to adapt: those asked for, or every linear layer of the blocks. Also for lomo-lora, so that
-    refusals here and below name the key without its section."""
+    """Names of the modules to adapt: the requested ones, or every linear layer of the blocks. lomo-lora uses this too,
+    so errors here and below name the key without its section."""
     names = {id(m): name for name, m in model.module.named_modules()}
     inside = [names[id(m)] for block in find_blocks(model.module) for m in block.modules() if _is_linear(m)]
-    if model.classifies:  # a fresh head must learn too
+    if model.classifies:  # a new head must be trained too
         base = {id(m) for m in model.module.base_model.modules()}
         inside += [name for name, m in model.module.named_modules() if _is_linear(m) and id(m) not in base]
     if asked is not None:
@@ -102,12 +102,12 @@ def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A linear layer (GPT-2's is transposed). By name: a router may inherit from one and return something else."""
+    """Whether this is a linear layer (GPT-2's is transposed). By name: a router may subclass one and return more."""
     return type(module).__name__.endswith("Linear") or type(module).__name__ == "Conv1D"
 
 
 def inject(model: Model, config: Any, seed: int) -> dict[str, nn.Module]:
-    """Puts the adapters in, in fp32; freezes the rest. Returns them by the names of the layers they adapt."""
+    """Injects the adapters in fp32 and freezes the rest. Returns them by the names of the layers that they adapt."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
@@ -116,7 +116,7 @@ def inject(model: Model, config: Any, seed: int) -> dict[str, nn.Module]:
     inside = copy.copy(config)
     inside.target_modules = [f"held.{name}" for name in config.target_modules]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a Conv1D is transposed, which peft then minds
+        warnings.simplefilter("ignore")  # peft warns that a Conv1D is transposed, and handles it
         torch.default_generator.manual_seed(seed)
         try:
             inject_adapter_in_model(inside, held, ADAPTER)

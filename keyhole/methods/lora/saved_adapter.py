@@ -1,11 +1,11 @@
-"""Adapters that lie in a model's directory: adapter/, as lomo-lora writes it, and lora where they are not merged.
+"""Adapters in a model's directory: adapter/, as lomo-lora writes it, and lora if they are not merged.
 
-Evaluation, chat and `keyhole.load` put them beside the layers they were trained on, in fp32 and by the same code as in
-training, so that a directory is worth what its run reported. They are fixed: a method that would train the model below
-them is refused (`Model.attach`), since what it learns would depend on adapters that it does not own.
+Evaluation, chat and `keyhole.load` attach them to the layers they were trained on, in fp32 and by the same code as in
+training, so that a loaded directory reproduces the results of its run. They are fixed: a method that would train the
+model below them is refused (`Model.attach`), since its result would depend on adapters that it does not own.
 
-peft acts on what adapter_config.json says: it makes matrices of any rank, and some settings make it import a module by
-name. So only the settings of plain LoRA are read (PLAIN), and ranks are compared with the stored shapes before.
+peft follows adapter_config.json: it allocates matrices of any rank, and some settings make it import a module by name.
+So only the settings of plain LoRA are read (PLAIN), and ranks are first compared with the stored shapes.
 """
 
 import re
@@ -25,11 +25,11 @@ from keyhole.model.structure.layout import FlatTensor
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 ABOUT = {"peft_type", "peft_version", "task_type", "inference_mode", "base_model_name_or_path", "revision"}
 PLAIN = {"r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "target_modules"}
-PATTERNS = {"rank_pattern", "alpha_pattern"}  # by name; names only, since peft takes them for regular expressions
+PATTERNS = {"rank_pattern", "alpha_pattern"}  # plain names only, since peft treats the keys as regular expressions
 
 
 class SavedAdapter:
-    """The addon of a model that was loaded with adapters; saved with the model as they are."""
+    """The addon of a model that was loaded with adapters; they are saved with the model unchanged."""
 
     def __init__(self, model: Model, path: Path) -> None:
         self.path, self.file = path, next((path / name for name in FILES if (path / name).exists()), path / FILES[0])
@@ -65,7 +65,7 @@ class SavedAdapter:
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """Nothing that is trained."""
+        """Empty: nothing is trained."""
         return {}
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _read_config(path: Path, shard: Shard) -> Any:
         raise UserError(
             f"model: {path} holds adapters, and reading them needs peft: pip install 'keyhole[lora]'"
         ) from error
-    usual = LoraConfig().to_dict() | {"init_lora_weights": said.get("init_lora_weights")}  # they are filled anyway
+    usual = LoraConfig().to_dict() | {"init_lora_weights": said.get("init_lora_weights")}  # overwritten anyway
     for key, value in said.items():
         if key not in ABOUT | PLAIN | PATTERNS and value and value != usual.get(key):
             raise UserError(f"model: {file} has {key}={value!r:.60}; adapters other than plain LoRA are not read")
@@ -102,12 +102,12 @@ def _read_config(path: Path, shard: Shard) -> Any:
     try:
         task = "CAUSAL_LM" if said.get("task_type") == "CAUSAL_LM" else None
         return LoraConfig(**{key: said[key] for key in said if key in read}, task_type=task)
-    except Exception as error:  # values of another type
+    except Exception as error:  # values of the wrong type
         raise UserError(f"model: {file} cannot be read: {error}") from error
 
 
 def _fault(said: dict[str, Any], most: int) -> str:
-    """What is wrong with the numbers of a config; "" where they will do. most: the largest side of a stored matrix."""
+    """The error in the numbers of a config; "" if they are valid. most: the largest side of a stored matrix."""
     for key in sorted(PATTERNS):
         table = said.get(key) or {}
         if not isinstance(table, dict) or not all(re.fullmatch(r"\^?[\w.-]+", name) for name in table):

@@ -23,7 +23,7 @@ class LoRAConfig:
     activations: Literal["none", "block", "host", "auto"] = "auto"
     """Kept for backward: everything (none), block inputs (block), these in host memory (host), or what fits (auto)."""
     merge: bool = True
-    """Save the model with its adapters added; false = the model as it was, and the adapters in adapter/."""
+    """Save the model with its adapters merged; false = the original model, and the adapters in adapter/."""
 
 
 def _faults(own: LoRAConfig, run: RunSettings) -> Iterator[Fault]:

@@ -1,15 +1,15 @@
 """LSP-Offload: Adam in a learned sparse subspace of every matrix.
 
 method.py               the method: one step
-setup.py                which tensors go through projectors, and where moments live
-target.py               what is trained, tensor by tensor
+setup.py                which tensors are projected, and where moments live
+target.py               one trained tensor and its projectors
 learn.py, fit.py        when and how projectors are learned
-update.py               the sink of the reverse sweep: from gradients to moved weights
-gradient_buffers.py     where gradients are added up
+update.py               the sink of the reverse sweep: from gradients to updated weights
+gradient_buffers.py     buffers in which gradients are accumulated
 adam.py                 Adam on the GPU
-host.py, schedule.py    Adam on the CPU, and in which order
+host.py, schedule.py    Adam on the CPU, and the order of its updates
 shards.py               on several ranks
-step.py, timing.py      what the units of a step share; where its time goes
+step.py, timing.py      data shared by the units of a step; where its time goes
 memory.py               bytes
 traits.py               settings and row
 """

@@ -1,31 +1,31 @@
-"""Fitting projectors to gradients, measuring how well they fit, and moving Adam's moments between subspaces.
+"""Fits projectors to gradients, measures how well they fit, and transfers Adam's moments between subspaces.
 
-The estimation bias of P, Q on a gradient G (LSP-Offload, Def. 2) and what fitting minimises (Eq. 3), over calibration
+The estimation bias of P, Q on a gradient G (LSP-Offload, Def. 2) and the objective of the fit (Eq. 3), over calibration
 gradients; here each bias is relative, ||b|| / ||G||, so that BETA means the same for every layer:
 
     b = P P^T G Q Q^T - G            min over P, Q of   mean ||b|| / ||G||  +  BETA (||P|| + ||Q||)
 
-With S = P^T G Q, A = P^T P, B = Q^T Q:   ||b||^2 = tr(S^T A S B) - 2 ||S||^2 + ||G||^2,   so nothing of G's size is
-made, and G may come as factors: G = dY^T X, S = (dY P)^T (X Q), ||G||^2 = sum (dY dY^T) * (X X^T).
+With S = P^T G Q, A = P^T P, B = Q^T Q:   ||b||^2 = tr(S^T A S B) - 2 ||S||^2 + ||G||^2,   so no tensor of G's size is
+needed, and G may be given as factors: G = dY^T X, S = (dY P)^T (X Q), ||G||^2 = sum (dY dY^T) * (X X^T).
 
     free, runs   first the best common scale of the random start, in closed form: P P^T G Q Q^T scaled by
                  c = ||S||^2 / tr(S^T A S B). Then a few steps of Adam on the r numbers of each row; positions stay.
-                 A step costs dense products [m, d] by [d, d] and [T, m] by [m, d], forward and back.
+                 A step costs dense products [m, d] by [d, d] and [T, m] by [m, d], forward and backward.
     blocks       P^T P = I, so ||b||^2 = ||G||^2 - ||P^T G Q||^2, and for fixed Q the best P is, block by block, the r
                  leading eigenvectors of the Gram matrix of G Q's rows. Two rounds: P, then Q given P, then both again.
-                 On made-up gradients with structure (96 x 128, d 32 or 64, r 4 to 16) the held-out bias is as low as
-                 that of 50 steps of the other two or lower, and the fit takes a twentieth of the time.
+                 On synthetic gradients with structure (96 x 128, d 32 or 64, r 4 to 16) the held-out bias is at most
+                 that of 50 steps of the other two, and the fit takes a twentieth of the time.
 
-Moments (`transfer_moments`). m lives in the coordinates S = P^T G Q. The smallest full-size gradient with those
+Moments (`transfer_moments`). m is in the coordinates S = P^T G Q. The smallest full-size gradient with those
 coordinates is P A^-1 m B^-1 Q^T; its coordinates in the new subspace are
 
     m' = X_P m X_Q^T        X_P = P_new^T P A^-1,   X_Q = Q_new^T Q B^-1
-    v' = X_P^2 v (X_Q^2)^T  squares element by element: never negative
+    v' = X_P^2 v (X_Q^2)^T  elementwise squares: never negative
 
-m' is exact for the part of the gradients that the old subspace saw (what it never saw is lost, and taken as zero);
-v' would be exact if the entries of S were uncorrelated, and is an approximation otherwise. Unchanged projectors
-change nothing: X = I. The paper has P_new^T P without A^-1 (refined=False), which is the same for orthonormal
-projectors only. Both maps are linear, so the step count and Adam's bias correction stay valid as they are.
+m' is exact for the part of the gradients in the old subspace (the rest was lost, and counts as zero); v' would be exact
+if the entries of S were uncorrelated, and is an approximation otherwise. Unchanged projectors change nothing: X = I.
+The paper has P_new^T P without A^-1 (refined=False), which is the same only for orthonormal projectors. Both maps are
+linear, so the step count and Adam's bias correction stay valid.
 Legend: m, n sides of the weight; T tokens; d columns and r numbers per row of a projector; g rows of a block.
 """
 
@@ -41,7 +41,7 @@ from keyhole.ops.lsp.projector import Projector
 Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A weight gradient: [m, n], or its factors dY [T, m] and X [T, n]."""
 
-BATCHED = 32  # CUDA's solver takes symmetric matrices up to this side many at a time; larger ones are for the CPU
+BATCHED = 32  # CUDA's solver batches symmetric matrices up to this side; larger ones are solved on the CPU
 LR = 0.3  # of the fit, relative to the rms of a projector's numbers
 BETA = 1e-4  # weight of their norms
 RIDGE = 1e-10  # relative; columns without a number have a zero row in P^T P
@@ -69,9 +69,9 @@ def gram(p: Projector, other: Projector | None = None) -> torch.Tensor:
 
 
 def bias(grad: Gradient, p: Projector, q: Projector) -> torch.Tensor:
-    """||P P^T G Q Q^T - G|| / ||G||, a scalar on the device: 0 is perfect, 1 is as bad as no step at all.
+    """||P P^T G Q Q^T - G|| / ||G||, a scalar on the device: 0 is perfect, 1 is as bad as no update at all.
 
-    Of factors, by the trace formula: good to about 1e-3.
+    For factors, by the trace formula: accurate to about 1e-3.
     """
     s_dd = compressed(grad, p, q)
     if isinstance(grad, tuple):
@@ -87,11 +87,11 @@ def bias(grad: Gradient, p: Projector, q: Projector) -> torch.Tensor:
 def fit(
     grads: list[Gradient], p: Projector, q: Projector, *, steps: int = 50, alpha: float = 0.0, refined: bool = True
 ) -> tuple[Projector, Projector]:
-    """Projectors of the same positions, fitted to these gradients.
+    """Fits projectors with the same positions to these gradients.
 
-    For free and runs: Adam's step is LR times the rms of the numbers, falling to a tenth of that; it stops early when
-    the mean bias is at most alpha (looked at every 10 steps: the host waits). refined=False, as the paper has it: it
-    starts from the numbers as they are, and looks every step.
+    For free and runs: Adam's step is LR times the rms of the numbers, decaying to a tenth of that; it stops early when
+    the mean bias is at most alpha (checked every 10 steps: the host waits). refined=False, as in the paper: it starts
+    from the numbers as they are, and checks every step.
     """
     assert grads and bool(p.group) == bool(q.group), (len(grads), p.kind, q.kind)
     if p.group:
@@ -101,7 +101,7 @@ def fit(
 
 
 def _sides(grads: list[Gradient]) -> list[tuple[Gradient, torch.Tensor]]:
-    """Every gradient in float32 with its squared norm."""
+    """Every gradient in float32, with its squared norm."""
     return [(_float(grad), norm_squared(grad).clamp(min=1e-38)) for grad in grads]
 
 
@@ -171,7 +171,7 @@ def _transposed(grad: Gradient) -> Gradient:
 
 
 def _left_pair(grad: Gradient, q: Projector | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """u, v of shape [.., m] with u^T v = G G^T, or G Q Q^T G^T where the other side is projected already."""
+    """u, v of shape [.., m] with u^T v = G G^T, or G Q Q^T G^T if the other side is already projected."""
     if isinstance(grad, tuple):
         dy_TM, x_TN = grad
         if q is None:
@@ -191,7 +191,7 @@ def _block_bases(
     for (u, v), total in zip(pairs, totals, strict=True):
         u_TBg, v_TBg = (pad(side, (0, lost)).view(-1, blocks, p.group) for side in (u, v))
         gram_Bgg += torch.einsum("tbg,tbh->bgh", u_TBg, v_TBg) / total
-    if lost:  # rows that do not exist come last among the eigenvectors
+    if lost:  # padding rows come last among the eigenvectors
         gram_Bgg[-1].diagonal()[p.group - lost :] = -1
     gram_Bgg = (gram_Bgg + gram_Bgg.mT) / 2
     if p.group > BATCHED:

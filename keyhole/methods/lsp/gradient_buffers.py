@@ -1,15 +1,15 @@
-"""Where gradients are added up on the device before they are used: a few buffers, made once, for all units.
+"""Device buffers in which gradients are accumulated: a few buffers, allocated once, for all units.
 
-    assign_places(targets)   every target gets its place in the buffers of its unit
-    Share                     which of these numbers this rank's optimizer has: all, or one of several equal parts
-    buffers.of(unit)          the unit's buffer, the same until it is done
-    buffers.done(unit)        its last reader has been queued (on `stream`, else on the stream of the kernels)
+    assign_places(targets)   assigns every target its place in the buffers of its unit
+    Share                    this rank's part of these numbers: all, or one of several equal parts
+    buffers.of(unit)         the unit's buffer, the same until it is done
+    buffers.done(unit)       its last reader has been enqueued (on `stream`, else on the compute stream)
 
-The units of a block are gathered side by side, because the reverse gives the gradients of a whole block in any order
-before it calls one of its units finished. A buffer is as long as the longest such group. One buffer is enough when the
-kernels that fill it also use it up. When gradients leave for the host, there are two, and the kernels wait on the
-device for the copy of the group before the last. (A block that is used again while others are at work keeps its buffer
-meanwhile, and another one is made.)
+The units of a block are placed side by side in one buffer, because the backward pass hands over the gradients of a
+whole block in any order before it finishes a unit. A buffer is as long as the longest such group. One buffer is enough
+if the kernels that fill it also consume it. If gradients are copied to the host, there are two buffers, and the kernels
+wait on the device for the copy of the group before the last. (A block that is used again later in the backward pass
+keeps its buffer until then, and another buffer is allocated.)
 """
 
 from collections import deque
@@ -28,22 +28,22 @@ ALIGN = 64  # elements
 
 @dataclass(frozen=True)
 class Share:
-    """The part of every unit's numbers that this rank's optimizer has, of `size` equal parts side by side."""
+    """The part of every unit's numbers that this rank's optimizer has: one of `size` adjacent equal parts."""
 
     rank: int = 0
     size: int = 1
 
     def numel(self, length: int) -> int:
-        """Of a unit with so many numbers."""
+        """Numbers in this part, for a unit of `length` numbers."""
         return length // self.size
 
     def range_of(self, target: Target, numel: int) -> tuple[int, int]:
-        """[begin, end) of the target in a part of so many numbers, this rank's; may be empty."""
+        """[begin, end) of the target in this rank's part of `numel` numbers; may be empty."""
         first = target.begin - self.rank * numel
         return min(max(first, 0), numel), min(max(first + target.numel, 0), numel)
 
     def view_in(self, flat: torch.Tensor, target: Target) -> torch.Tensor:
-        """The target's numbers in this rank's part of its unit's: all in their shape, or some, flat."""
+        """The target's numbers in this rank's part of the unit: all of them in their shape, or some, flat."""
         if self.size == 1:
             return view_in(flat, target)
         begin, end = self.range_of(target, flat.numel())
@@ -55,7 +55,7 @@ class Share:
         return begin < end
 
     def first_in(self, target: Target, numel: int) -> int:
-        """The index in the target of the first number that is here."""
+        """The index in the target of the first number of this part."""
         return min(max(self.rank * numel - target.begin, 0), target.numel)
 
 
@@ -63,8 +63,8 @@ ALL = Share()
 
 
 def assign_places(targets: Targets, share: Share = ALL) -> dict[int, int]:
-    """Gives every target its place in the buffers of its unit; returns the lengths of these, which can be cut into
-    equal parts."""
+    """Assigns every target its place in the buffers of its unit; returns the lengths of the buffers, which can be cut
+    into equal parts."""
     lengths = {}
     for unit, members in targets.items():
         end = 0
@@ -75,20 +75,19 @@ def assign_places(targets: Targets, share: Share = ALL) -> dict[int, int]:
 
 
 def view_in(flat: torch.Tensor, target: Target) -> torch.Tensor:
-    """The target's part of a buffer of its unit."""
+    """The target's slice of a buffer of its unit."""
     return flat[target.begin : target.begin + target.numel].view(target.shape)
 
 
 @dataclass
 class _Buffer:
     flat: torch.Tensor
-    read: Any = None  # a CUDA event: what another stream reads has been read
-    units: set[int] = field(default_factory=set)  # gathered here and not done
+    read: Any = None  # a CUDA event after the last read on another stream
+    units: set[int] = field(default_factory=set)  # units in this buffer that are not done
 
 
 class GradientBuffers:
-    """The buffers, handed out by group. groups: unit -> what it is gathered with; waiting: makes a context for
-    waits."""
+    """The buffers, one per group of units at a time. groups: unit -> its group; waiting: makes a context for waits."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class GradientBuffers:
         self.open: dict[Hashable, _Buffer] = {}
 
     def of(self, unit: int) -> torch.Tensor:
-        """Where the unit's gradient is added up."""
+        """The buffer in which the unit's gradient is accumulated."""
         group = self.groups[unit]
         if group not in self.open:
             self.open[group] = self._take()
@@ -127,7 +126,7 @@ class GradientBuffers:
         return buffer
 
     def done(self, unit: int, stream: Any = None) -> None:
-        """The unit's gradient has been used, or will have been when the stream gets there."""
+        """The unit's gradient has been used, or will have been when the stream reaches this point."""
         group = self.groups[unit]
         buffer = self.open[group]
         buffer.units.discard(unit)

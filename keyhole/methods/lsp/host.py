@@ -1,21 +1,21 @@
-"""Adam on what LSP compressed, moments in host memory, updated there by the CPU, unit by unit beside the GPU's work.
+"""Adam on compressed gradients with moments in host memory; the CPU updates unit by unit, overlapping with the GPU.
 
     down       the unit's compressed gradient -> its staging buffer (page-locked, float32), after the kernels so far
     worker     staging: gradient -> step, in place, with m and v (adam.py): one call for all targets of the unit
     up         staging -> one of SLOTS device buffers
-    compute    waits for that copy only, and applies the step; then the slot may take the next
+    compute    waits only for that copy, and applies the step; then the slot is free
 
 Bytes: on the host 12 per number (m, v, staging); on the device SLOTS buffers of the largest unit. For a layer of a 7B
-Llama with d = 2048 (29 M numbers): 0.12 GB each way, and 24 bytes per number through the host's memory for Adam, 0.7
-GB.
+Llama with d = 2048 (29 M numbers): 0.12 GB each way over the link, and 24 bytes per number through host memory for
+Adam, 0.7 GB.
 
-The wire is float32. In bfloat16 it would be 2 + 2 bytes on the link instead of 4 + 4 and 20 through memory instead of
-24, but the CPU's kernel wants one dtype, so chunks would be cast in and out: on one core 101 ms per layer, against 59
-in place (benchmarks/ops_lsp.py --host). The link is not what is short, and so the steps are those of moments on the
-device, up to the rounding of two kernels.
+Copies are float32. In bfloat16 they would take 2 + 2 bytes on the link instead of 4 + 4, and 20 through host memory
+instead of 24, but the CPU kernel needs one dtype, so chunks would have to be cast: on one core 101 ms per layer,
+against 59 in place (benchmarks/ops_lsp.py --host). The link is not the bottleneck. So the steps equal those with
+moments on the device, up to the rounding of two kernels.
 
-Order of the jobs: schedule.py. A gradient that is not finite: its unit's step is nan, by which weights
-stay as they are, not even decayed (ops/), and its moments stay.
+schedule.py gives the order of the jobs. If a gradient is not finite, its unit's step is nan, which leaves the weights
+unchanged, without decay (ops/), and its moments do not change.
 """
 
 import time
@@ -41,8 +41,8 @@ from keyhole.offload.workers import Workers, default_threads
 
 @dataclass(frozen=True)
 class DecidingNorm:
-    """The norm that decides whether a unit is updated, and how it is clipped: a number on the host, there by the time
-    the worker begins. outcomes: gets whether the unit was updated."""
+    """The norm that decides whether a unit is updated, and how it is clipped: a number on the host that has arrived
+    before the worker starts. outcomes: receives whether the unit was updated."""
 
     norm: torch.Tensor
     limit: float | None
@@ -50,8 +50,8 @@ class DecidingNorm:
 
 
 class HostAdam:
-    """Moments in host memory, by unit, and the worker that updates them. order: which unit's update comes first;
-    share: which part of them is here."""
+    """Moments in host memory, by unit, and the worker that updates them. order: the order of the updates; share: the
+    part of them that this rank has."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class HostAdam:
         self.down, self.up = Downlink(engine), torch.cuda.Stream(engine.device) if engine.cuda else None
         self.slots = [torch.empty(max(self.lengths.values()), device=engine.device) for _ in range(SLOTS)]
         self.idle, self.coming = list(range(SLOTS)), {}  # slots; unit -> slot
-        self.started: list[Any] = [None] * SLOTS  # when the copy into a slot began
+        self.started: list[Any] = [None] * SLOTS  # events at which the copies into slots began
         if self.cuda:
             self.free, self.arrived = ([torch.cuda.Event() for _ in self.slots] for _ in range(2))
 
@@ -94,11 +94,11 @@ class HostAdam:
     # -- down ------------------------------------------------------------------------------------------------------
 
     def send_gradient(self, unit: int, grad: torch.Tensor) -> None:
-        """The unit's gradient is complete: it leaves. Its memory may be used again behind the copy."""
+        """Sends the unit's complete gradient to the host. Its memory may be reused after the copy."""
         self.down.send(grad, self.staging[unit], lambda: self.timing.of("down"))
 
     def submit(self, unit: int, targets: list[Target], deciding: DecidingNorm) -> None:
-        """Has the worker make the steps of a unit whose gradient was sent."""
+        """Queues the update of a unit whose gradient was sent."""
         after, job = self.down.sent(), partial(self._update, unit, targets, deciding)
         self.pool.submit(job, page=unit, after=after, urgency=self.order.urgency(unit))
 
@@ -125,7 +125,7 @@ class HostAdam:
     # -- up --------------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: int) -> bool:
-        """Starts to bring the unit's steps up, if they are there and a slot is; never waits. True: on their way."""
+        """Starts to upload the unit's steps, if they and a slot are ready; never waits. True: now or before."""
         if unit in self.coming:
             return True
         if not self.idle or not self.pool.ready(unit):
@@ -143,11 +143,11 @@ class HostAdam:
         return True
 
     def deltas(self, unit: int) -> torch.Tensor:
-        """The unit's steps, on the device for kernels that are launched now. Call `used` behind them."""
+        """The unit's steps on the device, for kernels launched from now on. Call `used` after them."""
         begin, begin_s = self.timing.mark(), time.perf_counter()
         self.pool.wait(unit)
         self.wait_s += time.perf_counter() - begin_s
-        if unit not in self.coming and not self.idle:  # slots hold what was brought for others: one gives way
+        if unit not in self.coming and not self.idle:  # slots hold steps of other units: one of them is freed
             self.idle.append(self.coming.pop(next(iter(self.coming))))
         self.fetch(unit)
         slot = self.coming[unit]
@@ -159,7 +159,7 @@ class HostAdam:
         return self.slots[slot][: self.lengths[unit]]
 
     def used(self, unit: int) -> None:
-        """The kernels so far have used the unit's steps: its slot is free behind them."""
+        """The kernels launched so far have used the unit's steps: its slot is free after them."""
         slot = self.coming.pop(unit)
         self.idle.append(slot)
         if self.cuda:
@@ -175,17 +175,17 @@ class HostAdam:
             self.up.synchronize()
 
     def moments(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-        """m and v of a target, as views: what is here of them. Drain first."""
+        """m and v of a target, as views: this rank's part. Drain first."""
         m, v = (self.share.view_in(flat[target.unit], target) for flat in (self.m, self.v))
         return m, v
 
     def count(self, target: Target) -> int:
-        """Updates so far. Drain first."""
+        """Number of updates so far. Drain first."""
         return self.counts[target.name]
 
     def set_count(self, target: Target, count: int) -> None:
         self.counts[target.name] = count
 
     def close(self) -> None:
-        """Ends the worker; jobs that have not begun are dropped."""
+        """Ends the worker; jobs that have not started are dropped."""
         self.pool.close()

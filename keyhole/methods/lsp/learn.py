@@ -1,23 +1,23 @@
-"""When LSP learns projectors, and on what.
+"""When LSP learns projectors, and from which gradients.
 
-A reverse sweep of its own over the step's batch, which changes no weight: dY and X of a linear layer come by, and the
-gradient they are the factors of is looked at before the next matrix is. No two gradients exist at a time.
+Projectors are learned in an extra reverse sweep over the step's batch, which changes no weight. Each linear layer
+offers dY and X, the factors of its gradient, which is processed before the next matrix. No two gradients exist at once.
 
-    first step       projectors of every matrix are fitted (fit.py)
-    check_freq       a sample of the matrices, drawn anew each time: the bias is measured on the batch, and where it is
-                     above alpha, new projectors are drawn and fitted; they are taken if their bias is lower, and Adam's
-                     moments are carried over into their subspace
+    first step       fits the projectors of every matrix (fit.py)
+    check_freq       checks a sample of the matrices, drawn anew each time: the bias is measured on the batch; if it is
+                     above alpha, new projectors are drawn and fitted. They are used if their bias is lower, and Adam's
+                     moments are transferred into their subspace
 
-The gradients are those of the first micro-batch of the step itself, its tokens cut into slices with a gradient each, so
-that what is fitted holds for more than one. The bias is a mean over these slices. What a check finds (`found`) is the
-bias of projectors that have not seen this batch; what the step goes on with (`biases`) is in-sample wherever projectors
-were fitted just now, and lower than it will be on other batches (benchmarks/lsp_bias.md).
+The gradients are those of the first micro-batch of the step itself. Its tokens are cut into slices with a gradient
+each, so that the fit generalises beyond one gradient. The bias is a mean over these slices. `found` is the bias before
+fitting, of projectors that have not seen this batch; `biases` are those that the step uses, which are in-sample for
+newly fitted projectors, and lower than on other batches (benchmarks/lsp_bias.md).
 
-Costs one reverse of a step, and the fits: products of d columns for blocks, some 50 steps of dense ones for the others
-(docs/methods.md has seconds, and the log of a run its own).
+Cost: one backward pass, and the fits: products of d columns for blocks, some 50 steps of dense ones for the others
+(docs/methods.md has seconds, and so does the log of each run).
 
-`lsp.preset: paper` is LSP-Offload's Algorithm 1; traits.py lists the points in which ours differs. What the paper
-leaves open stays as it is: the weight of the regularisation, the optimizer of the fit (Adam), its time limit
+`lsp.preset: paper` is LSP-Offload's Algorithm 1; traits.py lists the differences from ours. Details that the paper
+leaves open are the same in both: the weight of the regularisation, the optimizer of the fit (Adam), its time limit
 (lsp.fit_steps), and which batch is the sampled subset (the step's own).
 """
 
@@ -42,8 +42,8 @@ MomentsOf = Callable[[Target], Moments]
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one matrix: the bias that was found (None: its first projectors, nobody looked), the bias that it goes on
-    with, and the projectors that it takes (None: it keeps its own)."""
+    """The result for one matrix: the bias that was found (None for its first projectors, which are not measured), the
+    bias of the projectors that it will use, and new projectors (None: it keeps its own)."""
 
     found: float | None
     bias: float
@@ -52,7 +52,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Learning:
-    """The settings of a run that say how projectors are drawn, checked and fitted."""
+    """The settings of a run for drawing, checking and fitting projectors."""
 
     d: int
     r: int
@@ -70,16 +70,16 @@ class Learning:
         return since >= 0 and since % self.check_freq == 0
 
     def draw(self, target: Target) -> tuple[Projector, Projector]:
-        """Fresh projectors for a matrix."""
+        """Newly drawn projectors for a matrix."""
         return target.draw(self.d, self.r, self.seed, self.device)
 
     def fitted(self, grads: list[Gradient], p: Projector, q: Projector) -> tuple[Projector, Projector]:
         return fit(grads, p, q, steps=self.fit_steps, alpha=self.alpha, refined=self.rule.refined)
 
     def restore(self, target: Target, state: dict[str, Any]) -> None:
-        """Projectors from a checkpoint: positions as drawn then, numbers as fitted."""
+        """Restores projectors from a checkpoint: positions are drawn again, numbers are loaded."""
         generation = int(state[f"{target.name}/generation"])
-        target.generation = max(0, generation - 1)  # the draw is that of the generation before
+        target.generation = max(0, generation - 1)  # they were drawn in the generation before
         p, q = self.draw(target)
         target.generation = generation
         for key, drawn in (("p", p), ("q", q)):
@@ -95,7 +95,7 @@ class Learning:
 
 class Check:
     """A sink that measures the bias of projectors and fits new ones, and changes no weight. targets: by the first
-    element; moments_of: where Adam's moments of a target are. found, biases: by name, before and after fits."""
+    element; moments_of: returns Adam's moments of a target. found, biases: by name, before and after fits."""
 
     accumulates, by_factors, by_expert, surveys, update_key = True, True, False, 0, None
 
@@ -110,7 +110,7 @@ class Check:
         self.wanted = set(matrices)
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """The first micro-batch that comes by is the sample."""
+        """Uses the first micro-batch as the sample."""
         if tensor.start in self.wanted:
             slices = self.learning.rule.slices
             rows = max(1, dy_MO.shape[0] // slices)
@@ -119,7 +119,7 @@ class Check:
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """A matrix that is used in another way."""
+        """Takes the gradient of a matrix that is not used by a linear layer."""
         if tensor.start in self.wanted:
             self._check(tensor, [grad.detach()])
 
@@ -135,7 +135,7 @@ class Check:
                 self._decided(target, self._consider(target, grads))
 
     def _consider(self, target: Target, grads: list[Gradient]) -> Verdict:
-        """Fits the target's first projectors, or others where these are no longer good. Changes nothing."""
+        """Fits the target's first projectors, or new ones if its own are no longer good. Changes nothing."""
         learning, rule = self.learning, self.learning.rule
         if is_first(target, rule):
             p, q = learning.fitted(grads, target.p, target.q)
@@ -150,7 +150,7 @@ class Check:
         return Verdict(before, after, (p, q))
 
     def _decided(self, target: Target, verdict: Verdict) -> None:
-        """Notes biases, and has the target take new projectors; its moments go with it."""
+        """Records biases, and gives the target its new projectors; transfers its moments."""
         if verdict.found is not None:
             self.found[target.name] = verdict.found
         self.biases[target.name] = verdict.bias
@@ -165,16 +165,16 @@ class Check:
             moment.copy_(new)
 
     def _carried(self, old: Moments, target: Target, p: Projector, q: Projector) -> Moments:
-        """Moments in the subspace of other projectors, on the device."""
+        """The moments in the subspace of other projectors, on the device."""
         m, v = (moment.to(self.learning.device) for moment in old)
         return transfer_moments(m, v, target.p, target.q, p, q, refined=self.learning.rule.refined)
 
 
 def is_first(target: Target, rule: LearningRule) -> bool:
-    """Whether the target's projectors are still to be fitted: positions stay, and there are no moments yet."""
+    """Whether the target's projectors are not fitted yet: positions stay, and there are no moments yet."""
     return target.generation == 0 and rule.first_check == 0
 
 
 def mean_bias(grads: list[Gradient], p: Projector, q: Projector) -> float:
-    """Over the gradients. The host waits."""
+    """The mean bias over the gradients. The host waits."""
     return float(torch.stack([bias(grad, p, q) for grad in grads]).mean())

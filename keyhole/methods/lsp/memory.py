@@ -1,29 +1,31 @@
-"""What LSP's optimizer holds on the device beside the weights, and which units' moments are there.
+"""Bytes of LSP's optimizer on the device beside the weights, and which units have their moments there.
 
-A matrix of a block gives the optimizer d_P d_Q numbers, any other tensor all its elements. Bytes on the device:
+The optimizer sees d_P d_Q numbers of a matrix of a block, and all elements of any other tensor. Bytes on the device:
 
-    moments      8 per number where they are on the device (12 when gradients wait there to be clipped), else none
-    buffers      the gradient of one block, or one chunk of a table, in fp32; twice when some leave for the host, and
-                 then SLOTS steps of one unit on their way back
+    moments      8 per number if they are on the device (12 if gradients wait there to be clipped), else none
+    buffers      the gradient of one block, or one chunk of a table, in fp32; twice if some are copied to the host, and
+                 then SLOTS steps of one unit that are being uploaded
     projectors   r numbers per row of both sides of a matrix, in fp32
-    learning     one matrix's fit while its block is at work: [d, W] in fp32 four times (W its longer side), and a part
-                 of dY and X; projectors of another kind than `blocks` are fitted dense, by autograd: three times that
+    learning     the fit of one matrix while its block is on the device: [d, W] in fp32 four times (W its longer side),
+                 and a part of dY and X; projectors other than `blocks` are fitted dense, by autograd: three times that
 
 Llama-7B, d = 2048: 1.19 G numbers (blocks 0.93 G, embedding and head 0.13 G each), 8.89 GiB of moments.
 
-Which units, when not all fit? A unit on the host is not waited for as long as its update ends before the next forward
-asks for its weights. With f and b seconds of a layer's forward and reverse, from its gradient to that moment it is
+Which units, if not all fit? The GPU does not wait for a unit on the host if its update ends before the next forward
+pass needs its weights. With f and b seconds for a layer's forward and backward, the time between its gradient and that
+use is
 
     embedding 0      layer k: k (f + b)      head: L (f + b)
 
-so the host can hide the last layers most easily and the embedding not at all: the device keeps units in the order of
-the forward. The host needs u seconds per layer; if it has the layers from g on, they are done in time when for all k
+so updates of the last layers are the easiest to hide on the host, and those of the embedding cannot be hidden: the
+device keeps units in the order of the forward pass. The host needs u seconds per layer; if it has the layers from g on,
+they are done in time if for all k
 
     (k - g + 1) u + down + up <= k (f + b)
 
 For 7B on an H200 f + b = 10.6 ms and down = up = 2.2 ms. At u = 14.2 ms (as first measured) the host would bound the
 step: (32 - g) u + head (63 ms) + 15 ms, that is 0.419 s for g = 8 and 0.518 s for g = 1. At u = 8 ms even g = 1 hides
-all but a few ms, and the step is the device's own 0.35 s.
+all but a few ms, and the step takes the device's own 0.35 s.
 """
 
 from collections.abc import Hashable
@@ -41,12 +43,12 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.structure.layout import Layout, Unit
 
-SLOTS = 2  # steps on their way up
+SLOTS = 2  # units whose steps are being uploaded
 
 
 @dataclass(frozen=True)
 class LSPBytes(ReverseBytes):
-    """The parts of the device peak. What is made once is counted as it is; no part of it comes and goes."""
+    """The parts of the device peak. State that is allocated once is counted without allocator slack."""
 
     moments: int = 0
     buffers: int = 0
@@ -63,8 +65,8 @@ class LSPBytes(ReverseBytes):
 
 @dataclass(frozen=True)
 class Numbers:
-    """How many numbers the optimizer sees, by unit, what is gathered together, and bytes of projectors. ranks: that
-    share out the moments."""
+    """The number of numbers that the optimizer sees, by unit; groups of units; bytes of projectors. ranks: those over
+    which the moments are sharded."""
 
     of: dict[int, int]
     groups: dict[int, Hashable]
@@ -73,7 +75,7 @@ class Numbers:
 
     @cached_property
     def largest_group(self) -> int:
-        """Numbers of the units that are gathered together, the most."""
+        """Numbers of the largest group of units."""
         sizes: dict[Hashable, int] = {}
         for unit, numel in self.of.items():
             sizes[self.groups[unit]] = sizes.get(self.groups[unit], 0) + numel
@@ -84,13 +86,13 @@ class Numbers:
         away = [numel for unit, numel in self.of.items() if unit not in on_device]
         moments = (12 if clips else 8) * sum(self.of[unit] for unit in on_device) // self.ranks
         gathered = 4 * self.largest_group * (2 if away else 1)
-        if self.ranks > 1:  # a unit's gradient, exchanged, and its steps, gathered
+        if self.ranks > 1:  # a unit's gradient is exchanged, and its steps are gathered
             gathered += 8 * max(self.of.values(), default=0)
         return moments, gathered + 4 * SLOTS * max(away, default=0) + self.projector_bytes
 
 
 def group_of(unit: Unit) -> Hashable:
-    """Units of a block are gathered together, chunks of tables alone."""
+    """The units of a block form one group, a chunk of a table a group of its own."""
     return ("unit", unit.index) if unit.block is None else ("block", unit.block)
 
 
@@ -112,7 +114,7 @@ def count_numbers(layout: Layout, work: LSPConfig) -> Numbers:
 
 
 def choose_units(numbers: Numbers, optimizer_on: str, clips: bool, left_bytes: int | None) -> set[int]:
-    """Units whose moments are on the device, when it has so many bytes left (None: no limit)."""
+    """Units whose moments are on the device, if it has this many bytes left (None: no limit)."""
     everything = set(numbers.of)
     if optimizer_on != "auto":
         return everything if optimizer_on == "gpu" else set()
@@ -126,7 +128,7 @@ def choose_units(numbers: Numbers, optimizer_on: str, clips: bool, left_bytes: i
 
 
 def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:
-    """While projectors of the largest matrix are fitted."""
+    """Bytes while the projectors of the largest matrix are fitted."""
     sides = [t.shape for unit in layout.of_kind("block") for t in unit.tensors if len(t.shape) == 2]
     longest = max((max(shape) for shape in sides), default=0)
     if not own.learn or longest <= own.d:
@@ -149,9 +151,9 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
-    """What a step asks of a machine: of a matrix's gradient d_P d_Q numbers are made instead of all; inputs and output
-    gradients are compressed (read once, and r times by gathers); the step is spread over all weights, which are read
-    and written; what has its moments on the host leaves as fp32 and returns as fp32."""
+    """The FLOPs, bytes and launches of a step: d_P d_Q numbers of a matrix's gradient are computed instead of all;
+    inputs and output gradients are compressed (read once, and r times by gathers); the step is applied to all weights,
+    which are read and written; gradients and steps of moments on the host cross the link as fp32."""
     own: LSPConfig = work.settings or LSPConfig()
     matrices = [t for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
     numbers, plan = count_numbers(layout, own), device_bytes(layout, streamed, work, room)
@@ -174,4 +176,4 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     )
 
 
-HOST_SHARE = 24 / 28  # bytes through host memory per number, against those per parameter of AdamW with masters
+HOST_SHARE = 24 / 28  # bytes through host memory per number, relative to those per parameter of AdamW with masters

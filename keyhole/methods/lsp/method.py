@@ -2,30 +2,30 @@
 
     S = P^T G Q     delta = Adam(S)     W <- W - lr (scale P delta Q^T + weight_decay W)
 
-P [m, d] and Q [n, d] have r numbers per row (ops/lsp/projector.py); scale makes lr mean what it means for AdamW
-(target.py). The gradient G = dY^T X never exists: the reverse sweep (model/backward/reverse.py) offers dY and X, both
-are compressed, and their product is S. Micro-batches add up in S. All that is no matrix of a block (`others`) is
-trained by plain Adam or stays as it is, by a setting.
+P [m, d] and Q [n, d] have r numbers per row (ops/lsp/projector.py); scale makes lr mean the same as for AdamW
+(target.py). The gradient G = dY^T X is never computed: the reverse sweep (model/backward/reverse.py) offers dY and X,
+both are compressed, and their product is S. Micro-batches accumulate in S. Tensors that are not matrices of a block
+(`others`) are trained by plain Adam or frozen, by a setting.
 
-Where Adam's moments are (`optimizer_on`), unit by unit (update.py):
+Adam's moments are, per unit (`optimizer_on`, update.py):
 
-    gpu    adam.py. The weights move at once, in the reverse. 8 d^2 bytes per matrix.
-    cpu    host.py. Gradients leave and steps come back beside the GPU's work. 12 d^2 bytes per matrix in host memory.
-    auto   on the GPU as far as gpu_memory allows, in the order in which the next forward needs them: embedding, first
-           layers, ...; the rest on the CPU, which has longest for the last layers (memory.py has the arithmetic)
+    gpu    adam.py. The weights are updated at once, in the reverse sweep. 8 d^2 bytes per matrix.
+    cpu    host.py. Gradients and steps are copied while the GPU computes. 12 d^2 bytes per matrix in host memory.
+    auto   on the GPU as far as gpu_memory allows, in the order in which the next forward pass needs them: embedding,
+           first layers, ...; the rest on the CPU, which has most time for the last layers (arithmetic: memory.py)
 
-max_grad_norm clips the norm of what the optimizer sees: S of all matrices, and the gradients of the others (the norm of
-the whole gradient is not known, that being the point).
+max_grad_norm clips the norm of what the optimizer sees: S of all matrices, and the gradients of the others. (The norm
+of the whole gradient is unknown, because that gradient is never computed.)
 
-A streamed unit is written back with its update once per step. (Keeping the host's weights unchanged and adding up the
+A streamed unit is written back with its update once per step. (Keeping the host's weights unchanged and summing the
 deltas since the last change of projectors would save these writes. But uploads are the bottleneck, and each use of the
 unit would then upload the sum of its deltas too; and resident weights, rounded in place, would have other bits.)
 
-What is exact: streamed equals resident to the bit, and a run stopped and resumed one that was not, each with every
-unit's moments in the same place (auto: in the same budget). Between the places it is the same sum, by two kernels.
+What is exact: streamed equals resident to the bit, and a resumed run equals one that was not stopped, each with every
+unit's moments in the same place (auto: in the same budget). Different places give the same sum, by two kernels.
 
-Projectors are learned on the gradients of the first batch, one matrix at a time, in a reverse of its own; every
-check_freq steps a sample of the matrices is looked at again (learn.py).
+Projectors are learned from the gradients of the first batch, one matrix at a time, in an extra backward pass; every
+check_freq steps a sample of the matrices is checked again (learn.py).
 
 On several ranks: shards.py.
 """
@@ -58,8 +58,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LSP(Method):
-    """Adam in a sparse subspace. `lr` may be changed between steps; with preset="paper" it means what the paper's
-    does."""
+    """Adam in a sparse subspace. `lr` may be changed between steps; with preset="paper" it means the same as in the
+    paper."""
 
     name = "lsp"
 
@@ -112,7 +112,7 @@ class LSP(Method):
         self.updates = SharedUpdates(*asked) if model.sharded else SubspaceUpdates(*asked, self.reverse.recorded)
         self.step_count, self.learn_s = 0, 0.0
         self.check: Check | None = None  # of this step, and its seconds
-        model.attach(self)  # applies what another method has deferred, before arrivals are this one's
+        model.attach(self)  # applies updates that another method has deferred, before this one sets engine.arrival
         arrival = weakly(self.updates.arrived) if self.updates.owes else None
         model.engine.arrival = arrival or model.engine.arrival
         self._end = weakref.finalize(self, _end, self.updates.host, model.engine, arrival)
@@ -120,7 +120,7 @@ class LSP(Method):
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
-        """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         first, count, weight, judge = 0, None, 1.0, 0
         if self.model.sharded:
@@ -136,7 +136,7 @@ class LSP(Method):
         if updates.host is not None:
             updates.host.wait_s = 0.0
         with updates.timing.of("forward"):
-            updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without acquiring it
+            updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without an acquire
         with self.dropout.step(), self.reverse.sweep(2 if checks else 1):
             with updates.timing.of("forward"):
                 loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
@@ -146,9 +146,9 @@ class LSP(Method):
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Instead of loss.backward(), in a loop of your own over model.module: differentiates, and updates. Each
-        gradient exists for a moment, whole, and is then compressed. Waits for the updates, since a forward of your own
-        would not. (After a step(batch), call flush() before such a forward.)"""
+        """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates. Each
+        gradient exists briefly as a whole, and is then compressed. Waits for the updates, since your forward would not.
+        (After a step(batch), call flush() before such a forward.)"""
         self.reverse.check_loss(loss)
         self.flush()
         self.check = None
@@ -157,8 +157,8 @@ class LSP(Method):
         self.flush()
 
     def _update(self, reverse: Callable[[Any, bool], None], checks: bool, judge: int = 0) -> None:
-        """reverse(sink, last) hands all gradients of the step to a sink. judge: of several ranks, the one whose
-        gradients projectors are learned on."""
+        """reverse(sink, last) hands all gradients of the step to a sink. judge: the rank whose gradients projectors are
+        learned from."""
         updates = self.updates
         if checks:
             begin_s, asked = time.perf_counter(), (self.learning, self.targets, self.step_count)
@@ -174,14 +174,14 @@ class LSP(Method):
             try:
                 reverse(updates, True)
                 updates.end()
-            except BaseException:  # out of memory, an interrupt: what has been updated stays so
+            except BaseException:  # out of memory, an interrupt: updates made so far stay
                 updates.unchecked.broken = bool(updates.current.norms)
                 raise
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Applies everything that is owed: the weights at home are those after the last step."""
+        """Applies all owed updates: the weights at home are those after the last step."""
         self.updates.unchecked.check()
         self.updates.apply_owed(lambda unit: True)
         self.updates.drain()
@@ -189,7 +189,7 @@ class LSP(Method):
 
     @property
     def deferred(self) -> Callable[[], None]:
-        """While the method lives and is open: what is owed dies with it."""
+        """Works while the method exists and is open: owed updates are lost with it."""
         return weakly(self._flush_if_open)
 
     def _flush_if_open(self) -> None:
@@ -198,13 +198,13 @@ class LSP(Method):
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """Of what the optimizer saw in the last step, unclipped."""
+        """The norm of what the optimizer saw in the last step, unclipped."""
         return self.updates.norm
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: launches waited for updates
-        on the host. Of a step with a check, means over its matrices: bias_found, of projectors that had not seen the
-        batch; bias, of those that the step goes on with (in-sample where they were fitted just now); learn_s: its
+        """Of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: how long launches waited for
+        updates on the host. For a step with a check, means over its matrices: bias_found, of projectors that had not
+        seen the batch; bias, of those that the step uses (in-sample if they were fitted just now); learn_s: its
         seconds."""
         found: dict[str, Any] = {} if self.norm is None else {"grad_norm": self.norm}
         if self.check is not None:
@@ -215,11 +215,11 @@ class LSP(Method):
         return found if host is None else found | {"host_wait_s": host.wait_s}
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         return describe_targets(list(self.targets.values()), self.learning, self.updates) + self.dropout.describe()
 
     def state_dict(self) -> dict[str, Any]:
-        """Flushes. Projectors are their numbers; where these stand is drawn again from the seed."""
+        """Flushes. Saves the numbers of projectors; their positions are drawn again from the seed."""
         self.flush()
         state: dict[str, Any] = {"step_count": self.step_count, "seed": self.seed, **self.dropout.state_dict()}
         for target in self.targets.values():
@@ -233,7 +233,7 @@ class LSP(Method):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From wherever the moments were to where they are."""
+        """Loads moments into their places here, wherever they were when they were saved."""
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()
         if state["seed"] != self.seed:
@@ -275,5 +275,5 @@ def _mean(values: dict[str, float]) -> float:
 def _end(host: Any, engine: Any, arrival: Any) -> None:
     if host is not None:
         host.close()
-    if arrival is not None and engine.arrival is arrival:  # and not that of a method that came later
+    if arrival is not None and engine.arrival is arrival:  # not that of a later method
         engine.arrival = None

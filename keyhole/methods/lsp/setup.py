@@ -1,6 +1,6 @@
-"""What LSP decides before its first step: which tensors go through projectors, where Adam's moments live, what to say.
+"""LSP's decisions before its first step: which tensors are projected, where Adam's moments live, the start block.
 
-    matrices of blocks with a side longer than d     through projectors
+    matrices of blocks with a side longer than d     projected
     others                                           plain Adam (others: adam), or not trained at all (frozen):
         vectors, embeddings, head, stacks of experts, matrices with both sides <= d (these are trained either way:
         for them the subspace is the whole space)
@@ -37,7 +37,7 @@ ALLOWED = {
 
 
 def check_settings(model: Any, d: int, r: int, **choices: str) -> None:
-    """UserError for what cannot be; choices: settings with a few words to choose from."""
+    """UserError for invalid settings; choices: settings with a fixed set of values."""
     for key, value in choices.items():
         if value not in ALLOWED[key]:
             raise UserError(f"lsp.{key}: {value!r} is not one of {', '.join(ALLOWED[key])}")
@@ -48,7 +48,7 @@ def check_settings(model: Any, d: int, r: int, **choices: str) -> None:
 
 
 def find_targets(model: Model, learning: Learning, kind: str, others: str) -> Targets:
-    """All that is trained, by unit. Freezes the rest."""
+    """All trained tensors, by unit. Freezes the rest."""
     found: Targets = {}
     for unit in model.layout.units:
         tensors = [t for t in _tensors(unit) if t.param.requires_grad]
@@ -73,7 +73,7 @@ def _tensors(unit: Unit) -> list[Any]:
 
 
 def place_moments(model: Model, targets: Targets, optimizer_on: str, clips: bool) -> set[int]:
-    """Units whose moments are on the device: by the setting, or what the budget leaves room for. The plan is told."""
+    """Units whose moments are on the device: by the setting, or as the budget allows. Updates the plan."""
     groups = {unit: group_of(model.layout.units[unit]) for unit in targets}
     numels = {unit: sum(target.numel for target in members) for unit, members in targets.items()}
     numbers = Numbers(numels, groups, ranks=model.ranks.size if model.sharded else 1)
@@ -83,7 +83,7 @@ def place_moments(model: Model, targets: Targets, optimizer_on: str, clips: bool
     taken = planned.without_state if isinstance(planned, LSPBytes) else planned.total
     numbers = replace(numbers, projector_bytes=_projector_bytes(targets))
     chosen = choose_units(numbers, optimizer_on, clips, None if limit is None else limit - taken)
-    if model.sharded:  # all ranks must move a unit at the same time
+    if model.sharded:  # all ranks must update a unit at the same time
         chosen = chosen.intersection(*model.ranks.objects(chosen))
     if isinstance(planned, LSPBytes):
         moments, buffers = numbers.state(chosen, clips)
@@ -97,7 +97,7 @@ def _projector_bytes(targets: Targets) -> int:
 
 
 def describe_targets(targets: list[Target], learning: Learning, updates: SubspaceUpdates) -> list[str]:
-    """What was decided, for the start block."""
+    """Lines for the start block: the decisions made."""
     compressed = [target for target in targets if target.p is not None]
     plain = [target for target in targets if target.p is None]
     before = sum(target.tensor.shape.numel() for target in compressed)

@@ -1,20 +1,20 @@
-"""LSP on several ranks: compressed gradients are added up instead of matrices, and each rank has a part of the moments.
+"""LSP on several ranks: ranks sum compressed gradients instead of full ones, and each has a part of the moments.
 
-Weights are shared out as for other methods (methods/shards.py); blocks and head are gathered when they are visited. Of
-a unit with n numbers that the optimizer sees (d x d per matrix), N ranks,
+Weights are sharded as for other methods (methods/shards.py); blocks and head are gathered when they are visited. For a
+unit with n numbers that the optimizer sees (d x d per matrix), N ranks,
 
     S_r = sum over ranks of their S, this rank's n / N           exchanged, added up in the order of ranks
     delta_r = Adam(S_r)                                          on the device or on the host, as in one process
-    delta <- delta_r of all ranks, gathered                      when the unit moves: at once, or when it is next used
-    W <- W + lr scale P delta Q^T                                by every rank, in its slot; its part goes home
+    delta <- delta_r of all ranks, gathered                      when the unit is updated: at once, or at its next use
+    W <- W + lr scale P delta Q^T                                by every rank, in its slot; its part is written back
 
-so 2 n (N - 1) / N float32 numbers per rank and step travel in place of the gradient, and moments take 8 n / N bytes.
-Targets without a gradient on any rank are left alone, as in one process. Units are placed and moved alike on all ranks,
-so nothing here may depend on time: a unit whose steps are back early waits until it is asked for.
+so 2 n (N - 1) / N float32 numbers per rank and step are exchanged instead of the gradient, and moments take 8 n / N
+bytes. Targets without a gradient on any rank stay unchanged, as in one process. All ranks place and update units alike,
+so nothing here may depend on timing: a unit whose steps return early waits for its next use.
 
-Projectors are learned on the step's first micro-batch, as in one process, by the rank that has it. (A matrix that is
-not used by a linear layer comes as a complete gradient, of all micro-batches, which is added up first.) The others get
-their numbers (r per row and side), so all ranks have the same bits; positions are drawn by all, from the seed.
+Projectors are learned from the step's first micro-batch, as in one process, by the rank that has it. (A matrix that is
+not used by a linear layer has a complete gradient over all micro-batches, which is first summed over ranks.) The other
+ranks receive the numbers (r per row and side), so all ranks have the same bits; all draw positions from the seed.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ from keyhole.ops.lsp.projector import Projector
 
 
 class SharedUpdates(SubspaceUpdates):
-    """The optimizer of which this rank has a part."""
+    """The optimizer, of which this rank has a part."""
 
     def __init__(
         self, model: Model, units: Targets, on_device: set[int], rule: UpdateRule, threads: int | None
@@ -46,7 +46,7 @@ class SharedUpdates(SubspaceUpdates):
         return self.gradients.of(unit)
 
     def _complete(self, unit: Unit) -> tuple[list[Target], list[torch.Tensor]]:
-        """Those that any rank has a gradient of; here it is zero where there is none."""
+        """The targets for which any rank has a gradient; a gradient missing on this rank is zero."""
         page, step = unit.index, self.current
         members = sorted(self.units.get(page, []), key=lambda target: target.begin)
         received = step.received.pop(page, {})
@@ -77,7 +77,7 @@ class SharedUpdates(SubspaceUpdates):
         return found
 
     def _apply_arrived(self) -> None:
-        """Not here: which steps are back is a matter of time."""
+        """Does nothing: which steps have returned depends on timing."""
 
     # -- moments, for checks and checkpoints -----------------------------------------------------------------------
 
@@ -92,31 +92,31 @@ class SharedUpdates(SubspaceUpdates):
         return m, v
 
     def set_moments(self, target: Target, moments: Moments) -> None:
-        """What is here of them."""
+        """Stores this rank's part of them."""
         for own, whole in zip(self.moments_of(target), moments, strict=True):
             own.copy_(self.own_range(target, whole.reshape(-1)))
 
     def own_range(self, target: Target, flat: torch.Tensor) -> torch.Tensor:
-        """The numbers of a target that are here, of all of them."""
+        """This rank's part of the numbers of a target."""
         begin, numel = self.own_place(target)
         return flat[begin : begin + numel]
 
     def own_place(self, target: Target) -> tuple[int, int]:
-        """The index in the target of the first number that is here, and how many are."""
+        """The index in the target of this rank's first number, and the number of numbers."""
         length = self.share.numel(self.lengths[target.unit])
         begin, end = self.share.range_of(target, length)
         return self.share.first_in(target, length), end - begin
 
 
 class SharedCheck(Check):
-    """Verdicts are those of the rank that has the first micro-batch (`judge`); all follow when a unit is finished."""
+    """Verdicts come from the rank that has the first micro-batch (`judge`); all ranks apply them per finished unit."""
 
     def __init__(
         self, learning: Learning, targets: dict[int, Target], step_count: int, updates: SharedUpdates, judge: int
     ) -> None:
         super().__init__(learning, targets, step_count, updates.moments_of)
         self.updates, self.judge = updates, judge
-        self.asked: dict[int, list[int]] = {}  # unit -> matrices to be looked at
+        self.asked: dict[int, list[int]] = {}  # unit -> matrices to be checked
         for start in sorted(self.wanted):
             self.asked.setdefault(targets[start].unit, []).append(start)
         self.complete: dict[int, torch.Tensor] = {}  # gradients of this rank's micro-batches
@@ -144,7 +144,7 @@ class SharedCheck(Check):
         return False
 
     def _judge_sums(self, starts: list[int]) -> None:
-        """Of matrices whose gradients came as tensors."""
+        """For matrices whose gradients came as tensors."""
         ranks = self.updates.ranks
         for start in of_any_rank(ranks, starts, [start in self.complete for start in starts]):
             tensor = self.targets[start].tensor

@@ -1,10 +1,10 @@
-"""What the units of one step of LSP share, and whether the step was applied to all of them.
+"""Data shared by the units of one step of LSP, and whether the step was applied to all of them.
 
-Without clipping a unit is updated before the gradients of others are known. One that is not finite leaves its unit as
-it is, moments included; if that happened to some units and not to others, the weights are a mixture of two steps, and
-the run must not go on. Whether it did is known on the device (units that have their moments there) and in the worker
-(the others), both later than the host's launches: `check` looks at what has come in, and waits only when told to.
-With clipping the norm of all decides, and the step is left out for all units: nothing to look at.
+Without clipping a unit is updated before the gradients of others are known. A non-finite gradient leaves its unit
+unchanged, moments included. If that happened to some units and not to others, the weights mix two steps, and the run
+must stop. The result is known on the device (for units with moments there) and in the worker (for the others), both
+later than the host's launches: `check` reads the results that have arrived, and waits only on request. With clipping
+the global norm decides, and all units skip the step: nothing needs to be checked.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from keyhole.methods.lsp.target import Target
 
 @dataclass
 class LSPStep:
-    """What the units of one step share."""
+    """Data shared by the units of one step."""
 
     number: int = 0
     lr: float = 0.0
@@ -29,21 +29,21 @@ class LSPStep:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)  # of the units whose gradients are complete
     target_norms: dict[int, torch.Tensor] = field(default_factory=dict)  # of their targets, by the first element
-    host_norms: torch.Tensor | None = None  # on the host: by unit, and at the end that of all
+    host_norms: torch.Tensor | None = None  # on the host: by unit, and at the end the global norm
     clip: torch.Tensor | None = None
     skip: torch.Tensor | None = None
-    submitted: int = 0  # units that the worker was asked to update
-    outcomes: list[bool] = field(default_factory=list)  # by the worker: whether a unit was updated
-    skips: list[torch.Tensor] = field(default_factory=list)  # of units on the device: 1.0 was not updated
-    report: tuple[Any, torch.Tensor] | None = None  # an event, and the sum of these on the host behind it
+    submitted: int = 0  # number of units submitted to the worker
+    outcomes: list[bool] = field(default_factory=list)  # from the worker: whether a unit was updated
+    skips: list[torch.Tensor] = field(default_factory=list)  # of units on the device: 1.0 means not updated
+    report: tuple[Any, torch.Tensor] | None = None  # an event, and the sum of `skips` on the host after it
 
     def norm(self) -> torch.Tensor | None:
-        """Of all that the optimizer sees: over targets in the order of the model, however it is cut into units."""
+        """The norm of all that the optimizer sees: over targets in the order of the model, however it is cut."""
         norms = [self.target_norms[start] for start in sorted(self.target_norms)]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     def send_report(self) -> None:
-        """How many units on the device skipped the step, on its way to the host."""
+        """Starts to copy the number of units on the device that skipped the step to the host."""
         if self.skips:
             event, skipped = None, torch.stack(self.skips).sum()
             if skipped.is_cuda:
@@ -53,7 +53,7 @@ class LSPStep:
             self.report = (event, skipped)
 
     def is_known(self) -> bool:
-        """Whether everything has come in."""
+        """Whether all results have arrived."""
         reported = self.report is None or self.report[0] is None or self.report[0].query()
         return len(self.outcomes) == self.submitted and reported
 
@@ -69,11 +69,11 @@ class LSPStep:
 
 
 class UncheckedSteps:
-    """Steps of which is not known yet whether they were applied to all units."""
+    """Steps for which it is not known yet whether they were applied to all units."""
 
     def __init__(self) -> None:
         self.steps: list[LSPStep] = []
-        self.broken = False  # a reverse ended with an error when units had their gradients
+        self.broken = False  # a backward pass ended with an error after units had received gradients
 
     def add(self, step: LSPStep) -> None:
         """The gradients of all units of the step are complete."""
@@ -81,7 +81,7 @@ class UncheckedSteps:
         self.steps.append(step)
 
     def check(self, wait: bool = False) -> None:
-        """UserError if a step was applied in part. wait: also of steps that are not known yet; drain the host first."""
+        """UserError if a step was applied in part. wait: also for results that have not arrived; drain first."""
         mixed = self.broken
         while self.steps and (wait or self.steps[0].is_known()):
             mixed = self.steps.pop(0).is_mixed() or mixed

@@ -1,22 +1,22 @@
-"""What LSP trains: a matrix through its two projectors, or a tensor as it is.
+"""A trained tensor of LSP: a matrix with its two projectors, or a plain tensor.
 
     matrix    S = P^T G Q = sum over products of (dY P)^T (X Q)        [d_P, d_Q], added up in float32
               W <- round(keep W + lr scale P delta Q^T)                    keep = 1 - lr weight_decay
     plain     G itself: vectors, embeddings, head, stacks of experts, and matrices no side of which is larger than d
               w <- round(keep w + lr delta)
 
-So dY and X are compressed before they meet, and a matrix's gradient never exists. (A product that does not come through
-a linear layer, such as GPT-2's, arrives as a complete gradient and is compressed then.)
+So dY and X are compressed before their product, and a matrix's gradient is never computed. (A weight that is not used
+by nn.Linear, such as GPT-2's, has a complete gradient, which is compressed then.)
 
-`scale` makes a learning rate mean what it means for AdamW: Adam's delta has entries of about 1, and P delta Q^T has
+`scale` makes a learning rate mean the same as for AdamW: Adam's delta has entries of about 1, and P delta Q^T has
 entries of rms |P| |Q| / sqrt(m n) times that (Frobenius norms; half for orthonormal blocks that keep every second
 direction). scale is its inverse,
 
     scale = sqrt(m n) / (|P| |Q|)
 
-and 1 for identities, with which this is AdamW. The paper has no scale: lsp.preset=paper sets it to 1 always.
+and 1 for identities, in which case this is AdamW. The paper has no scale: lsp.preset=paper always sets it to 1.
 
-A side of the matrix that is not longer than d has the identity for its projector: nothing is lost there.
+A side of the matrix that is not longer than d has the identity as its projector: nothing is lost there.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.arguments import Number
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
 
-SEEDS = 1 << 20  # projectors a target may have in its life
+SEEDS = 1 << 20  # maximum number of projectors per target in a run
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Target:
     p: Projector | None = None
     q: Projector | None = None
     scale: float = 1.0
-    generation: int = 0  # how many pairs of projectors it has had; 0: not fitted yet
-    begin: int = 0  # place in the buffers of its unit
+    generation: int = 0  # number of pairs of projectors it has had; 0: not fitted yet
+    begin: int = 0  # index in the buffers of its unit
 
     @property
     def name(self) -> str:
@@ -52,13 +52,13 @@ class Target:
 
     @property
     def identity(self) -> tuple[float, ...]:
-        """Another one when projectors change."""
+        """Differs after projectors change."""
         places = () if self.p is None else (self.p.values_Rr.data_ptr(), self.q.values_Rr.data_ptr())
         return self.generation, self.scale, *places
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what the optimizer sees."""
+        """The shape of what the optimizer sees."""
         return tuple(self.tensor.shape) if self.p is None else (self.p.d, self.q.d)
 
     @property
@@ -66,7 +66,7 @@ class Target:
         return torch.Size(self.shape).numel()
 
     def add(self, s: torch.Tensor, first: bool, dy_TM: torch.Tensor, x_TN: torch.Tensor) -> None:
-        """s += the (compressed) gradient dy^T x; first: s holds nothing yet."""
+        """s += the (compressed) gradient dy^T x; first: overwrites s."""
         if self.p is not None:
             dy_TM, x_TN = ops.compress(_rows(dy_TM), self.p), ops.compress(_rows(x_TN), self.q)
         if dy_TM.dtype == torch.float32 or dy_TM.device.type == "cpu":
@@ -77,20 +77,20 @@ class Target:
             s.add_(torch.mm(dy_TM.t(), x_TN, out_dtype=torch.float32))
 
     def add_gradient(self, s: torch.Tensor, first: bool, grad: torch.Tensor) -> None:
-        """The same from a gradient as a tensor."""
+        """The same, for a gradient given as a tensor."""
         grad = grad if self.p is None else compressed(grad.contiguous(), self.p, self.q)
         s.copy_(grad) if first else s.add_(grad)
 
     def rates(self, lr: float, decay: float) -> tuple[float, float]:
-        """Two numbers of a step, for `apply`: of a matrix lr scale and keep = 1 - lr decay; of a plain tensor, which is
-        moved by w - rate (delta + wd w), the signs turned round: -lr and wd."""
+        """Two numbers of a step, for `apply`: for a matrix lr scale and keep = 1 - lr decay; for a plain tensor, whose
+        update is w - rate (delta + wd w), with opposite sign: -lr and wd."""
         keep = 1.0 - lr * decay
         if self.p is not None:
             return lr * self.scale, keep
         return -lr, (keep - 1) / lr if lr else 0
 
     def apply(self, w: torch.Tensor, delta: torch.Tensor, rates: tuple[Number, Number], how: dict) -> None:
-        """The weight moves by lr delta, seen through the projectors. how: rounding, seed, step."""
+        """Updates the weight by lr delta, through the projectors. how: rounding, seed, step."""
         how = how | {"offset": self.tensor.start}
         if self.p is not None:
             ops.decompress_add_(w, delta.view(self.shape), self.p, self.q, rates[0], keep=rates[1], **how)
@@ -98,7 +98,7 @@ class Target:
             ops.sgd_update_(w, delta.view(w.shape), lr=rates[0], weight_decay=rates[1], **how)
 
     def take(self, p: Projector, q: Projector) -> None:
-        """Uses other projectors from now on."""
+        """Sets new projectors."""
         self.p, self.q, self.generation = p, q, self.generation + 1
         self.rescale()
 
@@ -110,7 +110,7 @@ class Target:
         self.scale = float((self.p.rows * self.q.rows) ** 0.5 / lengths.clamp(min=1e-30))
 
     def draw(self, d: int, r: int, seed: int, device: torch.device) -> tuple[Projector, Projector]:
-        """Fresh projectors: a function of the seed, the tensor and its generation."""
+        """Newly drawn projectors: a function of the seed, the tensor and its generation."""
         first = (seed * 1_000_003 + self.tensor.start) * SEEDS + 2 * self.generation
         sides = self.tensor.shape
         p, q = (_side(self.kind, rows, d, r, (first + i) % 2**63, device) for i, rows in enumerate(sides))
@@ -130,5 +130,5 @@ def _side(kind: str, rows: int, d: int, r: int, seed: int, device: torch.device)
 
 
 def is_plain(shape: torch.Size, d: int) -> bool:
-    """Whether compressing would leave a tensor as it is, or cannot be done."""
+    """Whether compression would not make the tensor smaller, or is not possible."""
     return len(shape) != 2 or d >= max(shape)

@@ -1,18 +1,18 @@
-"""Where the time of a step goes, measured as it runs, without a wait.
+"""Where the time of a step goes, measured while it runs, without waits.
 
-A step is counted from the beginning of one reverse to the beginning of the next, because that is how long an update on
-the host may take without anybody waiting:
+A step is counted from the beginning of one backward pass to the beginning of the next, because an update on the host
+may take that long without a stall:
 
-    forward, reverse           the device's kernels, waits included
+    forward, reverse           the device's kernels, including waits
     down, up                   copies of gradients and of steps, on their streams
     update                     the host's arithmetic
-    exposed down/update/up     how long the kernels stood still for each of them
+    exposed down/update/up     how long the kernels were stalled by each of them
 
-A stall at a unit is seen by the device: it begins when the kernels before have run and ends when the unit's step is up.
-As much of it as the copy up took is the copy's, what came before is the host's.
+A stall at a unit is measured on the device: it begins when the kernels before have run and ends when the unit's step
+has been uploaded. The last part of it, as long as the upload, counts as `up`; the rest counts for the host.
 
-Times on a GPU are pairs of events, read a step later when they have happened; on a CPU, where everything is done in
-turn, they are the clock's.
+Times on a GPU are pairs of events, read a step later when they have fired; on a CPU, which runs everything
+sequentially, they are clock readings.
 """
 
 import time
@@ -37,7 +37,7 @@ class Timing:
 
     @contextmanager
     def of(self, name: str) -> Iterator[Event]:
-        """Around work that is queued on the current stream, or done. Gives the event of its beginning."""
+        """A context around work that is enqueued on the current stream, or done. Yields the event of its beginning."""
         begin, begin_s = self.mark(), time.perf_counter()
         yield begin
         if self.cuda:
@@ -46,7 +46,7 @@ class Timing:
             self.add(name, time.perf_counter() - begin_s)
 
     def mark(self) -> Event:
-        """Now, on the current stream; None on a CPU."""
+        """An event recorded now on the current stream; None on a CPU."""
         if not self.cuda:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -54,15 +54,15 @@ class Timing:
         return event
 
     def add(self, name: str, seconds: float) -> None:
-        """Something that was measured by the clock; from any thread."""
+        """Adds a time measured by the clock; from any thread."""
         self._now.append((name, seconds))
 
     def stalled(self, begin: Event, started: Event) -> None:
-        """The current stream has waited since `begin`, at last for a copy that `started` then."""
+        """The current stream has waited since `begin`, finally for a copy that began at `started`."""
         self._now.append(("stall", begin, started, self.mark()))
 
     def turn(self) -> None:
-        """A reverse begins: what was measured since the last one is a step."""
+        """A backward pass begins: what was measured since the last one is a step."""
         self.read()
         self._now, self._last = [], self._now
 
@@ -78,7 +78,7 @@ class Timing:
         return self.sums
 
     def mean(self, name: str) -> float:
-        """Of one span of this name in that step; 0 where there was none."""
+        """Mean seconds of a span of this name in that step; 0 if there was none."""
         return self.sums.get(name, 0.0) / self.counts.get(name, 1)
 
 

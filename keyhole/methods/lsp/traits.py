@@ -10,21 +10,21 @@ from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activati
 
 @dataclass(frozen=True)
 class LearningRule:
-    """The points in which our way to learn projectors and the paper's differ (LSP-Offload, Algorithm 1)."""
+    """The points in which our way of learning projectors differs from the paper's (LSP-Offload, Algorithm 1)."""
 
     kind: str | None = None
-    """Kind of projectors; None: as lsp.kind says."""
+    """Kind of projectors; None: lsp.kind."""
     check_share: float | None = None
-    """Share of the matrices that a check looks at; None: as lsp.check_share says."""
+    """Share of the matrices that a check measures; None: lsp.check_share."""
     scaled: bool = True
-    """Steps are scaled, so that a rate means what it means for AdamW (target.py)."""
+    """Steps are scaled, so that a rate means the same as for AdamW (target.py)."""
     slices: int = 4
-    """Gradients that the sample is cut into."""
+    """Number of gradients that the sample is cut into."""
     first_check: int = 0
-    """Updates before the first check. At 0 it fits without looking; else these updates go through random projectors."""
+    """Updates before the first check. 0: fits without a measurement; else these updates use random projectors."""
     refined: bool = True
-    """A fit starts from the best common scale of the random numbers, new projectors are taken only if they are better,
-    and moments are carried over by P_new^T P (P^T P)^-1 instead of P_new^T P (fit.py)."""
+    """A fit starts from the best common scale of the random numbers, new projectors are used only if they are better,
+    and moments are transferred by P_new^T P (P^T P)^-1 instead of P_new^T P (fit.py)."""
 
 
 OURS = LearningRule()
@@ -39,27 +39,27 @@ class LSPConfig:
     preset: Literal["default", "paper"] = "default"
     """paper: LSP-Offload's Algorithm 1: kind free, check_share 1, steps not scaled, and more (docs/methods.md)."""
     d: Count = 1024
-    """Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is left as it is."""
+    """Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is not projected."""
     r: Count = 4
     """Numbers per row of a projector; at most d."""
     kind: Literal["blocks", "runs", "free"] = "blocks"
-    """Where they stand: orthonormal blocks (fitted in closed form), runs of 64 columns, anywhere (the paper's)."""
+    """Positions of these numbers: orthonormal blocks (fitted in closed form), runs of 64 columns, anywhere (paper)."""
     alpha: Positive = 0.5
     """A matrix gets new projectors when a check finds the bias of its compressed gradient above this (0 is perfect)."""
     check_freq: Count = 1000
     """Steps between two checks; the first step fits all projectors."""
     check_share: Annotated[float, Limit(0, 1, above=True)] = 0.25
-    """Share of the matrices that a check looks at, drawn anew each time."""
+    """Share of the matrices that a check measures, drawn anew each time."""
     fit_steps: Count = 50
-    """Most steps of Adam in which projectors of kind runs and free are fitted: the paper's Timeout."""
+    """Maximum number of Adam steps to fit projectors of kind runs and free: the paper's Timeout."""
     learn: bool = True
-    """Fit projectors to gradients; false = random ones for ever (to compare)."""
+    """Fit projectors to gradients; false = keep the random ones (baseline)."""
     others: Literal["adam", "frozen"] = "adam"
-    """What is no matrix of a block (embeddings, head, vectors): trained by plain Adam, or not at all."""
+    """Tensors that are not matrices of a block (embeddings, head, vectors): trained by plain Adam, or frozen."""
     optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
-    """Where Adam's moments are and its arithmetic runs; auto = on the GPU what fits gpu_memory, embedding and first layers first, the rest on the CPU."""  # noqa: E501
+    """Where Adam's moments are stored and updated; auto = on the GPU as far as gpu_memory allows, embedding and first layers first, the rest on the CPU."""  # noqa: E501
     threads: Threads | None = None
-    """CPU threads of the updates (cpu); null = three of four cores."""
+    """CPU threads of the updates (cpu); null = three quarters of the cores."""
     beta1: BelowOne = 0.9
     """Decay of the running mean of the gradient."""
     beta2: BelowOne = 0.999
@@ -67,9 +67,9 @@ class LSPConfig:
     eps: Positive = 1e-8
     """Added to the root of the second moment before dividing."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
+    """Rounding of updated weights to 16 bits (nearest loses most small updates); float32 needs none."""
     activations: Literal["block", "host", "auto"] = "block"
-    """Kept for backward: block inputs (blocks run twice), these in host memory, or what fits (auto)."""
+    """Kept for backward: block inputs (block), these in host memory (host), or what fits (auto)."""
     compile: bool = False
     """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
 

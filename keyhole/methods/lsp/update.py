@@ -1,21 +1,21 @@
-"""From gradients to moved weights: the sink of LSP's reverse sweep.
+"""From gradients to updated weights: the sink of LSP's reverse sweep.
 
-    linear, gradient      compressed gradients are added up in the unit's buffer (gradient_buffers.py)
-    finished              a unit's gradient is complete. Then, by where its moments are:
+    linear, gradient      compressed gradients are accumulated in the unit's buffer (gradient_buffers.py)
+    finished              a unit's gradient is complete. Then, depending on where its moments are:
 
-        device (adam.py)     the weights move at once, while the unit is on the device
-        host (host.py)       the gradient leaves, and the step comes back: a unit that lives on the device gets it as
-                             soon as it has arrived, at the latest when the next forward asks for it; a streamed one
-                             then
+        device (adam.py)     the weights are updated at once, while the unit is on the device
+        host (host.py)       the gradient is sent to the host, and the step returns. A resident unit is updated as soon
+                             as it has arrived, at the latest at its use in the next forward pass; a streamed unit is
+                             updated at that use
 
-Each unit has its moments in one of the two places (memory.py says which); nothing else about it differs, so a step with
-some units here and some there is the same mathematics, and a state saved from one can be loaded into another.
+Each unit has its moments in one of the two places (memory.py chooses); nothing else differs, so every mixture of places
+computes the same mathematics, and a state saved from one can be loaded into another.
 
-Clipping needs the norm of all, which is known at the end of the reverse; every unit is then *owed* its update until the
-next forward asks for it. Nothing is stale either way.
+Clipping needs the global norm, which is known at the end of the backward pass; every unit is then *owed* its update
+until its next use. Nothing is stale either way.
 
-A gradient that is not finite: its unit stays as it is (step.py: what becomes of the run); with clipping the norm of
-all decides.
+If a gradient is not finite, its unit stays unchanged (step.py: whether the run can go on); with clipping the global
+norm decides.
 """
 
 from collections.abc import Callable, Hashable
@@ -44,7 +44,7 @@ from keyhole.ops.arguments import Number
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """What all updates of a run share. adam: beta1, beta2 and eps."""
+    """Settings shared by all updates of a run. adam: beta1, beta2 and eps."""
 
     adam: dict[str, float]
     weight_decay: WeightDecay
@@ -55,18 +55,18 @@ class UpdateRule:
 
 @dataclass
 class OwedUpdate:
-    """The update of a unit whose gradients are complete and whose weights have not moved yet."""
+    """The update of a unit whose gradients are complete and whose weights are not updated yet."""
 
     targets: list[Target]
     step: LSPStep
 
 
 class SubspaceUpdates:
-    """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: of updates on the
-    CPU; share: the part of the moments that is here (shards.py)."""
+    """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: for updates on the CPU;
+    share: this rank's part of the moments (shards.py)."""
 
     by_factors, by_expert, update_key = True, False, None
-    accumulates, surveys = True, 0  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
+    accumulates, surveys = True, 0  # S sums every product of a linear layer (model/backward/sink.py)
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class SubspaceUpdates:
     ) -> None:
         self.model, self.rule, self.recorded, self.share = model, rule, recorded, share
         self.numbers = None if recorded is None else StepNumbers(model.device)
-        self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, where recordings write them
-        self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, where recordings read them
+        self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, at fixed addresses for CUDA graphs
+        self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, read by CUDA graphs
         self.units = units
         self.targets = {target.tensor.start: target for members in units.values() for target in members}
-        self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for recordings
+        self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
         self.lengths, self.timing = assign_places(units, share), Timing(model.device.type == "cuda")
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
@@ -106,7 +106,7 @@ class SubspaceUpdates:
         return HostAdam(units, self.lengths, self.model.engine, self.rule.adam, order, threads, self.share)
 
     def place_of(self, unit: int) -> DeviceAdam | HostAdam:
-        """Who has the unit's moments."""
+        """The optimizer that has the unit's moments."""
         return self.device if unit in self.device.lengths else self.host
 
     def moments_of(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,13 +119,13 @@ class SubspaceUpdates:
 
     @property
     def owes(self) -> bool:
-        """Whether units may move only when they are asked for."""
+        """Whether updates may be deferred until a unit's next use."""
         return self.host is not None or self.clips
 
-    # -- gradients come --------------------------------------------------------------------------------------------
+    # -- gradients arrive ------------------------------------------------------------------------------------------
 
     def begin(self, number: int, lr: float) -> None:
-        """A reverse follows."""
+        """Called before a backward pass."""
         self.timing.turn()
         self.current = LSPStep(number, lr)
         if self.numbers is not None:
@@ -143,18 +143,18 @@ class SubspaceUpdates:
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Of what is no linear layer; or what was not offered."""
+        """Takes a gradient that does not come from a linear layer, or that was not offered."""
         target = self.targets.get(tensor.start)
         if target is not None:
             target.add_gradient(*self._sum_of(target, w), grad)
 
     def updated(self, tensors: list[FlatTensor]) -> None:
-        """Updates are recorded here, not by the reverse."""
+        """Not used: updates are captured here, not by the reverse sweep."""
 
-    # -- what recordings need to know (model/backward/sink.py: Recordable) -----------------------------------------
+    # -- Recordable (model/backward/sink.py) -----------------------------------------------------------------------
 
     def state(self, units: list[Unit]) -> Hashable | None:
-        """Buffers that go to the host come by turns: then nothing is recorded."""
+        """None if buffers alternate because gradients go to the host: then nothing is captured."""
         pages = [unit.index for unit in units if unit.index in self.lengths]
         if any(self.place_of(page) is self.host for page in pages):
             return None
@@ -185,12 +185,12 @@ class SubspaceUpdates:
     # --------------------------------------------------------------------------------------------------------------
 
     def buffer(self, unit: int) -> torch.Tensor:
-        """Where the unit's gradient is added up."""
+        """The buffer in which the unit's gradient is accumulated."""
         waiting = self.device.waiting.get(unit)
         return self.gradients.of(unit) if waiting is None else waiting
 
     def _sum_of(self, target: Target, w: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Where the target's gradient is added up, and whether nothing is there yet."""
+        """The place where the target's gradient is accumulated, and whether it is still empty."""
         received = self.current.received[target.unit]
         first = target.name not in received
         received[target.name] = target
@@ -199,7 +199,7 @@ class SubspaceUpdates:
 
     @torch.no_grad()
     def finished(self, unit: Unit) -> bool:
-        """The unit's gradients are complete: its weights move now, or it is owed an update."""
+        """The unit's gradients are complete: updates its weights now, or makes the update owed."""
         step, page = self.current, unit.index
         targets, weights = self._complete(unit)
         if not targets:
@@ -208,7 +208,7 @@ class SubspaceUpdates:
         update, on_host = OwedUpdate(targets, step), self.place_of(page) is self.host
         moves, numbers = not on_host and not self.clips, self._numbers_of(update)
 
-        measured = torch.empty(len(targets) + 2, device=grad.device)  # of this step: norms of targets, of all, skip
+        measured = torch.empty(len(targets) + 2, device=grad.device)  # of this step: norms of targets, of unit, skip
         if self.recorded is not None:
             measured = self.measured.setdefault((page, len(targets)), measured)
         norms, norm, skip = measured[:-2], measured[-2], measured[-1]
@@ -240,7 +240,7 @@ class SubspaceUpdates:
         return targets, [step.weights.pop(target.name) for target in targets]
 
     def _total(self, page: int) -> torch.Tensor:
-        """The gradient of a unit, as much of it as the optimizer here takes."""
+        """The part of a unit's gradient that this rank's optimizer updates."""
         return self.buffer(page)
 
     def _measure(self, grad: torch.Tensor, targets: list[Target], norms: torch.Tensor) -> None:
@@ -248,13 +248,13 @@ class SubspaceUpdates:
         torch.stack(torch._foreach_norm([view_in(grad, target) for target in targets]), out=norms)
 
     def _all_of(self, page: int, deltas: torch.Tensor) -> torch.Tensor:
-        """The steps of a unit, from what the optimizer here has made of them."""
+        """All steps of a unit, from those of this rank's optimizer."""
         return deltas
 
     def _maybe_recorded(
         self, page: int, update: OwedUpdate, at: list[torch.Tensor], run: Callable[[], None], kind: str = "finished"
     ) -> None:
-        """run(), recorded where that is possible; `at`: memory that it reads and writes."""
+        """run(), captured as a CUDA graph if possible; `at`: tensors that it reads and writes."""
         if self.recorded is None or self._numbers_of(update) is None:
             run()
             return
@@ -263,7 +263,7 @@ class SubspaceUpdates:
         self.recorded.update(key, run)
 
     def _send_gradient(self, page: int, update: OwedUpdate, grad: torch.Tensor, norm: torch.Tensor) -> None:
-        """The gradient goes to the host; what has come back from there meanwhile is applied."""
+        """Sends the gradient to the host, and applies steps that have returned from there."""
         self.host.down.send(norm, update.step.host_norms[page])
         self.host.send_gradient(page, grad)
         self.gradients.done(page, self.host.down.stream)
@@ -282,12 +282,12 @@ class SubspaceUpdates:
 
     @torch.no_grad()
     def end(self) -> None:
-        """The reverse is over: the norm of all that the optimizer sees is known."""
+        """The backward pass is over: the norm of all that the optimizer sees is known."""
         step = self.current
         self.norm = step.norm()
         if not self.clips:
             self.unchecked.add(step)
-            if self.host is not None:  # slots are now for what the forward needs first
+            if self.host is not None:  # slots are now for what the forward pass needs first
                 self._apply_arrived()
                 self._fetch_next()
             return
@@ -302,16 +302,16 @@ class SubspaceUpdates:
                 if self.place_of(page) is self.host:
                     self._submit(page, update, step.host_norms[-1])
 
-    # -- weights move ----------------------------------------------------------------------------------------------
+    # -- weights are updated ---------------------------------------------------------------------------------------
 
     def _apply_arrived(self) -> None:
-        """Steps that are back, to units that live on the device, in the middle of a reverse."""
+        """Applies steps that have returned to resident units, during a backward pass."""
         engine = self.model.engine
         for page in [p for p in self.host.coming if p in self.owed and p not in engine.streamed]:
             engine.acquire(page)
 
     def arrived(self, page: int, w: torch.Tensor) -> bool:
-        """Called by the engine with a page that is about to be used: what it is owed is applied."""
+        """Called by the engine with a page that is about to be used: applies its owed update."""
         update = self.owed.pop(page, None)
         if update is None:
             return False
@@ -334,7 +334,7 @@ class SubspaceUpdates:
         return True
 
     def _fetch_next(self) -> None:
-        """Brings up what the forward needs next, if the host has it: the reverse gave it last."""
+        """Uploads the steps that the forward pass needs next, if the host has them: the last ones of the reverse."""
         for page in reversed(self.owed):
             if self.place_of(page) is self.host and not self.host.fetch(page):
                 return
@@ -343,8 +343,8 @@ class SubspaceUpdates:
         return self.rule.weight_decay.of(target.tensor.param)
 
     def _numbers_of(self, update: OwedUpdate) -> StepNumbers | None:
-        """Those on the device, if they are of the update's step, and say all (the decay of a plain tensor is not among
-        them)."""
+        """The numbers on the device, if they are of the update's step, and complete (the decay of a plain tensor is not
+        among them)."""
         plain = (target for target in update.targets if target.p is None)
         fits = update.step is self.current and not any(self._decay_of(target) for target in plain)
         return self.numbers if fits else None
@@ -363,7 +363,7 @@ class SubspaceUpdates:
             target.apply(w, view_in(deltas, target), rates, how)
 
     def apply_owed(self, wanted: Callable[[Unit], bool]) -> None:
-        """Applies what units that are `wanted` are owed."""
+        """Applies the owed updates of units that are `wanted`."""
         units, engine = self.model.layout.units, self.model.engine
         pages = [page for page in sorted(self.owed) if wanted(units[page])]
         if pages:

@@ -1,9 +1,9 @@
 """Zeroth-order fine-tuning (MeZO and others), forward passes only.
 
-method.py     the method: one step            update.py       the update, applied when a unit is next visited
-estimators/   from losses to coefficients     looks.py        where a step measures its loss, and on which rows
+method.py     the method: one step            update.py       the update, applied at a unit's next visit
+estimators/   from losses to coefficients     looks.py        the perturbed points of a step, and their rows
 parts.py      the rows of a step, in parts    rate_search.py  learning_rate: auto
-write_back.py when a unit is written back     spans.py        parts of a unit that are updated alike
+write_back.py when a unit is written back     spans.py        ranges of a unit that are updated alike
 memory.py     bytes                           traits.py       settings and row
 defaults.py   of the estimators
 """

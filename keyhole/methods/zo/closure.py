@@ -1,16 +1,16 @@
-"""A zeroth-order step for any loss: whatever can be computed from the model, differentiable or not.
+"""A zeroth-order step for any loss that can be computed from the model, differentiable or not.
 
     opt.step(closure)        closure() -> a number, from model.nll, model.logits or model.generate
 
-Zeroth-order steps need losses, not gradients, so the loss may be an accuracy, an F1, a reward of generated text. The
-closure is called once per look of the estimator (estimators/base.py), each time with the model *seen through* weights
-near w: its units are perturbed as they arrive, streamed or resident, and the homes are not touched. What the closure
-returns are the losses of the step; the update is that of any other step, and so are journal, checkpoints and replay.
+Zeroth-order steps need losses, not gradients, so the loss may be an accuracy, an F1, or a reward of generated text. The
+closure is called once per look of the estimator (estimators/base.py), each time with the model *seen through* perturbed
+weights: units are perturbed as they arrive, streamed or resident, and the homes are not changed. The closure returns
+the losses of the step; update, journal, checkpoints and replay are those of any other step.
 
-The update of the step before is applied first, which is one more visit of every unit; and every evaluation in the
-closure is a sweep of its own: as many sweeps per step as looks, where a batch takes one. The noise is that of a step on
-a batch. An estimator that splits rows between its directions has no closure, since only batches have rows; nor has a
-search for a rate.
+The update of the step before is applied first, which is one more visit of every unit. Every evaluation in the closure
+is a sweep of its own: as many sweeps per step as looks, where a batch takes one. The noise is that of a step on a
+batch. Closures are not possible with an estimator that splits rows between its directions, since only batches have
+rows, nor during a search for a rate.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Closure = Callable[[], Any]
 
 
 class Perturbed:
-    """The weights of a model at one look near them, for `Model.seen_through`. number: of the pair; side: of the look
-    within it."""
+    """The weights of a model at one look, for `Model.seen_through`. number: of the pair; side: of the look within the
+    pair."""
 
     def __init__(self, zo: ZO, number: int, pair: Pair, side: int) -> None:
         self.zo, self.number, self.pair, self.side = zo, number, pair, side
 
     def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
-        """The unit's perturbed weights, in memory that the next unit uses again (the spine has its own)."""
+        """The unit's perturbed weights, in memory that the next unit reuses (the spine has its own)."""
         zo = self.zo
-        if zo.factors is not None and unit.index in zo.factors.units:  # the layers add what differs
+        if zo.factors is not None and unit.index in zo.factors.units:  # the layers add the perturbation
             return zo.model.in_compute_dtype(unit, stored)
         if unit.kind == "spine":
             both = zo.spines[self.number]
@@ -62,7 +62,7 @@ class Perturbed:
 
 
 def takes_closure(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A step that takes a closure too."""
+    """Makes a step accept a closure in place of a batch."""
 
     @wraps(step)
     def either(zo: ZO, batch: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ def takes_closure(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @torch.no_grad()
 def closure_step(zo: ZO, closure: Closure) -> torch.Tensor:
-    """One step; returns the loss of the step, as the estimator has it."""
+    """One step; returns the loss of the step, as the estimator computes it."""
     if zo.estimator.splits or zo.search is not None:
         why = "a search for a rate" if zo.search is not None else f"estimator {zo.estimator.name}"
         raise UserError(f"closure: {why} needs the rows of a batch; use estimator=mezo or fzoo, and give a rate")

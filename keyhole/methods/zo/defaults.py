@@ -1,7 +1,7 @@
-"""Names and defaults of the estimators, for whoever reads settings; imports no torch.
+"""Names and defaults of the estimators, for code that reads settings; imports no torch.
 
-A rate of `mezo` and `grzo` multiplies a projected gradient, whose size depends on the model. That of `fzoo` and `meazo`
-multiplies a number of size one: it is the movement of a weight per step, and alike for most models.
+The rate of `mezo` and `grzo` multiplies a projected gradient, whose size depends on the model. The rate of `fzoo` and
+`meazo` multiplies a number of size one: it is the change of a weight per step, and similar for most models.
 """
 
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ FOLD_PERIODS, FOLD_ERROR = 32, 0.1  # zo.fold=false
 
 @dataclass(frozen=True)
 class Defaults:
-    """Of an estimator, where a setting is null."""
+    """Defaults of an estimator, for settings that are null."""
 
     learning_rate: float
     sane_rates: tuple[float, float]
     directions: int = 1
     eps: float = 1e-3
     distribution: str = "gaussian"
-    one_sided: bool = False  # each direction costs one pass, beside a clean one; else two
+    one_sided: bool = False  # each direction costs one pass, plus one unperturbed pass; else two
     splits: bool = False  # directions share the rows of a step
-    clips: bool = True  # zo.clip has a meaning
-    least: int = 1  # directions
+    clips: bool = True  # zo.clip has an effect
+    least: int = 1  # minimum number of directions
 
     def passes(self, directions: int) -> int:
-        """Forward passes that advance together, per micro-batch."""
+        """Forward passes in lockstep, per micro-batch."""
         return directions + 1 if self.one_sided else 2 * directions
 
     def pairs(self, directions: int) -> int:

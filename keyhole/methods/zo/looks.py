@@ -1,13 +1,13 @@
-"""The looks of one step: where near w its loss is measured, and on which rows (estimators/base.py says what a look is).
+"""The looks of one step: the perturbed points at which its loss is evaluated, and on which rows (estimators/base.py).
 
-Passes are numbered look by look, and within a look batch by batch:
+Passes are numbered by look, and within a look by batch:
 
-    look 0          look 1          look 2 ...        pair 0 is looks 0 and 1, made in one pass over a unit's weights
+    look 0          look 1          look 2 ...        pair 0 is looks 0 and 1, written in one pass over a unit's weights
     0 .. m - 1      m .. 2 m - 1    2 m ..
 
-An estimator that splits has fewer, shorter batches in each look: the pieces of one part of the rows.
+An estimator that splits has fewer and shorter batches per look: the pieces of one part of the rows.
 
-Of the batches of each look, every rank has its share (keyhole/ranks), which may be none.
+Every rank has its share of the batches of each look (keyhole/ranks), which may be empty.
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ from keyhole.ranks import Ranks
 
 @dataclass(frozen=True)
 class Looks:
-    """The places near w at which a step measures its loss, and the batches that are measured at each of them."""
+    """The perturbed points at which a step evaluates its loss, and the batches for each of them."""
 
     pairs: list[Pair]
     batches: list[list[DeviceBatch]]  # by look, those of this rank
-    loss_count: int  # what the loss of the step is a mean of
-    counts: list[int]  # how many batches each look has, on all ranks
+    loss_count: int  # the number that the loss of the step is divided by
+    counts: list[int]  # number of batches of each look, over all ranks
 
     @property
     def first(self) -> int:
-        """The number of the first pair that is visited: there a unit arrives."""
+        """The number of the first pair that is visited: at this pair a unit arrives."""
         return self.visits[0][0]
 
     @cached_property
@@ -41,8 +41,8 @@ class Looks:
 
     @cached_property
     def visits(self) -> list[tuple[int, Pair, list[range]]]:
-        """(number, pair, passes at each of its looks) of the pairs that have any: with fewer rows than directions, the
-        last have none."""
+        """(number, pair, passes at each of its looks) of the pairs that have passes: with fewer rows than directions,
+        the last pairs have none."""
         found, counts, begin = [], iter(map(len, self.batches)), 0
         for p, pair in enumerate(self.pairs):
             passes = []
@@ -55,7 +55,7 @@ class Looks:
 
 
 def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks) -> Looks:
-    """Every look on all rows."""
+    """Evaluates every look on all rows."""
     sent = model.send(ranks.share(batches))
     count = ranks.total(sum(batch.loss_count for batch in sent))
     looks = sum(pair.looks for pair in pairs)
@@ -63,7 +63,7 @@ def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ra
 
 
 def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], ranks: Ranks) -> Looks:
-    """Each pair on its part of the rows."""
+    """Evaluates each pair on its part of the rows."""
     parts = split(batches, estimator.directions)
     sent = [model.send(ranks.share(part)) for part in parts]
     count = ranks.total(sum(batch.loss_count for part in sent for batch in part))

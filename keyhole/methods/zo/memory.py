@@ -1,16 +1,16 @@
-"""Bytes on the device of a zeroth-order step: those of its forward passes (model/forward/memory.py), with the perturbed
-copies of the spine for every pair of looks.
+"""Device bytes of a zeroth-order step: those of its forward passes (model/forward/memory.py), with perturbed copies of
+the spine for every pair of looks.
 
     mezo, meazo    2 q passes on all rows               q pairs          all hidden states wait: 2 q m
     fzoo           q + 1 passes on all rows             q // 2 + 1       (q + 1) m
     grzo           2 q passes on a q-th of the rows     q pairs          2 m, as of one direction; threads for 2 q m
     a search       3 passes on all rows, in halves      2 pairs          3 m; threads for 6 m
 
-for m micro-batches; a unit's own copies are two, whatever the estimator: pairs are made one after the other.
+for m micro-batches; a unit has two perturbed copies, whatever the estimator, because pairs are run one after the other.
 
-With directions of low rank (low_rank/) a pass carries the rows of all its looks at once, blocks have factors instead of
+With low-rank directions (low_rank/) a pass carries the rows of all its looks at once, blocks have factors instead of
 copies, and weights that are stored in another dtype than that of compute are converted as they arrive. Kept factors
-grow with the run: counted as at its end, on the device and, in float32, on the host.
+grow with the run: they are counted as at its end, on the device and, in float32, on the host.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import ForwardBytes, launched_as_graphs, recorded_numel, widest
 from keyhole.model.structure.layout import Layout
 
-KEPT_PERIODS = 20  # of a run whose length is not known
+KEPT_PERIODS = 20  # assumed for a run of unknown length
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ForwardBytes:
@@ -46,7 +46,7 @@ def _low_rank_bytes(
 ) -> ForwardBytes:
     usual, q = DEFAULTS[own.estimator], directions(own)
     looks = max(usual.passes(q), 3 if work.searches else 0)
-    parts = q if usual.splits and not work.searches else 1  # of the rows, each in passes of its own
+    parts = q if usual.splits and not work.searches else 1  # parts of the rows, each in its own passes
     at_once = replace(work, tokens=-(-work.tokens * looks // parts), passes=-(-work.passes // looks) * parts)
     planned = forward_bytes(replace(layout, fused_relu=False), streamed, at_once, room, pairs)
     b, formats = room.formats.dtype.itemsize, room.formats
@@ -58,13 +58,13 @@ def _low_rank_bytes(
     graphs, tokens, hidden = 0, at_once.tokens, layout.table.shape[1]
     if own.fold and launched_as_graphs(layout, tokens, SMALL_FLOP_WITH_FACTORS):  # each block's input and output
         graphs = 2 * b * tokens * at_once.passes * hidden * layout.block_count
-        if not launched_as_graphs(layout, tokens):  # and what `planned` has only for smaller blocks
+        if not launched_as_graphs(layout, tokens):  # and what `planned` contains only for smaller blocks
             graphs += b * recorded_numel(tokens, at_once.passes, hidden, widest(layout))
     return replace(planned, perturbed=copies + factor_bytes(layout, own, pairs, b, work.steps) + graphs, logits=logits)
 
 
 def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, steps: int | None = None) -> int:
-    """Factors, their looks, and those of a fold that waits, or all kept terms at the end of a run of so many steps."""
+    """Bytes of factors, their looks, and a waiting fold, or all kept terms at the end of a run of `steps` steps."""
     factors, v = factor_numels(layout, own.rank)
     now = 4 * factors * (1 + 2 * pairs) + element_bytes * v
     later = 4 * factors + element_bytes * v if own.fold else element_bytes * kept_terms(layout, own, steps)
@@ -72,8 +72,8 @@ def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, 
 
 
 def kept_terms(layout: Layout, own: ZOConfig, steps: int | None) -> int:
-    """Numbers in all terms that are kept at the end of a run (low_rank/kept.py), at most: a fold may find that it can
-    leave out none but those that a matrix has no room for."""
+    """Numbers in all kept terms at the end of a run (low_rank/kept.py), at most: a fold may be able to drop only the
+    terms beyond a matrix's full rank."""
     periods = KEPT_PERIODS if steps is None else steps // own.refresh
     since = periods if own.fold_periods is None else min(periods, own.fold_periods)
 

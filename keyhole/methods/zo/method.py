@@ -1,24 +1,25 @@
-"""Zeroth-order fine-tuning, forward passes only, every unit visited once per step.
+"""Zeroth-order fine-tuning: forward passes only, every unit visited once per step.
 
 For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-batches of the step, an estimator
 (estimators/) turns losses near w into coefficients c_1..c_q; MeZO's, the default, is c_i = g_i / q:
 
     g_i = (L(w + eps z_i) - L(w - eps z_i)) / (2 eps)        w <- w - lr (sum_i c_i z_i + weight_decay w)
 
-What we do differently from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
+Differences from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
-  - All passes of a step, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the
+  - All passes of a step, over all micro-batches, run in lockstep. At each unit one fused pass over w applies the
     update of step t - 1 and writes w + eps z and w - eps z: 2 bytes read and 6 written per element in 16 bit, not 16.
   - The update of a step needs c, which is known only at its end; so it is applied when the unit is visited at t + 1
-    (update.py). Over the link: each unit once up, and at most once down per step (write_back.py).
-  - z is a function of (seed, t, i, element), never stored. Perturbed weights come from the clean ones: nothing drifts.
+    (update.py). Over the link: each unit once H2D, and at most once D2H per step (write_back.py).
+  - z is a function of (seed, t, i, element), never stored. Perturbed weights are computed from the unperturbed ones, so
+    rounding errors do not accumulate.
   - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
-    these rows on the fly, exactly as the full pass over the table will apply it later in the step.
-  - c stays on the device. A loss that is not finite gives an update of exactly zero.
+    these rows on the fly, with the same bits as the full update of the table later in the step.
+  - c stays on the device. A non-finite loss gives an update of exactly zero.
 
-Memory beside the weights: two units and two spines per pair of looks in the compute dtype, and the hidden states of the
-passes.
-Legend: q directions, m micro-batches; a look is a place near w (estimators/base.py); passes are numbered look by look.
+Memory beside the weights: two units and two spines per pair of looks in the dtype of compute, and the hidden states of
+the passes.
+Legend: q directions, m micro-batches; a look is a perturbed point (estimators/base.py); passes are numbered by look.
 """
 
 import warnings
@@ -58,8 +59,8 @@ USUAL = "usual"
 
 
 class ZO(Method):
-    """An estimator with fused, deferred updates. `lr` may be changed between steps; with lr="auto" a rate is found in
-    the first steps, and `lr` is a factor on it. Settings that are None, and lr="usual": as the estimator has them
+    """An estimator with fused, deferred updates. `lr` may be changed between steps; with lr="auto" the first steps
+    search a rate, and `lr` is a factor on it. Settings that are None, and lr="usual": the estimator's defaults
     (defaults.py)."""
 
     name = "zo"
@@ -119,13 +120,13 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count, self.fp8_steps = 0, fp8_steps
-        self._now: Count | None = None  # another step, in `at_step`
+        self._now: Count | None = None  # the step on the device, within `at_step`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         self.keeps_base = self.light = low_rank and not fold
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
         self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1, blocks)
         model.attach(self)
-        self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
+        self.latest: Pending | None = None  # the update of the last step, applied or not: for the journal
         self.projected: torch.Tensor | None = None
         model.binding.forget()
         layout, device, dtype = model.layout, model.device, model.dtype
@@ -145,7 +146,7 @@ class ZO(Method):
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
-        """As a config asks for it; there is no gradient whose norm could be clipped."""
+        """The method as configured; it has no gradient whose norm could be clipped."""
         rules = {"weight_decay": shared.weight_decay, "weight_decay_on": shared.weight_decay_on, "seed": shared.seed}
         return cls(model, shared.learning_rate, **rules, **vars(own))
 
@@ -154,12 +155,12 @@ class ZO(Method):
     @takes_closure
     @torch.no_grad()
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
-        """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""
+        """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, on the device."""
         searches = self.search is not None and self.search.found is None
         looks = self._look(self.model.checked(batch), searches)
         self.model.apply_deferred(before_step_of=self)
         if self.step_count == self.fp8_steps and self.model.formats.codec is not None and not self.light:
-            warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # of one's own loop
+            warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # in a user's own loop
         self.update.begin()
         nll = self.run_passes(looks) if searches else self.recorded.run(looks)
         loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
@@ -168,7 +169,7 @@ class ZO(Method):
         return loss
 
     def run_passes(self, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
-        """Every unit is visited once: updated, perturbed, passed through. Returns the losses of all passes."""
+        """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses."""
         with self.model.sweep("train", of_all=True):
             self._perturb_spine(looks)
             if self.factors is not None:
@@ -184,7 +185,7 @@ class ZO(Method):
 
     @contextmanager
     def at_step(self, step: Count) -> Iterator[None]:
-        """A context in which directions are those of a step that is known on the device."""
+        """A context in which directions are those of a step whose number is on the device."""
         self._now = step
         try:
             yield
@@ -192,8 +193,8 @@ class ZO(Method):
             self._now = None
 
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
-        """What this step measures: every look on all rows, or each pair on its part of them."""
-        if searches:  # a few steps, which every rank makes by itself: they need the losses of single rows
+        """The looks of this step: each on all rows, or each pair on its part of them."""
+        if searches:  # a few steps, which every rank makes alone: they need the losses of single rows
             return look_at_all(self.model, self.search.pairs, self.search.halves(batches), Ranks())
         if self.estimator.splits:
             return look_at_parts(self.model, self.estimator, batches, self.model.ranks)
@@ -207,7 +208,7 @@ class ZO(Method):
             self.update.perturb(spine, w, self.spines[p, 0], self.spines[p, 1], how, arrived=p == looks.first)
 
     def _server(self, looks: Looks) -> Callable[[Unit | None, Callable[[int], None]], None]:
-        """What happens at each unit: arrive, update, perturb, and let every pass through."""
+        """The function called at each unit: it loads, updates and perturbs the unit, and resumes every pass."""
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
             for passes, weights, spine in self._arrive(unit, looks):
@@ -218,8 +219,8 @@ class ZO(Method):
         return serve
 
     def _arrive(self, unit: Unit | None, looks: Looks) -> Any:
-        """Yields (passes of a look, perturbed weights of a unit, perturbed spine); the unit's slot is given back as
-        early as possible."""
+        """Yields (passes of a look, perturbed weights of a unit, perturbed spine); releases the unit's slot as early as
+        possible."""
         if not looks.visits:
             return
         engine, last = self.model.engine, looks.visits[-1][0]
@@ -239,7 +240,7 @@ class ZO(Method):
         return {"step": step, "eps": eps, "direction": pair.direction, "beside": pair.beside}
 
     def _rows(self, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Rows of the table for a pass: both looks of a pair are made at once, the second ones wait for their pass."""
+        """Rows of the table for a pass: both looks of a pair are computed at once; the second waits for its pass."""
         table = self.model.layout.table
         waiting: dict[int, torch.Tensor] = {}
         pairs = {index: pair for _, pair, (first, *_) in looks.visits for index in first}
@@ -267,7 +268,7 @@ class ZO(Method):
         return rows
 
     def _nll(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
-        """The losses of the trained tokens (of a classifier: of the rows), per pass."""
+        """The losses of the trained tokens (for a classifier: of the rows), per pass."""
         if not self.model.classifies:
             return self._visit_head(hidden, looks)
         nll = [self.model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
@@ -275,7 +276,7 @@ class ZO(Method):
         return nll
 
     def _visit_head(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
-        """The nll of every trained token, per pass: the head's chunks are visited once, all passes use each."""
+        """The nll of every trained token, per pass: each chunk of the head is visited once, for all passes."""
         running = [RunningNLL(batch.target_N) for batch in looks.passes]
         for unit in self.model.layout.head_units:
             for passes, weights, spine in self._arrive(unit, looks):
@@ -286,7 +287,7 @@ class ZO(Method):
         return [state.nll_N() for state in running]
 
     def _estimate(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
-        """From the losses of the passes to the pending update; returns the loss of the step."""
+        """Computes the pending update from the losses of the passes; returns the loss of the step."""
         parts = [loss_sum(x, batch.candidates) for x, batch in zip(nll, looks.passes, strict=True)]
         own, counts = torch.stack(parts) if parts else torch.zeros(0, device=self.model.device), looks.counts
         sums = self.model.ranks.in_order(own, counts)
@@ -300,7 +301,7 @@ class ZO(Method):
         return self.estimator.loss(losses)
 
     def _search(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
-        """A step of the search for a rate: nothing moves."""
+        """A step of the rate search: no weight changes."""
         kept, nothing = self.estimator.remembers, self.memory.new_zeros(self.directions)
         losses, tally = self.search.measure(nll, looks.batches[0], self.memory[kept:])
         slope = (losses[:1] - losses[1:2]) / (2 * self.eps)
@@ -309,7 +310,7 @@ class ZO(Method):
         return losses.mean()
 
     def _defer(self, found: Estimate, losses: torch.Tensor, memory: torch.Tensor, rate: float) -> None:
-        """Makes the update pending, on the device. Non-finite losses give no update, and nothing to remember."""
+        """Makes the update pending, on the device. Non-finite losses give no update, and do not change the memory."""
         lr = torch.full((1,), rate, device=losses.device)
         coef, finite = torch.cat([lr, found.coefficients]), torch.isfinite(losses).all()
         coef = torch.where(finite, coef, torch.zeros_like(coef))
@@ -318,7 +319,7 @@ class ZO(Method):
         self.latest = self.update.defer(Pending(coef, self.step_count))
         if self.factors is not None:
             self.factors.update(self.latest)
-            if self.model.engine.shared:  # all ranks together, while nobody uploads them
+            if self.model.engine.shared:  # all ranks together, while none uploads
                 self.factors.bring_home()
         self.step_count += 1
 
@@ -326,22 +327,22 @@ class ZO(Method):
 
     @property
     def rate(self) -> float:
-        """The learning rate of a step now: `lr`, or that share of the rate that was found (0 while it is searched)."""
+        """The current learning rate: `lr`, or `lr` times the rate that was found (0 during the search)."""
         return self.lr if self.search is None else self.lr * (self.search.found or 0.0)
 
     @property
     def pending(self) -> Pending | None:
-        """The update that the weights at home do not have yet. Saving, evaluating and generating apply it."""
+        """The update that the weights at home lack. Saving, evaluating and generating apply it."""
         return self.update.pending
 
     @property
     def changed(self) -> torch.Tensor:
-        """How many weights the last update moved."""
+        """The number of weights that the last update changed."""
         return self.update.changed
 
     @property
     def deferred(self) -> Callable[[], None]:
-        """Of the update, which outlives the method."""
+        """The flush of the update, which outlives the method."""
         return self.update.flush
 
     def owes(self, unit: Unit) -> bool:
@@ -350,7 +351,7 @@ class ZO(Method):
         return self.factors.is_behind(unit) if apart else bool(self.update.owed(unit))
 
     def describe(self) -> list[str]:
-        """For the start block: what was decided."""
+        """Lines for the start block: the decisions made."""
         drops = dropout_rates(self.model.module)
         off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
         search = [] if self.search is None else self.search.describe()
@@ -358,21 +359,21 @@ class ZO(Method):
         return blocks + off + search
 
     def news(self) -> list[str]:
-        """The rate, when it has just been found, and folds of kept periods."""
+        """The rate, when it was just found, and folds of kept periods."""
         folds = [] if self.factors is None else self.factors.kept.news()
         return folds + ([] if self.search is None else self.search.news())
 
     def flush(self) -> None:
-        """Applies the deferred update, so that the weights at home are the weights after the last step (of matrices
-        with factors: after the last period)."""
+        """Applies the deferred update, so that the weights at home are those after the last step (for matrices with
+        factors: after the last period)."""
         self.update.flush()
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
-        """Applies known updates, each with its weight decay, and yields every unit that has had them all."""
+        """Applies known updates, each with its weight decay, and yields every unit after its last update."""
         return self.update.replay(updates) if self.factors is None else factor_state.replay(self, updates)
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
-        """Of the last step, unread: scalars on the device. `changed`: share of weights moved by the update before."""
+        """Of the last step: scalars on the device. `changed`: share of the weights that the update before changed."""
         if self.projected is None:
             return {}
         changed, total = self.changed, self.update.trained_numel
@@ -382,12 +383,12 @@ class ZO(Method):
         return found | self.factors.kept.metrics() if self.light else found
 
     def state_dict(self) -> dict[str, Any]:
-        """The noise needs no state: the step count says it all. Flush first."""
+        """The noise needs no state besides the step count. Flush first."""
         self.flush()
         return self._counts() | {"changed": int(self.changed)}
 
     def deferred_state(self) -> dict[str, Any] | None:
-        """The same without a flush, while an update waits for the next step to visit the weights."""
+        """The same without a flush, while an update waits for the next visit of the weights."""
         return None if self.pending is None or self.light else self._counts()
 
     def _counts(self) -> dict[str, Any]:
@@ -396,15 +397,15 @@ class ZO(Method):
         return counts if self.factors is None else counts | factor_state.to_state(self.factors)
 
     def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
-        """The factors of a checkpoint, where its weights lack them."""
+        """The factors of a checkpoint, if its weights lack them."""
         return None if self.factors is None else factor_state.saved(self.factors, state)
 
     def journal_update(self) -> torch.Tensor | None:
-        """[lr, c_1 .. c_q] of the last step, applied or not, and what is remembered after it."""
+        """[lr, c_1 .. c_q] of the last step, applied or not, and the estimator's memory after it."""
         return None if self.latest is None else torch.cat([self.latest.coef, self.memory])
 
     def remember(self, numbers: Sequence[float]) -> None:
-        """What the step before remembered, of a checkpoint or of a record."""
+        """Sets the estimator's memory, from a checkpoint or a journal record."""
         kept = self.estimator.remembers
         if self.search is not None and len(numbers) != self.memory.numel():
             raise UserError(

@@ -1,9 +1,9 @@
-"""The rows of a step, cut into parts of neighbouring samples (estimators that give each part a direction of its own).
+"""The rows of a step, cut into parts of adjacent samples (for estimators that give each part its own direction).
 
 A sample is a row, or a question with all its candidates. Samples are numbered over all micro-batches of the step, and
-sample s of n goes to part floor(s p / n) of p: parts differ by one sample at most, and where micro-batches begin makes
-no difference. A part that spans two micro-batches has a piece of each. With fewer samples than parts, the last are
-empty.
+sample s of n goes to part floor(s p / n) of p: parts differ by at most one sample, and do not depend on where
+micro-batches begin. A part that spans two micro-batches has a piece of each. With fewer samples than parts, the last
+parts are empty.
 """
 
 import torch

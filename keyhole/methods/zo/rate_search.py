@@ -1,31 +1,31 @@
-"""learning_rate: auto. A rate from losses alone, measured in the first steps of a run, in which nothing moves.
+"""learning_rate: auto. A rate from losses alone, measured in the first steps of a run, which change no weight.
 
 An update u = sum_i c_i z_i at the rate r changes the loss by -r G.u + r^2/2 u^T H u, to second order. On average over
 directions, with an independent estimate g' of each slope, that is
 
     -r sum_i E[c_i g'_i] + r^2/2 sum_i E[c_i^2] h        h = E[z^T H z]
 
-which falls fastest at r = sum_i E[c_i g'_i] / (h sum_i E[c_i^2]); twice that rate gains nothing. Three numbers tell it
-for every estimator (Estimator.ideal_rate), each a mean over STEPS steps with a direction each:
+which decreases fastest at r = sum_i E[c_i g'_i] / (h sum_i E[c_i^2]); twice that rate gains nothing. Three numbers
+determine it for every estimator (Estimator.ideal_rate), each a mean over STEPS steps with one direction each:
 
     signal       E[a b]         a, b: the slopes of the two halves of the step's rows along the same z. Their noises are
                                 independent, so the product is |G|^2 on average, however noisy a batch is
     power        E[g^2]         g: the slope of the whole step; |G|^2 and the noise of the rows
     curvature    sqrt(E[h^2])   h = (l(w + eps z) + l(w - eps z) - 2 l(w)) / eps^2, of each row by itself
 
-Why the curvature of single rows, and not that of their mean. On a task that is new to a model, rows that it gets right
-bend one way and rows that it gets wrong the other: noise in the weights makes it less sure of both. Their mean may be
-anything: for stories15M on SST-2 it is -1.5e4, by which any rate would do, and the run diverges at 3e-5. The size of a
-row's curvature, 1.25e5 there, tells how far a step may go until slopes are no longer what they were, and is the same
-from eps = 3e-4 to 3e-3.
+Why the curvature of single rows, and not that of their mean: on a task that is new to a model, rows with right answers
+have one sign of curvature and rows with wrong answers the other, because noise in the weights makes the model less
+certain of both. The curvature of the mean is then arbitrary: for stories15M on SST-2 it is -1.5e4, which would allow
+any rate, but the run diverges at 3e-5. The magnitude of a row's curvature, 1.25e5 there, shows how far a step may go
+until slopes change, and is the same from eps = 3e-4 to 3e-3.
 
-Cost: 3 forward passes in each of STEPS steps: w + eps z, w - eps z and w. Small noisy batches make `signal` the weakest
-number: its share of the power is taken to be at least LEAST_SHARE, and never above 1. Rounding in the losses adds to
-the curvature, which errs towards small rates. A gradient shrinks while a model learns and the noise of the rows does
-not, so the run takes CAUTION of what is fastest now.
+Cost: 3 forward passes in each of STEPS steps: w + eps z, w - eps z and w. With small noisy batches `signal` is the
+least accurate number: its share of the power is clamped between LEAST_SHARE and 1. Rounding in the losses adds to the
+curvature, which errs towards small rates. A gradient shrinks while a model learns and the noise of the rows does not,
+so the run uses CAUTION times the rate that is fastest now.
 
 The sums are four numbers on the device. They are part of every record of the journal and of checkpoints: a run that is
-stopped in its search, or after it, goes on to the bit. The host reads them once, when the search ends.
+stopped during or after its search resumes with the same bits. The host reads them once, when the search ends.
 """
 
 import math
@@ -42,7 +42,7 @@ CAUTION, LEAST_SHARE = 0.3, 0.1
 
 
 class RateSearch:
-    """The search of one run; found: the rate, once it is known."""
+    """The rate search of one run; found: the rate, once it is known."""
 
     remembers = 4  # steps, and sums of a b, g^2, h^2
     pairs = [Pair(0), Pair(0, "nothing", 0.0)]
@@ -67,7 +67,7 @@ class RateSearch:
     def measure(
         self, nll: list[torch.Tensor], batches: list[DeviceBatch], tally: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean losses of the three looks, the sums with this step in them). nll: of the passes, look by look."""
+        """(mean losses of the three looks, the sums including this step). nll: of the passes, look by look."""
         eps, pieces = self.estimator.eps, len(batches)
         looks = [nll[i : i + pieces] for i in range(0, len(nll), pieces)]
         rows = [[loss_rows(x, b) for x, b in zip(look, batches, strict=True)] for look in looks]
@@ -80,13 +80,13 @@ class RateSearch:
         count = max(1, sum(b.loss_count for b in batches))
         losses = torch.stack([plus_R.sum(), minus_R.sum(), clean_R.sum()]) / count
         g = (losses[0] - losses[1]) / (2 * eps)
-        of_row = plus_R.numel() / count  # a row's share of a mean over tokens is its sum over the tokens of a row
+        of_row = plus_R.numel() / count  # a row's share of a mean over tokens is its sum over its own tokens
         h_R = (plus_R + minus_R - 2 * clean_R) / eps**2 * of_row
         return losses, tally + torch.stack([torch.ones_like(g), halves[0] * halves[1], g * g, h_R.square().mean()])
 
     def note(self, tally: torch.Tensor) -> None:
-        """A step of the search was made. The last one reads the sums (steps with a loss that was not finite are not in
-        them, and are made up for)."""
+        """Counts a step of the search. The last one reads the sums (steps with a non-finite loss are not in them, and
+        are repeated)."""
         self.taken += 1
         if self.taken >= STEPS:
             self.read(tally)
@@ -94,27 +94,27 @@ class RateSearch:
                 self.lines = [f"learning rate: {self.found:.2e}, found in {STEPS} steps: {self.why}"]
 
     def read(self, tally: torch.Tensor) -> None:
-        """Takes the sums as they are, of this run or of one that it goes on from."""
+        """Reads the sums, of this run or of the run that it resumes."""
         steps, *sums = tally.tolist()
         self.taken = int(steps)
         if self.taken >= STEPS:
             self.found, self.why = chosen_rate(self.estimator, *(total / steps for total in sums))
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         if self.found is not None:
             return [f"learning rate: {self.found:.2e}, as found by this run: {self.why}"]
         left = STEPS - self.taken
         return [f"learning rate: found in the first {left} steps from losses alone (3 passes each; nothing moves)"]
 
     def news(self) -> list[str]:
-        """What was found in the last step, told once."""
+        """The result, after the last step of the search; returned once."""
         told, self.lines = self.lines, []
         return told
 
 
 def chosen_rate(estimator: Estimator, product: float, square: float, bend: float) -> tuple[float, str]:
-    """(rate, why), from the means of a b, g^2 and h^2."""
+    """(rate, reason), from the means of a b, g^2 and h^2."""
     power, curvature = max(square, 1e-30), math.sqrt(max(bend, 1e-30))
     share = min(max(product / power, LEAST_SHARE), 1.0)
     rate = CAUTION * estimator.ideal_rate(share * power, power, curvature)

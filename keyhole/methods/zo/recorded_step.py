@@ -1,26 +1,26 @@
-"""One launch per step: the passes of a step over a resident model, recorded as one CUDA graph.
+"""One launch per step: the passes of a step over a resident model, captured as one CUDA graph.
 
-On short batches a step of zo is some thousands of small kernels, and the host, which enqueues them from Python block by
-block, is the bound: graphs of single blocks (model/forward/graphs.py) leave the perturbations, the turns of the passes
-and a copy per block to it. Where every weight stays on the device, a step does the same work at the same addresses
-every time a batch has the same shape. So all of it, from the first perturbation to the losses, is recorded once per
-shape and replayed from then on. What differs from step to step is where the kernels read it:
+On short batches a step of zo is some thousands of small kernels, and the host, which launches them from Python block by
+block, is the bottleneck: with graphs of single blocks (model/forward/graphs.py) it still launches the perturbations,
+switches between the passes, and makes a copy per block. If every weight is resident, steps on batches of the same shape
+do the same work at the same addresses. So the whole step, from the first perturbation to the losses, is captured once
+per shape and replayed from then on. The kernels read what differs from step to step from device memory:
 
     the batch                        copied into static tensors
     the update of step t - 1         its coefficients in a static tensor; the steps t - 1 and t as numbers on the device
 
     host per step:    copies of the batch, two numbers, one launch, and a few small kernels from losses to coefficients
 
-A recording is used only if it gives the bits of the ordinary way. The step in which it is made runs both: first the
-ordinary way, then, from the same weights, the recording; losses and all weights must be equal. A shape that fails (the
-model reads a number on the host, or there is no memory) goes the ordinary way from then on.
+A graph is used only if it gives the same bits as eager execution. The step in which it is captured runs both: first
+eagerly, then, from the same weights, the graph; losses and all weights must be equal. A shape that fails (the model
+reads a number on the host, or memory runs out) runs eagerly from then on.
 
-With directions of low rank (low_rank/) a step is recorded as well; the first one of a period, which folds, goes the
-ordinary way, and so does every one where factors are kept, which lie elsewhere in each period.
+With low-rank directions (low_rank/) a step is captured as well, except for the first step of a period, which folds, and
+for all steps if factors are kept, because their addresses change every period.
 
-Ordinary as well: the first steps of a shape, steps while a checkpoint watches the weights, streamed units, a budget,
-several ranks. Bytes: the activations of one step, in the pool that all recordings share; while recording, the weights
-twice.
+These also run eagerly: the first steps of a shape, steps while a checkpoint watches the weights, streamed units, runs
+with a budget, several ranks. Bytes: the activations of one step, in a memory pool that all graphs share; during
+capture, the weights twice.
 """
 
 import weakref
@@ -35,19 +35,19 @@ from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
-from keyhole.model.forward.graphs import no_collection
+from keyhole.model.forward.graphs import no_collection, pool_after_failure
 from keyhole.model.forward.memory import launched_as_graphs
 
 if TYPE_CHECKING:
     from keyhole.methods.zo.method import ZO
 
-SIGHTS = 3  # steps of a shape before it is recorded: libraries choose kernels in the first ones
+SIGHTS = 3  # a shape is captured at this step: libraries choose kernels in the first ones
 MAX_RECORDINGS = 32
-ROOM = 4  # free memory that a recording asks for, in sizes of the model
+ROOM = 4  # free memory that a capture requires, in multiples of the model's size
 
 
 class Recording:
-    """A graph, where it reads its batches, and the losses that it writes."""
+    """A CUDA graph, its static batches, and the losses that it writes."""
 
     def __init__(self, looks: Looks) -> None:
         found: dict[int, DeviceBatch] = {}
@@ -62,7 +62,7 @@ class Recording:
         self.counted: set[int] = set()
 
     def take(self, looks: Looks) -> None:
-        """The batches of another step."""
+        """Copies the batches of another step into the static tensors."""
         distinct = {id(batch): batch for batch in looks.passes}
         for places, batch in zip(self.places, distinct.values(), strict=True):
             for place, tensor in zip(places, tensors_of(batch), strict=True):
@@ -70,24 +70,25 @@ class Recording:
 
 
 class RecordedSteps:
-    """Runs the passes of a method's steps, recorded where that is possible."""
+    """Runs the passes of a method's steps, as CUDA graphs if possible."""
 
     def __init__(self, method: "ZO") -> None:
-        self.method, model = weakref.proxy(method), method.model  # the method holds us
+        self.method, model = weakref.proxy(method), method.model  # the method holds a reference to this object
         placed = model.placed
         budgeted = placed is not None and placed.budget_bytes is not None
         self.possible = model.graphs is not None and not (budgeted or model.engine.streamed or model.sharded)
         self.possible = self.possible and method.deferred_update and not model.classifies and model.ranks.size == 1
         self.possible = self.possible and model.formats.codec is None
-        self.recordings: dict[Hashable, Recording | None] = {}  # None: the ordinary way
+        self.recordings: dict[Hashable, Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
-        self.replays, self.why = 0, ""  # why: the last time that a step could not be recorded
+        self.replays, self.why = 0, ""  # why: the reason of the last capture that failed
         self.before, self.now = StepNumbers(model.device), StepNumbers(model.device)
         self.coef: torch.Tensor | None = None
         self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
 
     def run(self, looks: Looks) -> list[torch.Tensor]:
-        """The losses of all passes; the update that was pending is applied. Read them before the next step."""
+        """The losses of all passes; applies the pending update. Read them before the next step."""
         key = self._key(looks) if self._is_usual(looks) else None
         if key is None or not self._is_due(key):
             return self.method.run_passes(looks)
@@ -107,7 +108,7 @@ class RecordedSteps:
     # -- which steps -----------------------------------------------------------------------------------------------
 
     def _is_usual(self, looks: Looks) -> bool:
-        """Whether every unit is here, lacks exactly the last update, and nobody else wants to know of it."""
+        """Whether every unit lacks exactly the last update, and no checkpoint, gate or timeline observes the step."""
         if not self.possible:
             return False
         engine, update = self.method.model.engine, self.method.update
@@ -119,7 +120,7 @@ class RecordedSteps:
         return usual and not watched and 0 < tokens and launched_as_graphs(self.method.model.layout, tokens)
 
     def _key(self, looks: Looks) -> Hashable:
-        """Equal for steps that one recording can serve."""
+        """Equal for steps that one graph can serve."""
         number = {id(batch): i for i, batch in enumerate(looks.passes)}
         method = self.method
         addresses = tuple(home.data_ptr() for home in method.model.engine.homes)
@@ -132,10 +133,10 @@ class RecordedSteps:
         full = key not in self.recordings and len(self.recordings) >= MAX_RECORDINGS
         return self.seen[key] >= SIGHTS and not full
 
-    # -- recording -------------------------------------------------------------------------------------------------
+    # -- capture ---------------------------------------------------------------------------------------------------
 
     def _record(self, key: Hashable, looks: Looks) -> list[torch.Tensor]:
-        """A step in the ordinary way, and a recording of it that is kept if it gives the same bits."""
+        """Runs a step eagerly, and captures it; keeps the graph if it gives the same bits."""
         update, homes = self.method.update, self.method.model.engine.homes
         self.recordings[key] = None
         if not self._has_room():
@@ -169,27 +170,30 @@ class RecordedSteps:
         return expected
 
     def _capture(self, recording: Recording) -> None:
-        """Enqueues the step on a stream that records it; nothing is computed."""
+        """Enqueues the step on a capturing stream; nothing is computed."""
         method, model = self.method, self.method.model
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(model.device)
-        if not any(self.recordings.values()):  # a pool goes with its last graph
+        graph = torch.cuda.CUDAGraph()
+        if self.stream is None:  # one for all, because cuBLAS keeps a workspace per stream
+            self.stream = torch.cuda.Stream(model.device)
+        if not any(self.recordings.values()):  # a pool is freed with its last graph
             self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(model.device)
         try:
-            with torch.cuda.stream(stream), no_collection(), method.at_step(self.now.step):
+            with torch.cuda.stream(self.stream), no_collection(), method.at_step(self.now.step):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     recording.nll = method.run_passes(recording.looks, steady=False)
                 finally:
                     graph.capture_end()
             recording.graph = graph
-        except Exception as error:  # whatever a model does that a stream cannot record
+        except Exception as error:  # any operation of the model that cannot be captured
             self.why = str(error).partition("\n")[0]
+            self.pool = pool_after_failure(model.device, self.pool)
         torch.cuda.synchronize(model.device)
         model.engine.compute = torch.cuda.current_stream(model.device)
 
     def _set_numbers(self) -> None:
-        """The update that is pending, and the steps."""
+        """Writes the pending update and the step numbers to the device."""
         pending = self.method.update.pending
         if self.coef is None:
             self.coef = torch.empty_like(pending.coef)
@@ -203,7 +207,7 @@ class RecordedSteps:
 
 
 def restore(homes: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
-    """Weights as they were."""
+    """Restores the weights."""
     for home, old in zip(homes, kept, strict=True):
         home.copy_(old)
 
@@ -227,7 +231,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def signature_of(value: Any) -> Hashable:
-    """Equal for batches that differ in the contents of their tensors only."""
+    """Equal for batches that differ only in the contents of their tensors."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, dict):

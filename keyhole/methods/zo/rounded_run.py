@@ -1,23 +1,23 @@
-"""How long weights in 8 bits may be updated without a word. Imports no torch.
+"""How many steps 8-bit weights may be updated without explicit consent. Imports no torch.
 
 An update u is far below the spacing d of E4M3 at a weight (d is 1/16 to 1/8 of it), so stochastic rounding leaves most
-weights and moves few, each by all of d. The mean is right; what adds up over T steps is variance:
+weights unchanged and moves a few by a full d. The mean is right, but variance accumulates over T steps:
 
     noise after T steps = T d E|u|        as a share of the energy w^2:  about 0.07 T E|u| / |w|
 
 For |u| of 1e-6 on weights of 0.02 that is 1 % of the weights' energy after 4,000 steps, 5 % after 20,000 (bf16, with a
 spacing 16 times smaller: 0.3 %). It is proportional to rate x steps, like what a run learns, so a lower rate over more
-steps does not help. What it does to a model is another question (benchmarks/fp8_long.py); nothing is known of a large
-one over a long run. So a run that is longer than USUAL_STEPS has to say so: zo.fp8_steps.
+steps does not help. Its effect on a model's quality is a separate question (benchmarks/fp8_long.py); nothing is known
+for a large model over a long run. So a run that is longer than USUAL_STEPS must set zo.fp8_steps.
 
-Weights that are never written have no such noise: zo.rank with zo.fold=false learns beside them.
+Weights that are never written have no such noise: zo.rank with zo.fold=false trains factors beside them.
 """
 
 USUAL_STEPS = 4000
 
 
 def refusal(steps: int, most: int) -> str:
-    """Of a run of so many steps, for which nobody has said that they are wanted."""
+    """The error message for a run of `steps` steps, which are more than `most`."""
     return (
         f"fp8 rounds every update to 8 bits, and {steps:,} steps are more than zo.fp8_steps={most:,}: the noise adds "
         "up, to about 1 % of the weights' energy per 4,000 steps of 1e-6 (docs/methods.md). Set wire=bf16, or learn "

@@ -1,4 +1,4 @@
-"""A unit cut into spans that an update treats alike: trained or not, and with weight decay or without."""
+"""A unit cut into spans that an update treats alike: trained or frozen, with or without weight decay."""
 
 from dataclasses import dataclass, replace
 
@@ -16,8 +16,8 @@ class Span:
 
 
 def cut_unit(unit: Unit, spared: frozenset[int] = frozenset()) -> list[Span]:
-    """The spans of a unit; spared: ids of the parameters that do not decay. Gaps between aligned tensors are in no
-    span: they stay 0, as after loading, whatever a checkpoint does not hold."""
+    """The spans of a unit; spared: ids of the parameters that do not decay. Padding between aligned tensors is in no
+    span: it stays 0, as after loading, and is not part of a checkpoint."""
     spans: list[Span] = []
     for tensor in unit.tensors:
         begin, end = max(0, tensor.start - unit.start), min(unit.numel, tensor.stop - unit.start)

@@ -15,39 +15,39 @@ class ZOConfig:
     """Zeroth-order (MeZO and others): the gradient is estimated from losses near the weights, forward passes only."""
 
     estimator: Literal["mezo", "fzoo", "grzo", "meazo"] = "mezo"
-    """How losses become an update (docs/methods.md): pairs; one-sided; pairs by parts of the rows; scaled pairs."""
+    """From losses to an update (docs/methods.md): pairs; one-sided; pairs on parts of the rows; scaled pairs."""
     eps: Positive | None = None
-    """Size of the perturbation: losses are measured at w + eps z and w - eps z (fzoo: not at the latter); null = 1e-3."""  # noqa: E501
+    """Size of the perturbation: losses are evaluated at w + eps z and w - eps z (fzoo: not the latter); null = 1e-3."""
     directions: Annotated[int, Limit(1, 4096)] | None = None
     """Number of random directions z per step: two passes each (fzoo: one; grzo: two on its part of the rows); null = mezo 1, fzoo 7, grzo 4, meazo 1."""  # noqa: E501
     distribution: Literal["gaussian", "rademacher"] | None = None
-    """What z is drawn from: N(0, 1), or -1 and +1 with equal chance; null = gaussian (fzoo: rademacher)."""
+    """Distribution of z: N(0, 1), or -1 and +1 with equal probability; null = gaussian (fzoo: rademacher)."""
     beta: BelowOne = 0.99
     """meazo: share of the second moment that is kept from step to step."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
+    """Rounding of updated weights to 16 bits (nearest loses most small updates); float32 needs none."""
     clip: Positive | None = None
     """Bound on the absolute value of each projected gradient; null = no bound."""
     deferred_update: bool = True
-    """Apply a step's update when the weights are next visited: one pass over them less; same results."""
+    """Apply a step's update at the next visit of the weights: one pass over them less; same results."""
     write_back_every: Count | None = None
     """Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else 1."""  # noqa: E501
     compile: bool = False
-    """Run blocks through torch.compile: faster where the GPU is the bound; streams whole blocks. Rounds differently."""
+    """Run blocks through torch.compile: faster if the GPU is the bottleneck; streams whole blocks. Other rounding."""
     fp8_steps: Count = USUAL_STEPS
-    """wire: fp8: the most steps of a run whose updates are rounded to 8 bits, which adds noise that grows with them (docs/methods.md); a longer run has to say so."""  # noqa: E501
+    """wire: fp8: maximum number of steps of a run; updates are rounded to 8 bits, which adds noise that grows with the steps (docs/methods.md)."""  # noqa: E501
     rank: Annotated[int, Limit(1, 256)] | None = None
-    """Directions of low rank in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), learned in factors; weights are read once per step for all passes, and not written within a period; null = full rank."""  # noqa: E501
+    """Rank of low-rank directions in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), trained as factors; weights are read once per step for all passes, and not written within a period; null = full rank."""  # noqa: E501
     refresh: Count = 50
-    """zo.rank: steps of a period, for which V is kept (U is drawn every step)."""
+    """zo.rank: number of steps of a period, for which V is kept (U is drawn every step)."""
     fold: bool = True
-    """zo.rank: at the end of a period, add what it learned to the weights; false = keep the factors of every period, so that weights never change."""  # noqa: E501
+    """zo.rank: merge the factors into the weights at the end of each period; false = keep the factors of every period, so that weights never change."""  # noqa: E501
     fold_periods: Count | None = FOLD_PERIODS
-    """zo.fold=false: after every so many periods, fold all that earlier ones learned into one sum of low rank beside the weights; null = keep every period apart."""  # noqa: E501
+    """zo.fold=false: number of periods after which all kept factors are compressed into one low-rank sum beside the weights; null = never."""  # noqa: E501
     fold_error: BelowOne = FOLD_ERROR
-    """zo.fold=false: the most that all such folds together may lose of a matrix's sum, as a share of its Frobenius norm; where fewer terms would lose more, more are kept."""  # noqa: E501
+    """zo.fold=false: maximum error of all such compressions together, relative to the Frobenius norm of a matrix's sum; as many terms are kept as that needs."""  # noqa: E501
     merge: bool = True
-    """zo.fold=false: save the model with all factors added; false = the weights as they were, and the factors in adapter/, as peft reads them."""  # noqa: E501
+    """zo.fold=false: save the model with all factors merged; false = the original weights, and the factors in adapter/, in peft's format."""  # noqa: E501
 
 
 def filled(own: ZOConfig) -> ZOConfig:
@@ -58,7 +58,7 @@ def filled(own: ZOConfig) -> ZOConfig:
 
 
 def directions(own: ZOConfig) -> int:
-    """How many there are."""
+    """The number of directions."""
     return own.directions or DEFAULTS[own.estimator].directions
 
 
@@ -78,7 +78,7 @@ def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
 
 def _advice(own: ZOConfig) -> Advice:
     lower = ("directions",) if directions(own) > DEFAULTS[own.estimator].least else ()
-    return Advice(lower, (f"refresh={10 * own.refresh}",) if _keeps_factors(own) else ())  # fewer periods to keep
+    return Advice(lower, (f"refresh={10 * own.refresh}",) if _keeps_factors(own) else ())  # fewer periods are kept
 
 
 def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
@@ -125,7 +125,7 @@ ZO = Traits(
     sweep="forward",
     device_bytes="keyhole.methods.zo.memory:device_bytes",
     step_work="keyhole.methods.zo.work:step_work",
-    steps=20.0,  # MeZO trains 20,000 steps where fine-tuning takes 600 to 1,000
+    steps=20.0,  # MeZO trains 20,000 steps, first-order fine-tuning 600 to 1,000
     wires=("fp32", "bf16", "fp16", "fp8"),
     frozen_wires=lambda own: FROZEN_WIRES if _keeps_factors(own) else (),
     frozen_by="zo.rank=2 zo.fold=false",

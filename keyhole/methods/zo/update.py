@@ -1,28 +1,28 @@
-"""The update of a zeroth-order step: known when the step ends, applied when its units are next visited.
+"""The update of a zeroth-order step: known when the step ends, applied at the next visit of each unit.
 
     w <- round(w - lr (sum_i c_i z_i + weight_decay w))        coef = [lr, c_1 .. c_q], z of the step it is from
 
-coef needs the losses, and they are known only when every unit has been passed. Applying the update then would be one
-more trip of every unit over the link; so it waits here, and a unit gets it on the first of these occasions:
+coef depends on the losses, which are known only after the last unit. Applying the update then would move every unit
+over the link once more; so it is deferred, and a unit gets it on the first of these occasions:
 
     the next step       fused with the perturbation, one pass over w: `perturb`
     the end of a step   for units that no pass visits, such as the table of an untied model: `apply_to_rest`; experts
-                        that no token met wait until one does
-    a flush             when someone wants to see the weights
+                        without tokens wait until they receive one
+    a flush             when the weights are read
 
-An update is elementwise, and its noise is a function of (seed, step, element): it can be made again at any time. So a
-streamed unit need not go home after every step (write_back.py). One that does not is *owed* updates: when it arrives
-it gets all of them, oldest first, and has the same bits as if it had been home in between.
+An update is elementwise, and its noise is a function of (seed, step, element): it can be recomputed at any time. So a
+streamed unit need not be written back after every step (write_back.py). A unit that is not written back is *owed*
+updates: when it arrives it gets all of them, oldest first, with the same bits as if it had been written back each time.
 
     waiting          the updates that some home lacks, oldest first (4 (1 + q) bytes each)
-    at_home[unit]    how many of these the home of a unit has had; it is owed the others
+    at_home[unit]    how many of these the home of a unit has; it is owed the others
 
-No update is applied twice, even if a step is aborted between units. Replaying a run from its journal is the same thing:
+No update is applied twice, even if a step is aborted between units. A replay of a run from its journal does the same:
 all updates on one unit, then all on the next.
-Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not, and where there is weight
-decay, into spans that decay and spans that do not (weight_decay.py). A packed unit (8 bit) that is one trained span is
-updated as it is (ops/zo/packed.py), and what does not decay, a few vectors, once more from what it was; any other is
-unpacked, updated and packed.
+Frozen tensors are left out: a unit is cut into trained and frozen spans and, with weight decay, into spans that decay
+and spans that do not (weight_decay.py). A packed unit (8 bit) that is one trained span is updated in packed form
+(ops/zo/packed.py); its tensors without decay, a few vectors, are then updated again from their old values. Any other
+packed unit is unpacked, updated and packed.
 """
 
 import weakref
@@ -44,15 +44,15 @@ from keyhole.model.weights.format import PACKED
 
 @dataclass
 class Pending:
-    """An update that is known but not applied yet: [lr, c_1 .. c_q] on the device, and the step of its noise."""
+    """An update that is known but not yet applied: [lr, c_1 .. c_q] on the device, and the step of its noise."""
 
     coef: torch.Tensor
-    step: Any  # a number; while a step is recorded, one on the device
+    step: Any  # a number; during CUDA graph capture, a tensor on the device
 
 
 class Update:
-    """The updates that a model's weights wait for. noise: seed, distribution; decay: weight_decay, rounding; spared:
-    ids of the parameters that do not decay."""
+    """The updates that a model's homes lack. noise: seed, distribution; decay: weight_decay, rounding; spared: ids of
+    the parameters that do not decay."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class Update:
         every: int | None = None,
         elsewhere: frozenset[int] = frozenset(),
     ) -> None:
-        """elsewhere: units whose updates are not ours (low_rank/)."""
-        self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds us
+        """elsewhere: units that other code updates (low_rank/)."""
+        self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds this object
         self.spared, self.codec, self.elsewhere = spared, model.formats.codec, elsewhere
-        self.beside: Callable[[], None] | None = None  # flushes what is elsewhere
+        self.beside: Callable[[], None] | None = None  # flushes the units in `elsewhere`
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
         self.write_back = WriteBack(model, every)
-        self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights moved by the last update
-        self.own_changed: torch.Tensor | None = None  # of the shared units that this rank updates
-        self.counted: set[int] = set()  # units whose share of it is in there
+        self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights changed by the last update
+        self.own_changed: torch.Tensor | None = None  # the same for the shared units that this rank updates
+        self.counted: set[int] = set()  # units that are already counted in it
         self.trained = [cut_unit(unit) for unit in model.layout.units]
         self.decaying = [cut_unit(unit, spared) for unit in model.layout.units]
         homes = model.engine.homes
@@ -90,15 +90,15 @@ class Update:
         return self.waiting[-1] if self.waiting else None
 
     def defer(self, pending: Pending) -> Pending:
-        """Another update, which no unit has had."""
+        """Adds an update that no unit has had."""
         self._forget()
         self.waiting.append(pending)
         self.counted = set()
         return pending
 
     def begin(self) -> None:
-        """A sweep begins. If the one before broke off, the units that it did not reach get their update first: rows of
-        the table are updated on the fly (method.py), all or none."""
+        """Called at the beginning of a sweep. If the sweep before was aborted, the units that it did not reach are
+        updated first: rows of the table are updated on the fly (method.py), all or none."""
         self.write_back.begin()
         if self.model.engine.shared and len(self.waiting) >= SHARED_EVERY:
             self.flush()
@@ -116,11 +116,11 @@ class Update:
         return self.waiting[self.at_home[unit.index] :]
 
     def is_one_span(self, unit: Unit) -> bool:
-        """Whether all of a unit is trained, with no gaps in it."""
+        """Whether the whole unit is trained, without padding in it."""
         return self.trained[unit.index] == [Span(0, unit.numel)]
 
     def spans(self, unit: Unit, weight_decay: float) -> list[Span]:
-        """The unit, cut where an update with this weight decay needs it."""
+        """The spans of the unit for an update with this weight decay."""
         return (self.decaying if weight_decay else self.trained)[unit.index]
 
     def fused(self, pending: Pending, decays: bool = True) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Update:
         arrived: bool,
     ) -> None:
         """Writes two perturbed copies (perturbation: step, eps, direction, beside). A unit that has just arrived gets
-        what it is owed, and goes home if it is time. Of a packed unit, what was packed is what is perturbed."""
+        its owed updates, and is written back if it is due. For a packed unit, the packed values are perturbed."""
         owed = self.owed(unit) if arrived else []
         in_spans = w.dtype == PACKED and not self.is_one_span(unit)
         for pending in owed if in_spans else owed[:-1]:
@@ -181,8 +181,8 @@ class Update:
         minus: torch.Tensor | None = None,
         **how: Any,
     ) -> None:
-        """Updates and perturbs a packed unit, all as if it decayed; then what does not, from what it was. (`changed`
-        counts the former.)"""
+        """Updates and perturbs a packed unit as if all of it decayed; then redoes the spans without decay, from their
+        old values. (`changed` counts the former.)"""
         spared = [span for span in self.spans(unit, how.get("weight_decay", 0.0)) if not span.decays]
         parts = [self.codec.parts(w, unit.numel, span.begin, span.end) for span in spared]
         before = [torch.cat(views) for views in parts]
@@ -196,8 +196,8 @@ class Update:
                 view.copy_(part)
 
     def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any] | None = None) -> None:
-        """An update alone, on a unit that is here, plain or packed. decay: another than this run's. (What is unpacked
-        and packed again is counted in between: steps that packing loses are counted too.)"""
+        """Applies an update to a unit that is on the device, plain or packed. decay: overrides this run's. (For a unit
+        that is unpacked and packed, `changed` also counts changes that packing then loses.)"""
         changed, decay = self._count(unit, pending), decay or self.decay
         if w.dtype != PACKED:
             self._apply_plain(unit, w, pending, decay, changed)
@@ -221,7 +221,7 @@ class Update:
                 ops.zo_flat_(w[span.begin : span.end], None, None, step)
 
     def apply_to_rest(self, everywhere: bool = False) -> None:
-        """At the end of a sweep: what is owed to units that no pass has visited, or to all."""
+        """At the end of a sweep: applies owed updates to units that no pass has visited, or to all."""
         engine = self.model.engine
         for unit in self._own_units():
             owed = self.owed(unit)
@@ -237,7 +237,7 @@ class Update:
             engine.release(unit.index)
 
     def _go_home(self, unit: Unit) -> None:
-        """The unit here has had all updates; if that changed nothing (it is frozen), home is as good already."""
+        """Writes back a unit that has had all updates; not needed if they changed nothing (it is frozen)."""
         if self._must_go(unit):
             self.model.engine.commit(unit.index)
         self.at_home[unit.index] = len(self.waiting)
@@ -246,7 +246,7 @@ class Update:
         return any(span.trained for span in self.trained[unit.index]) or self.write_back.is_awaited(unit)
 
     def _count(self, unit: Unit, pending: Pending) -> torch.Tensor | None:
-        """Where to count the weights that this update moves: of the last update, once a unit."""
+        """The counter for weights that this update changes: only for the last update, once per unit."""
         if pending is not self.pending or unit.index in self.counted:
             return None
         self.counted.add(unit.index)
@@ -258,14 +258,14 @@ class Update:
             self.changed.zero_()
 
     def _forget(self) -> None:
-        """Updates that every home has had are not needed again."""
+        """Drops updates that every home has."""
         had = min(self.at_home[unit.index] for unit in self._own_units())
         self.waiting = self.waiting[had:]
         self.at_home = [0 if unit in self.elsewhere else count - had for unit, count in enumerate(self.at_home)]
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies what is owed everywhere; nothing is waiting afterwards."""
+        """Applies all owed updates; none is waiting afterwards."""
         if self.waiting:
             self._count_anew()
             with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
@@ -292,8 +292,8 @@ class Update:
     def replay(
         self, updates: list[tuple[Pending, float]], beside: Callable[[Unit, torch.Tensor], None] | None = None
     ) -> Iterator[Unit]:
-        """Applies known updates, each with its weight decay, and yields every unit that has had them all. `changed`
-        counts the last. beside: updates a unit whose updates are not ours; None: none of them has any."""
+        """Applies known updates, each with its weight decay, and yields every unit after its last update. `changed`
+        counts the last. beside: updates a unit in `elsewhere`; None: these have no updates."""
         engine = self.model.engine
         assert not self.waiting, "flush first"
         self.defer(updates[-1][0])

@@ -1,15 +1,15 @@
-"""What a step of zo asks of a machine, beside its forward passes (methods/work.py):
+"""The cost of a step of zo, beside its forward passes (methods/work.py):
 
-    touched    of a weight of w bytes at home, b in compute: with the update of the step before it is read and written;
-               each pair of passes reads it and writes two copies, w + 2 b
-    down       what was streamed; of blocks an EVERY-th part, while the GPU waits for the link (write_back.py)
+    touched    for a weight of w bytes at home, b in compute: the update of the step before reads and writes it; each
+               pair of passes reads it and writes two copies, w + 2 b
+    down       streamed units; of blocks an EVERY-th part, while the GPU waits for the link (write_back.py)
 
-Directions of low rank (low_rank/) leave the blocks alone: W is read by its product, and once per period it is read,
-written and goes home. Beside each product its input is read and its output written and read once more; a pass carries
+With low-rank directions (low_rank/) blocks have no copies: the product reads W, and once per period W is read, written
+and written back. Beside each product its input is read, and its output is written and read once more; a pass carries
 the rows of all its looks, so there are fewer launches.
 
-Noise costs arithmetic rather than bytes: counted as NOISE bytes per number drawn, which fits the steps of OPT-13B on an
-H200 (benchmarks/zo_h200_2026-11-16.md).
+Noise costs arithmetic rather than bytes: it is counted as NOISE bytes per number drawn, which fits the steps of OPT-13B
+on an H200 (benchmarks/zo_h200_2026-11-16.md).
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ NOISE = 1
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
-    """What a step asks of a machine."""
+    """The FLOPs, bytes and launches of a step."""
     from keyhole.methods.zo.write_back import EVERY, START
 
     own: ZOConfig = work.settings or ZOConfig()
@@ -43,7 +43,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     compute_s += found.touched / rates.device_memory
     waits = rates.gpu_bytes is not None and rates.link_seconds(home, home) * (1 - START) > compute_s
     every = own.write_back_every or (EVERY if waits else 1)
-    again = (every - 1) / 2 * (noise + 2 * at_home) * (blocks / max(1, at_home))  # updates that are made again
+    again = (every - 1) / 2 * (noise + 2 * at_home) * (blocks / max(1, at_home))  # recomputed updates
     return found.plus(down=home - blocks + blocks / every, touched=again)
 
 
@@ -62,6 +62,6 @@ def _low_rank_work(
     touched += 2 * folds * sum(unpacked_bytes(layout.units[i], room) for i in blocks)
     down = home_bytes(layout, streamed - set(blocks), room) + folds * home_bytes(layout, streamed & set(blocks), room)
     kept = 0 if own.fold else kept_terms(layout, own, work.steps)
-    found = found.plus(products=work.passes * work.tokens * kept)  # two operations per number; of a run, half of them
+    found = found.plus(products=work.passes * work.tokens * kept)  # two FLOPs per number, half of them on average
     found = replace(found, kernels=found.kernels / looks * 1.5, together=looks)
     return found.plus(touched=touched, down=down, host_bytes=4 * kept, saved_bytes=4 * kept)

@@ -1,31 +1,32 @@
-"""When a streamed unit goes home: after every step, or after every few.
+"""When a streamed unit is written back: after every step, or after every few.
 
-A step of zo changes every unit, so every unit would cross the link twice per step: up, and down. Both ways at once are
-slower than one (an H200: 55 GB/s up alone, 39 to 51 while the same comes down). But the host does not need the weights
-of each step: updates can be made again (update.py). A unit that stays away for n steps comes up as it was and gets n
-updates; the bytes, and the costs per element:
+A step of zo changes every unit, so every unit would cross the link twice per step: up, and down. Both directions at
+once are slower than one (an H200: 55 GB/s up alone, 39 to 51 with equal traffic down). But the host does not need the
+weights of each step: updates can be recomputed (update.py). A unit that is written back every n steps is uploaded with
+old weights and gets the updates that it lacks; the traffic and the cost per element:
 
     every step      1 up, 1 down        the fused pass
     every nth       1 up, 1 / n down    the fused pass, and (n - 1) / 2 updates more on average
 
-Units take turns, so that each step writes an nth of them. The others pay with GPU time, which is free only while the
-GPU waits for the link; so unless told otherwise we look at how much of a step it waited (offload/stalls.py):
+Units alternate, so that each step writes back an nth of them. The other units cost GPU time, which is free only while
+the GPU waits for the link. So by default we measure which share of a step it waited (offload/stalls.py):
 
     more than START of it                    every EVERY-th step
-    less than STOP, CALM times on end        every step again
+    less than STOP, CALM times in a row      every step again
 
-(A step in which the host was slow, because a kernel was compiled, say, is a calm one too: it is no reason.)
-An expert that no token of a step met (model/forward/experts.py) has no part in the losses, but in the update: MeZO's is
-that of all weights. It need not come for that: it is owed the update like any unit that stays away, and gets it when it
-is next met, or when it is owed UNMET of them. (An update of a unit on the GPU takes a twentieth to a fiftieth of the
-time that the unit takes over the link, up and down.)
+(A step in which the host was slow, for example because a kernel was compiled, has a small share too; hence CALM.)
+An expert without tokens in a step (model/forward/experts.py) has no part in the losses, but has one in the update:
+MeZO's update is of all weights. It need not be loaded for that: it is owed the update like any unit that is not written
+back, and gets it when it is next used, or when it is owed UNMET of them. (An update of a unit on the GPU takes a
+twentieth to a fiftieth of the time that the unit takes over the link, up and down.)
 
-Which one it is never shows in the weights: the same updates are applied in the same order. Only blocks wait. Table,
-head and spine go home every step: the table is read by rows on the host. So does a unit that a checkpoint waits for.
+The weights do not depend on this choice: the same updates are applied in the same order. Only blocks wait. Table, head
+and spine are written back every step, because the host reads rows of the table. So is a unit that a checkpoint waits
+for.
 
-A unit whose home several ranks share (one copy per machine) must not change while any of them uploads it. So it goes
-home only in a flush, every SHARED_EVERY steps, which all ranks make together: each writes its part of the units, while
-nobody uploads. That costs 1 / K of the model up and down per flush and rank, for K ranks.
+A unit whose home several ranks share (one copy per machine) must not change while any of them uploads it. So it is
+written back only in a flush, every SHARED_EVERY steps, which all ranks make together: each writes its part of the
+units, while none uploads. That costs 1 / K of the model up and down per flush and rank, for K ranks.
 """
 
 from keyhole.errors import UserError
@@ -40,7 +41,7 @@ START, STOP, CALM = 0.25, 0.02, 4
 
 
 class WriteBack:
-    """every: steps between two write-backs of a unit; None: decided while training."""
+    """every: steps between two write-backs of a unit; None: chosen during training."""
 
     def __init__(self, model: Model, every: int | None = None) -> None:
         if every is not None and every < 1:
@@ -52,13 +53,13 @@ class WriteBack:
         self.engine.stalls = Stalls("train" if self.decides else None)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Called at the beginning of a step."""
         waited = self.engine.stalls.take() if self.decides else None
         if waited is not None:
             self.learn(waited)
 
     def learn(self, waited: float) -> None:
-        """Of one step, the GPU waited for this share."""
+        """Records the share of one step that the GPU waited."""
         self.calm = self.calm + 1 if waited < STOP else 0
         if waited > START:
             self.every = EVERY
@@ -69,11 +70,11 @@ class WriteBack:
         return unit.index in self.patient
 
     def is_awaited(self, unit: Unit) -> bool:
-        """Whether somebody waits for the unit to come home."""
+        """Whether a checkpoint waits for the unit's home."""
         return self.engine.watch is not None and self.engine.watch.waits_for(unit.index)
 
     def is_due(self, unit: Unit, step: int) -> bool:
-        """Whether the unit is to go home with the update of this step."""
+        """Whether the unit is written back with the update of this step."""
         if unit.index in self.engine.shared:
             return False
         if not self.may_wait(unit) or self.is_awaited(unit):
@@ -81,13 +82,13 @@ class WriteBack:
         return (step + unit.index) % self.every == 0
 
     def brings(self, unit: Unit, step: int, owed: int) -> bool:
-        """Whether a unit that was not visited in a step comes for the updates that it is owed."""
+        """Whether a unit that was not visited in a step is loaded to apply its owed updates."""
         if unit.expert is None or not self.may_wait(unit) or self.is_awaited(unit):
             return self.is_due(unit, step)
         return owed >= UNMET and unit.index not in self.engine.shared
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         if not self.decides and (self.every == 1 or not self.patient):
             return []
         when = f"every {self.every} steps"

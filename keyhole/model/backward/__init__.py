@@ -1,15 +1,15 @@
-"""Gradients block by block, handed to a sink that keeps none.
+"""The backward pass block by block; each gradient is handed to a sink, and none is kept.
 
 reverse.py            the order of a step: forward, head, blocks in reverse, embedding, spine
-sink.py               what a method does with gradients
+sink.py               the interface through which a method receives gradients
 vocabulary.py         loss, and gradients of embedding and head, in chunks of the vocabulary
-tape.py               what the forward leaves behind so that blocks can be differentiated one at a time
-activation_store.py   block inputs in host memory meanwhile
-recompute.py          the second run of a block, whose linear layers offer their gradients factor by factor
-experts.py            gradients of experts that come one at a time
+tape.py               what the forward pass keeps so that blocks can be differentiated one at a time
+activation_store.py   block inputs in host memory between forward and backward pass
+recompute.py          recomputation of a block, whose linear layers offer their gradients as factors
+experts.py            gradients of experts that are loaded one at a time
 kept_blocks.py        blocks that keep all their activations, as many as fit
-recorded.py           small blocks as CUDA graphs; recorded_visits.py: which of them
-unit_gradients.py     where their gradients are meanwhile
-compiled.py, compiled_linear.py    the same for blocks that run through torch.compile
-memory.py             the bytes of all this
+recorded.py           small blocks as CUDA graphs; recorded_visits.py: which blocks
+unit_gradients.py     the buffer for the gradients of such blocks
+compiled.py, compiled_linear.py    recomputation and backward pass of blocks that run through torch.compile
+memory.py             the device bytes of the backward pass
 """

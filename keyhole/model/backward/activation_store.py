@@ -1,14 +1,14 @@
-"""Block inputs between forward and reverse, on the device or in host memory.
+"""Block inputs between forward and backward pass, on the device or in host memory.
 
 Each block's input is [tokens, width]. For 32 blocks of width 4096 and 4096 tokens in 16 bit that is 1 GiB, most of what
-is left on the GPU once gradients and optimizer state are gone. In host memory it costs two copies per block, which hide
-behind the block's own work: 34 MB take 0.6 ms on a fast link, the block about 10 ms.
+is left on the GPU once gradients and optimizer state are gone. In host memory it costs two copies per block, which
+overlap with the block's kernels: 34 MB take 0.6 ms on a fast link, the block about 10 ms.
 
-    put       compute stream -> side stream -> pinned buffer; the device copy is free as soon as the side stream is done
-    prefetch  pinned buffer -> a new device tensor, on the side stream, while the block above is being differentiated
+    put       D2H copy to a pinned buffer on a side stream; the device memory is free when that copy is done
+    prefetch  H2D copy to a new device tensor on the side stream, during the backward pass of the block above
     get       the compute stream waits for that copy
 
-Pinned buffers are reused from step to step. On a CPU there is no other memory to go to: tensors stay where they are.
+Pinned buffers are reused from step to step. On a CPU device tensors stay where they are.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 
 @dataclass
 class HostActivation:
-    """A tensor in host memory, and its device copy while it is on its way back."""
+    """A tensor in host memory, and its device copy once it is prefetched."""
 
     on_host: torch.Tensor
     device: torch.device
@@ -35,7 +35,7 @@ class ActivationStore:
         self.side = torch.cuda.Stream(device) if self.to_host else None
 
     def put(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
-        """Starts the way to the host; x itself where tensors stay."""
+        """Starts the D2H copy; returns x itself if to_host is False."""
         if not self.to_host:
             return x
         x = x.contiguous()
@@ -48,7 +48,7 @@ class ActivationStore:
         return HostActivation(host.view(x.shape), x.device)
 
     def prefetch(self, stored: HostActivation) -> None:
-        """Starts the way back. The copy's memory comes from the stream it is used on, which the copy waits for."""
+        """Starts the H2D copy into memory of the stream that uses it; the copy waits for that stream."""
         if stored.on_device is not None:
             return
         stored.on_device = torch.empty(stored.on_host.shape, dtype=stored.on_host.dtype, device=stored.device)
@@ -60,7 +60,7 @@ class ActivationStore:
         stored.on_device.record_stream(self.side)
 
     def get(self, stored: HostActivation, last: bool) -> torch.Tensor:
-        """The tensor on the device. last: its buffer may be used for another one."""
+        """The tensor on the device. last: its pinned buffer may be reused."""
         self.prefetch(stored)
         torch.cuda.current_stream(stored.device).wait_event(stored.arrived)
         x, stored.on_device = stored.on_device, None

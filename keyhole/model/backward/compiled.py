@@ -1,14 +1,15 @@
-"""Blocks that will be differentiated, through torch.compile: both runs of a block and its reverse.
+"""Blocks that will be differentiated, through torch.compile: forward, recomputation and backward pass.
 
-What torch.compile gains: model/forward/compile.py. Compiled here is
+The gain of torch.compile is explained in model/forward/compile.py. The compiled function is
 
     checkpoint(block.forward)
 
-so the compiled reverse holds the second run too, and leaves out of it what no gradient needs. Where all activations are
-kept (activations: none) it is block.forward alone, and what the reverse needs of it is saved. The block is an argument
-and its weights are inputs, so that all blocks of one kind share the code. The graph between forward and reverse holds
-its inputs and parameters. Saved tensors go through `pack` and `unpack`: a parameter is saved as itself, since its
-memory may be elsewhere by then (streamed weights), and an input may wait in host memory (activation_store.py).
+so the compiled backward pass contains the recomputation too, without the operations that no gradient needs. If all
+activations are kept (activations: none) the compiled function is block.forward, and its activations are saved. The
+block is an argument and its weights are inputs, so that all blocks of one kind share the code. The graph between
+forward and backward holds its inputs and parameters. Saved tensors go through `pack` and `unpack`: a parameter is saved
+by reference, since its memory may move until then (streamed weights), and an input may wait in host memory
+(activation_store.py).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +30,7 @@ def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The same under another name: torch finds compiled code by its function, and must not confuse the two."""
+    """The same under another name: torch caches compiled code per function, and must not confuse the two."""
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
 
 
@@ -42,13 +43,13 @@ def _kept_offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]
 
 
 class Compiled:
-    """Runs blocks compiled; one for all blocks of a model. keep: no second run. offer: the device on which linear
-    layers offer their gradients (compiled_linear.py); None where they do not."""
+    """Runs blocks compiled; one instance for all blocks of a model. keep: no recomputation. offer: the device on which
+    linear layers offer their gradients (compiled_linear.py); None if they do not."""
 
     def __init__(self, backend: str, changes: Changes, keep: bool = False) -> None:
         self.offer: torch.device | None = None
         prepare_compiling(changes)
-        changes.set(compiler("torch._functorch", "donated_buffer"), False)  # or no graph could be reversed twice
+        changes.set(compiler("torch._functorch", "donated_buffer"), False)  # else no graph could run backward twice
         chosen = (_kept_forward, _kept_offering_forward) if keep else (_forward, _offering_forward)
         self.run, self.run_offering = (torch.compile(f, backend=backend) for f in chosen)
 
@@ -57,12 +58,12 @@ class Compiled:
             return (self.run if self.offer is None else self.run_offering)(block, args, kwargs)
 
     def offering(self) -> AbstractContextManager[None]:
-        """A context in which the linear layers of a compiled block offer their gradients, if they are to."""
+        """A context in which the linear layers of a compiled block offer their gradients, if `offer` is set."""
         return nullcontext() if self.offer is None else linears_offer(self.offer)
 
 
 class Saved:
-    """What one visit of a block saved for its reverse: parameters as themselves, inputs by way of the store."""
+    """The tensors saved by one visit of a block: parameters by reference, inputs through the activation store."""
 
     def __init__(self, block: nn.Module, inputs: list[torch.Tensor], store: ActivationStore) -> None:
         self.params = {p.data_ptr(): p for p in block.parameters()}
@@ -73,7 +74,7 @@ class Saved:
     def pack(self, x: torch.Tensor) -> Any:
         address = x.data_ptr()
         param = self.params.get(address)
-        if param is not None and param.shape == x.shape and param.stride() == x.stride():  # and not its transpose
+        if param is not None and param.shape == x.shape and param.stride() == x.stride():  # not its transpose
             return param
         if address in self.inputs and isinstance(stored := self.store.put(x.detach()), HostActivation):
             self.on_host.append(stored)

@@ -1,18 +1,18 @@
-"""The linear layer of recompute.py for compiled blocks: it offers its gradient in the middle of a compiled reverse.
+"""The linear layer of recompute.py for compiled blocks: it offers its gradient inside a compiled backward pass.
 
-torch.compile sees two operations that it does not look into:
+torch.compile sees two opaque custom operations:
 
     linear(x, w, b)              y = x w^T + b
     linear_reverse(dy, x, w)     dx = dy w; then dy and x go to the current receiver, and w may change in place
 
-The reverse is one operation, so that w cannot change before dx has been computed from it. It is declared to change w:
-otherwise the compiler could move another reading of w, the product of the block's second run, behind it. Inductor then
-hands over w itself, in place; where w is read later on, it hands over a copy, and the receiver, which knows a weight by
-its address, refuses it (reverse.py) rather than update the copy. PyTorch before 2.13 cannot trace a reverse that is
-declared to change a parameter; there nothing is declared, and the order of the graph is what keeps readings of w before
-its change (compiled blocks are compared with plain ones by the tests). The reverse has a second result, the "gradient"
-of an anchor: a zero that every linear layer has as an input. Because of it the operation is never dropped as useless,
-even where dx is not needed. The weight itself gets no gradient.
+The backward is one operation, so that w cannot change before dx has been computed from it. It is declared to mutate w:
+otherwise the compiler could move another read of w, the product of the block's recomputation, behind it. Inductor then
+passes w itself, in place. If w is read later on, Inductor passes a copy, and the receiver, which identifies a weight by
+its address, raises an error (reverse.py) rather than update the copy. PyTorch before 2.13 cannot trace a backward that
+is declared to mutate a parameter; there nothing is declared, and only the order of the graph keeps reads of w before
+its change (tests compare compiled blocks with plain ones). The backward has a second result, the "gradient" of an
+anchor: a zero that is an input of every linear layer. Because of it the operation is never removed as dead code, even
+if dx is not needed. The weight itself gets no gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,8 +77,8 @@ def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def linears_offer(device: torch.device) -> Iterator[None]:
-    """A context for both runs of a compiled block, in which linear layers are the operations above."""
-    if device not in _anchors:  # not by the compiled code itself
+    """A context for forward and recomputation of a compiled block, in which linear layers are the operations above."""
+    if device not in _anchors:  # must not be created inside compiled code
         _anchors[device] = torch.zeros(1, device=device, requires_grad=True)
     before, nn.Linear.forward = nn.Linear.forward, _forward
     try:
@@ -89,7 +89,7 @@ def linears_offer(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def offers_go_to(receiver: Receiver) -> Iterator[None]:
-    """A context for the reverse of such a block, in which its offers go to `receiver`."""
+    """A context for the backward pass of such a block, in which its offers go to `receiver`."""
     _receivers.append(receiver)
     try:
         yield

@@ -1,21 +1,22 @@
-"""Gradients of experts, one expert at a time: what is on the device are its two matrices, and one gradient.
+"""Gradients of experts, one expert at a time: only its two matrices and one gradient are on the device.
 
-Autograd would keep every expert that a block's second run has used until the block's reverse is over. Here the layer is
-one node of the graph that keeps no weight: x and the router's weights r are saved, and experts are brought in for the
-reverse, in descending order, where each is run once more. In most blocks nothing needs the result of the layer's second
-run, and it is left out (recompute.py); else experts come for it too, in ascending order. For the tokens M of expert e,
-u = up_e(x), h = act(u), y = down_e(h), and the gradient g of the sum:
+Autograd would keep every expert used in the recomputation of a block until the block's backward pass is over. Here the
+layer is one autograd node that keeps no weights: it saves x and the router's weights r. In the backward pass experts
+are loaded in descending order, and each is run again. In most blocks nothing needs the layer's output during
+recomputation, so it is skipped (recompute.py); else experts are also loaded for it, in ascending order. For the tokens
+M of expert e, u = up_e(x), h = act(u), y = down_e(h), and the gradient g of the sum:
 
     dr = sum_H(g y)     dy = r g     dh = dy W_down     dW_down = dy^T h
                         du = act'(u) dh     dx = du W_up     dW_up = du^T x
 
-The gradient of a matrix is offered to the sink by its factors, as that of a linear layer is (recompute.py), if it is
-complete: one micro-batch, one call of the layer. Else gradients are added up, per expert, until the last micro-batch;
-that takes the memory of the gradients of one block. An expert that no token met has a gradient of zero, and is brought
-in only if that moves it (`Sink.unmet`: weight decay). Biases of experts belong to the spine; autograd adds up theirs.
+If the gradient of a matrix is complete (one micro-batch, one call of the layer), it is offered to the sink as its
+factors, like that of a linear layer (recompute.py). Else gradients are summed per expert until the last micro-batch;
+this takes the memory of the gradients of one block. An expert that received no token has a gradient of zero, and is
+loaded only if that changes its weights (`Sink.unmet`: weight decay). Biases of experts belong to the spine; autograd
+sums their gradients.
 
-For a sink that wants whole stacks (by_expert is False) the same node fills a gradient of the whole stack; such a model
-is never cut into experts. What is differentiated by autograd alone, outside of a reverse, is Transformers' own layer.
+For a sink that needs whole stacks (by_expert is False) the same node fills a gradient of the whole stack; such a model
+is never cut into experts. Outside of a backward pass of Reverse, autograd differentiates Transformers' own layer.
 Legend: T tokens, H width, M tokens of one expert, k experts per token.
 """
 
@@ -37,16 +38,16 @@ Units = list[list[Unit]] | None
 
 
 class ExpertGradients:
-    """Runs modules of experts with a graph, and hands their gradients to the sink of a reverse."""
+    """Runs modules of experts with a graph, and hands their gradients to the sink of a backward pass."""
 
     def __init__(self, reverse: Any) -> None:
         self.reverse, self.model = weakref.proxy(reverse), reverse.model
         self.tensor = {id(t.param): t for t in self.model.layout.tensors}
-        self.calls: Counter[int] = Counter()  # of a module, in the run that is differentiated next
-        self.counts: Counts | None = None  # of the run at work, and which of its calls is left out (recompute.py)
+        self.calls: Counter[int] = Counter()  # calls per module, in the run that is differentiated next
+        self.counts: Counts | None = None  # of the current run; leave_out: the call that is skipped (recompute.py)
         self.leave_out: int | None = None
-        self.sums: dict[str, torch.Tensor] = {}  # gradients of the block at work that are not complete, by expert
-        self.received: set[str] = set()  # experts of the block at work whose gradient was handed over
+        self.sums: dict[str, torch.Tensor] = {}  # incomplete gradients of the current block, by expert
+        self.received: set[str] = set()  # experts of the current block whose gradient was handed over
         self.unit_of = {u.tensors[0].expert(u.expert).name: u for u in self.model.layout.units if u.expert is not None}
 
     def run(
@@ -68,7 +69,7 @@ class ExpertGradients:
 
     @contextmanager
     def held(self, experts: Experts, units: Units, sides: tuple[int, ...], expert: int) -> Iterator[list[Any]]:
-        """(as stored, in the dtype of compute) of matrices of an expert, which are on the device within."""
+        """(as stored, in the dtype of compute) for each matrix of an expert; on the device within the context."""
         if units is None:
             bound = [experts.stacks[side] for side in sides]
             yield [(self._stored(stack)[expert], stack.data[expert]) for stack in bound]
@@ -94,7 +95,7 @@ class ExpertGradients:
     def offer(
         self, experts: Experts, stack: nn.Parameter, expert: int, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> None:
-        """Takes the gradient a^T b of a matrix that is here, and hands it on if it is complete."""
+        """Takes the gradient a^T b of a matrix that is on the device, and hands it over if it is complete."""
         reverse, tensor = self.reverse, self.tensor[id(stack)].expert(expert)
         once = self.calls[id(experts.module)] <= 1
         if once and reverse._visited_once and reverse._sink.linear(tensor, w, a, b):
@@ -121,8 +122,8 @@ class ExpertGradients:
 
     @torch.no_grad()
     def finish_block(self, tensors: list[FlatTensor]) -> None:
-        """No gradient of the block is still to come: hands over what is left, and zero for experts that nobody met,
-        where that changes them. tensors: the stacks of the block."""
+        """Called after the last gradient of the block: hands over the remaining sums, and zero for experts that
+        received no token, if that changes them. tensors: the stacks of the block."""
         if self.by_expert:
             for stack in tensors:
                 for expert in range(stack.experts) if stack.param.requires_grad else ():
@@ -144,7 +145,7 @@ class ExpertGradients:
             engine.release(unit.index)
 
     def forget_calls(self, block: int) -> None:
-        """The block is about to be run again."""
+        """Called before the block is run again."""
         for experts in self.model.layout.experts:
             if self.tensor[id(experts.stacks[0])].block == block:
                 self.calls.pop(id(experts.module), None)
@@ -208,7 +209,7 @@ class _Layer(torch.autograd.Function):
 
 @contextmanager
 def _one_at_a_time(owner: ExpertGradients, experts: Experts, units: Units) -> Iterator[Callable]:
-    """weigh(side, expert): the matrix, for as long as no other is asked for."""
+    """weigh(side, expert): the matrix, valid until the next call."""
     before: list[Any] = []
 
     def leave() -> None:

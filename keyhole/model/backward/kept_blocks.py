@@ -1,12 +1,12 @@
-"""activations: auto. How many blocks can keep all their activations in the memory that is left.
+"""activations: auto. How many blocks can keep all their activations in the free memory.
 
-A block whose graph is kept is not run a second time: a quarter less work. The reverse begins with the last blocks, so
-theirs are kept for the shortest time. A step on batches of a new size keeps none; by the peak that it leaves behind,
+A block whose graph is kept is not recomputed: a quarter less work. The backward pass begins with the last blocks, so
+their graphs are kept for the shortest time. The first step on batches of a new size keeps none and measures its peak;
 
     blocks kept from the next such step on = SHARE x (limit - peak) / bytes of the activations of one block
 
-The limit is the budget, or what is free on the device. The bytes of one block are those of memory.py. A block gives the
-same bits either way, so this may depend on memory.
+The limit is the budget, or the free memory of the device. The bytes of one block are those of memory.py. A block gives
+the same bits either way, so this choice may depend on memory.
 """
 
 import math
@@ -16,23 +16,23 @@ import torch
 from keyhole.model.backward.memory import HIDDEN, WIDE
 from keyhole.model.model import Model
 
-SHARE = 0.75  # activations are freed and made in pieces
+SHARE = 0.75  # below 1 because activations are freed and allocated in pieces
 
 
 class KeptBlocks:
-    """Chooses from which block on graphs are kept."""
+    """Chooses the first block that keeps its graph."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.first: dict[int, float] = {}  # by the number of tokens; nan: known after this step
+        self.first: dict[int, float] = {}  # by the number of tokens; nan: will be known after this step
         blocks = model.layout.of_kind("block")
         wide = max((max(t.shape[-2:]) for u in blocks for t in u.tensors if len(t.shape) > 1), default=0)
         self.bytes_per_token = model.dtype.itemsize * (HIDDEN * model.layout.table.shape[1] + WIDE * wide)
 
     def first_kept(self, tokens: int) -> float:
-        """The first block that keeps its graph in a step on so many tokens."""
+        """The first block that keeps its graph in a step on this number of tokens."""
         model = self.model
-        if model.device.type != "cuda" or model.engine.streamed:  # a streamed block is elsewhere by its reverse
+        if model.device.type != "cuda" or model.engine.streamed:  # a streamed block has moved by its backward pass
             return math.inf
         if tokens not in self.first:
             self.first[tokens] = math.nan

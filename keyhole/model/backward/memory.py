@@ -1,22 +1,22 @@
 """Bytes on the device of methods that differentiate block by block (model/backward/reverse.py), from shapes alone.
 
-For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, width H, widest matrix side W:
+For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, width H, widest matrix side W:
 
     homes        the spine and every resident unit                                          b x their elements
-    slots        of the block at work, of the next one, and one more                        2 k + 1 units, k a block
-                 where experts are units: of an expert, and of the next one                 k + 4, if that is more
-    gradients    one matrix and its neighbour on the way; with m > 1 those of one block     b x ...
+    slots        for the current block, for the next one, and one more                      2 k + 1 units, k per block
+                 where experts are units: for an expert, and for the next one               k + 4, if that is more
+    gradients    one matrix and its neighbour in flight; with m > 1 those of one block      b x ...
                  (lsp: methods/lsp/memory.py)
-    kept         block inputs: L m M H on the device, or three of them when they wait in host memory
-    activations  of one block that is run again with its graph                              b M (HIDDEN H + WIDE W)
+    kept         block inputs: L m M H on the device, or three of them if they wait in host memory
+    activations  of one block that is recomputed with its graph                             b M (HIDDEN H + WIDE W)
     logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
-    workspace    what cuBLAS reserves
-    updates      adam-offload: what is on its way through its lane (methods/adam_offload/lane.py), and masters that land
+    workspace    reserved by cuBLAS
+    updates      adam-offload: buffers of its lane (methods/adam_offload/lane.py), and master weights being uploaded
 
 A pre-norm block with a gated MLP saves, in H-wide tensors, two norms in fp32 with their inputs and outputs, queries,
 keys and values before and after rotation, and the attention's output; in W-wide ones gate, up, activation and product,
 with two gradients of them in flight. HIDDEN and WIDE count these, as measured on Llama shapes.
-Activations and logits are never alive together.
+Activations and logits are never allocated at the same time.
 """
 
 from collections import Counter
@@ -58,13 +58,13 @@ class ReverseBytes:
 
 
 def slot_count(layout: Layout) -> int:
-    """All units of a block are needed at once, and of its experts one; those of the next are on their way meanwhile."""
+    """All units of a block are needed at once, of its experts one; the units of the next block are prefetched."""
     own = of_a_block(layout)
     return max(2 * own + 1, own + 2 * HELD) if layout.has_expert_units else 2 * own + 1
 
 
 def of_a_block(layout: Layout) -> int:
-    """Units of a block, without those of experts."""
+    """Number of units of a block, without those of experts."""
     if not layout.has_expert_units:
         return -(-len(layout.of_kind("block")) // max(1, layout.block_count))
     own = Counter(unit.block for unit in layout.of_kind("block") if unit.expert is None)
@@ -82,7 +82,7 @@ def reverse_bytes(
     workspace_bytes: int,
     updates: int = 0,
 ) -> ReverseBytes:
-    """The device peak of a step. on_host: block inputs wait in host memory; updates: bytes of the method's own."""
+    """The device peak of a step. on_host: block inputs wait in host memory; updates: bytes that the method adds."""
     b, hidden = formats.dtype.itemsize, layout.table.shape[1]
     blocks = layout.of_kind("block")
     matrices = [t for u in blocks for t in u.tensors if len(t.shape) > 1]

@@ -1,17 +1,17 @@
-"""The second run of a block, with linear layers whose weight gradient is used where it is made.
+"""The recomputation of a block, with linear layers whose weight gradient is used as soon as it is computed.
 
     y = x W^T + b        dx = dy W        dW = dy^T x
 
-Autograd returns dW as a tensor of W's size, and keeps it until all of the block is done. Here the backward of a linear
-layer first computes dx, then offers the factors (dy, x) to a receiver, which may add dy^T x straight into W, or make dW
-in a buffer that the next layer uses again. If the receiver declines, dW is made the ordinary way.
+Autograd returns dW as a tensor of W's size, and keeps it until the whole block is done. Here the backward of a linear
+layer first computes dx, then offers the factors (dy, x) to a receiver, which may add dy^T x directly to W, or compute
+dW in a buffer that the next layer reuses. If the receiver declines, dW is returned to autograd as usual.
 
-The output of the last product of a second run is of no interest: backward needs only what later operations *save*, and
-after the last product of most blocks nothing is saved (a residual is added, and that is all). `Recompute` learns in the
-first reverse which call of a linear layer that is, and from then on leaves that product out: a fifth of the work of the
-second run of a Llama block. It counts what is saved in every run; if something is saved after that call, the block is
-run once more with nothing left out. A layer of experts (experts.py) counts as one product: where it is the last, its
-experts need not come for the second run.
+The last product of a recomputation is often unnecessary: the backward pass needs only tensors that later operations
+*save*, and after the last product of most blocks nothing is saved (only a residual is added). `Recompute` learns in the
+first backward pass which call of a linear layer that is, and skips this product from then on: a fifth of the
+recomputation of a Llama block. It counts the saved tensors in every run; if something is saved after that call, the
+block is run once more with nothing skipped. A layer of experts (experts.py) counts as one product: if it is the last,
+its experts need not be loaded for the recomputation.
 Legend: M tokens, O outputs, I inputs.
 """
 
@@ -54,34 +54,34 @@ class _Linear(torch.autograd.Function):
 
 
 class _Call:
-    """One call of a layer: where its gradient goes, and whether its product is left out."""
+    """One call of a layer: the receiver of its gradient, and whether its product is skipped."""
 
     def __init__(self, receiver: Receiver, leave_out: bool, counts: "Counts") -> None:
         self.receiver, self.leave_out, self.counts = receiver, leave_out, counts
 
     def offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """A weight that is used twice has two such gradients, neither of which is complete."""
+        """A weight that is used twice has two such products, neither of which is its complete gradient."""
         return self.receiver(weight, dy_MO, x_MI, self.counts.uses[id(weight)] == 1)
 
 
 class Counted(Protocol):
-    """What runs layers of experts: where it counts its calls, and which of all calls is left out."""
+    """The object that runs layers of experts: it has the counts, and the index of the call that is skipped."""
 
     counts: "Counts | None"
     leave_out: int | None
 
 
 class Recompute:
-    """Runs one block again, its linear layers offering their gradients."""
+    """Recomputes one block, whose linear layers offer their gradients."""
 
     def __init__(self, block: nn.Module) -> None:
         self.layers = [m for m in block.modules() if type(m) is nn.Linear]
-        self.last_product: dict[bool, int | None] = {}  # the call that can be left out, by block.training
+        self.last_product: dict[bool, int | None] = {}  # the call that can be skipped, by block.training
         self.block = block
 
     def run(self, call: Callable[[], Any], receiver: Receiver, experts: "Counted | None" = None) -> Any:
-        """call(), with every linear layer offering its gradient to the receiver. experts: what runs layers of experts,
-        if there are any."""
+        """call(), with every linear layer offering its gradient to the receiver. experts: runs layers of experts, if
+        there are any."""
         mode = self.block.training
         leave_out, counts = self.last_product.get(mode), Counts()
         hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, _same)
@@ -116,7 +116,7 @@ class Recompute:
                     layer.forward = forward
 
     def wrapped(self, layer: Any, receiver: Receiver, leave_out: int | None, counts: "Counts") -> Callable:
-        """What a layer's forward is during such a run."""
+        """The forward of a layer during such a run."""
         return _forward(layer, receiver, leave_out, counts)
 
 
@@ -125,10 +125,10 @@ class Counts:
 
     def __init__(self) -> None:
         self.calls = self.saved = self.saved_before_last = self.saved_by_last = 0
-        self.uses: Counter[int] = Counter()  # of a weight
+        self.uses: Counter[int] = Counter()  # number of calls per weight
 
     def called(self, saves: int) -> int:
-        """Another product begins, which will save so many tensors; returns how many were before it."""
+        """Counts another product, which will save `saves` tensors; returns the number of products before it."""
         self.calls, self.saved_before_last, self.saved_by_last = self.calls + 1, self.saved, saves
         return self.calls - 1
 

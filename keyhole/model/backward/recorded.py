@@ -1,30 +1,30 @@
-"""One launch per block instead of hundreds: CUDA graphs of a block's forward, and of its second run with its reverse.
+"""One launch per block instead of hundreds: CUDA graphs of a block's forward, and of its recomputation and backward.
 
-A block's forward is some forty kernels, its reverse three times as many. With a small model or short sequences they are
-shorter than their launches by Python and autograd, and the host is the bound. So a block that is small enough is
-recorded once per shape of its inputs, and replayed from then on:
+A block's forward is some forty kernels, its backward three times as many. With a small model or short sequences the
+kernels take less time than their launches by Python and autograd, and the host is the bottleneck. So a block that is
+small enough is captured as a CUDA graph once per shape of its inputs, and replayed from then on:
 
     forward    static inputs -> static output, which is the next block's static input
     reverse    static inputs, gradient of the output -> gradient of the input; gradients of matrices in the buffer of
                unit_gradients.py; gradients of other parameters
 
-Both only read weights and write to memory of their own, so a recording can be tried beside the ordinary way: the first
-replay has to give the same bits, or that block is computed in the ordinary way from then on. Graphs change no number.
-Updates are not part of it: what a sink does with gradients (rates, steps) changes from step to step.
+Both only read weights and write to memory of their own, so the first replay can be compared with eager execution: it
+has to give the same bits, or that block runs eagerly from then on. Graphs change no number. Updates are not part of
+the graph, because the sink's use of gradients (rates, steps) changes from step to step.
 
-All graphs share one pool of memory for what they need while they run, so the next replay of any of them may write over
-it: whatever is used later is copied to a place outside of the pool, in the graph itself.
+All graphs share one memory pool for their temporaries, so the next replay of any graph may overwrite them. Results that
+are used later are therefore copied out of the pool, within the graph itself.
 
-What is recorded depends on addresses: weights, static inputs, the buffer. A resident block always has its own, a
-streamed one those of its slot. Of inputs, hidden states come from the block before, where they lie already; others
-(masks, rotary tables) are copied to a static place once per pass, not once per block. Gradients go from block to block
-through two places by turns.
+A graph is tied to the addresses of weights, static inputs and the buffer. A resident block always has the same
+addresses, a streamed one has those of its slot. Hidden states are already at a static address, where the block before
+wrote them; other inputs (masks, rotary tables) are copied to static memory once per pass, not once per block. Gradients
+go from block to block through two buffers that alternate.
 
-Not recorded: a block in training mode (its random numbers), one with inputs or outputs other than tensors and plain
-values, one whose gradients reach parameters outside of it, and what cannot be captured (reads by the host).
+Not captured: a block in training mode (random numbers), a block with inputs or outputs other than tensors and plain
+values, a block whose gradients reach parameters outside of it, and code that cannot be captured (host reads).
 
-Bytes per pass: the inputs of all blocks (they are kept between forward and reverse in any case) for the longest shape,
-twice a gradient of one of them, and in the graphs' pool one block's activations.
+Bytes per pass: the inputs of all blocks (which are kept between forward and backward in any case) for the longest
+shape, two gradients of such an input, and in the pool one block's activations.
 """
 
 import weakref
@@ -34,16 +34,16 @@ from typing import Any
 
 import torch
 
-from keyhole.model.forward.graphs import no_collection, signature_of, tensors_of
+from keyhole.model.forward.graphs import no_collection, pool_after_failure, signature_of, tensors_of
 
 Values = list[Any]
 MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
-MOST_PARAMETERS = 2**20  # whose gradients a recording keeps; those of linear layers go to the buffer
-SIGHTS = 2  # a recording is made when its turn comes for this time: before, libraries choose kernels and workspaces
+MOST_PARAMETERS = 2**20  # elements of parameter gradients per recording; those of linear layers go to the buffer
+SIGHTS = 2  # a call is captured the second time: in the first, libraries choose kernels and workspaces
 
 
 class _Recording:
-    """A graph, and what it writes."""
+    """A CUDA graph, and the tensors that it writes."""
 
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -51,7 +51,7 @@ class _Recording:
 
 
 class _Copied:
-    """A static place for an input, and what was last copied there."""
+    """Static memory for an input, and the tensor that was last copied there."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.place = value.detach().clone()
@@ -67,29 +67,31 @@ class _Copied:
 
 
 class RecordedBlocks:
-    """Records and replays what is done with blocks."""
+    """Captures and replays the forward, the backward and the updates of blocks. turn: the index of the pass."""
 
     def __init__(self, device: torch.device, block_count: int) -> None:
         self.device, self.block_count = device, block_count
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-        self.recordings: dict[Hashable, _Recording | None] = {}  # None: the ordinary way
+        self.recordings: dict[Hashable, _Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
         self.copied: dict[Hashable, _Copied] = {}
-        self.places: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]: where results go
+        self.places: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]: static memory for results
         self.static: set[int] = set()  # addresses of results
-        self.why = ""  # the last time that something could not be recorded
+        self.why = ""  # the reason of the last capture that failed
 
-    # -- what is recorded ------------------------------------------------------------------------------------------
+    # -- what is captured ------------------------------------------------------------------------------------------
 
     def forward(
         self, turn: Hashable, block: int, values: Values, depends_on: Hashable, run: Callable[[Values], Any]
     ) -> Any:
-        """run(values), or what is the same. What is returned stays as it is until the next forward of the same turn.
-        depends_on: addresses of weights, and whatever else a recording depends on."""
+        """run(values), or the replay of it. The result is valid until the next forward of the same turn. depends_on:
+        addresses of weights, and whatever else the graph depends on."""
         kind = ("forward", turn, block, signature_of(values), depends_on)
         if not self._is_due(kind):
             return run(values)
         key = (kind, self._sources(values))
+        if self._is_full(key):
+            return run(values)
         if key not in self.recordings:
             expected = run(values)
             if signature_of(expected) is None:
@@ -97,6 +99,7 @@ class RecordedBlocks:
                 return expected
             places = self._places(("output", turn), block, self.block_count, tensors_of(expected))
             static = self._copied(turn, values)
+            key = (kind, self._sources(values))  # again: if `_places` had to grow, inputs have lost their static place
             found = self._capture(lambda: _into(places, run(static)))
             return self._checked(key, found, expected)
         self._copied(turn, values)
@@ -112,13 +115,15 @@ class RecordedBlocks:
         run: Callable[[Values, Values], tuple[Values, Values]],
         memory: list[torch.Tensor],
     ) -> tuple[tuple[Values, Values], bool]:
-        """run(values, grads), or what is the same, and whether run was not called. run returns the gradients of inputs
-        and of parameters, and writes to `memory`."""
+        """run(values, grads) or the replay of it, and whether it was replayed. run returns the gradients of inputs and
+        of parameters, and writes to `memory`."""
         kind = ("reverse", turn, block, signature_of([*values, *grads]), depends_on)
         if not self._is_due(kind):
             return run(values, grads), False
         of_grads = ("gradient", turn)
         key = (kind, self._sources(values), self._sources(grads))
+        if self._is_full(key):
+            return run(values, grads), False
         if key not in self.recordings:
             before = [flat.clone() for flat in memory]
             expected = run(values, grads)
@@ -130,6 +135,7 @@ class RecordedBlocks:
                 places = self._places(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
                 more = self._places(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
                 static = self._copied(turn, values), self._copied(of_grads, grads)
+                key = (kind, self._sources(values), self._sources(grads))  # again: see `forward`
 
                 def captured() -> tuple[Values, Values]:
                     of_inputs, of_parameters = run(*static)
@@ -148,11 +154,11 @@ class RecordedBlocks:
         return self._replay(key, lambda: run(values, grads)), replayed
 
     def update(self, depends_on: Hashable, run: Callable[[], None]) -> bool:
-        """run(), or what is the same; returns whether run was not called. There is nothing to compare with, as run
-        changes what it reads: it must launch kernels at addresses that are part of depends_on, and keep nothing that it
-        allocates."""
+        """run(), or the replay of it; returns whether it was replayed. The replay cannot be compared, because run
+        changes what it reads. So run must launch kernels at addresses that are part of depends_on, and keep nothing
+        that it allocates."""
         key = ("update", depends_on)
-        if not self._is_due(key):
+        if not self._is_due(key) or self._is_full(key):
             run()
             return False
         if key not in self.recordings:
@@ -163,16 +169,20 @@ class RecordedBlocks:
         self._replay(key, run)
         return True
 
-    # -- recording -------------------------------------------------------------------------------------------------
+    # -- capture and replay ----------------------------------------------------------------------------------------
 
     def _is_due(self, kind: Hashable) -> bool:
         if None in kind:
             return False
         self.seen[kind] += 1
-        return self.seen[kind] >= SIGHTS and len(self.recordings) < MAX_GRAPHS
+        return self.seen[kind] >= SIGHTS
+
+    def _is_full(self, key: Hashable) -> bool:
+        """Whether the table of recordings has no room for a new key."""
+        return key not in self.recordings and len(self.recordings) >= MAX_GRAPHS
 
     def _capture(self, run: Callable[[], Any]) -> _Recording | None:
-        """None: it cannot be recorded."""
+        """None: the capture failed."""
         one = _Recording()
         torch.cuda.synchronize(self.device)
         try:
@@ -184,11 +194,12 @@ class RecordedBlocks:
                     one.graph.capture_end()
         except RuntimeError as error:
             one, self.why = None, str(error).partition("\n")[0]
+            self.pool = pool_after_failure(self.device, self.pool)
         torch.cuda.synchronize(self.device)
         return one
 
     def _checked(self, key: Hashable, found: _Recording | None, expected: Any) -> Any:
-        """Keeps a recording that gives the expected bits, and returns its result."""
+        """Keeps a recording if its replay gives the expected bits, and returns its result."""
         self.recordings[key] = None
         if found is None:
             return expected
@@ -211,11 +222,11 @@ class RecordedBlocks:
     # -- static memory ---------------------------------------------------------------------------------------------
 
     def is_static(self, tensor: torch.Tensor) -> bool:
-        """Whether the next replay may write there."""
+        """Whether the next replay may overwrite this tensor."""
         return tensor.data_ptr() in self.static
 
     def _sources(self, values: Values) -> tuple[int, ...]:
-        """Per tensor the address, if a recording has written it there; else 0: it will be copied."""
+        """Per tensor its address if a replay has written it there; else 0: it will be copied to static memory."""
         return tuple(t.data_ptr() if self.is_static(t) else 0 for t in tensors_of(values))
 
     def _copied(self, turn: Hashable, values: Values) -> Values:
@@ -230,7 +241,7 @@ class RecordedBlocks:
         return found
 
     def _places(self, what: Hashable, row: int, rows: int, like: Values) -> list[torch.Tensor]:
-        """Static memory for the tensors of a result. If it has to grow, all recordings are dropped, since they know the
+        """Static memory for the tensors of a result. If it has to grow, all recordings are dropped, since they use the
         old addresses."""
         found = []
         for i, tensor in enumerate(like):
@@ -244,11 +255,11 @@ class RecordedBlocks:
         return found
 
     def forget(self) -> None:
-        """Drops all recordings, and the memory that they write to."""
+        """Drops all recordings, and their static memory."""
         torch.cuda.synchronize(self.device)
         for kept in (self.recordings, self.copied, self.places, self.static):
             kept.clear()
-        self.pool = torch.cuda.graph_pool_handle()  # the old one goes with its last graph
+        self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
 
 
 def _into(places: list[torch.Tensor], value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Which visits of blocks are recorded (recorded.py), and their reverse, in the place of Visit.reverse.
+"""Which visits of blocks run as CUDA graphs (recorded.py), and their backward pass, in place of Visit.reverse.
 
-A visit is recorded if it is a function of its inputs and weights (no mapping, no random numbers), if its block is small
-and used once per pass (a second visit would write its output over that of the first), and if the first reverse of the
-block, which always goes the ordinary way, gave gradients to no other parameters than its own. And the sink must be one
-whose `linear` can be recorded (sink.py: Recordable). Any other sink that takes gradients as tensors has UnitGradients
-in front of it.
+A visit is recorded (captured as a CUDA graph) if all of these hold. It is a function of its inputs and weights (no
+mapping, no random numbers). Its block is small and used once per pass (a second visit would overwrite the output of the
+first). The first backward pass of the block, which always runs eagerly, gave gradients only to the block's own
+parameters. The sink's `linear` can be recorded (sink.py: Recordable); any other sink that takes gradients as tensors is
+wrapped in UnitGradients.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 RunAgain = Callable[[int, Callable[[], Any]], Any]
-"""(block, call): runs a block again, its linear layers offering their gradients."""
+"""(block, call): recomputes a block, whose linear layers offer their gradients."""
 
 
 class RecordedVisits:
-    """Runs and reverses visits, recorded where that is possible."""
+    """Runs the forward and the backward pass of visits, recorded if possible."""
 
     def __init__(
         self, model: Model, blocks: list[nn.Module], units_of: dict[int, list[Unit]], recorded: RecordedBlocks
@@ -37,17 +37,17 @@ class RecordedVisits:
         self.units_of = units_of
         self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
         self.own = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
-        self.reached: dict[int, set[int]] = {}  # by block: parameters with a gradient in its first reverse
-        self.offers: dict[Any, list[FlatTensor]] = {}  # of a reverse that may be recorded, by what it depends on
-        self.visited: set[tuple[int, int]] = set()  # passes and blocks of this forward
-        self.repeats = False  # a block is used twice in a pass
-        self._reaching: set[int] | None = None  # of `reached`, while it is being filled
-        self._offering: list[FlatTensor] | None = None  # of `offers`, likewise
+        self.reached: dict[int, set[int]] = {}  # by block: parameters that got a gradient in its first backward pass
+        self.offers: dict[Any, list[FlatTensor]] = {}  # accepted offers of a recordable backward, by its dependencies
+        self.visited: set[tuple[int, int]] = set()  # (pass, block) of this forward pass
+        self.repeats = False  # whether a block is used twice in a pass
+        self._reaching: set[int] | None = None  # the entry of `reached` that is being filled
+        self._offering: list[FlatTensor] | None = None  # the entry of `offers` that is being filled
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def are_small(self, batches: list[DeviceBatch]) -> bool:
-        """Whether every block is, in every pass."""
+        """Whether every block is small in every pass."""
         largest = max(self.numel_of.values(), default=0)
         return all(2 * largest * one.inputs["input_ids"].numel() <= SMALL_FLOP for one in batches)
 
@@ -56,7 +56,7 @@ class RecordedVisits:
         return hidden is not None and 2 * self.numel_of[block] * hidden.numel() // hidden.shape[-1] <= SMALL_FLOP
 
     def first_run(self, visit: Visit, values: list[Any]) -> Any:
-        """The forward of a block, and what it wrote into mappings."""
+        """The output of a block, and what it wrote into mappings."""
         here = (visit.index, visit.block)
         self.repeats = self.repeats or here in self.visited
         self.visited.add(here)
@@ -67,7 +67,7 @@ class RecordedVisits:
     # -- reverse ---------------------------------------------------------------------------------------------------
 
     def front_of(self, sink: Sink) -> Sink:
-        """What takes the gradients of a reverse for the sink."""
+        """The sink itself, or UnitGradients in front of it."""
         return sink if sink.by_factors or self.repeats else self.gathered.in_front_of(sink)
 
     def takes(self, visit: Visit, sink: Sink) -> bool:
@@ -89,35 +89,41 @@ class RecordedVisits:
         stored: dict[int, torch.Tensor],
         complete: Callable[[nn.Parameter], None],
     ) -> None:
-        """Differentiates the visit. stored: by id, the weights of the block's parameters; complete: is called when
+        """The backward pass of the visit. stored: by id, the weights of the block's parameters; complete: called after
         something was added to param.grad."""
         block, units = visit.block, self.units_of[visit.block]
         state = sink.state(units)
         depends_on, mark = None if state is None else (_addresses(visit), state), sink.mark()
+        noted = mark
 
         def run(values: list[Any], grads: list[Any]) -> tuple[list[Any], list[Any]]:
-            sink.rewind(mark)  # recording runs it twice
+            nonlocal noted
+            sink.rewind(mark)  # called twice when it is captured
             self._offering = self.offers[block, depends_on] = []
             try:
-                return visit.gradients(values, grads, self.own[block], lambda call: run_again(block, call))
+                found = visit.gradients(values, grads, self.own[block], lambda call: run_again(block, call))
             finally:
                 self._offering = None
+            noted = sink.mark()
+            return found
 
         grads, memory = visit.take_output_grads(), sink.memory(units)
         found, replayed = self.blocks.reverse(visit.index, block, visit.values, grads, depends_on, run, memory)
         if replayed:
             sink.replayed([(tensor, stored[id(tensor.param)]) for tensor in self.offers[block, depends_on]])
+        else:
+            sink.rewind(noted)  # the second run, which is captured, may have been aborted
         for param, grad in zip(self.own[block], found[1], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
                 complete(param)
         for origin, grad in zip(visit.origins.values(), found[0], strict=True):
             if grad is not None:
-                below = isinstance(origin, tuple) and origin[0].block == block - 1  # it is used before the next one
+                below = isinstance(origin, tuple) and origin[0].block == block - 1  # used before it is overwritten
                 pass_on(origin, grad if below or not self.blocks.is_static(grad) else grad.clone())
 
     def note_gradient(self, param: nn.Parameter) -> None:
-        """Autograd has given the parameter a gradient, in the ordinary way."""
+        """Autograd has given the parameter a gradient, in an eager backward pass."""
         if self._reaching is not None:
             self._reaching.add(id(param))
 
@@ -127,16 +133,16 @@ class RecordedVisits:
             self._offering.append(tensor)
 
     def block_done(self) -> None:
-        """All visits of a block were reversed."""
+        """The backward pass of all visits of a block is done."""
         self._reaching = None
 
     def leave(self) -> None:
-        """The step is over, also after a failure."""
+        """The step is over, also after an error."""
         self._reaching = self._offering = None
         self.visited.clear()
         self.gathered.leave()
 
 
 def _addresses(visit: Visit) -> tuple[int, ...]:
-    """Where the weights of its block are."""
+    """The addresses of the weights of its block."""
     return tuple(param.data_ptr() for param in visit.module.parameters())

@@ -1,19 +1,19 @@
-"""Gradients of a model, one block at a time, none of them kept.
+"""The backward pass of a model, one block at a time, keeping no gradient.
 
-    forward    units come in order, all micro-batches run through each; block inputs are kept (tape.py)
+    forward    units arrive in order, all micro-batches run through each; block inputs are kept (tape.py)
     head       logits in chunks of the vocabulary: once for the loss, once more for gradients (vocabulary.py)
-    reverse    units come in reverse order; a block is run again, differentiated for every micro-batch, and its
-               gradients are handed to a *sink* (sink.py), complete, before the next block is brought in
-    embedding  its gradient is a few rows, spread into one chunk of the table at a time
-    spine      norms and other small tensors, used in many places, at the very end
+    reverse    units arrive in reverse order; a block is recomputed, differentiated for every micro-batch, and its
+               complete gradients are handed to a *sink* (sink.py) before the next block is loaded
+    embedding  its gradient is a few rows, scattered into one chunk of the table at a time
+    spine      norms and other small tensors that are used in many places, at the end
 
 So at any time the gradients of at most one block exist; with one micro-batch, and linear layers that offer their
 gradients (recompute.py), those of at most one matrix.
 
-Over the link per step: each block up twice, and down once if the sink changed it. Clipping by the exact global norm
-adds one more reverse, which changes nothing: up three times. Experts that are units of their own come and go inside a
-block (experts.py): those that tokens met twice up, and once more per further reverse; in the first step, and where a
-block saves something behind its experts, once more per reverse.
+Link traffic per step: each block twice H2D, and once D2H if the sink changed it. Clipping by the exact global norm
+adds one more backward pass, which changes nothing: three times H2D. Experts that are units of their own are loaded
+inside a block (experts.py): each expert that received tokens twice H2D, and once more per further backward pass; in the
+first step, and if a block saves tensors behind its experts, once more per backward pass.
 """
 
 import math
@@ -54,11 +54,11 @@ Turn = Callable[[int], AbstractContextManager[None]]
 
 
 class Reverse:
-    """Forward and reverse of the micro-batches of one step.
+    """Forward and backward pass of the micro-batches of one step.
 
-    activations: what is kept between the two (tape.py). fused: linear layers offer their gradients by their factors.
-    compiled: blocks run through torch.compile, by this backend (True: inductor). second_run: how they run again, where
-    fused.
+    activations: what is kept between the two (tape.py). fused: linear layers offer their gradients as factors.
+    compiled: blocks run through torch.compile, with this backend (True: inductor). second_run: makes the object that
+    recomputes a block, if fused.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Reverse:
         self.units_of = {i: [u for u in own if u.block == i] for i in range(len(self.blocks))}
         self.most_units = max(map(len, self.units_of.values()), default=0)
         _check(model, activations, self.units_of)
-        if model.device.type == "cuda":  # activations of many sizes come and go: pieces that fit nothing add up
+        if model.device.type == "cuda":  # activations of many sizes fragment the allocator's memory
             expandable_segments(model.changes)
         self.model, self.layout, self.activations, self.fused = model, model.layout, activations, fused
         backend = compiled if isinstance(compiled, str) else "inductor"
@@ -93,17 +93,15 @@ class Reverse:
             recorded = RecordedBlocks(model.device, len(self.blocks))
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded)
         self._sink: Sink | None = None
-        self._final = False  # what autograd has added up when it is done with this visit is the complete gradient
-        self._visited_once = False  # the block at work: a product that it offers is the complete gradient
-        self._stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, of the block at work
-        self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter, likewise
-        self._chunks: dict[
-            int, list[Unit]
-        ] = {}  # id(param) -> the units that hold its rows, while `walk` hands them over
-        self._offered: set[int] = set()  # parameters of it whose gradient a compiled reverse has offered
+        self._final = False  # after this visit param.grad holds the complete gradient
+        self._visited_once = False  # the current block is visited once: a product that it offers is complete
+        self._stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, for the current block
+        self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter, for the current block
+        self._chunks: dict[int, list[Unit]] = {}  # id(param) -> the units that hold its rows, during `walk`
+        self._offered: set[int] = set()  # parameters of the current block that a compiled backward has offered
         self._tensor = {id(t.param): t for t in self.layout.tensors}
         self.experts = ExpertGradients(self) if self.layout.experts else None
-        self._stacks: dict[int | None, list[FlatTensor]] = {}  # of experts, by block
+        self._stacks: dict[int | None, list[FlatTensor]] = {}  # stacks of experts, by block
         for tensor in self.layout.tensors:
             if tensor.experts:
                 self._stacks.setdefault(tensor.block, []).append(tensor)
@@ -113,15 +111,15 @@ class Reverse:
 
     @property
     def recorded(self) -> RecordedBlocks | None:
-        """Where launches are recorded; None: nowhere."""
+        """The CUDA graphs of blocks; None if there are none."""
         return None if self.visits is None else self.visits.blocks
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def sweep(self, reverses: int = 1, surveys: int = 0) -> Iterator[None]:
-        """A context for one step: a forward, and `reverses` times back through the model; in the last of them tables of
-        several chunks are surveyed so many times before."""
+        """A context for one step: a forward pass and `reverses` backward passes; in the last of them a table of several
+        chunks is first surveyed `surveys` times."""
         blocks = [u.index for u in self.layout.of_kind("block")]
         head = [u.index for u in self.layout.head_units]
         table = [u.index for u in self.layout.of_kind("table")]
@@ -145,21 +143,21 @@ class Reverse:
         loss_count: int | None = None,
         weight: float = 1.0,
     ) -> torch.Tensor:
-        """The mean loss over all trained tokens of all micro-batches, unread. turn: makes a context for each turn of
-        the pass of a micro-batch. loss_count, weight: see vocabulary.py."""
+        """The mean loss over all trained tokens of all micro-batches, on the device. turn: makes a context in which the
+        pass of a micro-batch is resumed. loss_count, weight: see vocabulary.py."""
         first_run = None if self.visits is None else self.visits.first_run
         first_kept = math.inf
         if self.kept is not None and not (self.visits is not None and self.visits.are_small(batches)):
             first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
         model, self.tape = self.model, Tape(self.activations, self.store, self.compiled, first_run, first_kept)
         self.spine = model.acquire_weights(self.layout.spine)
-        # compiled code cannot stop inside a block; ranks must visit the same units, whatever their tokens need
+        # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
         held: list[Unit] = []
 
         def release(next_unit: Unit | None) -> None:
             same_block = block_at_once and next_unit is not None and held and next_unit.block == held[0].block
-            if not same_block or next_unit is held[0]:  # the block again: a model may use one twice
+            if not same_block or next_unit is held[0]:  # the same block again: a model may use a block twice
                 for unit in held:
                     model.engine.release(unit.index)
                 held.clear()
@@ -172,7 +170,7 @@ class Reverse:
                 with turn(i):
                     resume(i)
 
-        if self.compiled is not None:  # with one micro-batch, what a linear layer offers is its complete gradient
+        if self.compiled is not None:  # with one micro-batch, the product that a linear layer offers is complete
             self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
         recording = self.tape.recording(self.blocks, lambda: model.conductor.current.index)
         with torch.enable_grad(), recording:
@@ -184,12 +182,12 @@ class Reverse:
     # -- reverse ---------------------------------------------------------------------------------------------------
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
-        """Hands every gradient of loss_scale * loss to the sink, once. last: the forward may be forgotten."""
+        """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
         self._sink, self.last = sink if self.visits is None else self.visits.front_of(sink), last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
         grads = self.vocabulary.reverse_head(self._turns(self.layout.head_units))
-        shared = self.tape.uses_graphs_between_blocks  # the end of the pass and a block may share a part of them
+        shared = self.tape.uses_graphs_between_blocks  # the end of the pass and a block may share a part of a graph
         for hidden_NH, grad_NH in zip(self.hidden, grads, strict=True):
             torch.autograd.backward(hidden_NH, grad_NH, retain_graph=shared or not last)
         grads.clear()
@@ -198,16 +196,16 @@ class Reverse:
         self._reverse_spine()
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """UserError where `walk` cannot go back from this loss."""
+        """UserError if `walk` cannot differentiate this loss."""
         if not self.model.is_plain or self.model.sharded:
             raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
         if not loss.requires_grad:
             raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
 
     def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True, in_chunks: bool = False) -> None:
-        """The same for a loss that was computed with the module itself, all of whose weights are at home: autograd
-        walks back in one go, and each gradient is handed over as soon as it is complete. in_chunks: a table, too, comes
-        in the chunks that its units hold, as in `reverse`."""
+        """Like `reverse`, for a loss that was computed with the module itself while all weights are at home: autograd
+        runs backward through the whole model, and each gradient is handed over as soon as it is complete. in_chunks: a
+        table is also handed over in the chunks that its units hold."""
         engine, units = self.model.engine, self.layout.units
         self._stored = {id(t.param): t.param.data for t in self.layout.tensors}
         self._sink, self._final = sink, True
@@ -257,7 +255,7 @@ class Reverse:
         assert not engine.held, "a block was not released"
 
     def _acquire_block(self, block: int) -> None:
-        """Brings the block's units in and points its parameters to them."""
+        """Loads the block's units and points its parameters to them."""
         for place, unit in enumerate(self.units_of[block]):
             stored = self.model.engine.acquire(unit.index, changes=self.trains)
             self.model.binding.bind(unit, self.model.in_compute_dtype(unit, stored, place), self.spine)
@@ -280,7 +278,7 @@ class Reverse:
         return accepted
 
     def _offer_at(self, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
-        """The same for a compiled block, which knows its weights by their addresses."""
+        """Like `_offer`, for a compiled block, which identifies its weights by their addresses."""
         param = self._param_at.get(w_OI.data_ptr())
         if param is None:
             raise UserError("compile: this model computes with a part or a copy of a weight; set compile=false")
@@ -292,7 +290,7 @@ class Reverse:
 
     @torch.no_grad()
     def _accumulated(self, param: nn.Parameter) -> None:
-        """Autograd has added to param.grad (or nothing, where an offer was accepted). If it is complete, it goes."""
+        """Hook: autograd has added to param.grad (or nothing, if an offer was accepted). Hands it over if complete."""
         if self.visits is not None:
             self.visits.note_gradient(param)
         if self._final and id(param) in self._stored and param.grad is not None:
@@ -304,13 +302,13 @@ class Reverse:
                 self._sink.gradient(self._tensor[id(param)], self._stored[id(param)], grad)
 
     def _release_block(self, block: int, done: bool) -> None:
-        """done: no gradient of the block is still to come."""
+        """done: no further gradient of the block will come."""
         if done and self.experts is not None:
             self.experts.finish_block(self._stacks.get(block, []))
         for unit in self.units_of[block]:
             if done:
                 for tensor in unit.tensors:
-                    if tensor.param.grad is not None:  # the last visit added nothing to it
+                    if tensor.param.grad is not None:  # the last visit added nothing to it, so the hook did not run
                         self._final = True
                         self._accumulated(tensor.param)
                 if self._sink.finished(unit):
@@ -321,8 +319,8 @@ class Reverse:
         self._offered.clear()
 
     def _turns(self, units: list[Unit]) -> list[HandOver]:
-        """What happens to the chunks of a table: surveys, where there are several and the sink asks for them, and the
-        handing over."""
+        """The functions that receive the chunks of a table, one visit of all chunks each: surveys, if there are several
+        chunks and the sink needs surveys, then the hand-over."""
         surveys = self._sink.surveys if len(units) > 1 else 0
         return [*(partial(self._survey_rows, turn) for turn in range(surveys)), self._hand_over_rows]
 
@@ -337,7 +335,7 @@ class Reverse:
 
     @torch.no_grad()
     def _survey_rows(self, turn: int, unit: Unit, stored: torch.Tensor, grad_RH: torch.Tensor | None) -> None:
-        """Shows a chunk of a table to the sink, and releases the unit."""
+        """Passes a chunk of a table to the sink's survey, and releases the unit."""
         if grad_RH is not None:
             self._sink.survey(chunk(unit), rows_view(unit, stored), grad_RH.contiguous(), turn)
         self.model.engine.release(unit.index)
@@ -347,7 +345,7 @@ class Reverse:
         engine, unit = self.model.engine, self.layout.spine
         stored = engine.acquire(unit.index, changes=self.trains)
         reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
-        if self.model.sharded:  # by any rank
+        if self.model.sharded:  # reached on any rank
             reached = set().union(*self.model.ranks.objects(reached))
         for tensor in unit.tensors:
             if tensor.name in reached:
@@ -359,7 +357,7 @@ class Reverse:
         engine.release(unit.index)
 
     def _forget(self) -> None:
-        """Drops graphs and gradients, also after a failure."""
+        """Drops graphs and gradients, also after an error."""
         self.tape, self.hidden = None, []
         self.vocabulary.forget()
         self._final = self._visited_once = False

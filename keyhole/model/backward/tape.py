@@ -1,25 +1,25 @@
-"""What a forward pass leaves behind so that its blocks can be differentiated one at a time.
+"""What a forward pass keeps so that its blocks can be differentiated one at a time.
 
-Autograd would walk back through the whole model in one go and keep every activation for it. Here the graph is cut at
-every block. In the forward pass a block runs without a graph; kept between forward and reverse (`activations`) are
+Autograd would differentiate the whole model at once and keep every activation for it. Here the graph is cut at every
+block. In the forward pass a block runs without a graph; `activations` says what is kept until the backward pass:
 
-    block    the block's inputs, on the device; the block is run again when its turn comes in reverse
-    host     the same, with the inputs in host memory meanwhile (activation_store.py)
-    none     the block's own graph: no second run, all activations in memory
-    auto     graphs of the last blocks, as many as fit; of the others their inputs, as in "block" (kept_blocks.py);
-             small blocks are recorded instead (recorded.py)
+    block    the block's inputs, on the device; the block is recomputed in the backward pass
+    host     the same, but the inputs wait in host memory (activation_store.py)
+    none     the block's own graph: no recomputation, all activations in memory
+    auto     the graphs of the last blocks, as many as fit, and the inputs of the others, as in "block"
+             (kept_blocks.py); small blocks run as CUDA graphs instead (recorded.py)
 
-or, where blocks are compiled (compiled.py), a graph of the block that holds no more than its inputs.
+or, for compiled blocks (compiled.py), a graph of the block that holds only its inputs.
 
-A block's outputs are handed on as fresh leaves, so what lies between two blocks (usually nothing: the next block gets
-that very tensor) is a small graph of its own, as are the embedding before the first block and the norm after the last.
-Reverse is then: gradients of a block's outputs in, gradients of its inputs out, added to the outputs they came from.
-All micro-batches can go through a block, in any order, before the block below it is differentiated.
+A block's outputs are passed on as new leaves. So the operations between two blocks (usually none: the next block gets
+the same tensor) form a small graph of their own, as do the embedding before the first block and the norm after the
+last. The backward pass of a block takes the gradients of its outputs, and adds the gradients of its inputs to the
+outputs that they came from. All micro-batches can pass a block, in any order, before the block below is differentiated.
 
-Some models hand tensors from block to block in a mapping that all of them are given (Gemma 3n and 4: keys and values
-that later blocks use again). What lies in it is an input of every block, and what a block writes into it an output.
+Some models pass tensors between blocks in a mapping that all blocks share (Gemma 3n and 4: keys and values that later
+blocks reuse). Its entries are inputs of every block, and what a block writes into it are outputs.
 
-A block that draws random numbers (dropout) starts its second run from the generator's state of the first.
+A block that draws random numbers (dropout) restores the generator's state of the first run for its recomputation.
 """
 
 import math
@@ -42,12 +42,12 @@ from keyhole.model.backward.compiled import Compiled, Saved
 
 ACTIVATIONS = ("none", "block", "host", "auto")
 Origin = tuple["Visit", int] | torch.Tensor
-"""Where an input came from: an output of a block, by its place among the outputs, or a graph between blocks."""
+"""Where an input came from: an output of a block, by its index among the outputs, or a graph between blocks."""
 
 
 @dataclass(frozen=True)
 class _Mapping:
-    """Stands where a mapping was among the arguments of a block."""
+    """Placeholder for a mapping among the arguments of a block."""
 
     index: int
 
@@ -60,13 +60,13 @@ class Visit:
         self.store, self.compiled, self.first_run = tape.store, tape.compiled, tape.first_run
         self.has_graph = block >= tape.first_kept or tape.compiled is not None
         self.saved: Saved | None = None
-        self.origins: dict[int, Origin] = {}  # of the inputs that want a gradient, by their place among the inputs
-        self.outputs: list[TensorWeakRef] = []  # as the model got them; those it dropped are gone
-        self.graph: list[GradientEdge | None] = []  # where their graph begins, if it is kept: edges hold no tensor
+        self.origins: dict[int, Origin] = {}  # of the inputs that need a gradient, by their index among the inputs
+        self.outputs: list[TensorWeakRef] = []  # as the model received them; weak, so the model may drop them
+        self.graph: list[GradientEdge | None] = []  # their gradient edges, if the graph is kept; edges hold no tensor
         self.random: Any = None
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs the block for the first time; returns its output, cut off."""
+        """Runs the block for the first time; returns its output, detached."""
         shared = [x for x in (*args, *kwargs.values()) if type(x) in (dict, UserDict)]
         self.mapping_types = [type(mapping) for mapping in shared]
         if shared:
@@ -100,7 +100,7 @@ class Visit:
         return self._run(values)[0]
 
     def _run(self, values: list[Any]) -> tuple[Any, list[dict[Any, Any]]]:
-        """The block's output, and what it wrote into the mappings that it was given; it gets copies of them."""
+        """The block's output, and what it wrote into its mappings, of which it gets copies."""
         args, kwargs, entries = tree_unflatten(values, self.spec)
         copies = [kind(one) for kind, one in zip(self.mapping_types, entries, strict=True)]
         args = [copies[x.index] if isinstance(x, _Mapping) else x for x in args]
@@ -135,7 +135,7 @@ class Visit:
         return tree_unflatten(values, spec)
 
     def restart(self) -> None:
-        """Forgets gradients, before another reverse."""
+        """Drops gradients, before another backward pass."""
         self.output_grads: list[torch.Tensor | None] = [None] * len(self.outputs)
         for ref in self.outputs:
             if (leaf := ref()) is not None:
@@ -147,7 +147,7 @@ class Visit:
         self.output_grads[output] = grad if before is None else before + grad
 
     def take_output_grads(self) -> list[torch.Tensor | None]:
-        """The gradients of the outputs, once."""
+        """Returns and drops the gradients of the outputs."""
         for i, ref in enumerate(self.outputs):
             leaf = ref()
             if leaf is not None and leaf.grad is not None:
@@ -160,7 +160,7 @@ class Visit:
             return self._run(inputs)
 
     def prefetch(self) -> None:
-        """Starts to bring back what is in host memory."""
+        """Starts the H2D copies of inputs in host memory."""
         values = self.saved.on_host if self.saved is not None else [] if self.has_graph else self.values
         for value in values:
             if isinstance(value, HostActivation):
@@ -169,8 +169,8 @@ class Visit:
     def gradients(
         self, values: list[Any], grads: list[Any], parameters: list[nn.Parameter], run_again: Callable[[Callable], Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Of a plain visit: gradients of its inputs, in the order of `origins`, and of parameters (None: none), from
-        those of its outputs. `reverse` does the same by way of .grad."""
+        """For a plain visit: gradients of its inputs, in the order of `origins`, and of parameters (None: none), from
+        the gradients of its outputs. `reverse` does the same through .grad."""
         inputs = {i: values[i].detach().requires_grad_() for i in self.origins}
         again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
         outputs = [v for v in tree_flatten(again)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
@@ -182,8 +182,8 @@ class Visit:
         return list(found[: len(inputs)]), list(found[len(inputs) :])
 
     def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
-        """Differentiates the block, whose parameters are bound. run_again(call) runs the forward once more
-        (recompute.py). last: this visit will not be reversed again."""
+        """The backward pass of the block, whose parameters are bound. run_again(call) recomputes the forward
+        (recompute.py). last: this visit needs no further backward pass."""
         inputs, outputs = {}, self.graph
         if not self.has_graph:
             values = [self.store.get(v, last) if isinstance(v, HostActivation) else v for v in self.values]
@@ -207,7 +207,7 @@ class Visit:
 
 
 class _Entrance(torch.autograd.Function):
-    """Lets a tensor into a graph that does not keep it, and leaves its gradient in the visit."""
+    """Passes a tensor into a graph that does not keep it, and stores its gradient in the visit."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, visit: Visit, place: int) -> torch.Tensor:
@@ -221,7 +221,7 @@ class _Entrance(torch.autograd.Function):
 
 
 def pass_on(origin: Origin, grad: torch.Tensor) -> None:
-    """Adds a gradient to where the tensor came from."""
+    """Adds a gradient to the tensor's origin."""
     if isinstance(origin, tuple):
         visit, output = origin
         visit.add_grad(output, grad)
@@ -230,7 +230,7 @@ def pass_on(origin: Origin, grad: torch.Tensor) -> None:
 
 
 class Tape:
-    """The visits of all passes of one forward, in their order. A stop is a block with the visits of every pass."""
+    """The visits of all passes of one forward, in order. A stop is a block with the visits of every pass."""
 
     def __init__(
         self,
@@ -241,8 +241,8 @@ class Tape:
         first_kept: float = math.inf,
     ) -> None:
         self.store, self.compiled = store, compiled
-        self.first_kept = 0 if activations == "none" else first_kept  # blocks from this one on keep their graphs
-        self.first_run = first_run  # instead of Visit._run
+        self.first_kept = 0 if activations == "none" else first_kept  # this block and later ones keep their graphs
+        self.first_run = first_run  # replaces Visit._run
         self.stops: list[dict[int, Visit]] = []
 
     @contextmanager
@@ -274,12 +274,12 @@ class Tape:
 
     @property
     def uses_graphs_between_blocks(self) -> bool:
-        """Whether a block behind the first has inputs that other modules than blocks have made."""
+        """Whether a block other than the first has inputs that were computed outside of blocks."""
         visits = (visit for stop in self.stops[1:] for visit in stop.values())
         return any(isinstance(origin, torch.Tensor) for visit in visits for origin in visit.origins.values())
 
     def restart(self) -> None:
-        """Forgets all gradients, before another reverse."""
+        """Drops all gradients, before another backward pass."""
         for stop in self.stops:
             for visit in stop.values():
                 visit.restart()
@@ -295,7 +295,7 @@ def _random_state(device: torch.device) -> tuple[torch.device, torch.Tensor, tor
 
 @contextmanager
 def _replayed(state: Any) -> Iterator[None]:
-    """A context with the generators as they were then; afterwards they go on from where they are now."""
+    """A context in which the generators have an earlier state; afterwards they continue from their state now."""
     if state is None:
         yield
         return

@@ -1,17 +1,17 @@
-"""The gradients of one block side by side in one buffer, between the reverse sweep and a sink.
+"""One buffer for the gradients of a block, between the reverse sweep and a sink.
 
-A sink is offered the gradient of each linear layer by its factors (recompute.py) and usually makes the product in a
-buffer that the next layer uses again. What is recorded as a CUDA graph (recorded.py) must write to memory that stays
-where it is, and must not change weights. So for small blocks this stands between the two:
+A sink is offered the gradient of each linear layer as factors (recompute.py) and usually computes the product in a
+buffer that the next layer reuses. A CUDA graph (recorded.py) must write to fixed addresses, and must not change
+weights. So for small blocks UnitGradients stands between the two:
 
-    linear      product <- dy^T x, in the block's buffer; of further micro-batches added to it, as autograd would
+    linear      product <- dy^T x, in the block's buffer; products of further micro-batches are added, as in autograd
     finished    the sink gets each of these gradients, complete, in the order in which they came
 
-A sink whose updates are launches at fixed addresses, with its numbers (rate, step) on the device, can have them
-recorded as well: one launch for all matrices of a unit.
+If a sink's updates are kernels at fixed addresses, with their numbers (rate, step) on the device, they are captured as
+well: one launch for all matrices of a unit.
 
-Bytes: one block's gradients, at most FREE_SHARE of what is free; in a budget, which has no room for it, there are
-none. The numbers are those of the sink alone, so this may depend on memory.
+Bytes: one block's gradients, at most FREE_SHARE of the free memory. With a budget, which has no room for it, the buffer
+is not used. The sink computes the same numbers either way, so this choice may depend on memory.
 """
 
 from collections.abc import Hashable
@@ -27,7 +27,7 @@ FREE_SHARE = 1 / 16
 
 
 def block_bytes(layout: Layout, itemsize: int) -> int:
-    """Bytes of the gradients of the largest block; 0: there is none."""
+    """Bytes of the gradients of the largest block; 0 without blocks."""
     sizes: dict[int, int] = {}
     for unit in layout.of_kind("block"):
         sizes[unit.block] = sizes.get(unit.block, 0) + unit.numel * itemsize
@@ -35,7 +35,7 @@ def block_bytes(layout: Layout, itemsize: int) -> int:
 
 
 def has_room(model: Model) -> bool:
-    """Whether there is room for the gradients of a block."""
+    """Whether the gradients of a block fit in memory."""
     planned = model.placed is not None and model.placed.budget_bytes is not None
     if planned or model.device.type != "cuda":
         return False
@@ -44,7 +44,7 @@ def has_room(model: Model) -> bool:
 
 
 class UnitGradients:
-    """A sink in front of another one. The buffer holds one block: finish it before the next."""
+    """A sink in front of another sink. The buffer holds one block: finish it before the next."""
 
     accumulates, by_expert = True, False
 
@@ -52,26 +52,26 @@ class UnitGradients:
         self.recorded = recorded
         numel = block_bytes(layout, dtype.itemsize) // dtype.itemsize
         trains = any(tensor.param.requires_grad for tensor in layout.tensors)
-        self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.device)  # it is compared: no nan
+        self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.device)  # compared later: no nan
         begins: dict[int, int] = {}
         for unit in reversed(layout.of_kind("block")):
             begins[unit.block] = unit.start
         self.begin_of = {t.start: t.start - begins[u.block] for u in layout.of_kind("block") for t in u.tensors}
-        self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # of the block at work, with their weights
-        self.sink: Sink  # while a reverse lasts
+        self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # tensors of the current block, their weights
+        self.sink: Sink  # set during a backward pass
 
     @property
     def surveys(self) -> int:
         return self.sink.surveys
 
     def in_front_of(self, sink: Sink) -> "UnitGradients":
-        """Hands over to this sink from now on."""
+        """Sets the sink that receives the gradients from now on."""
         self.sink = sink
         self.received.clear()
         return self
 
     def leave(self) -> None:
-        """The reverse is over: the sink, which holds the reverse, is not held here."""
+        """The backward pass is over: drops the sink, which holds a reference to the Reverse."""
         self.received.clear()
         self.__dict__.pop("sink", None)
 
@@ -80,10 +80,10 @@ class UnitGradients:
         begin = self.begin_of[tensor.start]
         return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
 
-    # -- what recordings need to know (sink.py: Recordable) --------------------------------------------------------
+    # -- Recordable (sink.py) --------------------------------------------------------------------------------------
 
     def state(self, units: list[Unit]) -> Hashable:
-        """What the next products do: write, or add."""
+        """Whether the next products overwrite or add."""
         return tuple(self.received)
 
     def memory(self, units: list[Unit]) -> list[torch.Tensor]:
@@ -99,10 +99,10 @@ class UnitGradients:
         for tensor, w in offers:
             self.received[tensor.name] = (tensor, w)
 
-    # -- as a sink -------------------------------------------------------------------------------------------------
+    # -- Sink ------------------------------------------------------------------------------------------------------
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """The product, to its place."""
+        """Computes the product in its place in the buffer."""
         if tensor.start not in self.begin_of:
             return False
         if tensor.name in self.received:
@@ -113,7 +113,7 @@ class UnitGradients:
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """What is no product of a linear layer goes on at once, together with what is."""
+        """Passes a gradient that is no product of a linear layer on at once; adds such a product if there is one."""
         if self.received.pop(tensor.name, None) is not None:
             grad = grad + self.view(tensor)
         self.sink.gradient(tensor, w, grad)
@@ -122,7 +122,7 @@ class UnitGradients:
         self.sink.survey(tensor, w, grad, turn)
 
     def finished(self, unit: Unit) -> bool:
-        """Hands over what has come for the unit."""
+        """Hands over the gradients received for the unit."""
         inside = [one for one in self.received.values() if unit.start <= one[0].start < unit.stop]
         for tensor, _ in inside:
             del self.received[tensor.name]

@@ -1,17 +1,17 @@
 """Loss, and gradients of embedding and head, in chunks of the vocabulary.
 
-    loss       logits are computed chunk by chunk; per token the running (max, sum) is kept, and no logits
+    loss       logits are computed chunk by chunk; per token only the running (max, sum) is kept
     head       the same logits are computed again, a chunk at a time, now with a graph: (softmax - onehot) times the
-               weight of the token (objective.py) goes back to the hidden states, and to the rows of this chunk
-    embedding  a chunk's gradient is that of the tokens looked up in it, added up row by row. If the chunk is the head
+               weight of the token (objective.py) is differentiated with respect to hidden states and the chunk's rows
+    embedding  a chunk's gradient is that of the tokens looked up in it, summed row by row. If the chunk is the head
                too (tied), the head's part is added: its logits are computed a third time, so that the gradient of the
                full vocabulary never exists.
 
-Where the head stays on the device and few tokens are trained (answers of a word, short batches), the logits of the loss
-are kept with their graph, at most KEPT_BYTES of them, and nothing is computed again: the same bits, for a third of the
+If the head is resident and few tokens are trained (one-word answers, short batches), the logits of the loss are kept
+with their graph, at most KEPT_BYTES of them, and nothing is computed again: the same bits, with a third of the
 launches.
 
-A vocabulary of one chunk is differentiated by torch's own cross entropy, to its last bit.
+A vocabulary of one chunk uses torch's own cross entropy, with the same bits.
 Legend: N trained tokens of a pass, M all tokens of a pass, H width, R rows of a chunk of the vocabulary.
 """
 
@@ -34,12 +34,12 @@ from keyhole.ops.loss import RunningNLL
 KEPT_BYTES = 64 * 2**20  # of logits, in float32
 
 HandOver = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
-"""(unit, its stored memory, grad_RH): takes the gradient of a chunk, if there is one, and releases the unit."""
+"""(unit, its stored memory, grad_RH): receives the gradient of a chunk, if there is one, and releases the unit."""
 
 
 @dataclass
 class _Embedded:
-    """Rows of the table that a pass looked up, as a leaf, and their tokens."""
+    """Rows of the table that a pass looked up, as a leaf, and their token ids."""
 
     ids_M: torch.Tensor
     rows_MH: nn.Parameter
@@ -54,7 +54,7 @@ class _Logits:
 
 
 class VocabularyGradients:
-    """Embedding, loss and head of the passes of one step, forward and in reverse."""
+    """Embedding, loss and head of the passes of one step, in forward and backward pass."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.layout = model, model.layout
@@ -62,17 +62,17 @@ class VocabularyGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Drops everything of the last step."""
+        """Drops all tensors of the last step."""
         self.hidden: list[torch.Tensor] = []
         self.running: list[RunningNLL] = []
-        self.weights: list[torch.Tensor | None] = []  # of tokens in the loss, per pass; None: all 1
-        self.scales: list[torch.Tensor] = []  # the gradient of the loss by the nll of tokens: a scalar, or [N]
+        self.weights: list[torch.Tensor | None] = []  # weights of tokens in the loss, per pass; None: all 1
+        self.scales: list[torch.Tensor] = []  # d loss / d nll of tokens: a scalar, or [N]
         self.embedded: dict[int, _Embedded] = {}
-        self.labels: list[torch.Tensor] = []  # of a classifier, per pass
+        self.labels: list[torch.Tensor] = []  # labels of a classifier, per pass
         self.kept: dict[tuple[int, int], _Logits] = {}  # by unit and pass
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
-        """[M, H] rows of the table for a pass, a leaf where they are trained."""
+        """[M, H] rows of the table for a pass, as a leaf if they are trained."""
         rows_MH = self.model.table_rows(ids_M).to(self.model.dtype)
         if not self.layout.table.param.requires_grad:
             return rows_MH
@@ -89,7 +89,7 @@ class VocabularyGradients:
         weight: float = 1.0,
     ) -> torch.Tensor:
         """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass. loss_count:
-        of how many it is the mean, where these are not all; weight: what it and its gradients are multiplied by."""
+        the number to divide by, if it is not theirs; weight: multiplies the loss and its gradients."""
         self.hidden, self.spine, self.weight = hidden, spine, weight
         self.loss_count = loss_count or max(1, sum(b.loss_count for b in batches))
         if self.model.classifies:
@@ -119,7 +119,7 @@ class VocabularyGradients:
         return [state.nll_N() for state in self.running]
 
     def _keeps_logits(self) -> bool:
-        """Whether the head is here, in the dtype of compute, and its logits are few."""
+        """Whether the head is resident, in the dtype of compute, and its logits are few."""
         model, placed = self.model, self.model.placed
         moves = any(unit.index in model.engine.streamed for unit in self.layout.head_units) or model.sharded
         converts = model.formats.plain != model.dtype or model.formats.codec is not None or model.lens is not None
@@ -129,9 +129,9 @@ class VocabularyGradients:
         return few and not (moves or converts or budgeted)
 
     def _logits(self, weight_RH: torch.Tensor, hidden_NH: torch.Tensor, wants: tuple[bool, bool, bool]) -> _Logits:
-        """Of the rows that the head is bound to; wants: which leaves will be asked for their gradients. The rows may be
-        updated once the gradient of the hidden states is made: that of the rows does not need them, so autograd shall
-        not watch them (`.data`)."""
+        """Logits of the rows that the head is bound to; wants: which leaves need gradients. The rows may be updated
+        once the gradient of the hidden states is computed: their own gradient does not need them, so autograd must not
+        track their version (`.data`)."""
         head, bias = self.model.head, self.model.head.linear.bias
         x, leaf = hidden_NH.detach().requires_grad_(wants[0]), nn.Parameter(weight_RH.data, requires_grad=wants[1])
         bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])
@@ -139,20 +139,20 @@ class VocabularyGradients:
             return _Logits(head.logits(x), [x, leaf, bias])
 
     def restart(self, loss_scale: float) -> None:
-        """Before a reverse of loss_scale * loss."""
+        """Prepares a backward pass of loss_scale * loss."""
         scale = torch.ones((), device=self.model.device) * (loss_scale * self.weight) / self.loss_count
         self.scales = [scale if weight_N is None else scale * weight_N for weight_N in self.weights]
         for embedded in self.embedded.values():
             embedded.rows_MH.grad = None
 
     def reverse_head(self, turns: list[HandOver]) -> list[torch.Tensor]:
-        """Gradients of the hidden states, [N, H] per pass; gradients of an untied head are handed over on the way, made
-        anew for each of the turns. Of a classifier: gradients of the logits."""
+        """Gradients of the hidden states, [N, H] per pass. Gradients of an untied head are handed over on the way, and
+        computed again for each further one of the turns. For a classifier: gradients of the logits."""
         if self.model.classifies:
             passes = zip(self.hidden, self.labels, self.scales, strict=True)
             return [self.model.head.nll_grad(*one).to(one[0].dtype) for one in passes]
         units, bias = self.layout.head_units, self.model.head.linear.bias
-        bias_grad_V = None if bias is None else bias.new_zeros(units[-1].rows[1])  # at the moment it is that of a chunk
+        bias_grad_V = None if bias is None else bias.new_zeros(units[-1].rows[1])  # bias is bound to one chunk now
         trained = units[0].tensors[0].param.requires_grad and not self.layout.tied
         total: list[Any] = [None] * len(self.hidden)
         for unit in units:
@@ -171,7 +171,7 @@ class VocabularyGradients:
                 stored = self.model.engine.acquire(unit.index)
                 hand_over(unit, stored, self._head_rows_grad(unit, stored))
         if bias is not None and bias.requires_grad:
-            self.model.binding.enter_block(None)  # all of the bias again: a gradient must have its size
+            self.model.binding.enter_block(None)  # binds the whole bias again: its gradient must have its size
             bias.grad = bias_grad_V
         return [grad.to(hidden.dtype) for grad, hidden in zip(total, self.hidden, strict=True)]
 
@@ -184,7 +184,7 @@ class VocabularyGradients:
         return grad_RH
 
     def _head_grads(self, unit: Unit, p: int, weight_RH: torch.Tensor, wants: tuple[bool, bool, bool]) -> Any:
-        """Gradients of the loss of pass p through one chunk of logits: of hidden states, rows and bias."""
+        """Gradients of the loss of pass p through one chunk of logits, with respect to hidden states, rows and bias."""
         first, kept = unit.rows[0], self.kept.get((unit.index, p))
         if kept is None:
             self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
@@ -211,7 +211,7 @@ class VocabularyGradients:
 
     @torch.no_grad()
     def reverse_embedding(self, turns: list[HandOver]) -> None:
-        """Gradients of the table, chunk by chunk, after those of the first block; made anew for each of the turns."""
+        """Gradients of the table, chunk by chunk, after the first block's; computed again for each of the turns."""
         if not self.layout.table.param.requires_grad:
             return
         for hand_over in turns:
@@ -221,16 +221,16 @@ class VocabularyGradients:
                 hand_over(unit, stored, _add(head_RH, self._embedding_grad(unit)))
 
     def _embedding_grad(self, unit: Unit) -> torch.Tensor | None:
-        """[R, H]: the gradients of looked-up rows of this chunk, added up row by row."""
+        """[R, H]: the gradients of the rows of this chunk that were looked up, summed row by row."""
         first, end = unit.rows
         found = [e for e in self.embedded.values() if e.rows_MH.grad is not None]
         if not found:
             return None
         ids_M = torch.cat([e.ids_M for e in found]) - first
         grad_MH = torch.cat([e.rows_MH.grad for e in found])
-        if self.padding_idx is not None:  # as torch's own embedding: this row is not trained by being looked up
+        if self.padding_idx is not None:  # as in torch's own embedding: the lookup gives this row no gradient
             ids_M = torch.where(ids_M == self.padding_idx - first, end - first, ids_M)
-        ids_M = torch.where((ids_M < 0) | (ids_M >= end - first), end - first, ids_M)  # other chunks: one past the end
+        ids_M = torch.where((ids_M < 0) | (ids_M >= end - first), end - first, ids_M)  # other chunks: an extra row
         add_up = torch.ops.aten.embedding_dense_backward
         return add_up(grad_MH, ids_M, end - first + 1, -1, False)[: end - first]
 

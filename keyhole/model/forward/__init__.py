@@ -1,10 +1,10 @@
-"""Forward passes of the unmodified module over weights that come and go.
+"""Forward passes of the unmodified module while units are streamed.
 
-hooks.py        where the module's forward meets the engine
+hooks.py        where the module's forward calls the engine
 lockstep.py     several passes that advance together        generate.py    one pass
-evaluation.py   losses, likeliest tokens and logits         low_rank.py    layers with small matrices beside them
+evaluation.py   losses, likeliest tokens and logits         low_rank.py    linear layers with low-rank factors
 binding.py      what parameters point to                    head.py        hidden states -> logits, in chunks
 row_tiles.py, fused_relu.py, graphs.py, compile.py          blocks with less memory, fewer kernels, fewer launches
 experts.py      mixtures of experts, one expert at a time
-memory.py       the bytes of all this
+memory.py       the device bytes of forward passes
 """

@@ -1,9 +1,9 @@
-"""What parameters point to while units come and go.
+"""What parameters point to while units are streamed.
 
 An HF module reads its weights through `nn.Parameter` objects. Re-pointing one (`param.data = view`) takes a
 microsecond and moves nothing, so between two calls of a block its parameters can be pointed to other copies of the
-weights, perturbed or in another slot. The spine's parameters are pointed with them: those outside of blocks whenever a
-pass is resumed, those inside a block when the pass enters that block.
+weights, perturbed or in another slot. The parameters of the spine are re-pointed too: those outside of blocks whenever
+a pass is resumed, those inside a block when the pass enters that block.
 """
 
 import math
@@ -17,32 +17,32 @@ from keyhole.model.weights.homes import Homes, view
 
 
 def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
-    """[R, H]: the rows of a matrix that a unit holds (a chunk of a table, a tile), from its flat memory. Of an expert:
-    a stack of one."""
+    """[R, H]: the rows of a matrix that a unit holds (a chunk of a table, a tile), from its flat memory. For an expert:
+    a stack of one matrix."""
     first, last = unit.rows
     shape = (last - first, *unit.tensors[0].shape[1:])
     return flat[: math.prod(shape)].view(shape)
 
 
 class Binding:
-    """Points the parameters of a module into flat memory. keep_views: memory is reused, so views of it are too."""
+    """Points the parameters of a module into flat memory. keep_views: memory is reused, so views of it are cached."""
 
     def __init__(self, homes: Homes, head: Head, keep_views: bool) -> None:
         self.homes, self.layout, self.head, self.keep_views = homes, homes.layout, head, keep_views
-        self.spine: torch.Tensor  # what the spine's parameters point into, for the pass that runs
+        self.spine: torch.Tensor  # the memory that the spine's parameters point into, for the running pass
         blocks = (None, *range(self.layout.block_count))
         self.spine_of = {b: [t for t in self.layout.spine.tensors if t.block == b] for b in blocks}
         self._views: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def forget(self) -> None:
-        """Drops views, which keep the memory of an earlier method alive."""
+        """Drops cached views, which keep the memory of an earlier method alive."""
         self._views.clear()
         for tensor in filter(self.homes.is_apart, self.layout.tensors):
             tensor.param.data = tensor.param.data.new_empty(0)
 
     def bind_homes(self) -> None:
-        """Points every parameter to its home, but for those of packed and sharded units, which have none."""
+        """Points every parameter to its home, except those of packed and sharded units, which have none."""
         if not self._home_views:
             plain = [t for t in self.layout.tensors if not self.homes.is_apart(t)]
             self._home_views = [(tensor.param, self.homes.read(tensor)) for tensor in plain]
@@ -62,12 +62,12 @@ class Binding:
                 self._point((unit.index, flat.data_ptr()), unit.tensors, flat, unit.start)
 
     def enter_block(self, block: int | None) -> None:
-        """Points the spine's parameters in a block (None: outside of all) into the spine of the running pass."""
+        """Points the spine's parameters in a block (None: outside of all blocks) into the spine of the running pass."""
         key = ("spine", block, self.spine.data_ptr())
         self._point(key, self.spine_of[block], self.spine, self.layout.spine.start)
 
     def bind_head(self, unit: Unit, flat: torch.Tensor, spine: torch.Tensor) -> None:
-        """Points the head to the rows of a chunk, and to their part of its bias."""
+        """Points the head to the rows of a chunk, and to the part of its bias for these rows."""
         bias = self.head.linear.bias
         if bias is not None:
             tensor = next(t for t in self.spine_of[None] if t.param is bias)

@@ -1,16 +1,16 @@
 """Blocks of passes without gradients through torch.compile: between two matrix products, one kernel instead of five.
 
 A block spends a third of its time in norms, rotary embeddings, activations and residuals, each of which reads and
-writes memory several times; torch.compile merges them. What is compiled is block.forward itself, with the block as an
-argument and its weights as inputs, so that all blocks of one kind share the code. Compiled code cannot stop inside a
-block: it runs only in passes that wait for all units of a block before they enter it (block_at_once, hooks.py). For
-passes that will be differentiated: model/backward/compiled.py.
+writes memory several times; torch.compile fuses them. The compiled function is block.forward itself, with the block as
+an argument and its weights as inputs, so that all blocks of one kind share the code. Compiled code cannot stop inside a
+block, so it runs only in passes that wait for all units of a block before they enter it (block_at_once, hooks.py).
+Passes that will be differentiated use model/backward/compiled.py.
 
-Compiled arithmetic rounds differently from the plain one: streamed still equals resident, but a compiled run does not
-equal one that is not. Shapes that vary make torch compile again; packing keeps them constant.
+Compiled arithmetic rounds differently from eager arithmetic: streamed still equals resident, but a compiled run does
+not equal an eager one. Varying shapes make torch compile again; packing keeps them constant.
 
-torch compiles when a block is first run, in a pass. A pass of lockstep.py is pinned to one core, and the compiler
-starts processes that live as long as ours does: a thread that compiles may use all cores until it is done.
+torch compiles a block when a pass first runs it. A pass of lockstep.py is pinned to one core, and the compiler starts
+worker processes that live as long as ours: so a thread may use all cores while it compiles.
 """
 
 import weakref
@@ -35,7 +35,7 @@ def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @cache
 def _cores_are_freed() -> Setting:
-    """Whether threads that are pinned (lockstep.py) are free while they compile."""
+    """Whether threads that are pinned (lockstep.py) may use all cores while they compile."""
     from torch._dynamo.callback import callback_handler as handler
 
     def write(free: bool) -> None:
@@ -50,10 +50,10 @@ def _cores_are_freed() -> Setting:
 
 
 def prepare_compiling(changes: Changes) -> None:
-    """Sets what compiled blocks need of the process.
+    """Sets the process settings that compiled blocks need.
 
     All blocks share one function, with code for each kind of block, each varying dimension, and with or without a
-    mask. torch gives up after 8, and the rest would run plain, depending on what ran first in this process.
+    mask. By default torch stops after 8 variants and runs the rest eagerly, depending on what this process ran first.
     """
     limit = compiler("torch._dynamo", "recompile_limit")
     changes.set(limit, max(RECOMPILES, limit.read()))
@@ -61,7 +61,7 @@ def prepare_compiling(changes: Changes) -> None:
 
 
 def compile_forward(model: Any, backend: str = "inductor") -> None:
-    """From here on, passes without gradients and with block_at_once run the model's blocks compiled."""
+    """From now on, passes without gradients and with block_at_once run the model's blocks compiled."""
     if model.layout.has_cut_blocks:
         raise UserError(
             "compile: this model was loaded with blocks cut in several units. Pass keyhole.load(..., "
@@ -84,5 +84,5 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
     for i, block in enumerate(find_blocks(model.module)):
         if model.graphs is None:
             model.patches.forward(block, compiled(block, block.forward))
-        else:  # a graph is recorded from compiled code, and compared with it
+        else:  # a CUDA graph is captured from compiled code, and compared with it
             model.graphs.ordinary[i] = compiled(block, model.graphs.ordinary[i])

@@ -1,7 +1,7 @@
 """Passes without gradients: the loss of tokens and rows, the likeliest tokens, a classifier's logits.
 
-All batches of a call advance together (lockstep.py), so each unit crosses the link once for all of them, and the output
-matrix is visited in its chunks once, after the last block: per pass only the hidden states at trained positions and
+All batches of a call run in lockstep (lockstep.py), so each unit crosses the link once for all of them, and the chunks
+of the output matrix are visited once, after the last block. Per pass only the hidden states at trained positions and
 three numbers per trained token are kept (ops/loss.py), never the logits of the whole vocabulary.
 Legend: B rows, L labels, M tokens looked up, N trained tokens.
 """
@@ -16,11 +16,11 @@ from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningChoice, RunningNLL
 
 Result = Callable[[list[torch.Tensor], torch.Tensor], list[Any]]
-"""Of the hidden states of all passes, and the spine, within the sweep: one result per pass."""
+"""(hidden states of all passes, spine) -> one result per pass; called within the sweep."""
 
 
 def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Summed NLL and number of trained tokens of each row, by batch."""
+    """Summed NLL and number of trained tokens of each row, per batch."""
 
     def losses(hidden: list[torch.Tensor], spine: torch.Tensor) -> list[torch.Tensor]:
         if model.classifies:
@@ -32,19 +32,19 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
 
 
 def token_scores(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(nll_N, best_N) by batch."""
+    """(nll_N, best_N) per batch."""
     states = evaluated(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine, RunningChoice))
     return [(state.nll_N(), state.best_N) for state in states]
 
 
 def class_logits(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits [B, L] and losses [B] by batch, in float32."""
+    """Logits [B, L] and losses [B] per batch, in float32."""
     found = evaluated(model, batches, lambda logits, spine: logits)
     return [(x.float(), model.head.nll(x, b.target_N)) for x, b in zip(found, batches, strict=True)]
 
 
 def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[Any]:
-    """One pass per batch, and what comes of it."""
+    """Runs one pass per batch; returns one result per pass."""
     model.apply_deferred()
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
@@ -67,7 +67,7 @@ def _after_the_head(
     spine: torch.Tensor,
     kind: type[RunningNLL] = RunningNLL,
 ) -> list[Any]:
-    """Of every pass, the state of its trained tokens after all chunks of the vocabulary."""
+    """For every pass, the loss state of its trained tokens after all chunks of the vocabulary."""
     running = [kind(b.target_N) for b in batches]
     for unit in model.layout.head_units:
         model.binding.bind_head(unit, model.acquire_weights(unit), spine)

@@ -1,21 +1,21 @@
 """Mixtures of experts, computed one expert at a time: only that expert's matrices need be on the device.
 
-For hidden states x_TH, the router's choice of k experts per token and their weights r_Tk (structure/experts.py says
-which modules these are):
+For hidden states x_TH, the router's choice of k experts per token and their weights r_Tk (structure/experts.py finds
+these modules):
 
     y_TH = sum over chosen experts e, in ascending order, of    r[t, e] down_e(act(up_e(x[t])))    for its tokens t
 
-which is what Transformers computes, within rounding: it has all experts in one product of groups, where we go through
-the experts that some token of the pass has met. Sums are in float32. An expert that nobody met is not touched.
+Transformers computes the same within rounding: it runs one grouped product over all experts, whereas this code loops
+over the experts that received tokens. Sums are in float32. An expert without tokens is not touched.
 
-Where the stacks are cut into units (plan/placement.py), a pass meets the upper matrix of an expert, then the lower one,
-then those of the next expert. Passes in lockstep meet different experts; all wait for the router's last word, and then
-experts come in ascending order, each once, for the passes that have met it (lockstep.py). From that moment on the order
-is known, and uploads follow it (Engine.expect): what no pass has met does not cross the link.
+If the stacks are cut into units (plan/placement.py), a pass needs the upper matrix of an expert, then the lower one,
+then those of the next expert. Passes in lockstep need different experts. All passes wait until the last of them has
+routed its tokens; then experts are loaded in ascending order, each once, for the passes that need it (lockstep.py).
+From then on the order is known and prefetch follows it (Engine.expect): experts without tokens do not cross the link.
 
-A product of some tokens is not always the same to the bit as a product of all groups. So that streamed and resident
-stay equal to the bit, a module that is computed in this way always is, wherever its weights live. The router's choice
-is read by the host once per layer and pass. With gradients: model/backward/experts.py.
+A product of some tokens may differ in its last bits from a grouped product. To keep streamed and resident equal to the
+bit, a module that is computed in this way is always computed so, wherever its weights live. The host reads the router's
+choice once per layer and pass. With gradients: model/backward/experts.py.
 Legend: T tokens, H width, k experts per token, M tokens of one expert.
 """
 
@@ -30,13 +30,13 @@ from keyhole.model.structure.experts import Experts
 from keyhole.model.structure.layout import Unit
 
 Routed = tuple[int, torch.Tensor, torch.Tensor]
-"""(expert, its tokens, which of a token's k choices it is)."""
+"""(expert, its tokens, which of each token's k choices it is)."""
 Weigh = Callable[[int, int], torch.Tensor]
-"""(0: up, 1: down; expert) -> its matrix, which is good until the next one is asked for."""
+"""(0: up, 1: down; expert) -> its matrix, valid until the next call."""
 
 
 def compute_by_expert(model: Any) -> None:
-    """Gives every module of experts that the layout names a forward that goes expert by expert."""
+    """Gives every module of experts in the layout a forward that loops over experts."""
     units: dict[int, list[Unit]] = {}
     for unit in model.layout.units:
         if unit.expert is not None:
@@ -48,13 +48,13 @@ def compute_by_expert(model: Any) -> None:
 
 
 def _forward(model: Callable[[], Any], experts: Experts, units: list[list[Unit]] | None) -> Callable:
-    """units: of both stacks, one per expert, where they are cut; None where all of them is bound."""
+    """units: of both stacks, one per expert, if they are cut; None if the whole stacks are bound."""
     ordinary = experts.module.forward
 
     def forward(x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         owner = model()
         with_gradients = torch.is_grad_enabled() and owner.expert_gradients is None
-        if torch.compiler.is_compiling() or with_gradients:  # compiled code has no loop, autograd wants whole stacks
+        if torch.compiler.is_compiling() or with_gradients:  # compiled code has no loop, autograd needs whole stacks
             return ordinary(x_TH, top_k_index, top_k_weights)
         routed = route(top_k_index, experts.count)
         if torch.is_grad_enabled():
@@ -69,7 +69,7 @@ def _forward(model: Callable[[], Any], experts: Experts, units: list[list[Unit]]
                 return stack[expert]
             if current.unit is not units[side][expert]:
                 current.meet(units[side][expert])
-            return stack[0]  # bound to this expert now
+            return stack[0]  # now bound to this expert
 
         return add_up(experts, routed, weigh, x_TH, top_k_weights)
 
@@ -77,7 +77,7 @@ def _forward(model: Callable[[], Any], experts: Experts, units: list[list[Unit]]
 
 
 def route(top_k_index: torch.Tensor, count: int) -> list[Routed]:
-    """The experts that were met, ascending, each with its tokens; the host waits for the router."""
+    """The experts that received tokens, ascending, each with its tokens; the host waits for the router."""
     chosen = top_k_index.t().flatten()  # first choices first, then tokens in order
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=count).tolist()
@@ -94,7 +94,7 @@ def add_up(
     for expert, token_M, choice_M in routed:
         hidden = activated(experts, upper(experts, expert, x_TH[token_M], weigh(0, expert)))
         y_MH = lower(experts, expert, hidden, weigh(1, expert)) * top_k_weights[token_M, choice_M, None]
-        y_TH.index_add_(0, token_M, y_MH.to(y_TH.dtype))  # a token meets an expert once: no two rows are the same
+        y_TH.index_add_(0, token_M, y_MH.to(y_TH.dtype))  # deterministic: a token chooses an expert at most once
     return y_TH.to(x_TH.dtype)
 
 
@@ -104,7 +104,7 @@ def upper(experts: Experts, expert: int, x: torch.Tensor, weight: torch.Tensor) 
 
 
 def activated(experts: Experts, x: torch.Tensor) -> torch.Tensor:
-    """What lies between the products of an expert."""
+    """The activation between the two products of an expert."""
     module = experts.module
     y: torch.Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     return y

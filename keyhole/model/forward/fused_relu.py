@@ -2,18 +2,18 @@
 
     y = max(x W^T + b, 0)
 
-The product kernel has each y in a register when it is done. Ordinarily it writes y, and a second kernel reads it, takes
-the maximum and writes it again: 2 M O more numbers to and from memory (OPT-13B, 4 x 2048 tokens, 16 bit: 640 MiB per
-block and pass, and 320 MiB more at the peak). cuBLAS adds b and takes the maximum before it writes, with the same bits
-(H200: 704 -> 697 and 714 -> 701 ms per step of 40 blocks).
+The product kernel ends with each y in a register. Without fusion it writes y, and a second kernel reads it, takes the
+maximum and writes it again: 2 M O more numbers to and from memory (OPT-13B, 4 x 2048 tokens, 16 bit: 640 MiB per block
+and pass, and 320 MiB more at the peak). cuBLAS adds b and takes the maximum before it writes, with the same bits (H200:
+704 -> 697 and 714 -> 701 ms per step of 40 blocks).
 
-This is done in passes without gradients, in lockstep: zeroth-order steps and evaluation. Both layers are the ordinary
-ones elsewhere: on the CPU, whose product has no such option; in compiled code, where the compiler decides; in a layer
-that is computed in tiles (row_tiles.py); and where something stands between the two layers: an adapter that holds the
-linear layer and adds to its output (lora.py), or a forward hook on it.
+This is done in lockstep passes without gradients: zeroth-order steps and evaluation. Elsewhere both layers run unfused:
+on the CPU, whose product has no such option; in compiled code, where the compiler decides; in a layer that is computed
+in tiles (row_tiles.py); and if there is code between the two layers: an adapter that wraps the linear layer and adds to
+its output (lora.py), or a forward hook on it.
 
-A ReLU that is applied twice changes nothing; one that is left out changes everything. So only the product decides: it
-marks its output, and the activation skips outputs with that mark and no others.
+Applying a ReLU twice changes nothing, but leaving it out gives wrong results. So only the product decides: it marks its
+output, and the activation skips exactly the outputs with that mark.
 Legend: M tokens, O outputs, I inputs.
 """
 
@@ -31,7 +31,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fuse_relu(model: Any) -> None:
-    """Gives the two layers of every such pair a forward that has the product apply the ReLU where possible."""
+    """Gives the two layers of every such pair a forward in which the product applies the ReLU if possible."""
     for block in find_blocks(model.module):
         if pair := relu_pair(block):
             layer, activation = pair
@@ -40,14 +40,14 @@ def fuse_relu(model: Any) -> None:
 
 
 def has_epilogue(x: torch.Tensor) -> bool:
-    """Whether the library's product for this tensor can end with a ReLU."""
+    """Whether the library's product for this tensor can apply a ReLU."""
     return x.is_cuda
 
 
 def _product(model: Callable[[], Any], block: nn.Module, layer: nn.Linear, activation: nn.ReLU) -> Forward:
     def without_gradients() -> bool:
         conductor = None if torch.is_grad_enabled() or (owner := model()) is None else owner.conductor
-        return isinstance(conductor, Lockstep) and not conductor.grad  # grad: the block will be run again with a graph
+        return isinstance(conductor, Lockstep) and not conductor.grad  # grad: the block will be recomputed with a graph
 
     def nothing_between() -> bool:
         return relu_pair(block) == (layer, activation) and not layer._forward_hooks

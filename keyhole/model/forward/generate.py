@@ -1,8 +1,8 @@
 """Generation with a model whose units are not all on the device.
 
-Transformers' generation is a loop that calls the model once per token. There is no second pass to run in lockstep with:
-a unit is brought in when the pass enters it, on the caller's own thread, and the unit before it is released. The head
-is computed chunk by chunk. Per token the model crosses the link once, for all rows of the batch.
+Transformers' generation is a loop that calls the model once per token. There is no second pass for a lockstep: each
+unit is loaded when the pass enters it, on the caller's own thread, and the unit before it is released. The head is
+computed chunk by chunk. Per token the model crosses the link once, for all rows of the batch.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from keyhole.model.structure.layout import Unit
 
 
 class Generation:
-    """The conductor of one pass on the caller's thread (and that pass itself): units come in as they are entered. A
-    context, inside of a sweep."""
+    """The conductor of one pass on the caller's thread, and that pass itself: units are loaded as they are entered. A
+    context, used within a sweep."""
 
     index = 0
     block_at_once = steady = False
@@ -46,7 +46,7 @@ class Generation:
     def meet(self, unit: Unit) -> None:
         self._release()
         weights = self.model.acquire_weights(unit)
-        self.unit = unit  # only now: where that failed, nothing is held, and its error must be seen
+        self.unit = unit  # only after success: if loading failed, nothing is held, and the error must be seen
         self.model.binding.bind(unit, weights, self.spine)
 
     def will_meet(self, units: list[Unit]) -> None:

@@ -1,34 +1,32 @@
 """One launch per block instead of dozens: CUDA graphs of blocks, shared by all blocks.
 
-A block's forward is some twenty kernels, each enqueued by Python in 10 to 40 us. On a fast GPU, with a small model or
-short sequences, the kernels themselves are shorter than that, and the host is the bound. A CUDA graph replays the
-sequence by one call, but with the memory addresses it was recorded with. In our lockstep these are the same for every
-block: a pass always finds its unit's weights in the same perturbed buffer. So one graph per pass serves all blocks:
+A block's forward is some twenty kernels, each launched by Python in 10 to 40 us. On a fast GPU, with a small model or
+short sequences, the kernels take less time than that, and the host is the bottleneck. A CUDA graph replays the kernels
+by one call, but with the memory addresses of its capture. In lockstep these are the same for every block: a pass always
+finds its unit's weights in the same perturbed buffer. So one graph per pass serves all blocks:
 
     static input <- hidden states;   static vectors <- the block's part of the spine;   replay;   copy of the output
 
-The next replay overwrites what the graph has written, and a model may keep a block's output for longer (skip
-connections, the hidden states of all layers). So every call returns a copy, which is the caller's own.
+The next replay overwrites the graph's output, and a model may keep a block's output for longer (skip connections, the
+hidden states of all layers). So every call returns a copy, which belongs to the caller.
 
-Blocks need not be alike (attention may be local in one and global in the next, a block may scale by its depth), and
-a graph does not run Python. Hence: the first time a block would be replayed it is also computed in the ordinary way,
-and if a single bit differs, that block is computed in the ordinary way from then on. So is a block that cannot be
-recorded (data-dependent shapes, host reads), one that writes into its inputs, and one whose inputs or outputs are other
-things than tensors, plain values, and tuples, lists and dicts of these: a graph would not see what changes inside them.
-Graphs change no number.
+Blocks need not be alike (attention may be local in one and global in the next, a block may scale by its depth), and a
+graph does not run Python. So the first time a block would be replayed it also runs eagerly, and if a single bit
+differs, that block runs eagerly from then on. The same holds for a block that cannot be captured (data-dependent
+shapes, host reads), one that writes into its inputs, and one whose inputs or outputs are other things than tensors,
+plain values, and tuples, lists and dicts of these: a graph would not see changes inside them. Graphs change no number.
 
-Where layers add something to the products of the weights themselves (low_rank.py), weights are read where they live,
-and what is added lies elsewhere for each block: then each block has a graph of its own, for as long as all of that
-stays where it is.
+If layers have low-rank factors (low_rank.py), kernels read the weights at their homes, and the factors of each block
+have other addresses. Then each block has a graph of its own, which is valid as long as these addresses do not change.
 
-Bytes per pass (and block, where each has its own): one input and output, one block's vectors. In the graphs' pool: one
-block's activations.
+Bytes per pass (and per block, if each has its own graph): one input and output, one block's vectors. In the memory pool
+of the graphs: one block's activations.
 """
 
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import NoneType
 from typing import Any
 
@@ -37,32 +35,32 @@ from torch import nn
 
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
-SMALL_FLOP = 4e11  # of one block in one pass
+SMALL_FLOP = 4e11  # per block and pass
 SMALL_FLOP_WITH_FACTORS = 2e12  # three launches per product, and each vector once per look: twice the host's work
 MAX_GRAPHS, MAX_OWN_GRAPHS = 128, 512
-WARM_UP_STEPS = 2  # in the ordinary way: libraries choose their kernels and reserve their workspaces
+WARM_UP_STEPS = 2  # run eagerly: libraries choose their kernels and reserve their workspaces
 
 
 class _Recorded:
-    """A graph with its static inputs and output."""
+    """A CUDA graph with its static inputs and output."""
 
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
         self.inputs: list[torch.Tensor] = []
-        self.last: list[tuple[torch.Tensor, int | None] | None] = []  # what each input was copied from, and its version
-        self.output: Any = None  # in the pool; to be copied before any other replay
+        self.last: list[tuple[torch.Tensor, int | None] | None] = []  # the source of each static input, and its version
+        self.output: Any = None  # in the pool: must be copied before any other replay
 
 
 class BlockGraphs:
     """Wraps the forward of every block of a model in which each block is one unit."""
 
     def __init__(self, model: Any, blocks: list[nn.Module]) -> None:
-        self.model = weakref.proxy(model)  # the model holds us, through its blocks
+        self.model = weakref.proxy(model)  # the model holds a reference to this object, through its blocks
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(model.device)
-        self.recorded: dict[tuple, _Recorded | None] = {}  # None: could not be recorded
+        self.recorded: dict[tuple, _Recorded | None] = {}  # None: the capture failed
         self.seen: dict[tuple, int] = {}
-        self.checked: dict[tuple, bool] = {}  # (graph, block) -> whether it gave the ordinary result
+        self.checked: dict[tuple, bool] = {}  # (graph, block) -> whether the replay equalled the eager result
         self.vectors: dict[tuple, torch.Tensor] = {}
         self.warm_up_calls = WARM_UP_STEPS * len(blocks)
         self.ordinary = [block.forward for block in blocks]
@@ -82,6 +80,7 @@ class BlockGraphs:
             if not (adjacent and steady and args and self._is_small(unit, args[0])):
                 return ordinary(*args, **kwargs)
             addresses = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
+            addresses += (self.model.binding.spine.data_ptr(),)  # of weights that it shares with other blocks
             inputs = signature_of((*args, *kwargs.values()))
             if inputs is None:
                 return ordinary(*args, **kwargs)
@@ -99,7 +98,7 @@ class BlockGraphs:
         return forward
 
     def _is_small(self, unit: Unit, hidden: Any) -> bool:
-        """Large products keep the GPU busy for longer than their launch takes; then a graph gains nothing."""
+        """Large products keep the GPU busy for longer than their launch takes, so a graph gains nothing."""
         limit = SMALL_FLOP if self.model.factors is None else SMALL_FLOP_WITH_FACTORS
         return 2 * unit.numel * hidden.numel() // hidden.shape[-1] <= limit
 
@@ -110,7 +109,7 @@ class BlockGraphs:
         return full or self.seen[key] <= (WARM_UP_STEPS if own else self.warm_up_calls)
 
     def _use_own_vectors(self, vectors: list[FlatTensor], first: int, span: int, key: tuple) -> None:
-        """Copies the block's part of the spine to memory that is the same for all blocks, and points there."""
+        """Copies the block's part of the spine to memory that all blocks share, and points the parameters there."""
         if key not in self.vectors:
             self.vectors[key] = torch.empty(span, dtype=self.model.dtype, device=self.model.device)
         own, base = self.vectors[key], first - self.model.layout.spine.start
@@ -126,12 +125,12 @@ class BlockGraphs:
         if one is None:
             return ordinary(*args, **kwargs)
         tensors = tensors_of([*args, *kwargs.values()])
-        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # None: not counted
+        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # None: has no version
         for i, now in enumerate(zip(tensors, versions, strict=True)):
             last = one.last[i]  # masks and rotary tables are the same object from block to block
             if last is None or last[0] is not now[0] or last[1] is None or last[1] != now[1]:
                 one.inputs[i].copy_(now[0])
-                one.last[i] = now if i else None  # the hidden states are first, and always new
+                one.last[i] = now if i else None  # input 0, the hidden states, is always new
         one.graph.replay()
         output = _replace(one.output, iter([tensor.clone() for tensor in tensors_of(one.output)]))
         if (key, unit) not in self.checked:
@@ -158,14 +157,15 @@ class BlockGraphs:
                     one.graph.capture_end()
         except RuntimeError:
             torch.cuda.synchronize(self.model.device)
+            self.pool = pool_after_failure(self.model.device, self.pool)
             return None
         return None if signature_of(one.output) is None else one
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Without Python's garbage collector: it might free a graph of a model that is gone, and that would invalidate the
-    recording."""
+    """Disables Python's garbage collector, which might free a CUDA graph of a deleted model and so invalidate the
+    capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -175,12 +175,33 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def pool_after_failure(device: torch.device, pool: Any) -> Any:
+    """A pool for further recordings, when one has broken off.
+
+    Where a capture has become invalid (the host asked for a number), ending it fails at the driver's call, and PyTorch
+    leaves out what comes behind: its allocator takes the capture for one that goes on, which means that memory that
+    other streams have used is never given out again, and that the pool is refused; and its generator of random numbers
+    takes no further call. The first is made up for here; the second by a small capture that succeeds."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError, AttributeError):  # it was ended
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)), no_collection():
+        graph, number = torch.cuda.CUDAGraph(), torch.zeros((), device=device)
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            number.add_(1)
+        finally:
+            graph.capture_end()
+    return torch.cuda.graph_pool_handle()
+
+
 PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 
 
 def signature_of(value: Any) -> tuple | None:
-    """Equal for values that one graph can serve: all but the contents of their tensors. None: no graph can, since there
-    is something in it that might change unseen."""
+    """Equal for values that one graph can serve: everything except the contents of their tensors. None: no graph can,
+    since the value has a part that might change unnoticed."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return kind, value.shape, value.stride(), value.dtype, value.device

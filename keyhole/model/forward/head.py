@@ -1,10 +1,10 @@
 """From hidden states to logits, without the full logits tensor.
 
-What a causal LM does after its decoder differs from model to model: a matrix product, sometimes a bias, a scale or a
-soft cap. We run the model's own forward with the decoder replaced, for that one call, by a stand-in that returns the
-hidden states we have. The rows of the head may be a chunk of the vocabulary: what follows the product acts on each
-logit alone, so a chunk of rows gives a chunk of logits. A head with a layer of its own before the product (BERT) is run
-in two parts, each with the model's own code: up to the product, once per pass, and from there on.
+After its decoder, a causal LM computes a matrix product and sometimes a bias, a scale or a soft cap; this differs from
+model to model. So the model's own forward is run with the decoder replaced, for that one call, by a stand-in that
+returns the given hidden states. The head may hold only a chunk of the vocabulary's rows: everything after the product
+is elementwise in the logits, so a chunk of rows gives a chunk of logits. A head with a layer of its own before the
+product (BERT) runs in two parts, each with the model's own code: up to the product, once per pass, and from there on.
 Legend: N tokens, D width of the decoder, H width of the head, R rows of the vocabulary.
 """
 
@@ -16,15 +16,17 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.model import batch as checks
+from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import is_unreached
 from keyhole.ops.loss import RunningNLL
 
-HEAD_TOKENS = 4096  # logits exist for so many tokens at a time
+HEAD_TOKENS = 4096  # logits are computed for this many tokens at a time
 
 
 class _HiddenStates:
-    """Stands in for any decoder output: the hidden states first, None for every other attribute."""
+    """Stands in for any decoder output: item 0 is the hidden states, every other attribute is None."""
 
     def __init__(self, hidden_1NH: torch.Tensor) -> None:
         self.last_hidden_state = hidden_1NH
@@ -56,11 +58,11 @@ def _before(linear: nn.Module, hook: Callable[[nn.Module, tuple], Any]) -> Itera
 
 
 class _Reached(Exception):
-    """The output matrix was reached; nothing behind it is run."""
+    """Raised at the output matrix, so that nothing after it runs."""
 
 
 class Head:
-    """The part of an HF causal LM behind its decoder."""
+    """The part of an HF causal LM after its decoder."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -69,9 +71,30 @@ class Head:
         known = {id(p) for part in (self.decoder, self.linear) for p in part.parameters()}
         self.transforms = any(id(p) not in known and not is_unreached(p) for p in module.parameters())
 
+    def check(self, batches: list[Batch], row_count: int) -> None:
+        """UserError if the batches cannot be trained on together. row_count: of the embedding."""
+        for batch in batches:
+            checks.check(batch, row_count)
+        checks.check_alike(batches)
+
+    def to_device(self, batch: Batch, device: torch.device) -> DeviceBatch:
+        """Copies a checked batch to the device."""
+        return checks.to_device(batch, device)
+
+    def states(self, batch: DeviceBatch) -> torch.Tensor:
+        """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them."""
+        try:
+            hidden_BTD = self.decoder(**batch.inputs, use_cache=False)[0]
+        except Exception as error:
+            if not getattr(self.module, "keyhole_untried", ""):
+                raise
+            name, why = type(self.module).__name__, " ".join(str(error).split())
+            raise UserError(f"model: {name} cannot be run on a batch of tokens: {why}") from error
+        return self.transformed(hidden_BTD.flatten(0, 1)[batch.index_N])
+
     def transformed(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, H] what the output matrix is multiplied with: the hidden states, or what a layer of the head makes of
-        them (BERT and its kin), whose parameters are then part of the same graph as the decoder's."""
+        """[N, H] the input of the output matrix: the hidden states, or the output of the head's own layer (BERT and its
+        kin), whose parameters are then part of the same graph as the decoder's."""
         if not self.transforms:
             return hidden_ND
         self._decoder_width = hidden_ND.shape[-1]
@@ -113,7 +136,7 @@ class Head:
 
     @contextmanager
     def holding(self, weight_RH: nn.Parameter, bias_R: nn.Parameter | None) -> Iterator[None]:
-        """A context in which the head has other parameters: leaves of a graph of their own."""
+        """A context in which the head has other parameters, which are leaves of their own graph."""
         own = self.linear._parameters
         before = own["weight"], own.get("bias")
         own["weight"], own["bias"] = weight_RH, bias_R
@@ -123,7 +146,7 @@ class Head:
             own["weight"], own["bias"] = before
 
     def add_nll(self, running: RunningNLL, hidden_NH: torch.Tensor, first_row: int, tokens: int = HEAD_TOKENS) -> None:
-        """Adds the bound rows' logits to a running loss, a slice of tokens at a time when there are many."""
+        """Adds the bound rows' logits to a running loss, in slices of tokens if there are many."""
         if hidden_NH.shape[0] <= tokens:
             running.add(self.logits(hidden_NH), first_row)
             return
@@ -131,7 +154,7 @@ class Head:
             part.add(self.logits(x), first_row)
 
     def loss_sum(self, hidden_NH: torch.Tensor, target_N: torch.Tensor, tokens: int = 1024) -> torch.Tensor:
-        """Summed NLL with gradients, for a head that holds all rows; logits of `tokens` tokens exist at a time."""
+        """Summed NLL with gradients, for a head that holds all rows; computes logits of `tokens` tokens at a time."""
 
         def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return nn.functional.cross_entropy(self.logits(x).float(), y, reduction="sum")
@@ -143,7 +166,7 @@ class Head:
         return torch.stack([checkpoint(part, x, y, use_reentrant=False) for x, y in parts]).sum()
 
     def nll_N(self, hidden_NH: torch.Tensor, target_N: torch.Tensor, tokens: int = 1024) -> torch.Tensor:
-        """The same for every token alone."""
+        """Like `loss_sum`, but one NLL per token."""
 
         def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return nn.functional.cross_entropy(self.logits(x).float(), y, reduction="none")

@@ -1,14 +1,14 @@
-"""Where an ordinary forward of the module meets the engine: hooks, and not a line of model code rewritten.
+"""Where the module's forward calls the engine: hooks, without any change of model code.
 
-Without a conductor they do nothing. With one, a pass that enters
+Without a conductor the hooks do nothing. With one, a pass that enters
 
     a module of a unit whose weights it does not hold    waits there until the unit is bound (`meet`)
-    a block                                              has the spine's vectors in it pointed to its own copy of them;
+    a block                                              points the spine's vectors in it to the pass's own copy;
                                                          block_at_once: it first waits for all units of the block
     the input embedding                                  looks up rows that were gathered where the table lives
 
-Compiled code cannot stop inside a block: with block_at_once the hooks inside do nothing. Hooks hold the model
-weakly: the model holds the module, and the module its hooks.
+Compiled code cannot stop inside a block: with block_at_once the hooks inside do nothing. Hooks hold a weak reference to
+the model, because the model holds the module, and the module its hooks.
 """
 
 import weakref
@@ -23,16 +23,16 @@ from keyhole.model.structure.layout import Unit
 
 
 class RunningPass(Protocol):
-    """The pass whose code is executed at the moment."""
+    """The pass whose code is running."""
 
     index: int
-    unit: Unit | None  # the one whose weights it holds
+    unit: Unit | None  # the unit whose weights it holds
 
     def meet(self, unit: Unit) -> None:
         """Returns when the unit is bound for this pass."""
 
     def will_meet(self, units: list[Unit]) -> None:
-        """Announces the units of experts that the pass will meet next."""
+        """Announces the expert units that the pass will need next."""
 
 
 class Conductor(Protocol):
@@ -47,7 +47,7 @@ class Conductor(Protocol):
 
 
 def install_hooks(model: Any) -> None:
-    """On every module that needs a unit to be bound, every block, and the input embedding."""
+    """Installs hooks on every module that needs a unit to be bound, every block, and the input embedding."""
     model_of = weakref.ref(model)
 
     def conductor_of() -> Conductor | None:
@@ -80,7 +80,7 @@ def install_hooks(model: Any) -> None:
             return None
         ids = args[0]
         rows_MH = conductor.rows(conductor.current.index, ids.flatten())
-        if isinstance(rows_MH, nn.Parameter):  # a leaf of its own, for a pass that will be differentiated
+        if isinstance(rows_MH, nn.Parameter):  # a leaf, for a pass that will be differentiated
             module._parameters["weight"] = rows_MH
         else:
             module.weight.data = rows_MH
@@ -90,6 +90,6 @@ def install_hooks(model: Any) -> None:
     for unit in blocks:
         for owner in unit.modules:
             model.patches.pre_hook(owner, on_enter(unit))
-    for block, owner in enumerate(find_blocks(model.module)):  # after on_enter: the unit is bound by then
+    for block, owner in enumerate(find_blocks(model.module)):  # after on_enter, so that the unit is already bound
         model.patches.pre_hook(owner, on_block(block, [u for u in blocks if u.block == block]))
     model.patches.pre_hook(model.embedding, on_embed)

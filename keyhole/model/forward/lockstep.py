@@ -1,26 +1,27 @@
 """Several forward passes that advance together, unit by unit.
 
 A zeroth-order step needs f(w + eps z) and f(w - eps z): 2q passes for q directions, times the number of micro-batches.
-Run one after the other, each pass would bring every unit over the link again. In lockstep each unit arrives once, all
-passes go through it, and only then the next unit is brought in.
+Run one after the other, each pass would upload every unit again. In lockstep each unit arrives once, all passes run
+through it, and only then the next unit is loaded.
 
-Each pass is an ordinary call of the model's own forward. It runs on a thread of its own, but never beside another:
-exactly one thread has the turn, all others sleep. A pass returns the turn when it is about to enter a module of a unit
-whose weights it does not hold (`meet`), or when it has finished. So no model code is rewritten, there is no real
-concurrency, and the order of the work is the same every time. Passing the turn takes about 10 us.
+Each pass is a call of the model's own forward on a thread of its own, but only one thread runs at a time: it holds the
+*turn*, and all others are blocked. A pass returns the turn when it is about to enter a module of a unit whose weights
+it does not hold (`meet`), or when it has finished. So no model code is rewritten, there is no real concurrency, and the
+order of execution is always the same. Passing the turn takes about 10 us.
 
     conductor:  serve(unit, resume)  ->  prepare weights, resume(pass) for each, ...
     pass i:                              ... runs through the unit, meets the next one, returns the turn
 
-Passes differ in the experts that they meet (forward/experts.py). Each meets its own in ascending order; the lowest that
-any pass waits for is served first, and other units only when no pass waits for an expert: so each is served once.
+Passes differ in the experts that they need (forward/experts.py). Each requests its own in ascending order. The lowest
+expert that any pass waits for is served first, and other units only when no pass waits for an expert, so each expert is
+served once.
 
-PyTorch keeps the grad mode, the current stream and (2.13) the compiler's settings per thread, so each pass takes them
-from the conductor. CUDA libraries keep handles and compiled plans per thread too (cuDNN's attention plan takes 90 ms to
-build), so the threads stay from step to step. On a GPU all of them are pinned to one core while a run lasts: they do
-nothing but launch kernels, and a launch takes twice as long on a core that has just been woken, with cold caches (62 ->
-38 ms per step of a 1.3B model). A process that a pinned thread starts inherits its one core, and the compiler starts
-workers that stay: so threads are unpinned while they compile (forward/compile.py), and when the run ends.
+PyTorch keeps the grad mode, the current stream and (2.13) the compiler's settings per thread, so each pass copies them
+from the conductor. CUDA libraries also keep handles and compiled plans per thread (cuDNN's attention plan takes 90 ms
+to build), so the threads are kept from step to step. On a GPU all threads are pinned to one core during a run: they
+only launch kernels, and a launch takes twice as long on a core that was idle, with cold caches (62 -> 38 ms per step of
+a 1.3B model). A process that a pinned thread starts inherits its one core, and the compiler starts long-lived workers:
+so threads are unpinned while they compile (forward/compile.py), and when the run ends.
 """
 
 import ctypes
@@ -38,15 +39,15 @@ T = TypeVar("T")
 
 
 def _turn() -> threading.Lock:
-    """A lock that is acquired by whoever waits for a turn and released by whoever gives it. (Five times faster than a
-    Semaphore.)"""
+    """A lock that the thread waiting for a turn acquires, and the thread that gives the turn releases. (Five times
+    faster than a Semaphore.)"""
     turn = threading.Lock()
     turn.acquire()
     return turn
 
 
 def _this_core() -> set[int] | None:
-    """The core that the calling thread runs on, where the system tells and lets threads be pinned."""
+    """The core that the calling thread runs on; None if the system does not report it or cannot pin threads."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     try:
@@ -56,7 +57,7 @@ def _this_core() -> set[int] | None:
 
 
 class _Cores(threading.local):
-    """Of each thread: the core that it is pinned to (None: it is not), and those that it may use otherwise."""
+    """Per thread: the core that it is pinned to (None: not pinned), and the cores that it may use otherwise."""
 
     pinned: set[int] | None = None
     free: set[int] = set()
@@ -66,7 +67,7 @@ _cores = _Cores()
 
 
 def _pin(core: set[int] | None, free: set[int]) -> None:
-    """Keeps the calling thread on a core. None: leaves it as it is."""
+    """Pins the calling thread to a core. None: leaves it as it is."""
     if core is not None:
         os.sched_setaffinity(0, core)
         _cores.pinned, _cores.free = core, free
@@ -79,7 +80,7 @@ def _unpin() -> None:
 
 
 def free_cores(*_: Any) -> None:
-    """Lets the calling thread use all of its cores for a while, if it is pinned."""
+    """Lets the calling thread use all of its cores until `pin_again`, if it is pinned."""
     if _cores.pinned is not None:
         os.sched_setaffinity(0, _cores.free)
 
@@ -91,7 +92,7 @@ def pin_again(*_: Any) -> None:
 
 
 def _turn_of(unit: Any) -> tuple[int, int]:
-    """Experts ascending; of one, its upper matrix first."""
+    """Sort key: experts ascending; for one expert, its upper matrix first."""
     return unit.expert, unit.index
 
 
@@ -111,10 +112,10 @@ class Pass:
         self.thread.start()
 
     def begin(self, run: Callable[[], Any] | None) -> None:
-        """Gives the thread something to run; it starts when it gets the turn."""
+        """Sets the function that the thread runs when it gets the turn."""
         self.run = run
-        self.unit: Any = None  # that it holds or waits for; None: it has not entered any
-        self.ahead: list[Any] = []  # units of experts that it has announced
+        self.unit: Any = None  # the unit that it holds or waits for; None: it has not entered any
+        self.ahead: list[Any] = []  # expert units that it has announced
         self.result: Any = None
         self.error: BaseException | None = None
         self.done = run is None
@@ -140,7 +141,7 @@ class Pass:
         self.turns_returned += 1
 
     def meet(self, unit: Any) -> None:
-        """Called on the pass's thread: returns the turn, and comes back when the unit is bound for this pass."""
+        """Called on the pass's thread: returns the turn, and continues when the unit is bound for this pass."""
         self.unit = unit
         self._return_turn()
         self.turn.acquire()
@@ -148,7 +149,7 @@ class Pass:
             raise _Abandoned
 
     def will_meet(self, units: list[Any]) -> None:
-        """Announces the units of experts that the pass is about to meet."""
+        """Announces the expert units that the pass will need next."""
         self.ahead = units
 
 
@@ -161,7 +162,7 @@ class Lockstep:
         self.passes: list[Pass] = []
         self.current: Pass | None = None
         self.abandoned = self.block_at_once = self.steady = False
-        self.expect: Callable[[list[Any]], None] = lambda units: None  # told the experts that passes will meet
+        self.expect: Callable[[list[Any]], None] = lambda units: None  # called with the experts that passes will need
 
     def thread_state(self) -> Any:
         """A context that gives the calling thread the conductor's core, grad mode and stream."""
@@ -177,8 +178,8 @@ class Lockstep:
             raise one.error
 
     def _give_turn(self, one: Pass) -> None:
-        """Gives the pass the turn and waits until it is returned. Ctrl-C meanwhile is raised after that, at the next
-        unit at the latest: a pass that went on by itself would interfere with the next run."""
+        """Gives the pass the turn and waits until it is returned. A Ctrl-C is raised only after that, at the next unit
+        at the latest: a pass that kept running would interfere with the next run."""
         one.turns_given += 1
         try:
             one.turn.release()
@@ -186,13 +187,13 @@ class Lockstep:
         except KeyboardInterrupt:
             while one.turns_returned < one.turns_given:
                 time.sleep(1e-4)
-            self.turn.acquire(blocking=False)  # locked again, whether or not the interrupted acquire had it
+            self.turn.acquire(blocking=False)  # locks it again, whether or not the interrupted acquire succeeded
             raise
 
     def run(self, runs: list[Callable[[], T]], serve: Callable[[Any, Callable[[int], None]], None]) -> list[T]:
         """Runs all passes to their end. serve(unit, resume) must call resume(i) for every pass i, in any order;
-        resume(i) does nothing for a pass that is not waiting for this unit (passes may differ in what they visit).
-        The first call has unit None: no pass has entered a unit yet."""
+        resume(i) does nothing for a pass that is not waiting for this unit (passes may visit different units). The
+        first call has unit None: no pass has entered a unit yet."""
         self.grad, self.context = torch.is_grad_enabled(), copy_context()
         self.stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.core = _this_core() if self.stream is not None else None
@@ -213,7 +214,7 @@ class Lockstep:
             _unpin()
 
     def _next(self, waiting: list[Pass]) -> Any:
-        """The unit to serve: the lowest expert that a pass waits for, or what the first pass waits for."""
+        """The unit to serve: the lowest expert that a pass waits for, else the unit that the first pass waits for."""
         inside = [one for one in waiting if getattr(one.unit, "expert", None) is not None]
         if not inside:
             return waiting[0].unit
@@ -234,11 +235,11 @@ class Lockstep:
         assert not here, f"serve() left passes {sorted(here)} waiting"
 
     def _abandon(self, everyone: list[Pass]) -> None:
-        """Unwinds every unfinished pass, after a failure, and forgets what the others returned."""
+        """Unwinds every unfinished pass after an error, and drops the results of the others."""
         self.abandoned = True
         for one in everyone:
             if not one.done and one.unit is not None:
-                with suppress(KeyboardInterrupt):  # one more changes nothing
+                with suppress(KeyboardInterrupt):  # the run is being abandoned already
                     self._give_turn(one)
             one.begin(None)
 

@@ -1,19 +1,19 @@
-"""Linear layers with a matrix of low rank beside their own, several versions of it in one pass.
+"""Linear layers with low-rank factors beside their weight, in several versions within one pass.
 
     y = x W^T + (x V) B_l^T + b_l        for the rows of look l = 1 .. L, one below the other (ops/lowrank/product.py)
 
-A method that learns such matrices (methods/zo/low_rank/) gives them to the model: `Model.factors`. The layers then have
-a forward that asks it what to add, in whatever pass runs: of a step, an evaluation, a generation. Without factors, and
-with gradients, the forward that the layer had before is called.
+A *look* is one perturbed version of the weights, at which a zeroth-order step evaluates its loss. A method that trains
+low-rank factors (methods/zo/low_rank/) sets them as `Model.factors`. The forward of each layer then asks this object
+what to add, in every pass: of a step, an evaluation or a generation. Without factors, and with gradients, the layer's
+previous forward is called.
 
-x W^T is the model's own product, of the weights that are bound at the moment: a slot, a home, a tile of rows
-(row_tiles.py). Where the layer has a forward of its own already (`base`), which computes x W^T from weights in another
-form, that one is called, and the small part added to what it gives.
+x W^T is the model's own product, with the weights that are currently bound: a slot, a home, a tile of rows
+(row_tiles.py).
 
-What is no linear layer has parameters as they are, and one pass carries rows of several looks: so a module with vectors
-(a norm, learned positions) is called once per look, with the rows of that look and the parameters of that look, and the
-results are put together again. Tokens are look by look in the first dimension of every tensor; a module that sees
-another shape is one that such passes cannot run (`NotByRows`).
+Modules other than linear layers use their parameters directly, and one pass carries the rows of several looks. So a
+module with vectors (a norm, learned positions) is called once per look, with the rows and the parameters of that look,
+and the results are concatenated. The first dimension of every tensor is ordered look by look; if a module sees another
+shape, such passes cannot run it (`NotByRows`).
 """
 
 import weakref
@@ -33,12 +33,12 @@ Forward = Callable[..., Any]
 
 
 class NotByRows(Exception):
-    """A module mixes or permutes rows, or its shapes do not tell."""
+    """A module mixes or permutes rows, or its shapes do not show that it keeps them apart."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """What a layer's product gets. earlier: (a, v) that all looks share; transposed: the weight lies as [I, O]."""
+    """What a layer's product adds. earlier: (a, v) that all looks share; transposed: the weight is stored as [I, O]."""
 
     v_rI: torch.Tensor
     b_LrO: torch.Tensor
@@ -49,7 +49,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Share:
-    """What a pass carries: looks [first, first + count), so many rows and tokens in all."""
+    """The looks that a pass carries, [first, first + count), and its total number of rows and tokens."""
 
     first: int
     count: int
@@ -57,7 +57,7 @@ class Share:
     tokens: int = 0
 
     def check(self, x: torch.Tensor) -> None:
-        """Refuses what is not all rows, or all tokens, one after the other."""
+        """Refuses an input whose first dimension is neither all rows nor all tokens, in order."""
         lead = x.shape[:-1]
         by_rows = lead[0] in (self.rows, self.tokens) or (lead[0] == 1 and len(lead) == 2)
         if lead.numel() != self.tokens or not by_rows:
@@ -65,36 +65,36 @@ class Share:
 
 
 class Factors(Protocol):
-    """What a model's layers ask of the method that learned something beside their weights."""
+    """What the layers of a model need from the method that trains low-rank factors beside their weights."""
 
     @property
     def running(self) -> Share | None:
-        """Of the pass that runs; None: it sees the weights as they are."""
+        """The share of the running pass; None: the pass uses the weights without perturbation."""
 
     def point(self, module: nn.Module, look: int | None, several: bool) -> None:
-        """Points the module's own vectors to those of a look; several: the pass carries more than this one."""
+        """Points the module's own vectors to those of a look; several: the pass carries more than one look."""
 
     def graph_key(self) -> tuple | None:
-        """Equal for passes that find what is added in the same memory; None: it moves."""
+        """Equal for passes whose factors are at the same addresses; None: the addresses change."""
 
     def added_to(self, layer: nn.Module) -> Added | None:
-        """None: nothing."""
+        """What the layer adds; None: nothing."""
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
-        """A parameter with all that was learned; merged=False: of matrices, what is at home."""
+        """A parameter with its factors merged; merged=False: a matrix as it is at home."""
 
     def write_files(self, path: Path) -> None:
-        """Adds files to a model directory, for what is not in its weights."""
+        """Adds files to a model directory, for what is not part of its weights."""
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
-        """What is learned of a parameter beside its home; None: nothing is."""
+        """What is trained beside a parameter's home; None: nothing."""
 
     def settle(self) -> None:
-        """Puts all that was learned into the weights at home: somebody else will train them."""
+        """Merges everything that was trained into the weights at home, because another method will train them."""
 
 
 def install(model: Any, layers: list[nn.Module]) -> None:
-    """Has these linear layers add what the model's factors say. Once per model and layer."""
+    """Makes these linear layers add the model's factors. Once per model and layer."""
     for layer in layers:
         if id(layer) not in model.factored:
             model.factored.add(id(layer))
@@ -118,7 +118,7 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
 
 
 def install_by_look(model: Any, modules: list[nn.Module]) -> None:
-    """Has these modules, which own vectors, called once per look that a pass carries. Once per model and module."""
+    """Makes these modules, which own vectors, run once per look of a pass. Once per model and module."""
     for module in modules:
         if id(module) not in model.factored:
             model.factored.add(id(module))
@@ -148,7 +148,7 @@ def _by_look(model: Callable[[], Any], module: nn.Module) -> Forward:
 
 
 def _part(value: Any, look: int, share: Share) -> Any:
-    """The rows of a look; what has no rows is the same for all."""
+    """The rows of a look; a value without rows is the same for all looks."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] not in (share.rows, share.tokens):
         return value
     size = value.shape[0] // share.count
@@ -167,7 +167,7 @@ def _together(outputs: list[Any], share: Share) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, layer: nn.Module, added: Added, tiles: RowTiles | None = None) -> torch.Tensor:
-    """The layer's output, with what is added."""
+    """The layer's output, with its factors added."""
     looks, rank, outputs = added.b_LrO.shape
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
     p_LMr = ops.narrow(x_MI, added.v_rI).view(looks, -1, rank)

@@ -1,6 +1,6 @@
 """Bytes on the device and on the host, as plain functions of shapes. Nothing here touches a GPU.
 
-A zeroth-order step that streams units through slots holds on the device, for b bytes an element
+A zeroth-order step that streams units through slots holds on the device, for b bytes per element
 (homes and slots in the wire format):
 
     homes        the spine and every resident unit                               b x their elements
@@ -9,16 +9,16 @@ A zeroth-order step that streams units through slots holds on the device, for b 
                  each of q directions; one fp32 unit where packed ones have gaps b x (2 unit + 2 q spine)
     activations  one running pass, and what each waiting pass keeps              below
     logits       [tokens, chunk] of one vocabulary chunk, in b and in fp32       below
-    workspace    what cuBLAS reserves, once a thread
+    workspace    reserved by cuBLAS, once per thread
 
 Activations are estimated from two widths: H, the hidden size, and W, the widest side of a matrix in a block. A pass
 in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product);
-two where a ReLU is taken within the product (model/forward/fused_relu.py).
-The allocator cannot always hand a freed piece out again at once: a seventh more (FRAGMENTATION). Blocks small enough
-to be launched as CUDA graphs have a second set, which the allocator keeps apart, and are recorded on a stream of their
-own, for which cuBLAS reserves once more.
-Activations and logits are never alive together, so the larger counts. These numbers decide what fits; the measured
-peak is printed beside them after a few steps.
+two if the product applies a ReLU (model/forward/fused_relu.py).
+The allocator cannot always reuse freed memory at once: a seventh more (FRAGMENTATION). Blocks that are small enough for
+CUDA graphs need a second set of activations in the graphs' memory pool, and are captured on a stream of their own, for
+which cuBLAS reserves another workspace.
+Activations and logits are never allocated at the same time, so the larger counts. These numbers decide what fits; the
+measured peak is printed beside them after a few steps.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ from keyhole.model.forward.head import HEAD_TOKENS
 from keyhole.model.structure.layout import CHUNK_ROWS, Layout
 from keyhole.model.weights.format import PACKED, Wire
 
-FRAGMENTATION = 1.15  # of activations, which differ in size
+FRAGMENTATION = 1.15  # factor for activations, which differ in size
 SLOT_COUNT = 3
-ALLOCATOR_SLACK = 1.03  # blocks that the caching allocator keeps but cannot hand out again
+ALLOCATOR_SLACK = 1.03  # memory that the caching allocator holds but cannot reuse
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class ForwardBytes:
 
 
 def activation_bytes(layout: Layout, tokens: int, passes: int, element_bytes: int) -> int:
-    """One running pass in the widest part of a block, the hidden states of all passes, and waiting widths."""
+    """One running pass in the widest part of a block, and what all passes keep while they wait."""
     hidden, wide = layout.table.shape[1], widest(layout)
-    cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
+    cut = len(layout.of_kind("block")) > layout.block_count  # then passes also wait in the middle of an MLP
     running = tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
     waiting = tokens * passes * (2 * hidden + (wide if cut else 0))
     graphs = recorded_numel(tokens, passes, hidden, wide) if launched_as_graphs(layout, tokens) else 0
@@ -72,8 +72,8 @@ def widest(layout: Layout) -> int:
 
 
 def recorded_numel(tokens: int, passes: int, hidden: int, wide: int) -> int:
-    """What blocks that are launched as graphs have besides."""
-    return tokens * (2 * hidden + 3 * wide) + tokens * passes * 2 * hidden  # 3: as measured, always
+    """Additional elements for blocks that run as CUDA graphs."""
+    return tokens * (2 * hidden + 3 * wide) + tokens * passes * 2 * hidden  # 3 also with a fused ReLU, as measured
 
 
 def launched_as_graphs(layout: Layout, tokens: int, limit_flop: float = SMALL_FLOP) -> bool:
@@ -100,7 +100,7 @@ def forward_bytes(
     formats: Wire,
     workspace_bytes: int,
 ) -> ForwardBytes:
-    """The device peak of forward passes in lockstep, with perturbed copies for so many directions at a time."""
+    """The device peak of forward passes in lockstep, with perturbed copies for this many directions at a time."""
     element_bytes = formats.dtype.itemsize
     gaps = [u.numel for u in layout.units if formats.home_dtype(u) == PACKED and u.has_gaps]
     perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * directions * layout.spine.numel)
@@ -115,8 +115,8 @@ def forward_bytes(
 
 
 def evaluation_bytes(layout: Layout, *, tokens: int, passes: int, formats: Wire, workspace_bytes: int) -> int:
-    """What so many forward passes of clean weights take beside homes and slots: activations or logits, cuBLAS's
-    workspaces, and a unit in the dtype of compute where it is stored in another."""
+    """Bytes that `passes` forward passes of unperturbed weights need beside homes and slots: activations or logits,
+    cuBLAS's workspaces, and a unit in the dtype of compute if it is stored in another."""
     b = formats.dtype.itemsize
     unpacked = b * layout.largest_unit_numel if formats.packs or formats.plain != formats.dtype else 0
     moving = max(activation_bytes(layout, tokens, passes, b), logits_bytes(layout, tokens, passes, b))

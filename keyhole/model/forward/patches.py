@@ -1,9 +1,9 @@
-"""Hooks and forwards that a model puts into its module, and how they leave it again.
+"""Hooks and forwards that a model installs in its module, and their removal.
 
-A module of its own forward holds itself: module -> forward -> closure -> module. Python frees such a loop only when its
-collector happens to run, and with the module its parameters, and with these the memory of all weights. So what is put
-in is written down here, and taken out when the model is closed or dropped: nothing is left but the module as
-Hugging Face made it, and reference counts free it at once. The list holds modules weakly, to be no reason to live.
+A module with its own forward is a reference cycle: module -> forward -> closure -> module. Python frees a cycle only
+when the garbage collector runs, and until then the parameters keep the memory of all weights. So every patch is
+recorded here and removed when the model is closed or deleted: the module is then as Hugging Face made it, and reference
+counting frees it at once. The list holds weak references to modules.
 """
 
 import weakref
@@ -15,18 +15,18 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Patches:
-    """What was put into the modules of one model."""
+    """The patches in the modules of one model."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
 
     def pre_hook(self, module: nn.Module, hook: Callable) -> None:
-        """Has `hook` called before the module's forward."""
+        """Calls `hook` before the module's forward."""
         handle: RemovableHandle = module.register_forward_pre_hook(hook)
         self._undo.append(handle.remove)
 
     def forward(self, module: nn.Module, forward: Callable) -> None:
-        """Gives this one module another forward."""
+        """Replaces the forward of this one module."""
         before, found = module.__dict__.get("forward"), weakref.ref(module)
 
         def undo() -> None:
@@ -39,6 +39,6 @@ class Patches:
         self._undo.append(undo)
 
     def take_out(self) -> None:
-        """Leaves the modules as they were; safe to call again."""
+        """Removes all patches; safe to call again."""
         while self._undo:
             self._undo.pop()()

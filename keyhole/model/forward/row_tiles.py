@@ -2,13 +2,14 @@
 
     y = x W^T + b        y[:, r0:r1] = x W[r0:r1]^T + b[r0:r1]        for each tile [r0, r1)
 
-A tile is a unit of its own: the pass meets tile after tile, and slots and perturbed copies need room for one tile only
+A tile is a unit of its own: the pass visits tile after tile, and slots and perturbed copies need room for one tile only
 (OPT-175B in 16 bit: 288 MiB instead of 1152). The bias belongs to the spine, since all tiles need it.
 
-The product of some rows may differ in its last bits from those rows of the full product: a library may choose another
-kernel for another shape. So that streamed and resident stay equal to the bit, the tiles depend on the layer's shape
-alone (find.row_tiles), and a layer that has tiles is always computed in them, wherever it lives. Within rounding that
-is what the ordinary layer gives. Only with gradients the product is not tiled: those methods hold full matrices.
+The product of some rows may differ in its last bits from the same rows of the full product, because a library may
+choose another kernel for another shape. To keep streamed and resident equal to the bit, the tiles depend only on the
+layer's shape (find.row_tiles), and a layer that has tiles is always computed in them, wherever its weights live. The
+result equals the full product within rounding. With gradients the product is not tiled, because those methods hold full
+matrices.
 """
 
 import weakref
@@ -25,7 +26,7 @@ from keyhole.model.structure.layout import Unit
 
 
 class RowTiles:
-    """The tiles of one layer. units: one per tile, where the layer is cut; None where all of its weight is bound."""
+    """The tiles of one layer. units: one per tile, if the layer is cut; None if its whole weight is bound."""
 
     def __init__(
         self, model: Callable[[], Any], layer: nn.Linear, rows: list[tuple[int, int]], units: list[Unit] | None
@@ -33,18 +34,18 @@ class RowTiles:
         self.model, self.layer, self.rows, self.units = model, weakref.ref(layer), rows, units
 
     def weight(self, tile: int) -> torch.Tensor:
-        """[rows, I] of a tile, bound for the pass that runs."""
+        """[rows, I] of a tile, bound for the running pass."""
         conductor, layer = self.model().conductor, self.layer()
         if self.units is None or conductor is None:
             return layer.weight[slice(*self.rows[tile])]
         current = conductor.current
         if current.unit is not self.units[tile]:
             current.meet(self.units[tile])
-        return layer.weight  # bound to these rows now
+        return layer.weight  # now bound to these rows
 
 
 def compute_in_tiles(model: Any) -> dict[int, RowTiles]:
-    """Gives every linear layer of the blocks that has tiles a forward that goes tile by tile; by id of the layer."""
+    """Gives every linear layer of the blocks that has tiles a forward that loops over tiles; returns them by id."""
     units: dict[int, list[Unit]] = {}
     for unit in model.layout.of_kind("block"):
         if unit.rows is not None:

@@ -3,8 +3,8 @@
     loss = cross-entropy + router_aux_loss_coef * balance of the routers       where output_router_logits is true
     loss = cross-entropy + z_loss_coefficient * mean(logsumexp(logits)^2)
 
-Whoever has them in a config expects them to be trained with. A run without them would train another loss than the one
-that was asked for, so training is refused until the config says that they are off.
+A config that contains them asks for training with them. A run without them would train another loss, so training is
+refused until the config turns them off.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ALWAYS = ("z_loss_coefficient",)
 
 
 def check_loss(config: Any) -> None:
-    """UserError where the config asks for a loss beside that of the tokens."""
+    """UserError if the config asks for a loss beside the cross-entropy of the tokens."""
     configs = list(_configs(config))
     with_routers = any(getattr(one, "output_router_logits", False) for one in configs)
     for key in (*ALWAYS, *(OF_ROUTERS if with_routers else ())):

@@ -1,8 +1,8 @@
-"""A model's config.json, looked at before Transformers acts on it.
+"""Checks of a model's config.json before Transformers uses it.
 
 Transformers builds what the file says: ten million layers take hours, a width of 10^9 takes terabytes, and an attention
-implementation whose name has a slash is code that it fetches from a hub. So numbers of the size of a mistake are held
-against the shapes in the weight files, whose headers cost milliseconds, and such names are refused.
+implementation whose name has a slash is code that it downloads from a hub. So suspiciously large numbers are compared
+with the shapes in the weight files, whose headers take milliseconds to read, and such names are refused.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ SIZES, MOST_SIZE = (
     2**20,
 )
 POSITIONS, MOST_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 2**28
-NEVER = 2**24  # of a size, where there are no weights to compare with
+NEVER = 2**24  # sizes above this are refused if there are no weights to compare with
 WORDS = ("model_type", "dtype", "torch_dtype")
 
 
 def check_config_file(path: Path) -> None:
-    """UserError where a config.json asks for what its weight files cannot be, or for code from elsewhere."""
+    """UserError if a config.json contradicts its weight files, or asks for code from elsewhere."""
     config = read_json(path, "model")
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -38,7 +38,7 @@ def check_config_file(path: Path) -> None:
 
 
 def check_implementation(key: str, value: Any, where: object) -> None:
-    """Refuses kernels that Transformers would fetch from a hub and run."""
+    """Refuses kernels that Transformers would download from a hub and run."""
     if "implementation" in key and "/" in str(value):
         raise UserError(
             f"model: {where}: {key} is {value!r}: Transformers would fetch that code from a hub and run it; remove the "
@@ -66,12 +66,12 @@ def _check_number(key: str, value: float, path: Path) -> None:
 
 
 def _number(value: float) -> str:
-    """`1e+09`; an integer may have more digits than a float."""
+    """`1e+09`, also for an integer with more digits than a float can hold."""
     return f"{value:g}" if isinstance(value, float) or value.bit_length() < 1000 else "beyond all numbers"
 
 
 def _compare(key: str, value: float, path: Path, most: int, unit: str, count: Any) -> None:
-    """A number that is larger than usual must be borne out by the weights."""
+    """Compares a number that is larger than usual with the weights."""
     if not has_weights(path.parent):
         if value > most:
             raise UserError(f"model: {path}: {key} is {_number(value)}, more than any model has")

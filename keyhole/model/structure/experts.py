@@ -1,18 +1,18 @@
 """Finds stacks of experts whose layer can be computed one expert at a time.
 
-A mixture-of-experts layer keeps the matrices of all its experts in two stacks, [E, rows, columns] each: one that goes
-up (gate and up together, or up alone) and one that comes down. Transformers marks such a module (by its decorator
-`use_experts_implementation`) and states in attributes all that a computation of it must know:
+A mixture-of-experts layer keeps the matrices of all its experts in two stacks, [E, rows, columns] each: an up
+projection (gate and up together, or up alone) and a down projection. Transformers marks such a module (by its decorator
+`use_experts_implementation`) and describes its computation in attributes:
 
     has_gate         the upper stack is gate_up_proj, and `_apply_gate` follows; else it is up_proj, and `act_fn` does
     has_bias         each stack has a bias [E, columns] of its own
     is_transposed    a matrix of a stack is [inputs, outputs], not [outputs, inputs]
 
-A stack is one tensor of its checkpoint, but an expert is what a token meets, and what must be on the device. So where
-the stacks are large, every expert is computed, moved and updated as a matrix of its own (model/forward/experts.py).
-Whether that is so depends on the architecture alone, never on where weights live: the bits must not. Stacks of at most
-STACK_NUMEL elements, modules with a norm of their own behind each expert, and mixtures that Transformers computes in
-another way (Llama 4, DBRX, JetMoE) are left to Transformers, as a whole.
+A stack is one tensor of its checkpoint, but tokens use single experts, and only those must be on the device. So if the
+stacks are large, every expert is computed, moved and updated as a matrix of its own (model/forward/experts.py). This
+depends only on the architecture, never on where weights live, so that the bits do not either. Transformers' own code
+computes stacks of at most STACK_NUMEL elements, modules with a norm of their own behind each expert, and mixtures that
+are built in another way (Llama 4, DBRX, JetMoE).
 """
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class Experts:
 
 
 def find_experts(module: nn.Module) -> Experts | None:
-    """The stacks of a module that is computed one expert at a time; None: it is not."""
-    if not is_marked(module) or getattr(module, "has_post_expert_norm", False):  # newer than 5.17
+    """The stacks of a module that is computed one expert at a time; None for other modules."""
+    if not is_marked(module) or getattr(module, "has_post_expert_norm", False):  # attribute is newer than 5.17
         return None
     found = Experts(module, "gate_up_proj" if module.has_gate else "up_proj")
     own = module._parameters
@@ -64,10 +64,10 @@ def find_experts(module: nn.Module) -> Experts | None:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether Transformers has marked the module as one of experts."""
+    """Whether Transformers has marked the module as a stack of experts."""
     return all(hasattr(module, mark) for mark in MARKS)
 
 
 def expert_units(module: nn.Module) -> bool:
-    """Whether a model's large stacks are computed one expert at a time, as its builder was asked (skeleton.py)."""
+    """Whether the model's large stacks are computed one expert at a time; set when it is built (skeleton.py)."""
     return bool(getattr(module, "keyhole_expert_units", True))

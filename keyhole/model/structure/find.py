@@ -1,7 +1,7 @@
 """Finds the parts of a decoder: its blocks, the modules in them that own matrices, and layers of special kinds.
 
-Parts are found by their structure, not by the model's name (but for PAIRS): blocks are the list of modules that holds
-the most parameters. Everything here works on the meta device, and depends on the architecture alone.
+Parts are found by their structure, not by the model's name (except for PAIRS): blocks are the list of modules that
+holds the most parameters. Everything here works on the meta device, and depends only on the architecture.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ block's forward: only the activation may use the output of the layer."""
 
 
 def find_decoder(module: nn.Module) -> nn.Module:
-    """What the causal LM calls for hidden states: it holds the input embedding. Where Transformers' own lookup returns
-    the LM itself (Llama 4) or something else (the head of ModernBERT), it is the child that does."""
+    """The module that the causal LM calls for hidden states; it holds the input embedding. If Transformers' own lookup
+    returns the LM itself (Llama 4) or something else (the head of ModernBERT), the child that holds the embedding."""
     embedding = module.get_input_embeddings()
 
     def holds_embedding(part: nn.Module) -> bool:
@@ -34,8 +34,8 @@ def find_decoder(module: nn.Module) -> nn.Module:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the outermost list of modules that holds the most parameters that a forward on tokens
-    reaches; [] if there is none."""
+    """The repeated blocks: the outermost list of modules that holds the most parameters that a forward pass on tokens
+    uses; [] if there is none."""
     best, best_numel = [], 0
     for child in module.modules():  # outermost first, so that a tie goes to the outer list
         if isinstance(child, nn.ModuleList) and len(child) > 1:
@@ -47,7 +47,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of like modules outside of the blocks."""
+    """A list of similar modules outside of the blocks."""
 
     name: str
     count: int
@@ -56,7 +56,7 @@ class Stack:
 
 
 def stacks_outside(module: nn.Module, blocks: list[nn.Module]) -> list[Stack]:
-    """The outermost lists of modules with matrices that belong to no block: a second stack, or a tower."""
+    """The outermost lists of modules with matrices that belong to no block: a second stack, or a vision tower."""
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
     found: list[Stack] = []
     for name, child in module.named_modules():
@@ -69,8 +69,8 @@ def stacks_outside(module: nn.Module, blocks: list[nn.Module]) -> list[Stack]:
 
 
 def leaves_of(block: nn.Module) -> list[nn.Module]:
-    """The outermost modules that own a matrix, or use one of a module inside. Each counts with all its children.
-    Modules with vectors only (norms) are none: they belong to the spine."""
+    """The outermost modules that own a matrix, or use one of a submodule directly. Each counts with all its children.
+    Modules with only vectors (norms) do not count: they belong to the spine."""
     if any(p is not None and is_matrix(p) for p in block._parameters.values()) or reads_inside(block):
         return [block]
     return [leaf for child in block.children() for leaf in leaves_of(child)]
@@ -78,7 +78,7 @@ def leaves_of(block: nn.Module) -> list[nn.Module]:
 
 def row_tiles(leaf: nn.Module) -> list[tuple[int, int]]:
     """Row ranges of a linear layer with a large matrix, as even as TILE_ROWS allows; [] for any other module. They
-    depend on the shape alone, so that streamed and resident models compute the same products."""
+    depend only on the shape, so that streamed and resident models compute the same products."""
     if type(leaf) is not nn.Linear or leaf.weight.numel() <= TILE_NUMEL:
         return []
     row_count = leaf.weight.shape[0]
@@ -89,7 +89,7 @@ def row_tiles(leaf: nn.Module) -> list[tuple[int, int]]:
 
 
 def relu_pair(block: nn.Module) -> tuple[nn.Linear, nn.ReLU] | None:
-    """The linear layer of a block and the ReLU that alone uses its output, where one product can do both."""
+    """The linear layer of a block and the ReLU that alone uses its output, if one product can compute both."""
     if (names := PAIRS.get(type(block).__name__)) is None:
         return None
     layer, activation = (getattr(block, name) for name in names)

@@ -1,7 +1,7 @@
-"""generation_config.json: end-of-turn tokens and sampling settings, which often stand in this file and nowhere else.
+"""generation_config.json: end-of-turn tokens and sampling settings, which are often in this file only.
 
-Transformers takes what the file says: a million beams are a million copies of the cache, and a word where a number is
-expected is a traceback at the first answer. So types and sizes are looked at when the file is read.
+Transformers uses the file unchecked: a million beams are a million copies of the cache, and a word in place of a number
+raises a traceback at the first answer. So types and sizes are checked when the file is read.
 """
 
 import copy
@@ -22,7 +22,7 @@ ONLY_BEAMS = ("early_stopping", "length_penalty")
 
 
 def read_generation_config(directory: Path) -> Any:
-    """The settings in a model's directory; UserError names what is wrong with them."""
+    """The settings in a model's directory; a UserError names what is wrong with them."""
     from transformers import GenerationConfig
 
     path = directory / "generation_config.json"
@@ -33,15 +33,15 @@ def read_generation_config(directory: Path) -> Any:
         found = GenerationConfig.from_pretrained(directory)
         copied = copy.deepcopy(found)
         make_writable(copied)
-        copied.validate(strict=True)  # as every save will
+        copied.validate(strict=True)  # every save does this
     except Exception as error:  # settings that contradict each other, keys of another version
         raise UserError(f"model: {path} cannot be read: {error}") from error
     return found
 
 
 def make_writable(generation: Any) -> None:
-    """Transformers refuses to write settings that have no effect, such as a temperature beside do_sample=False; some
-    models are published so. They are unset: the model generates as before. None: a classifier has no settings."""
+    """Unsets settings that have no effect, such as a temperature beside do_sample=False: some models are published with
+    them, and Transformers refuses to save them. The model generates as before. None: a classifier has no settings."""
     if generation is None:
         return
     unused = () if generation.do_sample else ONLY_SAMPLING
@@ -54,7 +54,7 @@ def make_writable(generation: Any) -> None:
 
 
 def _expected(key: str, value: Any) -> str:
-    """What should stand there; "" where the value will do."""
+    """The kind of value that is expected; "" if the value is valid."""
     if key in FEW:
         return "" if _is_count(value, 1, MOST_BEAMS) else f"a whole number from 1 to {MOST_BEAMS}"
     if key in COUNTS:

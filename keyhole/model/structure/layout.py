@@ -1,22 +1,22 @@
 """A model's parameters laid out as one flat array, cut into units that are moved together.
 
-Every element of every parameter gets an index in one flat, virtual array of the model. That index is at once
+Every element of every parameter gets an index in one flat, virtual array of the model. That index is both
 
   - its place in host memory (a unit is a contiguous range of the array, so moving it is one copy), and
   - its counter for the noise: z is a function of (seed, step, direction, index) and of nothing else.
 
-So the layout must not depend on the device, the budget or the placement, only on the architecture. In order:
+So the layout must depend only on the architecture, not on the device, the budget or the placement. In order:
 
-    spine    everything small or odd: norms, position tables, biases of the head. On the device all the time.
+    spine    everything small or special: norms, position tables, biases of the head. Always on the device.
     table    the input embedding (vocabulary x width), cut into chunks of CHUNK_ROWS rows
     blocks   the matrices of the transformer blocks, block after block
     head     the output matrix, cut like the table; absent when it is tied to the table
 
-Blocks are found by their structure (find.py). A block may be cut further, into runs of consecutive leaf modules, when
-one block is too large a transfer for the budget; that changes where units begin and end, never an element's index. A
-very large matrix of a linear layer may be cut by rows (model/forward/row_tiles.py computes with it); such a layer's
-bias, which all of its rows need, belongs to the spine. Large stacks of experts are cut into experts (experts.py), with
-their biases in the spine too: a pass holds the matrix of one expert at a time.
+Blocks are found by their structure (find.py). If one block is too large a transfer for the budget, it is cut further,
+into runs of consecutive leaf modules; that changes where units begin and end, never an element's index. A very large
+matrix of a linear layer may be cut by rows (model/forward/row_tiles.py computes with it); the bias of such a layer,
+which all of its rows need, belongs to the spine. Large stacks of experts are cut into experts (experts.py), and their
+biases belong to the spine too: a pass holds the matrix of one expert at a time.
 
 Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding per tensor.
 """
@@ -36,14 +36,14 @@ CHUNK_ROWS = 8192
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """One parameter: its place in the flat array and its shape. A tied one appears once."""
+    """One parameter: its place in the flat array and its shape. A tied parameter appears once."""
 
     name: str
     start: int
     shape: torch.Size
     param: nn.Parameter = field(repr=False, compare=False)
-    block: int | None = None  # the block it belongs to; None outside of the blocks
-    experts: int = 0  # how many matrices of experts a stack has that is computed one expert at a time; 0: it is none
+    block: int | None = None  # the block that it belongs to; None outside of the blocks
+    experts: int = 0  # number of experts, if this is a stack that is computed one expert at a time; else 0
 
     @property
     def stop(self) -> int:
@@ -57,7 +57,7 @@ class FlatTensor:
 
     @property
     def matrix(self) -> torch.Size:
-        """The shape that is computed and updated at a time: its own, or that of one expert."""
+        """The shape that is computed and updated at once: its own, or that of one expert."""
         return self.shape[1:] if self.experts else self.shape
 
 
@@ -71,10 +71,10 @@ class Unit:
     start: int
     stop: int
     tensors: list[FlatTensor]
-    modules: list[nn.Module] = field(default_factory=list, repr=False)  # entering one of these needs the unit
+    modules: list[nn.Module] = field(default_factory=list, repr=False)  # entering one of these requires the unit
     rows: tuple[int, int] | None = None  # range of the first axis, for chunks of a table, tiles of a matrix, experts
     block: int | None = None
-    expert: int | None = None  # of a stack of experts: which one it is
+    expert: int | None = None  # the index of the expert, for a unit of a stack of experts
 
     @property
     def numel(self) -> int:
@@ -95,9 +95,9 @@ class Layout:
     numel: int
     block_count: int
     block_class: str
-    tied: bool  # the head is the table
-    tiled_layers: int = 0  # linear layers that are computed in row tiles
-    fused_relu: bool = False  # blocks take a ReLU within the product before it
+    tied: bool  # the head shares the weights of the table
+    tiled_layers: int = 0  # number of linear layers that are computed in row tiles
+    fused_relu: bool = False  # blocks fuse a ReLU into the product before it
     stacks_outside: list[Stack] = field(default_factory=list)  # lists of modules whose weights are in the spine
     experts: list[Experts] = field(default_factory=list)  # modules that are computed one expert at a time
 
@@ -119,7 +119,7 @@ class Layout:
 
     @property
     def has_cut_blocks(self) -> bool:
-        """Whether a block is more than one unit."""
+        """Whether any block has more than one unit."""
         return len(self.of_kind("block")) > self.block_count
 
     @property
@@ -133,7 +133,7 @@ class Layout:
 
 
 def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> list[list[nn.Module]]:
-    """Consecutive leaves gathered into runs of at most max_numel elements; one run when max_numel is None."""
+    """Groups consecutive leaves into runs of at most max_numel elements; one run if max_numel is None."""
     runs, size = [], 0
     for leaf in leaves:
         numel = sum(_numel(p) for p in leaf.parameters() if id(p) in owned)
@@ -148,7 +148,7 @@ def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> li
 
 
 def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:
-    """id(parameter) -> the one block that uses it, where that block has units of its own."""
+    """id(parameter) -> the one block that uses it, if that block has units of its own."""
     users = Counter(id(p) for block in blocks for p in block.parameters())
     return {
         id(p): i
@@ -163,8 +163,8 @@ def find_layout(
     module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True, cut_experts: bool = True
 ) -> Layout:
     """The layout of an HF decoder, which may be on the meta device: no weights are needed. max_unit_numel: blocks are
-    cut into units of so many elements or one leaf (None: not cut). cut_rows: then large matrices are cut too;
-    cut_experts: and stacks of experts that are larger than a unit."""
+    cut into units of at most this many elements, or of one leaf (None: not cut). cut_rows: large matrices are then cut
+    too; cut_experts: so are stacks of experts that are larger than a unit."""
     names = {id(p): name for name, p in module.named_parameters()}  # a tied parameter once, by its first name
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     table_p = embedding.weight if isinstance(embedding, nn.Embedding) else None
@@ -177,7 +177,7 @@ def find_layout(
     experts = {id(leaf): found for leaf in leaves if (found := find_experts(leaf))}
     outside = tables | {id(leaf.bias) for leaf in large}
     outside |= {id(bias) for found in experts.values() for bias in found.biases}
-    in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # a shared one goes to the spine
+    in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # shared ones go to the spine
     experts = {key: one for key, one in experts.items() if all(id(stack) in in_blocks for stack in one.stacks)}
     counts = {id(stack): one.count for one in experts.values() for stack in one.stacks}
     builder = _Builder(names, _block_of(blocks, in_blocks), counts)
@@ -222,7 +222,7 @@ def _numel(param: nn.Parameter) -> int:
 
 
 class _Builder:
-    """Places tensors one after the other and closes units."""
+    """Places tensors one after the other, and forms units."""
 
     def __init__(self, names: dict[int, str], block_of: dict[int, int], experts: dict[int, int]) -> None:
         self.names, self.block_of, self.expert_count = names, block_of, experts

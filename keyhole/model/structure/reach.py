@@ -1,19 +1,19 @@
-"""Which parameters a forward on tokens reaches, found before a weight is read and almost without arithmetic.
+"""Which parameters a forward pass on tokens uses, found before weights are read and almost without arithmetic.
 
 A published model may hold more than a language model: a vision tower, projectors, attention to an encoder. A batch of
-tokens never gets there, so nothing can be learned there; but a method that perturbs all weights would change them at
+tokens never uses these parts, so they cannot be trained; but a method that perturbs all weights would change them at
 random. So the module's own forward is run once on a row of tokens, as soon as the module is built (skeleton.py), and
-every parameter that it fetches is noted. The others are marked and frozen.
+every parameter that it reads is recorded. The others are marked and frozen.
 
 At that time matrices are *constants*: one zero, expanded to a shape. An operation on a large constant is run on the
-meta device, for its shape alone, and gives a constant of that shape; all others are run as they are. Constants are
-ordinary tensors with known values, so code that looks at values (masks, routers) runs too. A model of any size takes a
-few megabytes, and about 0.1 ms per operation.
+meta device, for its shape alone, and returns a constant of that shape; all other operations are executed. Constants are
+ordinary tensors with known values, so code that reads values (masks, routers) runs too. A model of any size takes a few
+megabytes, and about 0.1 ms per operation.
 
-Experts are not marked: a member of a list inside a block of which another member was reached may be chosen by the
-next batch.
+Unused experts are not marked: if one member of a list inside a block was used, the next batch may choose another one.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from keyhole.errors import UserError
 
-SHORT, LONG = 16, 512  # tokens of the row; some parts are used only from a length on
-LARGE = 2**16  # elements of a constant whose values are not computed
+SHORT, LONG = 16, 512  # tokens in the row; some parts are used only by long rows
+LARGE = 2**16  # values of constants with more elements than this are not computed
 _tried: dict[tuple[type, str], "Tried"] = {}
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What was found: names of parameters that are not reached, and of modules that use a matrix of a module inside
-    them without entering that one; a parameter that the forward changes. why: no forward could be run."""
+    """The result: names of parameters that are not used, and of modules that read a matrix of a submodule without
+    calling it; a parameter that the forward changes. why: the reason if the forward could not be run."""
 
     unreached: frozenset[str] = frozenset()
     readers: frozenset[str] = frozenset()
@@ -47,9 +47,9 @@ class Tried:
 
 
 def mark_use(module: nn.Module) -> str:
-    """Marks and freezes the parameters that no forward on tokens reaches, and marks modules that use the matrices of
-    modules inside them. Returns why the forward could not be run, if it could not: then nothing is marked."""
-    key = type(module), module.config.to_json_string(use_diff=False)
+    """Marks and freezes the parameters that no forward pass on tokens uses, and marks modules that read the matrices of
+    submodules directly. If the forward could not be run, marks nothing and returns the reason."""
+    key = type(module), json.dumps(module.config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
     if key not in _tried:
         _tried[key] = _try(module)
     found = _tried[key]
@@ -68,12 +68,12 @@ def mark_use(module: nn.Module) -> str:
 
 
 def _try(module: nn.Module) -> Tried:
-    """Runs a short row, and a long one where the short one does not reach all: a loop over tokens takes its time."""
+    """Runs a short row, and a long one if the short one does not use everything: loops over tokens are slow."""
     watch = _Watch(module)
     if why := watch.forward(SHORT):
         return Tried(why=why)
     if next(_never_reached(module, watch.reached), None) is not None:
-        watch.forward(LONG)  # a model that ends before has said all it can
+        watch.forward(LONG)  # if it fails, what was recorded until then still counts
     never = {id(param) for param in _never_reached(module, watch.reached)}
     return Tried(
         frozenset(name for name, param in module.named_parameters() if id(param) in never),
@@ -83,23 +83,23 @@ def _try(module: nn.Module) -> Tried:
 
 
 def is_matrix(p: nn.Parameter) -> bool:
-    """Neither a vector nor the kernel of a depthwise convolution [C, 1, K]: that one is small, and state-space layers
-    use it without entering the module that owns it."""
+    """Neither a vector nor the kernel of a depthwise convolution [C, 1, K], which is small, and which state-space
+    layers read without calling the module that owns it."""
     return p.ndim > 1 and p.shape[-2] > 1
 
 
 def reads_inside(part: nn.Module) -> bool:
-    """Whether this module uses a matrix of a module inside it without entering that one."""
+    """Whether this module reads a matrix of a submodule without calling it."""
     return getattr(part, "keyhole_reads_inside", False)
 
 
 def is_unreached(param: nn.Parameter) -> bool:
-    """Whether no forward on tokens uses this parameter."""
+    """Whether no forward pass on tokens uses this parameter."""
     return getattr(param, "keyhole_unreached", False)
 
 
 def _never_reached(module: nn.Module, reached: set[int]) -> Iterator[nn.Parameter]:
-    """Parameters of parts without one that was reached, unless the part is an expert."""
+    """Parameters of parts of which none was used, unless the part is an expert."""
 
     def any_reached(part: nn.Module) -> bool:
         return any(id(p) in reached for p in part.parameters())
@@ -121,25 +121,23 @@ def _is_large_constant(x: Any) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes which parameters are fetched and who uses them. Operations on large constants give constants; no value is
-    computed."""
+    """Records which parameters are read and by which modules. Operations on large constants return constants; their
+    values are not computed."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.reached: set[int] = set()  # ids of parameters
-        self.readers: set[int] = (
-            set()
-        )  # ids of modules that use a matrix of a module inside them, which they do not enter
+        self.readers: set[int] = set()  # ids of modules that read a matrix of a submodule without calling it
         self.changed: set[int] = set()  # ids of parameters
-        self.owners: dict[int, list[nn.Module]] = {}  # of a parameter; a tied one has two
+        self.owners: dict[int, list[nn.Module]] = {}  # of each parameter; a tied one has two
         for part in module.modules():
             for param in (p for p in part._parameters.values() if p is not None and is_matrix(p)):
                 self.owners.setdefault(id(param), []).append(part)
         self.entered: list[nn.Module] = []
 
     def forward(self, length: int) -> str:
-        """Runs the module on a row of tokens; returns why it could not."""
+        """Runs the module on a row of tokens; returns the reason if it failed."""
         ids = torch.arange(length)[None] % min(64, self.module.get_input_embeddings().weight.shape[0])
         self.entered = []
         takes = signature(self.module.forward).parameters
@@ -148,14 +146,14 @@ class _Watch(TorchDispatchMode):
         try:
             with torch.no_grad(), self._noting(), self:
                 self.module(input_ids=ids, **without_cache)
-        except Exception as error:  # the family's own code
+        except Exception as error:  # raised by the family's own code
             return " ".join(str(error).split())[:120] or type(error).__name__
         return ""
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """A context in which parameters that are fetched from a module, or owned by one that is entered (a recurrent
-        layer of PyTorch has its own list of them), are noted."""
+        """A context that records parameters that are read from a module, or owned by a module that is called (PyTorch's
+        recurrent layers keep their own list of them)."""
         fetch = nn.Module.__getattr__
 
         def note(part: nn.Module, name: str) -> Any:
@@ -197,7 +195,7 @@ class _Watch(TorchDispatchMode):
         if not any(_is_large_constant(x) for x in leaves):
             try:
                 return func(*args, **kwargs)
-            except RuntimeError:  # it wants memory of its own for every element
+            except RuntimeError:  # the operation needs separate memory for every element
                 if is_mutable:
                     return args[0]
                 return func(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
@@ -206,15 +204,15 @@ class _Watch(TorchDispatchMode):
         if func.is_view:
             try:
                 return func(*args, **kwargs)
-            except RuntimeError:  # a view that constants do not have (as complex numbers)
+            except RuntimeError:  # a view that constants do not support (as complex numbers)
                 pass
-        for dtype in (None, torch.bfloat16):  # grouped products want it
+        for dtype in (None, torch.bfloat16):  # grouped products require bfloat16
             try:
                 convert = partial(_to_meta, dtype=dtype)
                 return tree_map(_constant, func(*tree_map(convert, args), **tree_map(convert, kwargs)))
             except (RuntimeError, NotImplementedError):
                 continue
-        return func(*args, **kwargs)  # its shape depends on values
+        return func(*args, **kwargs)  # the output's shape depends on values
 
 
 def _materialised(x: Any) -> Any:

@@ -5,9 +5,9 @@ Matrices are created on the meta device, so building a model of any size takes n
 that code knows their values. Afterwards each matrix is replaced by a tensor of its shape that takes no memory, which
 `Model` points to real memory later (a meta tensor could not be re-pointed).
 
-Decoders are built, and models that classify texts: their architecture is called ...ForSequenceClassification, or a head
-is asked for (model/classification.py). Transformers also makes a "causal" model from the config of an encoder (BERT),
-whose attention sees the tokens that it should predict: such a model trains to a loss of 0 and has learned nothing.
+Decoders can be built, and text classifiers: models whose architecture is called ...ForSequenceClassification, or with a
+requested head (model/classification.py). Transformers also builds a "causal" model from the config of an encoder
+(BERT), whose attention sees the tokens that it should predict: such a model reaches a loss of 0 and learns nothing.
 """
 
 import copy
@@ -36,7 +36,7 @@ def _matrices_on_meta() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.ndim > 1 and param.device.type != "meta":
             param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
-            param._is_hf_initialized = True  # drawing values would be half of the time of a build
+            param._is_hf_initialized = True  # initialising values would take half of the time of a build
         register(module, name, param)
 
     def unless_on_meta(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -44,7 +44,7 @@ def _matrices_on_meta() -> Iterator[None]:
 
     drawn = {name: getattr(nn.init, name) for name in ("normal_", "uniform_", "kaiming_uniform_")}
     nn.Module.register_parameter = register_on_meta
-    for name, draw in drawn.items():  # there is nothing to draw; asking takes a sixth of the time of a build
+    for name, draw in drawn.items():  # nothing to initialise; the calls alone take a sixth of the time of a build
         setattr(nn.init, name, unless_on_meta(draw))
     try:
         yield
@@ -57,7 +57,7 @@ def _matrices_on_meta() -> Iterator[None]:
 def read_config(
     model: Any, trust_remote_code: bool = False, head: str | None = None, num_labels: int | None = None
 ) -> Any:
-    """The HF config of a directory, a hub id, or a config object handed in. head="classification": of a model that
+    """The HF config of a directory, a hub id, or a config object. head="classification": the config of a model that
     gives each text one of num_labels labels (1: a number), whatever the files were made for."""
     from transformers import AutoConfig, PretrainedConfig
 
@@ -68,19 +68,19 @@ def read_config(
     check_config_file(path / "config.json" if path.is_dir() else find_file(model, "config.json"))
     try:
         found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local(model))
-    except Exception as error:  # values of the wrong type, keys of another version: each family raises its own
+    except Exception as error:  # values of the wrong type, keys of another version: the type depends on the family
         why = str(error) or type(error).__name__
         raise UserError(f"model: the config of {model} cannot be read: {why}") from error
     return check_model(_with_head(found, head, num_labels))
 
 
 def is_classifier(config: Any) -> bool:
-    """Whether a config is that of a model that classifies texts."""
+    """Whether a config is that of a text classifier."""
     return (getattr(config, "architectures", None) or [""])[0].endswith(CLASSIFIER)
 
 
 def _with_head(config: Any, head: str | None, num_labels: int | None) -> Any:
-    """The config, or a copy of it with the head that was asked for."""
+    """The config, or a copy of it with the requested head."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if head is None and num_labels is None:
@@ -138,8 +138,8 @@ def check_decoder(config: Any) -> Any:
 
 
 def _looks_ahead(config: Any) -> str:
-    """The setting that makes attention bidirectional; "" where there is none. is_decoder matters only to types that are
-    encoders by default: others (GPT-NeoX) have it too, and are decoders whatever its value."""
+    """The setting that makes attention bidirectional; "" if there is none. is_decoder matters only for types that are
+    encoders by default: other types (GPT-NeoX) have it too, and are decoders whatever its value."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"):
@@ -151,16 +151,16 @@ def _looks_ahead(config: Any) -> str:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of Transformers that makes modules for a config."""
+    """The class of Transformers that builds modules for a config."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
 
 
 def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, expert_units: bool = True) -> nn.Module:
-    """The module for a config, in evaluation mode (no dropout), its matrices not yet in memory. What a forward on
-    tokens does not reach is frozen (reach.py); keyhole_untried says why that could not be found out, if so.
-    expert_units: large stacks of experts are computed and moved one expert at a time (experts.py)."""
+    """The module for a config, in evaluation mode (no dropout), without memory for its matrices. Parameters that a
+    forward pass on tokens does not use are frozen (reach.py); if they could not be determined, keyhole_untried is the
+    reason. expert_units: large stacks of experts are computed and moved one expert at a time (experts.py)."""
     check_model(config)
     if getattr(config, "quantization_config", None):
         raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")
@@ -169,7 +169,7 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, e
     with _matrices_on_meta():
         try:
             module = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        except Exception as error:  # the family's own code, on numbers that do not go together
+        except Exception as error:  # raised by the family's own code, on numbers that do not fit together
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"model: no module can be built from {type(config).__name__}: {why}") from error
     _check_one_dtype(module, dtype)
@@ -200,7 +200,7 @@ def _check_one_dtype(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Names of parameters that the family wants in float32 whatever the dtype, or that its code makes so."""
+    """Names of parameters that the family keeps in float32 whatever the dtype, or that its code converts to it."""
     patterns = [pattern.replace("*", ".*") for pattern in module._get_dtype_plan(dtype)]
     return [
         name

@@ -1,15 +1,14 @@
-"""Where a model's files are: a directory here, or a hub id whose files are downloaded.
+"""Where a model's files are: a local directory, or a hub id whose files are downloaded.
 
-A name that cannot be a hub id, or that begins with a directory that is here, is a path that was mistyped: no hub is
-asked. Without a network the hub's library tries for half a minute before it gives up, so whether the hub answers at
-all is asked once, in a few seconds; where it does not, files that were downloaded before are used, or the name is
-refused.
+A name that cannot be a hub id, or that begins with an existing directory, is a mistyped path: no request is sent to the
+hub. Without a network the hub's library retries for half a minute before it gives up, so the connection is tested once,
+in a few seconds. If the hub cannot be reached, files that were downloaded before are used, or the name is refused.
 
-Weights in .bin files are downloaded only where a model has no safetensors, and of several copies of the weights
+Weights in .bin files are downloaded only if a model has no safetensors, and of several copies of the weights
 (original/, consolidated.safetensors) only the one that Transformers reads. Downloads go to huggingface_hub's cache. A
-connection that breaks is taken up again at the byte where it broke; where the library gives up, files that are complete
-stay, and the next attempt fetches the others. What the hub refuses is answered by what to do about it: a model that is
-gated, private or not there (which the hub does not tell apart without a token), a token that is not valid.
+broken download continues at the byte where it broke. If the library gives up, complete files stay, and the next attempt
+downloads the others. Each refusal of the hub raises an error that says what to do: a model that is gated, private or
+missing (which the hub does not tell apart without a token), a token that is not valid.
 """
 
 import difflib
@@ -26,15 +25,15 @@ from keyhole.model.structure.tokenizer import TOKENIZER_FILES
 
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
 PICKLED_PATTERNS = ["pytorch_model*.bin"]
-NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*.safetensors"]  # beside those it reads
+NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*.safetensors"]  # never downloaded
 PATIENCE_S = 5.0
 
 
 def check_name(model: str | Path) -> None:
-    """Refuses, without a request, what is neither a directory nor a hub id. One word is refused too: all such ids of
-    the hub have a longer name today, and a word is more likely a directory that does not exist."""
+    """Refuses, without a request, a name that is neither a directory nor a hub id. A single word is refused too: the
+    hub's ids have an owner today, and a word is more likely a directory that does not exist."""
     path, text = Path(model), str(model)
-    if os.path.isdir(path):  # False, too, for a name that no file can have
+    if os.path.isdir(path):  # also False for a name that no file can have
         return
     if os.path.exists(path):
         raise UserError(f"model: {text} is a file; give the directory that holds config.json and the weights")
@@ -51,14 +50,14 @@ def check_name(model: str | Path) -> None:
 
 
 def check_directory(model: str | Path) -> None:
-    """Refuses, besides, a directory that is no model's."""
+    """Refuses also a directory that holds no model."""
     check_name(model)
     if os.path.isdir(model) and not (Path(model) / "config.json").exists():
         raise UserError(f"model: {model} has no config.json, so it is not a Hugging Face model directory")
 
 
 def _nearest(path: Path) -> str:
-    """`; did you mean ...?`, from the directories beside a path that is not there."""
+    """`; did you mean ...?`, from the directories beside a path that does not exist."""
     try:
         beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
     except OSError:
@@ -68,13 +67,13 @@ def _nearest(path: Path) -> str:
 
 
 def is_local(model: str | Path) -> bool:
-    """Whether no request is to be made for this model: it is a directory, or the hub does not answer."""
+    """Whether no request is made for this model: it is a directory, or the hub cannot be reached."""
     return os.path.isdir(model) or not hub_answers()
 
 
 @cache
 def hub_answers() -> bool:
-    """Whether the hub can be reached. Asked once per process; behind a proxy the library is left to find out."""
+    """Whether the hub can be reached. Tested once per process; behind a proxy True, and the library finds out."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -95,7 +94,7 @@ def find_file(model: str | Path, name: str) -> Path:
 
     try:
         return Path(hf_hub_download(str(model), name, local_files_only=is_local(model)))
-    except Exception as error:  # as below
+    except Exception as error:  # as in _download
         raise _not_had(model, error) from error
 
 
@@ -116,12 +115,12 @@ def _download(model: str | Path, patterns: Sequence[str]) -> Path:
     try:
         how = {"allow_patterns": list(patterns), "ignore_patterns": NOT_READ, "local_files_only": is_local(model)}
         return Path(snapshot_download(str(model), **how))
-    except Exception as error:  # no network, no such model, no access, no room: no type is common to them
+    except Exception as error:  # no network, no such model, no access, disk full: they have no common type
         raise _not_had(model, error) from error
 
 
 def _not_had(model: str | Path, error: Exception) -> UserError:
-    """What to do, for each way in which the hub, the network or the disk can say no."""
+    """The error for each way in which the hub, the network or the disk can fail, with what to do about it."""
     from huggingface_hub import errors
 
     if not hub_answers():
@@ -182,7 +181,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _incomplete() -> type[Exception] | tuple[()]:
-    """What the library raises for a cache with some of the files; older versions do not look."""
+    """The exception that the library raises for an incomplete cache; older versions do not check."""
     from huggingface_hub import errors
 
     return getattr(errors, "IncompleteSnapshotError", ())

@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, or None: one answer for training, evaluation and `keyhole.load`.
+"""The tokenizer of a model directory, or None: the same for training, evaluation and `keyhole.load`.
 
 A directory has a tokenizer if it has a vocabulary, which comes under many names:
 
@@ -8,9 +8,9 @@ A directory has a tokenizer if it has a vocabulary, which comes under many names
     tekken.json                         Mistral's
     tokenizer_config.json               alone only where no vocabulary is needed (ByT5 counts bytes)
 
-special_tokens_map.json, added_tokens.json and chat_template.jinja do not make a tokenizer by themselves. Without a
-vocabulary, Transformers refuses for some families, and for others makes a tokenizer that has no token for any text.
-The latter counts as none: a run with it would train on nothing.
+special_tokens_map.json, added_tokens.json and chat_template.jinja are not enough for a tokenizer. Without a vocabulary,
+Transformers raises an error for some families, and for others builds a tokenizer that maps every text to no tokens. The
+latter counts as none: a run with it would train on nothing.
 """
 
 import json
@@ -25,7 +25,7 @@ READ_WITH_IT = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templa
 
 
 def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a directory (no request is made) or a hub id; None where a directory has none."""
+    """The tokenizer of a directory (without a request) or a hub id; None if a directory has none."""
     from transformers import AutoTokenizer
 
     from keyhole.model.structure.source import is_local
@@ -39,19 +39,19 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         how = {"local_files_only": is_local(path), "trust_remote_code": trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(model, **how)
-        added = getattr(tokenizer, "get_added_vocab", dict)()  # Mistral's own class has no such method
+        added = getattr(tokenizer, "get_added_vocab", dict)()  # Mistral's own class does not have this method
         if len(tokenizer) <= len(added):
             return None
-        tokenizer("a")  # settings of the wrong type are met at the first text, half characters at the first save
+        tokenizer("a")  # settings of the wrong type fail at the first text, half characters at the first save
         json.dumps(getattr(tokenizer, "init_kwargs", ""), ensure_ascii=False, default=str).encode()
-    except Exception as error:  # bad files, a bad name, no network: each has its own type
+    except Exception as error:  # bad files, a bad name, no network: each raises its own type
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from error
     return tokenizer
 
 
 def _check_readable(file: Path) -> None:
-    """Refuses what Transformers would wait for (a pipe), or read without end (a device, a file of zeros)."""
+    """Refuses files on which Transformers would block (a pipe) or read without end (a device, a file of zeros)."""
     try:
         size = file.stat().st_size
         if not file.is_file() and not file.is_dir():

@@ -1,4 +1,4 @@
-"""Formats that weights have at home and on the link, apart from the dtype they are computed in.
+"""Formats of weights at home and on the link, as opposed to the dtype of compute.
 
     fp32 | bf16 | fp16     a plain dtype; kernels read it and write perturbed copies in the dtype of compute
     fp8                    blocks only: E4M3 codes with a power-of-two scale per 64 elements (ops/fp8.py), 1.016 bytes
@@ -6,12 +6,12 @@
     int8 | int4 | nf4      blocks only, and frozen: codes with a float16 scale per 64 elements (frozen.py), 1.03 or 0.53
                            bytes per element of a matrix; vectors, spine, table and head keep the dtype of compute
 
-A unit in a plain format is used where it lies. A packed unit is bytes. Its codec unpacks it for a forward pass or a
+A unit in a plain format is used directly. A packed unit is bytes. Its codec unpacks it for a forward pass or a
 checkpoint, packs it when it is loaded, and applies a zeroth-order update to it, with stochastic rounding. The passes
-use the values as packed, so the weights of a run are always those at home. A frozen unit is packed once and only
-unpacked from then on.
+use the packed values, so the weights of a run are always those at home. A frozen unit is packed once and afterwards
+only unpacked.
 
-A new plain format is a line in PLAIN, a new packed one a codec in CODECS with its kernels in ops/.
+To add a plain format, add a line to PLAIN; for a packed one, add a codec to CODECS with its kernels in ops/.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Codec:
     bytes_of: Callable[[int], int]
     """(elements) -> bytes."""
     encode_: Callable[..., None]
-    """(weights, packed, offset, seed, step, rounding): packs fp32 weights, with the rounding bits of these elements."""
+    """(weights, packed, offset, seed, step, rounding): packs fp32 weights, rounding with the bits of these elements."""
     decode: Callable[[torch.Tensor, torch.Tensor], None]
     """(packed, weights): unpacks into the dtype of `weights`."""
     zo_: Callable[..., None]
@@ -54,16 +54,16 @@ NAMES = (*PLAIN, *CODECS, *FROZEN)
 
 
 def bytes_per_element(name: str) -> float:
-    """Of a block's matrices in a format; a plain one by its dtype."""
+    """Bytes per element of a block's matrices in a format; a plain one by its dtype."""
     if name in PLAIN:
         return PLAIN[name].itemsize
     return Grid(name).bytes_per_element if name in FROZEN else CODECS[name].bytes_of(64) / 64
 
 
 class Wire:
-    """The home format of every unit, for a dtype of compute and a wire format (None: the same dtype). codec: of packed
-    units that may be changed; frozen: of packed units that may not; None where there are none. grid: the frozen
-    format, where weights were published in a variant of it."""
+    """The home format of every unit, for a dtype of compute and a wire format (None: the same dtype). codec: for packed
+    units that can be changed; frozen: for packed units that cannot; each None if there are none. grid: the frozen
+    format, if weights were published in a variant of it."""
 
     def __init__(self, dtype: torch.dtype, wire: str | None = None, grid: Grid | None = None) -> None:
         if wire is not None and wire not in NAMES:
@@ -72,18 +72,18 @@ class Wire:
         self.plain = PLAIN.get(wire or "", dtype)
         self.codec = CODECS.get(wire or "")
         self.frozen = frozen.Frozen(grid or Grid(wire), dtype) if wire in FROZEN else None
-        self.rounds = self.frozen is not None and grid is None  # weights become others on the way in
+        self.rounds = self.frozen is not None and grid is None  # loading rounds the weights
 
     @property
     def packs(self) -> bool:
-        """Whether blocks are bytes at home, and unpacked for every use."""
+        """Whether blocks are bytes at home, unpacked for every use."""
         return self.codec is not None or self.frozen is not None
 
     def home_dtype(self, unit: Unit) -> torch.dtype:
         return PACKED if self.packs and unit.kind == "block" else self.plain
 
     def home_numel(self, unit: Unit) -> int:
-        """Elements of the home in its own dtype."""
+        """Number of elements of the home, in its own dtype."""
         if self.home_dtype(unit) != PACKED:
             return unit.numel
         return self.codec.bytes_of(unit.numel) if self.codec is not None else self.frozen.bytes_of(unit)

@@ -1,10 +1,10 @@
-"""Weights at home: where a parameter lies in flat memory, and how it gets there.
+"""Weights at home: where a parameter is stored in flat memory, and how it is written.
 
-A plain home holds the unit's elements in a dtype; a parameter is then a view of it (the chunks of a table are
-adjacent, so a table is one view). A packed home (format.py) holds bytes; a parameter of it is read as an
-unpacked copy. To write it, the tensors of the unit are gathered in fp32 and packed when the last one has come, both on
-the device that computes: a CPU packs only 0.2 G elements per second. A frozen unit (frozen.py) is packed tensor by
-tensor, a large one in pieces of PIECE elements, so that no more than a piece is ever there unpacked.
+A plain home holds the unit's elements in a dtype; a parameter is a view of it (the chunks of a table are adjacent, so a
+table is one view). A packed home (format.py) holds bytes; a parameter of it is read as an unpacked copy. To write a
+packed home, the tensors of the unit are collected in fp32 and packed when the last one has arrived, both on the compute
+device: a CPU packs only 0.2 G elements per second. A frozen unit (frozen.py) is packed tensor by tensor, a large tensor
+in pieces of PIECE elements, so that at most one piece exists unpacked.
 """
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ from keyhole.ops.lowbit import Grid
 PIECE = 1 << 26
 Write = Callable[[torch.Tensor], None]
 WritePiece = Callable[[torch.Tensor, int], None]
-"""(flat memory, index in the tensor of its first element): fills it."""
+"""(flat memory, index of its first element in the tensor): fills the memory."""
 
 
 def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
@@ -31,8 +31,8 @@ def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
 
 
 class Homes:
-    """The homes of all units, seen as parameters. Packed ones are unpacked to the dtype of compute; `device` packs
-    them. foreign: pages that another process fills."""
+    """The homes of all units, accessed as parameters. Packed homes are unpacked to the dtype of compute and packed on
+    `device`. foreign: pages that another process fills."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Homes:
         foreign: frozenset[int] = frozenset(),
         parts: dict[int, tuple[int, torch.Tensor]] | None = None,
     ) -> None:
-        """parts: of sharded pages, this rank's part, and at which element of the unit it begins."""
+        """parts: this rank's part of each sharded page, and the element of the unit at which it begins."""
         self.foreign, self.parts = foreign, parts or {}
         self.layout, self.flats, self.formats, self.device = layout, flats, formats, device
         self._starts = [unit.start for unit in layout.units]
@@ -60,12 +60,12 @@ class Homes:
         return self.flats[self.unit_of(tensor).index].dtype == PACKED
 
     def is_apart(self, tensor: FlatTensor) -> bool:
-        """Whether no parameter can point to its home: it is packed, or this rank has a part of it only."""
+        """Whether no parameter can point to its home: it is packed, or this rank has only a part of it."""
         return self.unit_of(tensor).index in self.parts or self.is_packed(tensor)
 
     def own_parts(self, tensor: FlatTensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Of a tensor whose units are sharded: (index of its first element in the tensor, elements) of each part that
-        is this rank's. A table lies in several units."""
+        """For a tensor whose units are sharded: (index of the first element in the tensor, elements) of each of this
+        rank's parts. A table spans several units."""
         for unit in self.layout.units:
             if unit.index in self.parts and unit.start < tensor.stop and tensor.start < unit.stop:
                 begin, flat = self.parts[unit.index]
@@ -78,7 +78,7 @@ class Homes:
         return bool(self.foreign) and self.unit_of(tensor).index in self.foreign
 
     def read(self, tensor: FlatTensor) -> torch.Tensor:
-        """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
+        """The parameter at its home, in the dtype of its home; for a packed unit, an unpacked copy."""
         unit = self.unit_of(tensor)
         flat = self.flats[unit.index]
         assert unit.index not in self.parts, f"{tensor.name} is sharded"
@@ -92,10 +92,10 @@ class Homes:
         return flat.as_strided(tensor.shape, strides, flat.storage_offset() + tensor.start - unit.start)
 
     def fill(self, tensor: FlatTensor, write: Write, write_piece: WritePiece | None = None) -> None:
-        """Calls `write` with memory for the parameter, which it fills; or `write_piece` with memory for a part of it
-        after the other, where all of it would be too much."""
+        """Calls `write` with memory for the parameter, which it fills; or `write_piece` repeatedly with memory for one
+        part, if the whole would be too large."""
         if self.is_foreign(tensor):
-            write(torch.empty(tensor.shape, dtype=self.formats.dtype))  # a generator draws on
+            write(torch.empty(tensor.shape, dtype=self.formats.dtype))  # advances a random generator
             return
         if self.unit_of(tensor).index in self.parts:
             whole = torch.empty(tensor.shape, dtype=self.parts[self.unit_of(tensor).index][1].dtype)
@@ -137,12 +137,12 @@ class Homes:
             frozen.write(unit, tensor, home, begin, piece)
 
     def takes_codes(self, tensor: FlatTensor, grid: tuple[str, int, str] | None) -> bool:
-        """Whether weights that were published on this grid go home as they are."""
+        """Whether weights that were published on this grid are stored without conversion."""
         frozen = self.formats.frozen
         at_home = frozen is not None and self.is_packed(tensor) and is_matrix(tensor.shape)
         return at_home and grid is not None and Grid(*grid) == frozen.grid and tensor.shape.numel() % ALIGN == 0
 
     def put_codes(self, tensor: FlatTensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Codes and scales of such weights."""
+        """Stores the codes and scales of such weights."""
         unit = self.unit_of(tensor)
         self.formats.frozen.put_codes(unit, tensor, self.flats[unit.index], codes, scales)

@@ -1,11 +1,11 @@
-"""Models that were published in 4 or 8 bits: in which format their weights are kept here.
+"""Models that were published in 4 or 8 bits: the format in which their weights are kept at home.
 
-    wire = null (or 16 bits)    unpacked tensor by tensor as they are read, and rounded once to the dtype of compute
-    wire = int4 | int8 | nf4    taken over bit for bit, where all matrices of the blocks lie on such a grid; else
-                                refused: rounding them to another grid would add its error to the one that they have
+    wire = null (or 16 bits)    unpacked tensor by tensor while they are read, and rounded once to the dtype of compute
+    wire = int4 | int8 | nf4    copied bit for bit, if all matrices of the blocks are on such a grid; else refused,
+                                because rounding them to another grid would add its error to the one that they have
 
-Grids that are taken over (disk/gguf.py, disk/quantized.py): GGUF's Q4_0 as int4 and Q8_0 as int8, with a scale per 32;
-symmetric GPTQ in 4 bits as int4; bitsandbytes' nf4 with its float32 scales. A size that is no multiple of 64 is none.
+Grids that are copied (disk/gguf.py, disk/quantized.py): GGUF's Q4_0 as int4 and Q8_0 as int8, with a scale per 32;
+symmetric GPTQ in 4 bits as int4; bitsandbytes' nf4 with its float32 scales. Sizes must be multiples of 64.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def forms_in(directory: Path | None) -> dict[str, Stored]:
 def choose_format(
     module: nn.Module, directory: Path | None, dtype: torch.dtype, wire: str | None
 ) -> tuple[Wire, list[str]]:
-    """The formats of a model's homes, and what is to be said about them."""
+    """The formats of a model's homes, and lines for the start block."""
     forms = forms_in(directory)
     if not forms or directory is None:
         return Wire(dtype, wire), []
@@ -62,7 +62,7 @@ def _grid(stored: Stored | None, shape: torch.Size) -> Grid | None:
 
 
 def forget_quantization(config: Any) -> None:
-    """What is saved is a model in 16 bits: its config must not say otherwise."""
+    """Removes the quantization from a config, because the saved model has 16 bits."""
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         if hasattr(part, "quantization_config"):
             del part.quantization_config

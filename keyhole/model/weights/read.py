@@ -1,9 +1,9 @@
 """Weights from a Hugging Face directory into the homes of a `Model`, file by file.
 
-Each tensor is copied from the mapped file to its home and nowhere else. Names in the files are those of the module, or
-the same without (or with) the prefix of its decoder, as GPT-2 and OPT are published. A checkpoint whose names match in
-neither way (Transformers merges the experts of some models while loading) goes through Transformers' own loader and is
-moved over tensor by tensor, each freed as it moves.
+Each tensor is copied from the mapped file directly to its home. Names in the files are those of the module, or the same
+without (or with) the prefix of its decoder, as GPT-2 and OPT are published. A checkpoint whose names match in neither
+way (Transformers merges the experts of some models while loading) goes through Transformers' own loader and is copied
+tensor by tensor; each tensor is freed after its copy.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ Target = FlatTensor | torch.Tensor
 
 def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: bool = False) -> list[FlatTensor]:
     """Fills every parameter and saved buffer of the model from a directory. fresh_head: tensors of a classifier's head
-    may be absent from the files; they are returned, unfilled."""
+    may be missing in the files; they are returned, unfilled."""
     stored = stored_tensors(directory)
     may_lack = _head_names(model.module) if fresh_head else frozenset()
     names = match_names(model.module, model.layout, stored, may_lack)
@@ -54,13 +54,13 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
 
 
 def _say(model: Model, lines: list[str]) -> None:
-    """Adds lines to what is said of the model, once."""
+    """Adds lines to the model's description, each once."""
     if model.placed is not None:
         model.placed.reasons += [line for line in lines if line not in model.placed.reasons]
 
 
 def _check_numbers(target: Target, found: torch.Tensor, what: str) -> None:
-    """UserError where a file has whole numbers for a weight: codes of a format that is not read here."""
+    """UserError if a file has integers for a weight: codes of a format that is not supported."""
     if not found.is_floating_point() and (isinstance(target, FlatTensor) or target.is_floating_point()):
         kind = str(found.dtype).removeprefix("torch.")
         raise UserError(
@@ -70,7 +70,7 @@ def _check_numbers(target: Target, found: torch.Tensor, what: str) -> None:
 
 
 def _head_names(module: nn.Module) -> frozenset[str]:
-    """Parameters outside of the pretrained part, and its pooling, which some encoders are published without."""
+    """Parameters outside of the pretrained part, and its pooling layer, which some encoders are published without."""
     prefix = f"{module.base_model_prefix}."
     names = [name for name, _ in module.named_parameters()]
     return frozenset(name for name in names if not name.startswith(prefix) or f"{prefix}pooler." in name)
@@ -91,8 +91,8 @@ def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:
 def match_names(
     module: nn.Module, layout: Layout, stored: Mapping[str, Stored], may_lack: frozenset[str] = frozenset()
 ) -> dict[str, str] | None:
-    """Name in the module -> name in the files; None where a parameter has none, and Transformers must know how.
-    may_lack: parameters that are left out where they have none."""
+    """Name in the module -> name in the files; None if a parameter has no match, and Transformers must load the model.
+    may_lack: parameters that are left out if they have no match."""
     aliases: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(param), []).append(name)
@@ -112,7 +112,7 @@ def match_names(
 
 
 def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, str], directory: Path) -> None:
-    """UserError where a tensor in the files has another shape than the config says."""
+    """UserError if a tensor in the files has another shape than the config says."""
     for tensor in (t for t in layout.tensors if t.name in names):
         found = stored[names[tensor.name]]
         if found.shape != tuple(tensor.shape):
@@ -121,8 +121,8 @@ def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, 
 
 
 def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head: bool = False) -> list[str]:
-    """What a load would find, from the headers alone: UserError, or lines that say what is there. fresh_head: as in
-    `fill_from`."""
+    """Checks what a load would find, from the headers alone: raises UserError, or returns lines that describe it.
+    fresh_head: as in `fill_from`."""
     stored = stored_tensors(directory)
     names = match_names(module, layout, stored, _head_names(module) if fresh_head else frozenset())
     files = len({one.file for one in stored.values()})
@@ -143,7 +143,7 @@ def _fill_by_transformers(
     try:
         how |= {"config": model.config} if model.classifies else {}
         other, info = auto_class(model.config).from_pretrained(directory, output_loading_info=True, **how)
-    except Exception as error:  # the files are damaged in a way that only the family's own code sees
+    except Exception as error:  # the files are damaged in a way that only the family's own code detects
         why = " ".join(str(error).split())
         raise UserError(f"model: Transformers cannot load {directory}: {why} ({type(error).__name__})") from error
     fresh = may_lack & set(info["missing_keys"])

@@ -1,18 +1,18 @@
 """A model as an ordinary Hugging Face directory, written atomically.
 
-`save_model` is what Model.save_pretrained does: all files are written into a temporary directory, flushed, and moved
-into place. A target that does not exist appears by one rename. In a target that exists (it may be a mount point, and
-hold run/, checkpoints and files of the user) the temporary directory lies inside, and files are moved one by one: the
-old index goes first, then weights of the old model that the new one does not replace, and the new index comes last. So
-a crash in between leaves a directory that does not load rather than one that mixes two models. Only weights that an
-older save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
+`save_model` implements Model.save_pretrained: all files are written into a temporary directory, flushed, and moved
+into place. A target that does not exist is created by one rename. If the target exists (it may be a mount point, and
+hold run/, checkpoints and the user's files), the temporary directory is inside it, and files are moved one by one: the
+old index is removed first, then weights of the old model that the new one does not replace, and the new index is moved
+last. So a crash in between leaves a directory that does not load rather than one that mixes two models. Only weights
+that an older save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
 
-Weights are written here, tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time.
-Where Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its
-own writer does it, and needs all of them in memory.
+Weights are written tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time. If
+Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its own
+writer is used, which needs all of them in memory.
 
 `publish` makes the last checkpoint of a finished run the model of the output directory. Weight files are linked, not
-copied: that takes no time, and no space on disk.
+copied: that takes no time, and no disk space.
 """
 
 import os
@@ -41,7 +41,7 @@ from keyhole.model.weights.format import PACKED
 
 def save_model(model: Any, path: Path, merged: bool = True) -> None:
     """model is a keyhole Model; its weights are at their homes (methods flush before they save). merged: as in
-    Model.named_tensors. NonFinite when one of them is NaN or infinity: nothing is written, and what was there stays."""
+    Model.named_tensors. NonFinite if one of them is NaN or infinity: nothing is written, and old files stay."""
     bad = first_bad_tensor(model.named_tensors(merged))
     if bad is not None:
         raise NonFinite(f"{bad} holds NaN or infinity, so the model is not saved to {path}")
@@ -57,7 +57,7 @@ def _staged_for(path: Path) -> AbstractContextManager[Path]:
 
 
 def write_files(model: Any, path: Path, merged: bool = True) -> None:
-    """The files themselves: weights, config, generation config, tokenizer."""
+    """Writes the files themselves: weights, config, generation config, tokenizer."""
     if model.sharded:
         from keyhole.model.weights.save_parts import write_parts
 
@@ -109,21 +109,21 @@ def _write_by_transformers(model: Any, path: Path, merged: bool = True) -> None:
 
 
 def names_on_disk(model: Any) -> dict[str, str] | None:
-    """Name in the module -> name in the files; None where more than names differ between the two."""
+    """Name in the module -> name in the files; None if the two differ in more than names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
     owners = {id(tensor): name for name, tensor in tensors.items()}
     try:
         stored = revert_weight_conversion(model.module, dict(tensors))
-    except Exception:  # the conversion needs more than shapes: names alone will not do
+    except Exception:  # the conversion needs more than shapes: renaming is not enough
         return None
     names = {owners.get(id(tensor)): name for name, tensor in stored.items()}
     return names if names.keys() == tensors.keys() else None
 
 
 def weight_specs(model: Any) -> list[Spec]:
-    """The tensors that a model directory holds: parameters (a tied one once), and buffers that belong to it."""
+    """The tensors in a model directory: parameters (a tied one once), and the saved buffers."""
     left_out = set(model.module._keys_to_ignore_on_save or ())
 
     def stored(dtype: torch.dtype) -> torch.dtype:
@@ -137,7 +137,7 @@ def weight_specs(model: Any) -> list[Spec]:
 
 
 def plan_files(model: Any, names: dict[str, str]) -> Files:
-    """How the weights are cut into files; names: in the module -> in the files."""
+    """How the weights are split into files; names: in the module -> in the files."""
     specs = [replace(spec, name=names[spec.name]) for spec in weight_specs(model)]
     return lay_out(specs, limit_bytes=SHARD_BYTES)
 
@@ -184,7 +184,7 @@ def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
 
 
 def move_into_place(temporary: Path, path: Path) -> None:
-    """One rename where nothing stands yet; otherwise one rename per file, the index last."""
+    """One rename if the target does not exist; otherwise one rename per file, the index last."""
     if not path.exists():
         replace_directory(temporary, path)
         return
@@ -203,8 +203,8 @@ def move_into_place(temporary: Path, path: Path) -> None:
 
 
 def publish(checkpoint: Path, path: Path, private: set[str], finish: Callable[[Path], None] | None = None) -> None:
-    """Makes the model in `checkpoint` the model of the directory `path`; `private` files stay out. finish: called with
-    copies of the files, which it may change."""
+    """Makes the model in `checkpoint` the model of the directory `path`; `private` files are left out. finish: called
+    with copies of the files, which it may change."""
     with _staged_for(path) as temporary:
         for file in checkpoint.iterdir():
             if file.name in private:
@@ -229,7 +229,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def merge_files(model: Any, path: Path, factors: Any) -> None:
-    """Adds to weights that this model wrote to a directory what was learned beside them, tensor by tensor."""
+    """Merges trained factors into the weight files that this model wrote to a directory, tensor by tensor."""
     names = names_on_disk(model)
     if names is None:
         raise UserError(

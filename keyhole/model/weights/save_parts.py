@@ -1,13 +1,13 @@
 """The weights of a sharded model on disk: every rank writes its own byte ranges of the same Hugging Face files.
 
-The leader makes the files at their final size (save.py), with everything but weights in them; then each rank writes the
-elements that it keeps, at their places, and flushes them; the leader writes what all have (table, spine, buffers). No
-rank holds more of the model than before. All ranks see one file system.
+The leader creates the files at their final size (save.py), with everything except the weights; then each rank writes
+its own elements at their places and flushes them; the leader writes what all ranks have (table, spine, buffers). No
+rank needs more memory for the model than before. All ranks must see one file system.
 
-Tensors of a method's state of which ranks have ranges (disk/tensors.py) are written in the same way, into one file.
+Tensors of a method's state that are split over ranks (disk/tensors.py) are written in the same way, into one file.
 
-The leader begins it (`model.call_others`); the other ranks follow (training/follow.py) by calling the same functions. A
-rank that cannot write says so, and the leader raises: the checkpoint gets no name.
+The leader starts it (`model.call_others`); the other ranks follow (training/follow.py) by calling the same functions.
+If a rank cannot write, it reports that and the leader raises: the checkpoint gets no name.
 """
 
 import os
@@ -24,7 +24,7 @@ from keyhole.model.weights.save import create_files, names_on_disk, plan_files, 
 
 
 def check_names(model: Any) -> None:
-    """Refuses, before training, a model whose files hold other tensors than it computes with."""
+    """Refuses, before training, a model whose files store other tensors than it computes with."""
     if model.sharded and names_on_disk(model) is None:
         raise UserError(
             f"model: {type(model.module).__name__} is stored in other tensors than it computes with, which ranks "
@@ -33,7 +33,7 @@ def check_names(model: Any) -> None:
 
 
 def bad_tensor(model: Any) -> str | None:
-    """The name of a tensor with NaN or infinity in it, on any rank; None when all are finite."""
+    """The name of a tensor with NaN or infinity on any rank; None if all are finite."""
     if not model.sharded:
         return first_bad_tensor(model.named_tensors(merged=False))
     if model.ranks.is_leader:
@@ -43,7 +43,7 @@ def bad_tensor(model: Any) -> str | None:
 
 
 def write_parts(model: Any, path: Path | None) -> None:
-    """Writes a sharded model into a directory. path: of the leader; the other ranks get it from there."""
+    """Writes a sharded model into a directory. path: given on the leader; the other ranks receive it."""
     leads, ranks = model.ranks.is_leader, model.ranks
     if leads:
         model.call_others("write")
@@ -71,8 +71,8 @@ def write_parts(model: Any, path: Path | None) -> None:
 
 
 def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Tensor | Ranges]) -> None:
-    """Writes a method's tensors into a file; ranks have ranges of some, and the leader writes all others. path: of the
-    leader; the other ranks get it from there."""
+    """Writes a method's tensors into a file: each rank its ranges, the leader all other tensors. path: given on the
+    leader; the other ranks receive it."""
     leads, ranks = model.ranks.is_leader, model.ranks
     if leads:
         model.call_others("state")
@@ -92,7 +92,7 @@ def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Te
 
 
 def _together(ranks: Any, act: Any) -> None:
-    """Every rank does its part; the leader raises where one could not."""
+    """Every rank calls act(); the leader raises if one failed."""
     fault = None
     try:
         act()

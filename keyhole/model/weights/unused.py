@@ -1,12 +1,12 @@
-"""Tensors in a model's files that the model has no place for: said, or refused where they are scales.
+"""Tensors in a model's files that the model has no parameter for: reported, or refused if they are scales.
 
-A config with fewer layers than the files makes a smaller model, which loads, trains and is saved; a classifier does
-without the language model's head. Both are meant sometimes, so a line of the start block names what is left out. Not
-named: second names of a tied tensor, buffers that the module computes itself, and what Transformers ignores too
+A config with fewer layers than the files gives a smaller model, which loads, trains and is saved; a classifier leaves
+out the language model's head. Both may be intended, so a line of the start block names the unused tensors. Not named:
+second names of a tied tensor, buffers that the module computes itself, and tensors that Transformers ignores too
 (`_keys_to_ignore_on_load_unexpected`: layers that predict further tokens, tables of old versions).
 
-A scale beside a weight (`q_proj.weight_scale`, `..._scale_inv`) says that the weight is quantised in a format that is
-not read here, whatever config.json says: its codes would be taken for numbers.
+A scale beside a weight (`q_proj.weight_scale`, `..._scale_inv`) means that the weight is quantised in a format that is
+not supported, whatever config.json says: its codes would be read as numbers.
 """
 
 import re
@@ -22,7 +22,7 @@ TABLES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bia
 
 
 def find_unused(module: nn.Module, stored: Iterable[str], names: Mapping[str, str], directory: Path) -> list[str]:
-    """Names in the files that nothing of the module has, sorted. names: name in the module -> name in the files."""
+    """Names in the files that the module does not have, sorted. names: name in the module -> name in the files."""
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}

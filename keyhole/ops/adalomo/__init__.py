@@ -1,4 +1,4 @@
 """AdaLOMO's update from a gradient.
 
-matrix.py makes the normalised gradient of matrices, vector.py that of vectors, step.py moves the weights by it.
+matrix.py computes the normalised gradient of matrices, vector.py that of vectors, step.py updates the weights with it.
 """

@@ -7,20 +7,20 @@ For a matrix [R, C] (or E of them, [E, R, C], each with its own factors), with d
     u    = g rsqrt(row / mean(row)) rsqrt(col)                      u   /= max(1, rms(u) / clip_threshold)
     a    = lr max(eps2, rms(w))                                     w    = round(w (1 - a wd) - a u)
 
-A vector keeps its second moment v in full, and u = g rsqrt(v): vector.py. The second half, from u on, is the same
-for both: step.py. rms is over the whole tensor, all E matrices together.
+A vector keeps its full second moment v, and u = g rsqrt(v): vector.py. The second half, from u on, is the same for
+both: step.py. rms is over the whole tensor, all E matrices together.
 This is the published rule (Lv et al., AdaLomo, 2023, and its code): Adafactor without momentum, with eps1 = 1e-30,
 eps2 = 1e-3, clip_threshold = 1, decoupled weight decay. It differs from the code in two points: loss scale and gradient
-clipping are one factor on the device (`scale`), and a tensor with an inf or nan in its gradient (or with a sum of
-squares beyond float32) is left alone, weights and state, and `bad` is set: one such element would spread over the
+clipping are one factor on the device (`scale`); and if the gradient of a tensor has an inf or nan (or a sum of squares
+beyond float32), weights and state stay unchanged and `bad` is set, because one such element would spread over the
 factors of its row and its column, and through the rms over everything.
 
 Rounding is that of rounding/store.py. State: 4 (R + C) bytes per matrix.
 
 Three passes over memory, 12 bytes per bfloat16 element: (1) g and w: sums over rows, over columns, of g^2 and of w^2;
-(2) g: sum of u^2; (3) g and w: the update. Every sum is made in a fixed order, tile by tile into scratch and then over
-the tiles (a seventh of a byte per element), so results repeat bit for bit; kernel and reference differ by rounding
-only. Nothing waits for the host.
+(2) g: sum of u^2; (3) g and w: the update. Every sum has a fixed order, tile by tile into scratch and then over the
+tiles (a seventh of a byte per element), so results repeat bit for bit; kernel and reference differ only by rounding.
+The host never waits.
 Legend: E matrices, R rows, C columns.
 """
 
@@ -36,7 +36,7 @@ from keyhole.ops.rounding.store import Store, store_weight
 from keyhole.ops.sgd import scale_or_one, scaled_reference
 
 ROWS, COLUMNS = 64, 128  # of a tile of the statistics
-SPAN = 1024  # elements of a row or column state a program holds at a time
+SPAN = 1024  # elements of a row or column state that a program holds at a time
 
 _WIDTH, _TILE = tl.constexpr(WIDTH), tl.constexpr(TILE)
 
@@ -204,7 +204,7 @@ def matrix_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule
 
 
 def moment_decay(t: int, decay_rate: float = -0.8) -> float:
-    """beta of step t."""
+    """beta for step t."""
     return 1 - t**decay_rate
 
 
@@ -233,9 +233,9 @@ def adalomo_update_(
 ) -> None:
     """One AdaLOMO step of w, in place; state (adalomo_state) is updated too. t = 1 at the first step.
 
-    lr, beta and step: values, or all of them numbers on the device; beta None: that of t.
+    lr, beta and step: values, or all three as tensors on the device; beta None: from t.
     The other arguments are those of sgd_update_. If grad * scale has an inf or a nan, bad is set to 1 and weights,
-    compensation and state stay as they are; sum_squares is then inf or nan.
+    compensation and state stay unchanged; sum_squares is then inf or nan.
     """
     assert t >= 1, t
     how = Store(rounding, compensation, offset, seed, step, changed)

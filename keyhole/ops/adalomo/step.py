@@ -1,10 +1,10 @@
-"""The end of AdaLOMO's update, the same for matrices and vectors: from the normalised gradient u to the stored weight.
+"""The end of AdaLOMO's update, for matrices and vectors: from the normalised gradient u to the stored weight.
 
     u   /= max(1, rms(u) / clip_threshold)        a = lr max(eps2, rms(w))        w = round(w (1 - a wd) - a u)
 
-rms is over the whole tensor. With the rounding "kahan" (rounding/store.py) the step is y = (c - a u) - (a wd) w. A
-tensor whose gradient holds an inf or nan (or has a sum of squares beyond float32) is left alone, and `bad` is set: one
-such element would spread through the rms over everything. How u is made: matrix.py, vector.py.
+rms is over the whole tensor. With the rounding "kahan" (rounding/store.py) the step is y = (c - a u) - (a wd) w. If the
+gradient of a tensor has an inf or nan (or a sum of squares beyond float32), the tensor stays unchanged and `bad` is
+set, because one such element would spread through the rms over everything. u is computed in matrix.py and vector.py.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """The settings of one update, and where it adds up what it saw."""
+    """The settings of one update, and the tensors to which it adds its sums."""
 
     lr: Number
     weight_decay: float
@@ -59,7 +59,7 @@ def moment_reference_(old: torch.Tensor, mean: torch.Tensor, beta: Number, total
 
 @jit()
 def if_finite(total, n):
-    """n, or 0 if the gradient is bad: where to stop storing."""
+    """n, or 0 if the gradient is bad: the end of the range to store."""
     return tl.where(total <= _FLOAT32_MAX, n, 0)
 
 

@@ -1,10 +1,10 @@
-"""AdaLOMO's update of a vector: its second moment is kept in full, and one program does it all.
+"""AdaLOMO's update of a vector, with a full second moment, in one program.
 
     g = grad * scale        v = beta v + (1 - beta) (g^2 + eps1)        u = g rsqrt(v)        then step.py
 
-A norm's weight or a bias has a few thousand elements: three rounds over it (sums of g^2 and w^2, sum of u^2, moment
-and update) come out of cache, and one launch is all it costs. State: 4 bytes per element. Sums are made in a fixed
-order; kernel and reference differ by rounding only.
+A norm's weight or a bias has a few thousand elements: the three passes over it (sums of g^2 and w^2, sum of u^2, moment
+and update) read from cache, so the cost is one launch. State: 4 bytes per element. Sums have a fixed order; kernel and
+reference differ only by rounding.
 """
 
 import torch
@@ -17,7 +17,7 @@ from keyhole.ops.rounding.bits import bits_at
 from keyhole.ops.rounding.store import Store, store_weight
 from keyhole.ops.sgd import scale_or_one, scaled_reference
 
-SPAN = 1024  # elements the program holds at a time
+SPAN = 1024  # elements that the program holds at a time
 
 
 def vector_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
@@ -41,7 +41,7 @@ def _vector_kernel(
     offset, n, step, k0, k1, lr, beta, wd, eps1, eps2, clip_threshold,
     STOCHASTIC: tl.constexpr, SPAN: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """The whole vector, one program, three rounds over it: sums of g^2 and w^2, sum of u^2, moment and update.
+    """The whole vector, one program, three passes over it: sums of g^2 and w^2, sum of u^2, moment and update.
     ON_DEVICE: lr, beta and step are pointers."""
     if ON_DEVICE:
         lr, beta, step = tl.load(lr), tl.load(beta), tl.load(step)

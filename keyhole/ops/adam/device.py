@@ -1,6 +1,6 @@
-"""AdamW on the device, with the bits of torch's kernel for the CPU: an update may run on either.
+"""AdamW on the device, with the bits of torch's CPU kernel, so that an update may run on either.
 
-The rule is that of host.py. Its bits depend on where it rounds, so here are all the places. With f() rounding to
+The rule is that of host.py. Its bits depend on where it rounds, so all roundings are listed here. With f() rounding to
 float32, g the gradient (divided by f(1 / clip) if it is clipped), t the step, and fma rounding once:
 
     w <- w f(1 - lr decay)                                                      if decay is not 0
@@ -9,12 +9,13 @@ float32, g the gradient (divided by f(1 / clip) if it is clipped), t the step, a
     v <- b2 v + (f(1 - b2) g) g                                                 SQUARES below
     w <- w + (f(-lr / (1 - b1^t)) m) / (sqrt(v) / f(sqrt(1 - b2^t)) + f(eps))
 
-Every operation rounds as IEEE 754 says, on any processor, the smallest numbers included. One thing depends on the build
-of torch: whether the compiler made one fma of v's product and sum, and of which product. So there are three ways, and
-`squares_of_host` finds which one this machine's torch has (None: none of them; then the two must not be mixed).
+Every operation rounds according to IEEE 754, on any processor, subnormal numbers included. One thing depends on the
+build of torch: whether the compiler fused v's product and sum into an fma, and which product. So there are three
+variants, and `squares_of_host` finds the one that this machine's torch uses (None: none of them; then CPU and GPU
+updates must not be mixed).
 
-Bytes per element: 12 read and written (w, m, v), the gradient read, the weight written. Next to that, the arithmetic
-costs nothing.
+Bytes per element: 12 read and written (w, m, v), the gradient read, the weight written. The arithmetic is negligible
+beside that.
 """
 
 import math
@@ -26,7 +27,7 @@ from keyhole.ops.arguments import check_flat, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.rounding.round import round_nearest
 
-SQUARES = ("apart", "decayed", "square")  # how v is added up: two roundings, or an fma with b2 v, or with g g
+SQUARES = ("apart", "decayed", "square")  # how v is summed: two roundings, or an fma with b2 v, or with g g
 BLOCK = 1024
 _APART, _DECAYED = tl.constexpr(0), tl.constexpr(1)
 
@@ -34,7 +35,7 @@ _APART, _DECAYED = tl.constexpr(0), tl.constexpr(1)
 def constants(
     step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, clip: float
 ) -> dict[str, float | None]:
-    """The rule's constants: computed in double, rounded once, as torch does. None: not needed."""
+    """The rule's constants: computed in double, rounded once, as in torch. None: not needed."""
     mean = float32(1 - beta1)
     found = {"keep": 1 - lr * weight_decay if weight_decay else None, "mean": mean if mean < 0.5 else mean - 1}
     found |= {"beta2": beta2, "square": 1 - beta2, "root": math.sqrt(1 - beta2**step), "eps": eps}
@@ -70,7 +71,7 @@ def _adamw_kernel(
     n, keep, mean, beta2, square, root, eps, move, divisor,
     SMALL: tl.constexpr, SQUARES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program: SIZE elements. What is None is left out."""
+    """One program: SIZE elements. Arguments that are None are skipped."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     here = i < n
     g = tl.load(g_ptr + i, here, 0.0).to(tl.float32)
@@ -124,19 +125,19 @@ def adamw_(
 
 
 def squares_of_host(device: torch.device, **rule: float) -> str | None:
-    """With which of SQUARES `adamw_` on this device has the bits of host_adamw_ under this rule, clipped and not; None:
-    with none."""
+    """The variant of SQUARES with which `adamw_` on this device has the bits of host_adamw_ under this rule, clipped
+    and unclipped; None if there is none."""
     draw, numel = torch.Generator().manual_seed(0), 1 << 16
     state = [torch.randn(numel, generator=draw) * scale for scale in (0.02, 1e-3, 1e-3, 1e-3)]
     state[2].square_()
     for flat in state[1:]:
-        flat[: numel // 8] *= 1e-36  # numbers below the smallest normal one are numbers too
+        flat[: numel // 8] *= 1e-36  # includes subnormal numbers
     ways = [{"step": 7, "lr": 1e-3, "weight_decay": 0.1, **rule, "clip": clip} for clip in (0.3, 1.0)]
     return next((squares for squares in SQUARES if all(_alike(state, squares, device, how) for how in ways)), None)
 
 
 def _alike(state: list[torch.Tensor], squares: str, device: torch.device, how: dict[str, float]) -> bool:
-    """Whether both make the same bits of this state."""
+    """Whether both compute the same bits from this state."""
     host, mine = [flat.clone() for flat in state], [flat.to(device, copy=True) for flat in state]
     host_adamw_(*host, None, **how)
     adamw_(*mine, torch.empty_like(mine[0]), squares=squares, **how)

@@ -5,15 +5,15 @@ For a flat range of parameters with fp32 master w, moments m and v, gradient g (
     w <- (1 - lr decay) w         m <- b1 m + (1 - b1) c g         v <- b2 v + (1 - b2) (c g)^2
     w <- w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)      weight <- w, rounded to nearest
 
-Only the 16-bit weight is rounded; the master stays exact, so no small step is lost. Bytes per parameter: 12 stay
-(w, m, v), and 2 for the gradient on its way in and the weight on its way out, which may be the same memory: the
-weight takes the gradient's place once that is used.
+Only the 16-bit weight is rounded; the master stays exact, so no small update is lost. Bytes per parameter: 12 stay
+(w, m, v), and 2 for the incoming gradient and the outgoing weight, which may be the same memory: the weight overwrites
+the gradient after its use.
 
-torch has a fused AdamW for the CPU: vectorised, threaded, without the GIL, and it needs no compiler. But it
-wants all its tensors in one dtype, and casting whole tensors before and after costs two more trips through DRAM. So
-the range is cut into chunks that fit the caches: cast in, update, cast out, chunk by chunk. Every thread gets the same
-part of a chunk in all three, so it finds what it wrote in its core's own cache. DRAM sees 14 bytes read and 14 written
-per parameter, as many as torch's kernel needs for fp32 alone.
+torch has a fused AdamW for the CPU: vectorised, threaded, without the GIL, and it needs no compiler. But it requires
+all its tensors in one dtype, and casting whole tensors before and after costs two more passes over DRAM. So the range
+is cut into chunks that fit the caches: cast in, update, cast out, chunk by chunk. Every thread gets the same part of a
+chunk in all three, so it finds its data in its core's own cache. DRAM traffic is 14 bytes read and 14 written per
+parameter, as much as torch's kernel needs for fp32 alone.
 
 Bits: with c = 1, w, m and v are those of torch.optim.AdamW(fused=True), whatever the chunk and the number of threads
 (ranges must start at a multiple of 16 elements: the kernel's vectors). Its other implementations order a few
@@ -42,9 +42,9 @@ def host_adamw_(
     clip: float = 1.0,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """One update of flat host tensors of equal length; step counts from 1. `weight` may be the memory of `grad` (what
-    `grad` holds afterwards is unspecified), or None where only the master is wanted. scratch: fp32, its length is the
-    chunk; made here when None."""
+    """One update of flat host tensors of equal length; step counts from 1. `weight` may be the memory of `grad` (the
+    contents of `grad` are unspecified afterwards), or None if only the master is needed. scratch: fp32, its length is
+    the chunk; allocated here if None."""
     if scratch is None:
         scratch = torch.empty(CHUNK_PER_THREAD * torch.get_num_threads())
     chunk = scratch.numel()

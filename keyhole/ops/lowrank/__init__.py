@@ -1,1 +1,1 @@
-"""Matrices of low rank beside a weight: x (A V^T)^T without ever making A V^T (product.py), and W + A V^T (fold.py)."""
+"""Low-rank factors beside a weight: x (A V^T)^T without computing A V^T (product.py), and W + A V^T (fold.py)."""

@@ -2,15 +2,16 @@
 
     A <- J^T A J        J rotates p and q so that a_pq becomes 0; E <- E J; in the end A = E diag(d) E^T
 
-A round rotates k / 2 disjoint pairs at once, chosen as in a tournament, so that k - 1 rounds meet every pair: a sweep.
-Sweeps go on until no element beside the diagonal is above TINY of the largest on it; convergence is quadratic, 6 to 10
-of them. Everything is elementwise float64 (product, sum, quotient, root, each rounded by itself), so bits depend on no
-library and no device; a pair that needs no rotation is left as it is to the bit, so a matrix comes out the same
-whatever others are in its batch.
+A round rotates k / 2 disjoint pairs at once, chosen as in a tournament, so that k - 1 rounds cover every pair: a sweep.
+Sweeps continue until no off-diagonal element is above TINY of the largest diagonal one; convergence is quadratic, in 6
+to 10 sweeps. Everything is elementwise float64 (product, sum, quotient, root, each rounded separately), so the bits
+depend on no library and no device. A pair that needs no rotation is left unchanged to the bit, so the result for a
+matrix does not depend on the others in its batch.
 
 Bytes per sweep: about 50 k^3 per matrix. Legend: B matrices of k x k.
 """
 
+import numpy as np
 import torch
 
 TINY = 2.0**-46
@@ -28,12 +29,18 @@ def tournament(k: int) -> list[tuple[list[int], list[int]]]:
     return rounds
 
 
+def root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square roots: PyTorch on a CPU may use a vector library, which is sometimes off by the last
+    bit; numpy uses the processor's own instruction."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+
+
 def _rotation(a_p: torch.Tensor, a_q: torch.Tensor, a_pq: torch.Tensor, turns: torch.Tensor) -> tuple:
-    """(cosine, sine) that make a_pq zero; (1, 0) where it does not turn."""
+    """(cosine, sine) that make a_pq zero; (1, 0) where `turns` is False."""
     tau = (a_q - a_p) / torch.where(turns, 2.0 * a_pq, torch.ones_like(a_pq))
-    tangent = 1.0 / (tau.abs() + (tau * tau + 1.0).sqrt())
+    tangent = 1.0 / (tau.abs() + root(tau * tau + 1.0))
     tangent = torch.where(tau < 0, -tangent, tangent)
-    cosine = 1.0 / (tangent * tangent + 1.0).sqrt()
+    cosine = 1.0 / root(tangent * tangent + 1.0)
     return torch.where(turns, cosine, 1.0), torch.where(turns, tangent * cosine, 0.0)
 
 

@@ -1,13 +1,13 @@
-"""Products of small matrices whose bits are the same on every device, in whatever order a library adds them up.
+"""Products of small matrices whose bits are the same on every device, whatever the order in which a library sums.
 
 A sum of floating-point numbers depends on its order, and every library has its own. A sum of integers below 2^53 does
-not: float64 holds each of them, whatever is added first, fused or not. So both matrices are cut into integers,
+not: float64 represents each of them exactly, in any order, fused or not. So both matrices are split into integers,
 
     x = s (h + l / 2^20)        s a power of two per row; h, l whole numbers, |h| <= 2^20, |l| <= 2^19
 
 and x y^T = s_x s_y^T (h h^T + (h l^T + l h^T) / 2^20 + l l^T / 2^40), four products of integers, each exact as long as
-no sum has more than 2^13 terms; longer ones are added up piece by piece, in order. What is lost is what of a row lies
-below 2^-41 of its largest element. Powers of two are made from their bits, since a library's pow may err.
+no sum has more than 2^13 terms; longer sums are added piece by piece, in order. What is lost of a row is below 2^-41 of
+its largest element. Powers of two are constructed from their bits, since a library's pow may be inexact.
 
 Operations: 8 R S C in float64. Legend: R, S rows; C columns, over which the product sums.
 """
@@ -41,7 +41,7 @@ def _pieces(x_RC: torch.Tensor, y_SC: torch.Tensor) -> Iterator[tuple[torch.Tens
 
 
 def exact_product(x_RC: torch.Tensor, y_SC: torch.Tensor) -> torch.Tensor:
-    """x y^T [.., R, S] in float64, to 2^-40 of the largest elements of its rows."""
+    """x y^T [.., R, S] in float64, accurate to 2^-40 of the largest elements of its rows."""
     total = None
     for x, y in _pieces(x_RC, y_SC):
         (x_scale, x_high, x_low), (y_scale, y_high, y_low) = _cut(x), _cut(y)

@@ -1,13 +1,13 @@
-"""Folding: W <- round(W + A V^T), in place, for factors of low rank.
+"""Folding: W <- round(W + A V^T), in place, for low-rank factors.
 
     w_ij <- round(w_ij + (a_0i v_0j + a_1i v_1j + ... ))        summed in order, in float32, no fused multiply-add
 
-Elementwise, so kernel and reference give the same bits, and a fold that is made again from a journal, on whatever
+It is elementwise, so kernel and reference give the same bits, and a fold that is recomputed from a journal, on any
 device, gives the run's weights. The rounding is that of rounding/store.py: nearest, or stochastic with the bits of
-rounding/bits2d.py (a program works on a strip of 128 rows, 16 at a time), a function of (seed, step, element). A part
-of a matrix that begins at a multiple of 128 rows gets the bits that these rows have in the whole.
+rounding/bits2d.py (a program processes a strip of 128 rows, 16 at a time), a function of (seed, step, element). A part
+of a matrix that begins at a multiple of 128 rows gets the same bits as these rows of the whole matrix.
 
-Bytes per 16-bit weight: 2 read + 2 written; the factors come out of cache. Operations: r products and sums.
+Bytes per 16-bit weight: 2 read + 2 written; the factors are read from cache. Operations: r products and sums.
 Legend: R rows, C columns of W; r the rank; a [r, R] float32, v [r, C].
 """
 
@@ -25,7 +25,7 @@ _LANE_ROWS, _LANES = tl.constexpr(LANE_ROWS), tl.constexpr(LANES)
 
 
 def fold_reference_(w_RC: torch.Tensor, a_rR: torch.Tensor, v_rC: torch.Tensor, how: Store) -> None:
-    """Row by row of the factors."""
+    """Sums row by row of the factors."""
     total = a_rR[0].float()[:, None] * v_rC[0].float()[None, :]
     for a_R, v_C in zip(a_rR[1:], v_rC[1:], strict=True):
         total += a_R.float()[:, None] * v_C.float()[None, :]
@@ -81,8 +81,8 @@ def fold_(
     """w <- round(w + sum_i a_i v_i^T), in place.
 
     w: contiguous [R, C], float32 | bfloat16 | float16; a, v: contiguous, any of these. offset: global index of the
-    matrix's first element; first_row: where w begins in it, a multiple of 128. changed (int64 scalar): stored values
-    that changed are added.
+    matrix's first element; first_row: where w begins in it, a multiple of 128. changed (int64 scalar): the number of
+    stored values that changed is added.
     """
     (rows, columns), rank = w_RC.shape, a_rR.shape[0]
     assert a_rR.shape == (rank, rows) and v_rC.shape == (rank, columns), (w_RC.shape, a_rR.shape, v_rC.shape)

@@ -1,19 +1,19 @@
-"""What a matrix of low rank adds to a linear layer, for several versions of one of its factors at once.
+"""What low-rank factors add to a linear layer, for several versions of one of the factors at once.
 
     y_l = x_l (W + B_l V^T)^T + b_l  =  x_l W^T + (x_l V) B_l^T + b_l        l = 1 .. L
 
-x_1 .. x_L are the rows of L passes, one below the other, so x W^T is one product of all of them; B_l and b_l differ
-(those of w + eps z, w - eps z, ..). B_l V^T is never made. The small part takes two kernels before the product:
+x_1 .. x_L are the rows of L looks, one below the other, so x W^T is one product for all of them; B_l and b_l differ
+(those of w + eps z, w - eps z, ..). B_l V^T is never computed. The small part takes two kernels before the product:
 
     narrow    p = x V              [M, r] float32     reads x once: M I numbers
-    widen     y = p B_l^T + b_l    [M, O]             writes y once; the product then adds to it where it lies
+    widen     y = p B_l^T + b_l    [M, O]             writes y once; the product then adds to it in place
 
 So beside the product y is written and read once more, and x read once more: for O = I = 5120 and 2048 rows in 16 bit
-63 MB, against 107 GFLOP. y gets its small part before the large one is added in float32 and rounded, once: what is
-small is not lost twice. (The textbook makes W + B_l V^T for each l: 2 O I written and read per l.)
+63 MB, against 107 GFLOP. y holds the small part before the large one is added to it in float32, and the sum is rounded
+once. (The textbook computes W + B_l V^T for each l: 2 O I written and read per l.)
 
 Sums differ from the reference's by rounding; the order of a sum is the same in every launch.
-Legend: L passes, M rows of each, I inputs, O outputs, r rank.
+Legend: L looks, M rows of each, I inputs, O outputs, r rank.
 """
 
 import torch
@@ -21,9 +21,9 @@ import torch
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
 from keyhole.ops.rounding.round import round_nearest
 
-ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs: each must have many loads under way
-LEAST = 16  # columns of tl.dot
-FEW = 4  # ranks up to this are added up without tl.dot, which would multiply by twelve columns of zeros
+ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs, so each must have many loads in flight
+LEAST = 16  # minimum number of columns of tl.dot
+FEW = 4  # ranks up to this are summed without tl.dot, which would multiply by twelve columns of zeros
 FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 2
 ROWS_OUT, COLUMNS, WARPS_OUT = 8, 1024, 8
 
@@ -56,7 +56,7 @@ def _narrow_kernel(
         i = start + tl.arange(0, DEPTH)
         x = tl.load(at + i[None, :], (row < M)[:, None] & (i < width)[None, :], 0.0)
         v = tl.load(v_ptr + j[None, :] * width + i[:, None], (j < r)[None, :] & (i < width)[:, None], 0.0)
-        if _INTERPRETED:  # which has no product of 16-bit numbers
+        if _INTERPRETED:  # the interpreter has no product of 16-bit numbers
             x, v = x.to(tl.float32), v.to(tl.float32)
         total += tl.dot(x, v, input_precision=PRECISION)
     tl.store(p_ptr + row[:, None] * r + j[None, :], total, (row < M)[:, None] & (j < r)[None, :])
@@ -66,7 +66,7 @@ def _narrow_kernel(
 def _narrow_few_kernel(
     x_ptr, v_ptr, p_ptr, M, width, r, ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr
 ):  # fmt: skip
-    """The same for a rank of 1 to 4: a sum per row and column, each element of x used where it was read."""
+    """The same for a rank of 1 to 4: a sum per row and column; each element of x is used when it is read."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = x_ptr + row.to(tl.int64)[:, None] * width
     sum_0 = tl.zeros([ROWS, DEPTH], tl.float32)
@@ -94,7 +94,7 @@ def _narrow_few_kernel(
 def _widen_kernel(
     p_ptr, b_ptr, bias_ptr, y_ptr, M, width, r, b_stride, bias_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One program: a tile of the y of one pass."""
+    """One program: a tile of the y of one look."""
     one = tl.program_id(2)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -136,7 +136,7 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
 
 
 def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """p B^T + b as [L, M, O] in this dtype. p: contiguous float32; b: float32, contiguous for each pass."""
+    """p B^T + b as [L, M, O] in this dtype. p: contiguous float32; b: float32, contiguous for each look."""
     (looks, rows, rank), width = p_LMr.shape, b_LrO.shape[2]
     assert p_LMr.is_contiguous() and b_LrO.shape[:2] == (looks, rank), (p_LMr.shape, b_LrO.shape)
     assert b_LrO[0].is_contiguous() and (bias_LO is None or bias_LO.shape == (looks, width)), b_LrO.stride()

@@ -2,16 +2,16 @@
 
     out[t, j] = sum over the rows i that have an entry in column j of  x[t, i] P[i, j]            in float32
 
-Applied to both sides of a weight gradient before they meet, it makes S = (dY P)^T (X Q) a product of d columns by d
-columns; the gradient never exists, and X Q is all that has to be kept of X.
+It is applied to both sides of a weight gradient before their product, so S = (dY P)^T (X Q) is a product of d columns
+by d columns; the gradient is never computed, and only X Q has to be kept of X.
 
     free, runs   a gather: every column (run of columns) has the list of its sources. x is read r times, mostly from
-                 cache: the programs of one tile of tokens run side by side.
-    blocks       a batch of products [tokens, g] [g, r]: x is read once. Neighbouring blocks are one product with a
-                 block-diagonal matrix, made in registers: blocks of a few rows alone would make small reads. For 16-bit
-                 x on tensor cores, which round the projector's entries to 11 bits (TF32) and take x exactly.
+                 cache: the programs of one tile of tokens run at the same time.
+    blocks       a batch of products [tokens, g] [g, r]: x is read once. Neighbouring blocks form one product with a
+                 block-diagonal matrix, built in registers, because blocks of a few rows would make small reads. For
+                 16-bit x on tensor cores, which round the projector's entries to 11 bits (TF32) and take x exactly.
 
-Bytes for T tokens of 16 bits: 2 T R read (r times, from cache), 2 T d written. The kernels add up in a fixed order.
+Bytes for T tokens of 16 bits: 2 T R read (r times, from cache), 2 T d written. The kernels sum in a fixed order.
 Reference and kernel differ by rounding.
 Legend: T tokens, R rows, d columns, r entries per row.
 """
@@ -27,7 +27,7 @@ from keyhole.ops.rounding.round import round_nearest
 
 TOKENS, COLUMNS = 64, 64  # of a tile of the gather
 DEPTH, WIDTH = 64, 32  # rows per step of the block product, and columns of its result
-NOWHERE = 1 << 30  # a row that no projector has
+NOWHERE = 1 << 30  # larger than any row index
 
 _NOWHERE = tl.constexpr(NOWHERE)
 
@@ -53,8 +53,8 @@ def _compress_runs_kernel(
     T, R, D, stride, r, L, RUN: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of the result. If it lies in one run, one number names its sources. UNROLL sources are read
-    at a time."""
+    """One program: a tile of the result. If it lies in one run, one number identifies its sources. UNROLL sources are
+    read at a time."""
     first = tl.program_id(0) * COLUMNS
     column, token = first + tl.arange(0, COLUMNS), tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
@@ -81,7 +81,7 @@ def _compress_blocks_kernel(
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program: TOKENS tokens through PER neighbouring blocks, as one product with their block-diagonal matrix.
-    ALIGNED: a power of two that divides where their rows begin and end."""
+    ALIGNED: a power of two that divides the first row and the end of their rows."""
     first, k = tl.program_id(0) * PER, tl.arange(0, WIDTH)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     total = tl.zeros([TOKENS, WIDTH], tl.float32)
@@ -100,7 +100,7 @@ def _compress_blocks_kernel(
 
 
 def power_of_two(n: int) -> int:
-    """The first one from n on, at least 16: the side of a tile that tl.dot takes."""
+    """The smallest power of two that is at least n and 16: a valid tile side for tl.dot."""
     return max(16, 1 << (n - 1).bit_length())
 
 

@@ -1,20 +1,20 @@
 """Decompressing: W <- round(keep W + alpha P delta Q^T), in place.
 
-For blocks on both sides, in one stage: a tile of W needs the numbers of delta where its row blocks and its column
-blocks cross, and nothing else. A program makes the two block-diagonal matrices in registers and takes two products,
+For blocks on both sides there is one stage: a tile of W needs only the numbers of delta where its row blocks and column
+blocks cross. A program builds the two block-diagonal matrices in registers and computes two products,
 
     [rows, c_P] [c_P, c_Q] [c_Q, columns]        c: columns of the projector in which the tile's rows have entries
 
 on tensor cores, in three passes of TF32, which is float32 to about its last bit. delta is read from cache.
 
-For drawn positions (free, runs), and for two different kinds, in two stages:
+For drawn positions (free, runs), and for two different kinds, there are two stages:
 
     1. E = delta Q^T       [d_P, n]   float32: the step, decompressed on one side
     2. row i of W:         w_i <- round(keep w_i + alpha sum_k P[i, k] E[column(i, k), :])
 
-One stage would gather r^2 numbers for every weight; two gather r for each of d n, then r for each of m n, and in
-stage 2 always whole rows of E: memory moves in one piece for every kind of projector. The tiles of W that share
-columns of E run side by side, so that E comes out of cache (d 512 bytes for 128 columns).
+One stage would gather r^2 numbers for every weight; two stages gather r for each of d n, then r for each of m n, and
+stage 2 always reads whole rows of E: memory accesses are contiguous for every kind of projector. The tiles of W that
+share columns of E run at the same time, so that E is read from cache (d 512 bytes for 128 columns).
 
 Bytes per bfloat16 weight: 2 read + 2 written, and 4 r from cache. `keep` is 1 - lr wd, 1 without weight decay.
 All arithmetic is float32; the rounding is that of rounding/store.py: nearest, stochastic (with the bits of
@@ -35,8 +35,8 @@ from keyhole.ops.rounding.round import FLOAT32_MAX
 from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference_
 
 ROWS, COLUMNS = 32, 128  # of a tile of E; a tile of W has LANE_ROWS rows
-BLOCK_COLUMNS = 64  # of a tile of W in one stage: two projectors and the random words have to fit the registers
-MOST = 64 * 64  # numbers of delta that one stage holds at a time: shared memory holds three times that
+BLOCK_COLUMNS = 64  # of a tile of W in one stage: two projectors and the random words have to fit into registers
+MOST = 64 * 64  # numbers of delta that one stage holds at a time: shared memory holds three times as many
 EXACT = "ieee" if torch.version.hip else "tf32x3"
 
 _LANE_ROWS, _LANES, _FLOAT32_MAX = tl.constexpr(LANE_ROWS), tl.constexpr(LANES), tl.constexpr(FLOAT32_MAX)
@@ -95,7 +95,7 @@ def _expand_kernel(
 
 @jit()
 def _move(pointers, row, column, m, n, total, rates, words, lane, STOCHASTIC: tl.constexpr):
-    """A tile of W moves by alpha total; returns how many stored values changed, if that is counted."""
+    """Updates a tile of W by alpha total; returns how many stored values changed, if that is counted."""
     w_ptr, c_ptr, changed_ptr = pointers
     alpha, keep = rates
     fine = tl.abs(total) <= _FLOAT32_MAX
@@ -208,7 +208,7 @@ def blocks_triton_(
 
 
 def is_one_stage(p: Projector, q: Projector) -> bool:
-    """Whether the kernel for blocks takes these."""
+    """Whether the one-stage kernel for blocks supports these projectors."""
     return p.group > 0 and q.group > 0 and depth(p, LANE_ROWS) * depth(q, BLOCK_COLUMNS) <= MOST
 
 
@@ -244,9 +244,9 @@ def decompress_add_(
     """w <- round(keep w + alpha P delta Q^T), in place.
 
     w: contiguous [m, n], float32 | bfloat16 | float16; delta: contiguous [d_P, d_Q], any of these. offset: global
-    index of w's first element. compensation: with rounding "kahan", like w. changed (int64 scalar): stored values
-    that changed are added. alpha, keep and step: values, or all of them numbers on the device. Where the step is not
-    finite the weight is left alone: it does not decay either.
+    index of w's first element. compensation: with rounding "kahan", like w. changed (int64 scalar): the number of
+    stored values that changed is added. alpha, keep and step: values, or all three as tensors on the device. Where the
+    step is not finite the weight stays unchanged, without decay.
     """
     assert w_mn.shape == (p.rows, q.rows) and delta_dd.shape == (p.d, q.d), (w_mn.shape, delta_dd.shape, p.d, q.d)
     how = Store(rounding, compensation, offset, seed, step, changed)

@@ -1,21 +1,21 @@
 """(d, r)-sparse projectors (LSP-Offload): R x d matrices with r entries per row, in three arrangements.
 
 A weight W [m, n] with gradient G = dY^T X is trained through P [m, d] and Q [n, d]: the optimizer sees only
-S = P^T G Q = (dY P)^T (X Q), and W moves by P delta Q^T. A projector is its entries `values_Rr` and a rule that says
-in which column each of them is:
+S = P^T G Q = (dY P)^T (X Q), and W is updated by P delta Q^T. A projector is its entries `values_Rr` and a rule for the
+column of each entry:
 
     free      r different columns per row, drawn at random, as in the paper. 8 r bytes per row. Memory is read one
               number at a time.
     runs      64 consecutive rows share a draw of r runs of 64 columns; row i has column i % 64 of each run. Still
-              (d, r)-sparse with every entry free, 4 r bytes per row, and memory moves 64 numbers at a time
+              (d, r)-sparse with every entry free, 4 r bytes per row, and memory is accessed 64 numbers at a time
               (run = 64; "free" is the same with run = 1).
-    blocks    rows in groups of g; group b alone has columns b r .. b r + r - 1, and there an orthonormal basis.
+    blocks    rows in groups of g; only group b has entries in columns b r .. b r + r - 1: an orthonormal basis.
               No positions to store; P^T P = I; compressing is a batch of small matrix products; the best basis is
               known in closed form (PCA of each block of the gradient).
 
 A column has entries in R r / d rows (its sources). For runs, the draws go through shuffled lists of all runs, so that
-the numbers of sources differ by at most one. d is cut to what the matrix allows (d <= R; a multiple of the run length,
-which is halved until r runs exist; a whole number of blocks), so ask the projector for its d.
+the numbers of sources differ by at most one. d is reduced to what the matrix allows (d <= R; a multiple of the run
+length, which is halved until r runs exist; a whole number of blocks), so read d from the projector.
 Legend: R rows, d columns, r entries per row, L most sources of a column, rounded up.
 """
 
@@ -35,8 +35,8 @@ class Projector:
     d: int
     group: int = 0  # rows of a block; 0: columns come from `runs`
     run: int = 1  # columns (and rows) in a run
-    runs: torch.Tensor | None = None  # int32 [ceil(R / run), r]: which run of columns
-    sources: torch.Tensor | None = None  # int32 [d / run, L]: the places in `runs` where a run occurs; -1: none
+    runs: torch.Tensor | None = None  # int32 [ceil(R / run), r]: indices of runs of columns
+    sources: torch.Tensor | None = None  # int32 [d / run, L]: indices into `runs` where a run occurs; -1: none
 
     @property
     def rows(self) -> int:
@@ -92,7 +92,7 @@ def _projector(runs: torch.Tensor, run: int, rows: int, d: int, generator: torch
 
 
 def free(rows: int, d: int, r: int, generator: torch.Generator) -> Projector:
-    """r different columns per row, each choice as likely as any other."""
+    """r different columns per row, all choices equally likely."""
     draws = [torch.rand(min(1024, rows - i), d, generator=generator).topk(r).indices for i in range(0, rows, 1024)]
     return _projector(torch.cat(draws), 1, rows, d, generator)
 
@@ -106,7 +106,7 @@ def runs(rows: int, d: int, r: int, generator: torch.Generator, run: int = RUN) 
     for _ in range(lines):
         if deck.numel() < r:
             fresh = torch.randperm(count, generator=generator)
-            held = torch.isin(fresh, deck)  # runs still in the deck go to the end: no line has one twice
+            held = torch.isin(fresh, deck)  # runs still in the deck go to the end, so that no row has one twice
             deck = torch.cat([deck, fresh[~held], fresh[held]])
         table.append(deck[:r])
         deck = deck[r:]
@@ -131,13 +131,13 @@ KINDS = {"free": free, "runs": runs, "blocks": blocks}
 def random_projector(
     kind: str, rows: int, d: int, r: int, *, seed: int, device: torch.device | str = "cpu"
 ) -> Projector:
-    """A fresh projector: the same on every device."""
+    """A newly drawn projector: the same on every device."""
     assert rows > 0 and d > 0 and r > 0, (rows, d, r)
     d = min(d, rows)
     return KINDS[kind](rows, d, min(r, d), torch.Generator().manual_seed(seed)).to(device)
 
 
 def identity_projector(rows: int, device: torch.device | str = "cpu") -> Projector:
-    """d = R and nothing lost: training in the subspace is then plain training."""
+    """d = R, nothing is lost: training in the subspace is then plain training."""
     positions = torch.arange(rows, dtype=torch.int32)[:, None]
     return Projector(torch.ones(rows, 1), rows, runs=positions, sources=find_sources(positions, rows)).to(device)

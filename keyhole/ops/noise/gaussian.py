@@ -4,11 +4,11 @@ Box-Muller: with u1 = ((a >> 9) + 1/2) 2^-23, s = +1 or -1 by the top bit of b, 
 
     r = sqrt(-2 ln u1)      z_even = s r cos(pi v)      z_odd = s r sin(pi v)
 
-Math libraries disagree in the last bit of ln, sin and cos, and even one library does between its vector
-code and its tails. So we evaluate our own polynomials, in operations that IEEE 754 defines to the bit: +, -,
-*, sqrt, and no fused multiply-add anywhere. A run made on one GPU can then be replayed, bit for bit, on a CPU
-or on another GPU. Arithmetic bounds the passes over the weights, so the polynomials are short, and random
-bits become floats by setting the exponent, not by conversion:
+Math libraries disagree in the last bit of ln, sin and cos, and even one library may disagree between its vector code
+and its tails. So we evaluate our own polynomials, in operations that IEEE 754 defines to the bit: +, -, *, sqrt, and no
+fused multiply-add. A run on one GPU can then be replayed, bit for bit, on a CPU or on another GPU. The passes over the
+weights are bound by arithmetic, so the polynomials are short, and random bits become floats by setting the exponent,
+not by conversion:
 
     ln:  u1 = 2^e (2 - h) with h in (0, 1]. The float's bits, as an integer, are linear in u1 between powers
          of two: (bits(u1) - bits(1)) 2^-23 = e + 1 - h, so -2 ln u1 = (-2 ln 2)(e + 1 - h) + h H(h), with H
@@ -16,8 +16,8 @@ bits become floats by setting the exponent, not by conversion:
          and the square root needs no special cases.
     cos: with t = v/4 - 1/8 (exact) and q = t^2, cos(pi v) = -sin(4 pi t) = K t M(q), M a cubic.
     sin: sin(pi v) = cos(4 pi t) = K (Y(q)^2 - D), Y a quadratic: 8th degree in t for 5 operations.
-    K:   the scale of t (a power of two) and K are such that M and Y may both begin with 1; K = 9166.52 itself
-         comes with the radius, as a factor K^2 in H and in the slope.
+    K:   the scale of t (a power of two) and K are chosen so that M and Y may both begin with 1; K = 9166.52 itself
+         is part of the radius, as a factor K^2 in H and in the slope.
 
 Error against exact Box-Muller: r within 2.2e-6 (all values of u1), cos within 1.2e-6 and sin within 2.8e-6
 (all values of v), z within 1.4e-5 (the largest of 1e8 draws) and 1.5e-6 on average (even 1.0e-6, odd 2.1e-6).
@@ -40,7 +40,7 @@ BELOW_ONE = 1 - 2.0**-24
 MANTISSA = 0x7FFFFF
 ONE_BITS, QUARTER_BITS = 0x3F800000, 0x3E800000
 
-# As 0-dim tensors: a call of PyTorch then costs a third of what it does with a Python float.
+# As 0-dim tensors: a PyTorch call then costs a third of one with a Python float.
 _LOG = torch.tensor(LOG).unbind()
 _SINE, _COSINE = torch.tensor(SINE).unbind(), torch.tensor(COSINE).unbind()
 _H0, _H1, _H2, _H3, _H4, _H5 = (tl.constexpr(value) for value in LOG)

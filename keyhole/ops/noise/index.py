@@ -7,10 +7,10 @@ index space, whatever the tensor's own start:
     tensor      .    [---------+--------------+---]                   of which elements lo .. hi exist
                 lead           n elements
 
-so no launch shape, device or slicing changes what an element gets. Kernels take the place as tile_0, lead, n, and the
-words that all counters of a launch share as step, k0, k1: the step and the halves of the seed. In a kernel's signature
-they are plain numbers, in its functions tuples. (Triton compiles a kernel again for an argument that is 1 or a multiple
-of 16 unless `do_not_specialize` names it, and that has no effect on the elements of a tuple.)
+so what an element gets does not depend on launch shape, device or slicing. Kernels take the place as tile_0, lead, n,
+and the words that all counters of a launch share as step, k0, k1: the step and the halves of the seed. They are plain
+numbers in a kernel's signature, and tuples in its functions. (Triton compiles a kernel again for an argument that is 1
+or a multiple of 16 unless `do_not_specialize` names it, which has no effect on the elements of a tuple.)
 
 Indices go up to 2^44 (17 trillion elements), steps to 2^32, directions to 2^16 (higher streams are for rounding).
 """
@@ -24,7 +24,7 @@ from keyhole.ops.backend import jit, tl
 from keyhole.ops.noise.philox import MASK_32, philox, philox_reference
 
 WIDTH = 1024  # elements of a vector
-CHUNK = 256 * WIDTH  # elements the reference holds at a time: about 4 MiB of words
+CHUNK = 256 * WIDTH  # elements that the reference holds at a time: about 4 MiB of words
 ROWS, NUM_WARPS = 4, 8  # shape of a vector in the kernels; WIDTH = ROWS * NUM_WARPS * 32 threads
 MAX_INDEX = 1 << 44
 MAX_DIRECTIONS = 1 << 16
@@ -36,7 +36,7 @@ _WIDTH, _ROWS = tl.constexpr(WIDTH), tl.constexpr(ROWS)
 def check_index(
     offset: int, n: int, seed: int, steps: tuple[Count, ...], directions: int = 0, distribution: str = "gaussian"
 ) -> None:
-    """The bounds above; a caller that breaks them has a bug. Without noise there are no directions."""
+    """Asserts the bounds above; a caller that violates them has a bug. Without noise there are no directions."""
     assert 0 <= offset and offset + n <= MAX_INDEX, (offset, n)
     assert 0 <= seed < 1 << 64, seed
     assert all(isinstance(step, torch.Tensor) or 0 <= step < 1 << 32 for step in steps), steps
@@ -60,17 +60,17 @@ def span(offset: int, n: int, tile: int) -> tuple[int, tuple[int, int, int]]:
 
 
 def int32(word: int) -> int:
-    """A word as the signed number of the same bits, so that kernels always take int32 and compile once."""
+    """A word as the signed number with the same bits, so that kernels always take int32 and compile once."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def key(seed: int, step: Count) -> tuple[Count, int, int]:
-    """(step, k0, k1) as int32; a step on the device as it is."""
+    """(step, k0, k1) as int32; a step on the device stays a tensor."""
     return step if isinstance(step, torch.Tensor) else int32(step), int32(seed & MASK_32), int32(seed >> 32)
 
 
 def on_host(step: Count) -> int:
-    """A step as a number, wherever it is."""
+    """A step as a Python number; reads it if it is on the device."""
     return int(step) & MASK_32
 
 
@@ -112,8 +112,8 @@ def program_span(tile_0, lead, n, TILE: tl.constexpr, MULTIPLE: tl.constexpr):
 def lanes():
     """0 .. 1023 as a block [4, 256], numbered down the columns.
 
-    In Triton's default layout each of the 256 threads holds one column, hence 4 neighbours in memory: loads
-    and stores are wide as they stand, and nothing is shuffled through shared memory on the way.
+    In Triton's default layout each of the 256 threads holds one column, hence 4 neighbours in memory: loads and stores
+    are wide without a shuffle through shared memory.
     """
     rows, columns = tl.arange(0, _ROWS), tl.arange(0, _WIDTH // _ROWS)
     return rows[:, None] + columns[None, :] * _ROWS

@@ -7,13 +7,13 @@ with the other two words and the key, and keeps the low halves:
     c0' = hi(M1 c2) ^ c1 ^ k0      c1' = lo(M1 c2)
     c2' = hi(M0 c0) ^ c3 ^ k1      c3' = lo(M0 c0)      then k0 += W0, k1 += W1
 
-The paper finds that 7 rounds pass all of BigCrush and proposes 10 for margin. We use 7: training noise need not be
+The paper finds that 7 rounds pass all of BigCrush and proposes 10 for safety. We use 7: training noise need not be
 secret, and the rounds are most of the arithmetic of a step. ROUNDS is part of the format of a run: its journal
 holds seeds, and replay must draw the same words.
 
-Counter of this package: (g low, g high, stream, step), g a group of elements (tiles.py says which); key: the halves of
-the seed. Two rounds' worth of products then involve only numbers that a whole launch shares: both versions below take
-plain ints (scalars in the kernel) for such words and skip that work.
+The counter in this package is (g low, g high, stream, step), g a group of elements (tiles.py defines it); the key is
+the halves of the seed. The products of two rounds then involve only numbers that a whole launch shares: both versions
+below take plain ints (scalars in the kernel) for such words and skip that work.
 """
 
 import torch
@@ -42,7 +42,7 @@ def _mix(product: Word, word: Word, key: int) -> Word:
 
 
 def _low(product: Word) -> Word:
-    """The low half. A tensor is not masked: the next reader does it, which saves a pass over memory."""
+    """The low half. A tensor is not masked: the next reader masks it, which saves a pass over memory."""
     return product & MASK_32 if isinstance(product, int) else product
 
 

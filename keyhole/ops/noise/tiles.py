@@ -1,7 +1,7 @@
 """Noise without state: z is a pure function of (seed, step, direction, element).
 
-Philox makes four words per counter ("group"). Tiles of 4096 elements say which group, and which of its words ("lane"),
-the element of index e has:
+Philox makes four words per counter ("group"). Tiles of 4096 elements define the group, and the word within it ("lane"),
+of the element with index e:
 
     group g = (e // 4096) 1024 + e % 1024     lane l = (e // 1024) % 4
     word l of philox(seed; g, direction, step)
@@ -11,8 +11,8 @@ the element of index e has:
     lane:             0               1               2               3
 
 So a program that owns a tile makes four vectors of 1024 contiguous values from one vector of counters: no shuffle, no
-wasted word, coalesced memory. And the value depends on e alone: not on the launch shape, the tensor's alignment, the
-slice asked for, the device or the number of threads.
+wasted word, coalesced memory. The value depends only on e: not on the launch shape, the tensor's alignment, the slice,
+the device or the number of threads.
 
     gaussian     lanes (0, 1) and (2, 3) are Box-Muller pairs of words (0, 1) and (2, 3): gaussian.py
     rademacher   +1 where the top bit of word l is 0, -1 where it is 1
@@ -58,12 +58,12 @@ def chunk_noise_reference(
 
 
 def signs_reference(word: torch.Tensor) -> torch.Tensor:
-    """+1 or -1, float32, from words held in int32: the sign bit moves over."""
+    """+1 or -1, float32, from words held in int32: copies the sign bit."""
     return (word & -0x80000000).bitwise_or_(0x3F800000).view(torch.float32)
 
 
 def noise_at_reference(e: torch.Tensor, *, seed: int, step: int, direction: int, distribution: str) -> torch.Tensor:
-    """z of any elements (int64 indices of any shape): four times the work a whole tile would be."""
+    """z of any elements (int64 indices of any shape): four times the work per element of a whole tile."""
     group, lane = (e >> 12 << 10) | (e & 1023), (e >> 10) & 3
     words = philox_reference(group & MASK_32, group >> 32, direction, step, seed)
     w0, w1, w2, w3 = (word.to(torch.int32) for word in words)

@@ -1,7 +1,7 @@
-"""The 16 random bits that stochastic rounding (round.py) gives each element, as a function of seed, step and index.
+"""The 16 random bits of each element for stochastic rounding (round.py), as a function of seed, step and index.
 
 They have their own stream of the generator (2^16, above all directions of the noise). A Philox call makes 128 bits, so
-a tile is 8192 elements (noise/tiles.py says why this shape):
+a tile is 8192 elements (noise/tiles.py explains this shape):
 
     group g = (e // 8192) 1024 + e % 1024     lane l = (e // 1024) % 8
     the low half (even l) or the high half (odd l) of word l // 2
@@ -44,7 +44,7 @@ def bits_at_reference(e: torch.Tensor, *, seed: int, step: int) -> torch.Tensor:
 
 @jit()
 def tile_bits(tile, key, STOCHASTIC: tl.constexpr):
-    """Four words for a tile of 8 vectors (`vector_bits` takes them apart); any four, if not STOCHASTIC."""
+    """Four words for a tile of 8 vectors (`vector_bits` extracts their bits); arbitrary if not STOCHASTIC."""
     words = (key[1], key[1], key[1], key[1])
     if STOCHASTIC:
         words = words_of_tile(tile, lanes(), _STREAM, key)

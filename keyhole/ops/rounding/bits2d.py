@@ -1,16 +1,16 @@
-"""Random bits for the elements of a matrix that is worked on in tiles: one Philox call for eight elements.
+"""Random bits for the elements of a matrix that is processed in tiles: one Philox call for eight elements.
 
 Stochastic rounding needs 16 bits per element, and a call makes 128. In bits.py, eight elements 1024 apart share a call;
-a kernel that works on tiles of a matrix never holds those together. Here the eight are 16 rows apart:
+a kernel that processes tiles of a matrix never holds these together. Here the eight are 16 rows apart:
 
     row i, column j of a matrix of n columns whose first element has index `offset`:
     group = offset + (i // 128 * 16 + i % 16) n + j          lane = i // 16 % 8
 
     a strip of 128 rows = 8 lanes of 16 rows; lane l has the low half (even l) or the high half (odd l) of word l // 2
 
-Different matrices have different groups, because a matrix has only groups between its first and its last index. The
-stream is one more than that of bits.py. As there, the bits are a function of seed, step and element alone: no launch
-shape, device or placement changes them.
+Different matrices have different groups, because the groups of a matrix lie between its first and its last index. The
+stream is one more than that of bits.py. As there, the bits are a function of seed, step and element alone: they do not
+depend on launch shape, device or placement.
 """
 
 import torch
@@ -42,7 +42,7 @@ def bits2d_reference(m: int, n: int, *, offset: int, seed: int, step: int, devic
 
 @jit()
 def strip_words(strip, column, n, offset, key, STOCHASTIC: tl.constexpr):
-    """Four words for [LANE_ROWS, columns] of a strip; any four, if not STOCHASTIC. column: int32 [columns]."""
+    """Four words for [LANE_ROWS, columns] of a strip; arbitrary if not STOCHASTIC. column: int32 [columns]."""
     words = (key[1], key[1], key[1], key[1])
     if STOCHASTIC:
         row = strip.to(tl.int64) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)

@@ -1,14 +1,14 @@
-"""16-bit weights, two per register: widened, rounded, packed and compared without detours.
+"""16-bit weights, two per register: widened, rounded, packed and compared in few instructions.
 
-The passes over the weights are bound by the number of instructions. Left to itself the compiler moves each 16-bit value
+The passes over the weights are bound by the number of instructions. By default the compiler moves each 16-bit value
 into a register of its own and back, and counts changes with a compare, a select and an add for each. A pair takes
 
     widened          bfloat16 to float32     2 instructions: shift the low half up; mask the low half off
     rounded          float32, low bits 0     1: pick both upper halves
     count_changed    how many differ         2: compare both at once to (1.0 or 0.0), add both at once
 
-Each function has a plain form with the same result, for float32, for Triton's interpreter and for other GPUs.
-Counts are kept in the 16-bit type itself, exactly: a place in the block is counted 8 times, and bfloat16 counts to 256.
+Each function has a plain form with the same result, for float32, for Triton's interpreter and for other GPUs. Counts
+are kept exactly in the 16-bit type itself: a place in the block is counted 8 times, and bfloat16 counts to 256.
 """
 
 from functools import cache

@@ -1,17 +1,16 @@
 """Rounding float32 to the storage type: to nearest, or stochastically.
 
-A step of size lr * |g| is far below the spacing of 16-bit weights: rounding to nearest loses it every time.
-Stochastic rounding goes up with a probability equal to the discarded fraction, so that the expected stored
-value is exact:
+A step of size lr * |g| is far below the spacing of 16-bit weights: rounding to nearest loses it every time. Stochastic
+rounding rounds up with a probability equal to the discarded fraction, so that the expected stored value is exact:
 
     bfloat16   16 bits of the float32 pattern are discarded: add 16 random bits to the pattern, truncate.
     float16    13 bits are discarded in the normal range: add 13 random bits (the top 13 of the 16), truncate.
                Below 2^-14 the grid is even, of step 2^-24: the fraction of a step is compared with the 16
                random bits (unbiased to 2^-17 of a step, since the fraction may have more bits than that).
 
-Exact values never change; inf and nan stay. A finite value beyond the largest of the type may go to inf, as
-it may when rounding to nearest: the next grid point is inf. float32 storage needs no rounding at all.
-The random bits of an element are those of bits.py or bits2d.py.
+Exact values never change; inf and nan stay. A finite value beyond the largest of the type may become inf, as in
+rounding to nearest: the next grid point is inf. float32 storage needs no rounding. The random bits of an element are
+those of bits.py or bits2d.py.
 """
 
 import torch
@@ -48,8 +47,8 @@ def stochastic_round_reference(x: torch.Tensor, bits: torch.Tensor, dtype: torch
 def round_stochastic(x, bits, DTYPE: tl.constexpr):
     """float32 block to DTYPE with 16 random bits per element (uint32).
 
-    Inf has no bits to carry. NVIDIA's arithmetic makes the nan 0x7FFFFFFF, which would carry into the sign:
-    as an integer, the minimum with a nan that has room.
+    Inf has no bits that could carry. NVIDIA's arithmetic produces the nan 0x7FFFFFFF, whose carry would reach the
+    sign: so it is replaced, by an integer minimum, with a nan that has room.
     """
     if DTYPE == tl.float32:
         y = x

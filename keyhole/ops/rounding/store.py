@@ -1,15 +1,15 @@
 """How a new weight is stored: the last step of every update that has a gradient (LOMO, AdaLOMO, LSP).
 
-An update ends in float32, at x. What is stored depends on the rounding:
+An update ends in float32, at x. The stored value depends on the rounding:
 
     nearest      w = round(x)
-    stochastic   w = x rounded up or down by chance, right on average (round.py)
-    kahan        x is only the step y = c + (what w should move by):
+    stochastic   w = x rounded up or down at random, unbiased (round.py)
+    kahan        x is only the step y = c + (the change of w):
                  t = round(w + y) ;  c = round(y - (t - w)) ;  w = t                   all to nearest
-                 c, of w's dtype and shape, is what rounding has lost so far: 2 more bytes per element, no noise
+                 c, of w's dtype and shape, is the rounding error so far: 2 more bytes per element, no noise
 
-Float32 weights are stored as computed. Where an element must not be updated (its gradient is inf or nan), the caller
-says so and the old value is stored again.
+Float32 weights are stored as computed. If an element must not be updated (its gradient is inf or nan), the caller marks
+it and the old value is stored again.
 """
 
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ class Store:
 
     rounding: str = "nearest"
     compensation: torch.Tensor | None = None  # c, with kahan only
-    offset: int = 0  # global index of the tensor's first element; with seed and step, it says which random bits
+    offset: int = 0  # global index of the tensor's first element; with seed and step it determines the random bits
     seed: int = 0
     step: Count = 0
     changed: Scalar = None  # int64: the number of changed stored values is added to it
 
     def check(self, w: torch.Tensor, *others: torch.Tensor) -> None:
-        """Asserts what the ops ask of weights, of tensors of the same shape, and of these settings."""
+        """Asserts the requirements on weights, on tensors of the same shape, and on these settings."""
         c = self.compensation
         assert self.rounding in ALL_ROUNDINGS and (self.rounding == "kahan") == (c is not None), self.rounding
         assert c is None or c.dtype == w.dtype, c.dtype
@@ -70,8 +70,8 @@ def store_weight_reference_(
 def store_weight(w_ptr, c_ptr, mask, fine, w, x, bits, STOCHASTIC: tl.constexpr):
     """Stores one vector of new weights (and compensations); returns, per element, whether it changed (0 or 1).
 
-    mask: where the tensor is. fine: where it may move; elsewhere the old value is stored, since a mask that differs
-    from element to element would make memory move one element at a time.
+    mask: elements of the tensor. fine: elements that may change; elsewhere the old value is stored, since a mask that
+    differs from element to element would prevent wide memory accesses.
     """
     w_fp32 = w.to(tl.float32)
     if c_ptr is not None:

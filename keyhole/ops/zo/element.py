@@ -1,13 +1,12 @@
-"""The arithmetic of a zeroth-order step on its elements, wherever they are (flat.py, packed.py, rows.py).
+"""The arithmetic of a zeroth-order step on single elements, shared by flat.py, packed.py and rows.py.
 
     update    u = c_0 z_0 + c_1 z_1 + ...  (in order);   w <- round(w - lr (u + wd w))     z at update_step
     perturb   plus = w + eps z, and beside it in the same pass                             z at step
               minus = w - eps z, or w + eps z' of the next direction, or w itself, or nothing  (`beside`)
 
-All arithmetic is float32 in the order written, with no fused multiply-add (the launches switch that off), and one
-rounding at the end. Every pass takes it from here, so that an element gets the same bits in all of them.
-`coef` = [lr, c_0, .., c_{q-1}] is a tensor on the device: the projected gradients never visit the host, so no step
-waits for the one before.
+All arithmetic is float32 in the order written, with no fused multiply-add (the launches disable it), and one rounding
+at the end. All passes share this code, so that an element gets the same bits in each of them. `coef` = [lr, c_0, ..,
+c_{q-1}] is a tensor on the device: the host never reads the projected gradients, so no step waits for the one before.
 """
 
 from collections.abc import Callable
@@ -27,10 +26,10 @@ _MINUS, NEXT, _CLEAN = (tl.constexpr(1 + BESIDE.index(name)) for name in BESIDE[
 
 @dataclass(frozen=True)
 class Flags:
-    """What a kernel is compiled for."""
+    """What a kernel is specialised for."""
 
     Q: int  # directions of the update; 0: none
-    PERTURB: int  # 0: not at all; else 1 + the place in BESIDE of what is written beside w + eps z
+    PERTURB: int  # 0: no perturbation; else 1 + the index in BESIDE of what is written beside w + eps z
     GAUSSIAN: bool
     DECAY: bool
     STOCHASTIC: bool
@@ -41,20 +40,20 @@ class Flags:
 
 @dataclass(frozen=True)
 class ZOStep:
-    """The settings of an op on weights: an update if there is a `coef`, then a perturbation if the op is asked."""
+    """The settings of an op on weights: an update if `coef` is set, then a perturbation if the op makes one."""
 
     offset: int  # global index of the first weight
     seed: int
     distribution: str = "gaussian"
     coef: torch.Tensor | None = None
-    update_step: Count = 0  # the step whose noise the update has
+    update_step: Count = 0  # the step of the update's noise
     weight_decay: float = 0.0
     rounding: str = "stochastic"
     changed: Scalar = None  # int64: the number of changed stored values is added to it
     eps: float = 0.0
-    step: Count = 0  # the step whose noise the perturbation has, and the direction; both steps may be on the device
+    step: Count = 0  # the step of the perturbation's noise, and its direction; both steps may be on the device
     direction: int = 0
-    beside: str = "minus"  # what the second output of a perturbation is: one of BESIDE
+    beside: str = "minus"  # the second output of a perturbation: one of BESIDE
 
     @property
     def directions(self) -> int:
@@ -86,7 +85,7 @@ class ZOStep:
 
     @property
     def steps(self) -> tuple[Count, Count]:
-        """update_step and step, both on the host or both on the device: where one of them is not used, the other."""
+        """update_step and step, both on the host or both on the device: one that is not used equals the other."""
         update_step, step = self.update_step, self.step
         if isinstance(step, torch.Tensor) and self.coef is None:
             update_step = step
@@ -95,7 +94,7 @@ class ZOStep:
         return update_step, step
 
     def numbers(self) -> tuple[Count | float, ...]:
-        """update_step, step, direction, k0, k1, eps, wd: what every kernel of this folder takes."""
+        """update_step, step, direction, k0, k1, eps, wd: arguments of every kernel of this folder."""
         (update_step, *seed), (step, *_) = (key(self.seed, one) for one in self.steps)
         return update_step, step, self.direction, *seed, float32(self.eps), float32(self.weight_decay)
 
@@ -168,7 +167,7 @@ def store_perturbed(plus_ptr, minus_ptr, mask, w, z, z_next, eps, HOW: tl.conste
 
 @jit()
 def load(ptr, mask, MASKED: tl.constexpr):
-    """Outside of the mask: 0."""
+    """Loads; 0 outside of the mask."""
     if MASKED:
         x = tl.load(ptr, mask, other=0)
     else:
@@ -178,7 +177,7 @@ def load(ptr, mask, MASKED: tl.constexpr):
 
 @jit()
 def store(ptr, x, mask, MASKED: tl.constexpr):
-    """Nothing outside of the mask."""
+    """Stores within the mask."""
     if MASKED:
         tl.store(ptr, x, mask)
     else:

@@ -1,7 +1,7 @@
 """A zeroth-order step on a flat tensor: update, perturb, or both in one pass over memory (equations: element.py).
 
-plus and minus are computed from the clean weights, so nothing drifts, and the update of step t-1 can wait and be fused
-with the perturbation of step t:
+plus and minus are computed from the unperturbed weights, so rounding errors do not accumulate, and the update of step
+t-1 can be deferred and fused with the perturbation of step t:
 
     bytes per bfloat16 element
     textbook MeZO (perturb, perturb back, restore, update)    4 x (2 read + 2 written) = 16, 4 draws of z
@@ -11,8 +11,8 @@ Two one-sided directions take one pass as well (`beside="next"`): the second out
 for one more draw and no more bytes. An update reads and writes w once, however many directions it sums.
 
 A program owns 8192 elements of the index space: two tiles of noise, one of rounding bits. The programs at both ends
-are masked, so any offset and size work; the others take a branch without masks. Where the offset is a multiple of 8
-elements (and the tensors are 16-byte aligned), memory moves 4 elements at a time.
+are masked, so any offset and size work; the others take a branch without masks. If the offset is a multiple of 8
+elements (and the tensors are 16-byte aligned), memory is accessed 4 elements at a time.
 """
 
 from functools import partial
@@ -143,15 +143,15 @@ def _zo_kernel(
 
 
 def _parts(lead: int, n: int) -> list[tuple[slice, int]]:
-    """Parts of the tensor to launch, and what divides their starts and ends: a ragged tail must not slow the rest."""
+    """Parts of the tensor to launch, and a divisor of their starts and ends: a ragged tail must not slow the rest."""
     body = n - n % VECTOR if lead % VECTOR == 0 else 0
     parts = ((slice(0, body), VECTOR), (slice(body, n), 1))
     return [(part, multiple) for part, multiple in parts if part.stop > part.start]
 
 
 def zo_flat_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep) -> None:
-    """Updates w in place, then writes w + eps z to plus and w - eps z (or what how.beside says) to minus, if they are
-    not None.
+    """Updates w in place, then writes w + eps z to plus and w - eps z (or as in how.beside) to minus, if they are not
+    None.
 
     w, plus, minus: flat; float32 | bfloat16 | float16, maybe different ones.
     """

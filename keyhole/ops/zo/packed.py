@@ -1,10 +1,10 @@
-"""A zeroth-order step on weights in 8 bits (fp8.py), in one pass: unpack, update, pack, and perturb what was packed.
+"""A zeroth-order step on weights in 8 bits (fp8.py), in one pass: unpack, update, pack, and perturb the packed values.
 
-    update    w = unpacked;   x = w - lr (sum_i c_i z_i + wd w), in float32;   packed <- x, each group of 64 scaled anew
-    perturb   w = unpacked;   plus = w + eps z,   minus = w - eps z, or what is wanted beside plus (element.py)
+    update    w = unpacked;   x = w - lr (sum_i c_i z_i + wd w), in float32;   packed <- x, each group of 64 rescaled
+    perturb   w = unpacked;   plus = w + eps z,   minus = w - eps z, or another output beside plus (element.py)
 
-The arithmetic is that of element.py and fp8.py, and so are the bits: the reference below is their ops, one after the
-other. What the kernel saves is memory. Bytes per element, with plus and minus in 16 bit:
+The arithmetic and the bits are those of element.py and fp8.py: the reference below calls their ops one after the other.
+The kernel saves memory traffic. Bytes per element, with plus and minus in 16 bit:
 
     one after the other    unpack 1 + 4, update 4 + 4, pack 4 + 1, unpack 1 + 4, perturb 4 + 4 = 31, and a float32 copy
     in one pass            1 read, 1 + 4 written = 6
@@ -132,7 +132,7 @@ def _packed_kernel(
 def zo_packed_(
     packed: torch.Tensor, n: int, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep
 ) -> None:
-    """zo_flat_ for n packed weights; changes are counted in the values as they are stored."""
+    """zo_flat_ for n packed weights; changes are counted in the stored values."""
     assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(n),), (packed.dtype, packed.shape)
     assert how.offset % GROUP == 0, how.offset
     how.check(n, packed.device)

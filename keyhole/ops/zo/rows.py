@@ -1,15 +1,15 @@
 """A zeroth-order step on a few rows of an embedding table.
 
-A forward pass reads T rows of a table of V. Perturbing (and, when the update is deferred, updating) all V H
-elements for that would be most of the work of a small model; so the rows that are needed are gathered as they
-are stored, still without the pending update, and both are applied on the fly:
+A forward pass reads T rows of a table of V. Perturbing (and, with a deferred update, updating) all V H elements for
+that would be most of the work of a small model. So only the needed rows are gathered as they are stored, still without
+the pending update, and both are applied on the fly:
 
     plus, minus = w_row' +- eps z_row      w_row' = round(w_row - lr (u_row + wd w_row))
 
-Every element goes through exactly the arithmetic of element.py with its own global index, offset + row H + column,
-so the result is bit for bit a gather from the fully updated, fully perturbed table; the table itself is
-updated later, when the step visits it. Rows start anywhere in the noise tiles, so an element draws all four words
-of its group and keeps one: 4 times the integer work, on T H elements instead of V H.
+Every element goes through exactly the arithmetic of element.py with its own global index, offset + row H + column, so
+the result equals, bit for bit, a gather from the fully updated and perturbed table; the table itself is updated later,
+when the step visits it. Rows start anywhere in the noise tiles, so an element draws all four words of its group and
+keeps one: 4 times the integer work, on T H elements instead of V H.
 
 Legend: T rows gathered, H elements per row.
 """
@@ -84,10 +84,10 @@ def _rows_kernel(
 def zo_rows(
     rows_TH: torch.Tensor, row_ids_T: torch.Tensor, how: ZOStep, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(plus, minus, or what how.beside says) of gathered rows [T, H], in `dtype` (None: the rows').
+    """(plus, minus, or as in how.beside) of gathered rows [T, H], in `dtype` (None: the rows').
 
     rows_TH: rows row_ids_T of a table, as stored; how.offset: global index of the table's first element. The input is
-    left as it is, and no changes are counted.
+    not changed, and no changes are counted.
     """
     T, H = rows_TH.shape
     assert rows_TH.dtype in DTYPES and rows_TH.is_contiguous(), (rows_TH.dtype, rows_TH.stride())

@@ -1,16 +1,17 @@
-"""Copies of the metrics elsewhere: `report_to: [tensorboard, wandb, mlflow, trackio]`, each through its own library.
+"""Trackers: copies of the metrics in `report_to: [tensorboard, wandb, mlflow, trackio]`, each through its own library.
 
-run/metrics.jsonl is always written; a tracker is opt-in and may fail without harm. A library is imported only when it
-is asked for; one that is not installed is named, with the command that installs it, before anything else happens.
+run/metrics.jsonl is always written; a tracker is opt-in, and its failure does not end the run. A library is imported
+only if its tracker is configured; if it is not installed, the error names the command that installs it, before anything
+else happens.
 
     tensorboard   run/tensorboard
-    wandb         the server that one is logged in to; else offline, in run/wandb (`wandb sync` sends it)
+    wandb         the server that you are logged in to; else offline, in run/wandb (`wandb sync` sends it)
     mlflow        MLFLOW_TRACKING_URI, else run/mlflow.db (`mlflow ui --backend-store-uri sqlite:///...`)
     trackio       TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, else its own directory (`trackio show`)
 
-Names are those of metrics.jsonl. A run that goes on with --resume is the same run there (its id is in
-run/keyhole.json); steps that are done again are written again. A tracker is a class with `write` and `close`, made from
-an About; behind.py keeps it off the thread that trains.
+Names are those of metrics.jsonl. A resumed run continues the same run in the tracker (its id is in run/keyhole.json);
+repeated steps are written again. A tracker is a class with `write` and `close`, made from an About; behind.py runs it
+in a separate thread.
 """
 
 import importlib
@@ -28,12 +29,13 @@ CLASSES: dict[str, str] = {
     "mlflow": "keyhole.training.trackers.mlflow:MLflow",
     "trackio": "keyhole.training.trackers.trackio:Trackio",
 }
-PROJECT = "keyhole"  # where the library has no setting of its own that says otherwise
+PROJECT = "keyhole"  # default, if the library's own setting does not say otherwise
 
 
 @dataclass(frozen=True)
 class About:
-    """What a tracker is told of a run. directory: its run/; first: steps that are done already; name: for people."""
+    """A run, as described to a tracker. directory: its run/; first: steps that are done already; name: the shown
+    name."""
 
     directory: Path
     run: str
@@ -43,23 +45,23 @@ class About:
 
 
 class Tracker(Protocol):
-    """Keeps entries of metrics.jsonl somewhere."""
+    """Receives entries of metrics.jsonl."""
 
     def write(self, entry: dict[str, Any]) -> None:
-        """An entry, with its step."""
+        """Writes an entry, with its step."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Ends the run in the tracker."""
 
 
 def names_of(report_to: str | Sequence[str] | None) -> list[str]:
-    """The trackers that are asked for, each once."""
+    """The configured trackers, without duplicates."""
     asked = [report_to] if isinstance(report_to, str) else report_to or []
     return list(dict.fromkeys(asked))
 
 
 def require(report_to: str | Sequence[str] | None) -> None:
-    """Before anything is written: the trackers that are asked for must be installed."""
+    """Before anything is written: checks that the configured trackers are installed."""
     for name in names_of(report_to):
         if importlib.util.find_spec(name) is None:
             raise UserError(
@@ -76,6 +78,6 @@ def open_tracker(name: str, about: About) -> Tracker:
 
 
 def step_and_numbers(entry: dict[str, Any]) -> tuple[int, dict[str, float]]:
-    """The step, and what is a number besides it."""
+    """The step, and the other numbers of an entry."""
     numbers = {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
     return int(numbers.pop("step")), numbers

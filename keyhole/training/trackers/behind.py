@@ -1,9 +1,9 @@
-"""A tracker on a thread of its own: training hands an entry over and goes on, however slow the other end is.
+"""Runs a tracker in a separate thread: training passes an entry on and continues, however slow the tracker is.
 
-The library is imported and the tracker made on that thread too; the start waits for it OPEN_S seconds at most. Entries
-wait in a queue (a server may be away for a while; a million of them take some hundred MiB). At the end of a run what is
-left gets CLOSE_S seconds. The first error of the tracker ends it: the next `write`, or `close`, raises it, so that it
-is said (reports.py), and nothing more is handed over.
+The library is imported and the tracker is created in that thread too; the start waits for it OPEN_S seconds at most.
+Entries wait in a queue (a server may be away for a while; a million of them take some hundred MiB). At the end of a run
+the tracker has CLOSE_S seconds for the remaining entries. The first error ends the tracker: the next `write`, or
+`close`, raises it, so that it is reported (reports.py), and no more entries are passed on.
 """
 
 import queue
@@ -15,11 +15,11 @@ from typing import Any
 from keyhole.training.trackers import Tracker
 
 OPEN_S, CLOSE_S = 20.0, 30.0
-MOST = 10**6  # entries that wait
+MOST = 10**6  # entries in the queue
 
 
 class Behind:
-    """A tracker by its name. make: imports the library and makes the tracker."""
+    """A tracker in its thread. make: imports the library and creates the tracker."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name, self.make = name, make
@@ -30,12 +30,12 @@ class Behind:
         self.thread.start()
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Hands an entry over; raises what the tracker has raised since the last time."""
+        """Queues an entry; raises the tracker's error, if there was one since the last call."""
         self._raise()
         self.entries.put_nowait(dict(entry))
 
     def close(self, close_s: float = CLOSE_S) -> None:
-        """Waits for what is left."""
+        """Waits for the remaining entries."""
         self.entries.put(None)
         self.thread.join(close_s)
         self._raise()
@@ -56,14 +56,14 @@ class Behind:
                     tracker.write(entry)
             finally:
                 tracker.close()
-        except Exception as error:  # of any kind: a library's
+        except Exception as error:  # libraries raise errors of any kind
             self.error = error
         finally:
             self.ready.set()
 
 
 def wait_until_open(trackers: Sequence[Behind], open_s: float = OPEN_S) -> None:
-    """Returns when all are made, or have failed; after so many seconds in any case."""
+    """Returns when all trackers are created or have failed, and after open_s seconds in any case."""
     end_s = time.monotonic() + open_s
     for each in trackers:
         each.ready.wait(max(0.0, end_s - time.monotonic()))

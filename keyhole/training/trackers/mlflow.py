@@ -1,8 +1,8 @@
 """MLflow: to MLFLOW_TRACKING_URI, or into run/mlflow.db, an SQLite file that `mlflow ui` shows.
 
-Metrics of an entry are one request; the settings are parameters of the run. A resumed run is found by its id, which is
-a tag (keyhole.run), and goes on. Only the client is used: the caller's own MLflow settings and active run stay as they
-are.
+The metrics of an entry are one request; the settings are parameters of the run. A resumed run is found by its id, which
+is a tag (keyhole.run), and continued. Only the client API is used, so the caller's own MLflow settings and active run
+are not changed.
 """
 
 import os
@@ -19,7 +19,7 @@ class MLflow:
     """One run of MLflow."""
 
     def __init__(self, about: About) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # before it is imported: it would call home
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # set before the import; it would send usage data
         from mlflow import MlflowClient
         from mlflow.entities import Param
 

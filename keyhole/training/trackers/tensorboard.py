@@ -1,10 +1,10 @@
-"""TensorBoard: scalars in run/tensorboard; a resumed run replaces the steps that it does again."""
+"""TensorBoard: scalars in run/tensorboard; a resumed run replaces the steps that it repeats."""
 
 from typing import Any
 
 from keyhole.training.trackers import About, step_and_numbers
 
-QUEUE = 10**6  # entries; with its default of 10 a slow disk would hold up this thread
+QUEUE = 10**6  # entries; with its default of 10 a slow disk would block this thread
 
 
 class TensorBoard:

@@ -1,7 +1,7 @@
-"""Trackio: into its own directory on this machine (TRACKIO_DIR; `trackio show`), or to a Space or server of one's own.
+"""Trackio: into its own directory on this machine (TRACKIO_DIR; `trackio show`), or to your own Space or server.
 
-Its variables are respected (TRACKIO_SPACE_ID, TRACKIO_SERVER_URL, ...). Runs are known by name there: the name of
-output_dir and the beginning of the run's id, so that a resumed run goes on and no other one does.
+trackio's own variables are respected (TRACKIO_SPACE_ID, TRACKIO_SERVER_URL, ...). trackio identifies runs by name: the
+name of output_dir and the beginning of the run's id, so that only a resumed run continues an existing one.
 """
 
 import os
@@ -33,4 +33,4 @@ class Trackio:
     def close(self) -> None:
         import trackio
 
-        trackio.finish()  # of this thread's run
+        trackio.finish()  # ends the run of this thread

@@ -1,7 +1,7 @@
-"""Weights & Biases: to the server that one is logged in to; without a login, or with WANDB_MODE=offline, run/wandb.
+"""Weights & Biases: to the server that you are logged in to; without a login, or with WANDB_MODE=offline, run/wandb.
 
-Its own variables are respected (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, ...). Nobody is asked for a key: where there
-is none, the run is offline, and `wandb sync run/wandb/offline-run-*` sends it later. A resumed run has the same id;
+wandb's own variables are respected (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, ...). There is no prompt for a key:
+without one the run is offline, and `wandb sync run/wandb/offline-run-*` sends it later. A resumed run has the same id;
 steps that the server has already are not replaced there (wandb keeps the first).
 """
 
@@ -22,7 +22,7 @@ class WandB:
 
         mode = os.environ.get("WANDB_MODE") or (None if is_logged_in() else "offline")
         if mode == "offline":
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would call home
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would send error reports
         quiet = wandb.Settings(console="off", silent=True)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -46,7 +46,7 @@ class WandB:
 
 def is_logged_in() -> bool:
     """Whether wandb would find a login: a key or a token in the environment, or the server in ~/.netrc, where `wandb
-    login` puts it. Otherwise it would ask for one."""
+    login` stores it. Otherwise wandb would prompt for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     server = urllib.parse.urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

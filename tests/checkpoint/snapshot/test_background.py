@@ -33,7 +33,7 @@ ADAPTERS = {"lora", "lomo-lora"}  # adapters beside the model: saved by waiting
 CASES = [(method, "resident", "float32") for method in METHODS if method not in ADAPTERS]
 CASES += [(method, "stream", "bfloat16") for method in METHODS if method in STREAMING]
 CASES += [("zo", "resident", "bfloat16"), ("zo", "stream", "fp8")]
-SHARED = [(name, "resident") for name in ("sgd", "lomo", "adalomo")]  # the same code as others' cases
+SHARED = [(name, "resident") for name in ("sgd", "lomo", "adalomo", "galore")]  # the same code as others' cases
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -78,10 +78,11 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 NO_POOL = [case for case in CASES if case[0] in ("zo", "adamw", "adam-offload")]
 
 
+BESIDE = [("zo", "stream"), ("adamw", "resident")]  # in `make test`, without a pool
+
+
 @in_every_run(
-    lambda method, placement, dtype, pool: (
-        (method, placement) not in SHARED and (pool == "half" or (method == "zo") == (dtype == "bfloat16"))
-    )
+    lambda method, placement, pool: ((method, placement) in (SHARED if pool == "half" else BESIDE)) == (pool == "none")
 )
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def test_equals_torch_adamw_given_the_same_gradients(name: str) -> None:
         assert (tensor - params[key].data).norm() <= 1e-6 * params[key].data.norm(), key
 
 
+@in_every_run(lambda clip: clip is not None)
 @pytest.mark.parametrize("clip, dtype", [(0.5, "bfloat16"), (None, "float32")])
 def test_every_order_and_placement_gives_the_same_bits(clip: float | None, dtype: str) -> None:
     """Layerwise is monolithic is streamed, in whole blocks or single matrices, with poisoned slots."""
@@ -146,6 +147,7 @@ def test_bfloat16_weights_are_the_rounded_master() -> None:
     assert min(moved) > 0.9
 
 
+@in_every_run(lambda clip: clip is not None)
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_resume_is_exact(clip: float | None) -> None:
     """2 + 2 steps are 2 steps, a stop, and 2 more, also from resident to streamed."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from keyhole.methods.lomo.adalomo import AdaLOMO
+from keyhole.methods.step_numbers import StepNumbers
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import close, load, micro_batches, rate, weights
 
@@ -43,3 +44,12 @@ def adalomo_by_the_book(p: torch.nn.Parameter, state: dict, t: int, lr: float, w
     u = u / max(1.0, float(u.square().mean().sqrt()))
     step = lr * max(1e-3, float(w.square().mean().sqrt()))
     w.mul_(1 - step * weight_decay).sub_(step * u)
+
+
+def test_recorded_updates_know_the_loss_scale_in_their_bound() -> None:
+    """clip_value bounds what is still multiplied by the loss scale: another scale is another launch."""
+    method = AdaLOMO(load("llama", dtype="float16"), clip_value=1e-3)
+    method.numbers = StepNumbers(method.model.device)  # as on a GPU, where updates are recorded
+    before = method.update_key
+    method.loss_scale.update(finite=False)
+    assert before is not None and method.update_key != before

@@ -71,7 +71,9 @@ CASES = [(name, "gpu", None) for name in NAMES if name not in SIX]
 CASES += [(name, "cpu", 0.7) for name in SIX] + [("qwen2", "cpu", None), ("qwen2", "gpu", 0.7)]
 
 
-@in_every_run(lambda name, where: name in ODD or (where == "cpu" and name in ("llama", "gpt2", "qwen2", "mixtral")))
+@in_every_run(
+    lambda name, where, clip: name in ODD or (where == "cpu" and clip and name in ("gpt2", "qwen2", "mixtral"))
+)
 @pytest.mark.parametrize("name, where, clip", CASES)
 def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> None:
     """Losses and weights, to the bit; in six families with two micro-batches and projectors that are learned, and
@@ -86,7 +88,7 @@ def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> 
     assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
 
 
-@in_every_run(lambda kind: kind != "blocks")
+@in_every_run(lambda kind: kind == "runs")
 @pytest.mark.parametrize("kind, clip", [("blocks", None), ("runs", 0.7), ("free", None)])
 def test_host_and_device_take_the_same_steps(kind: str, clip: float | None) -> None:
     """Where the moments are changes no more than rounding; the norm is that of what the optimizer sees."""

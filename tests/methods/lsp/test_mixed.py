@@ -112,6 +112,7 @@ def test_blocks_cut_into_several_units(where: str) -> None:
     assert same(*found)
 
 
+@in_every_run(lambda clip: clip is None)
 @pytest.mark.parametrize("clip", [None, 0.7])
 def test_stopped_and_resumed_with_moments_elsewhere(placed_by: Any, clip: float | None) -> None:
     """N + M steps are N + M steps, though the second part has its moments in other places."""

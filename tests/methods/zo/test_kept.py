@@ -10,13 +10,20 @@ import keyhole
 from keyhole.methods.zo.memory import factor_bytes, kept_terms
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending
+from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, SEED, equal, load, train, weights
-from tests.model.decoders import batch
+from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
 KEEP = {"rank": 2, "refresh": 1, "fold": False}
 ERROR = 0.2
 FOLDED = KEEP | {"fold_periods": 3, "fold_error": ERROR}
+
+
+def narrow(name: str, **options: Any) -> keyhole.Model:
+    """A model whose matrices have no room for the terms of ten periods: folds take a tenth of the time."""
+    size = {"opt": {"ffn_dim": 32, "word_embed_proj_dim": 16}, "llama": {"intermediate_size": 32}}[name]
+    return keyhole.load(config(name, hidden_size=16, **size), init="random", device="cpu", **options)
 
 
 def known_updates(count: int) -> list[tuple[Pending, float]]:
@@ -41,14 +48,15 @@ def test_no_matrix_is_further_off_than_the_bound(error: float) -> None:
     """After two folds and a period more: the distance from the sum of all periods is below what was logged, that
     below the bound, and the rank is lower where the bound allows it; never above the sides of the matrix."""
     exact, folded = (
-        keyhole.ZO(load(), 1e-2, seed=SEED, **KEEP, fold_periods=every, fold_error=error) for every in (None, 18)
+        keyhole.ZO(narrow("llama"), 1e-2, seed=SEED, **KEEP, fold_periods=every, fold_error=error)
+        for every in (None, 9)
     )
     for method in (exact, folded):
-        list(method.replay(known_updates(37)))
+        list(method.replay(known_updates(19)))
     kept = folded.factors.kept
     side = max(min(m.inputs, m.outputs) for m in kept.parts.matrices)
-    assert kept.last.steps == 36 and len(kept.last.ranks) == len(kept.parts.matrices)
-    assert exact.factors.kept.rank == 74 > side + 2 >= kept.rank
+    assert kept.last.steps == 18 and len(kept.last.ranks) == len(kept.parts.matrices)
+    assert exact.factors.kept.rank == 38 > side + 2 >= kept.rank
     assert kept.last.error <= max(error, 1e-5) and kept.metrics()["fold_error"] == kept.last.error
     assert error < 0.1 or max(kept.last.ranks) < side
     for ours, theirs in zip(sums(folded), sums(exact), strict=True):
@@ -65,6 +73,7 @@ def test_a_bound_that_cannot_be_met_keeps_the_terms() -> None:
     assert set(kept.last.ranks) == {8} and kept.last.error < 1e-5
 
 
+@in_every_run(lambda name, dtype: (name == "gpt2") == (dtype == "float32"))
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streamed_equals_resident(name: str, dtype: str) -> None:
@@ -76,6 +85,7 @@ def test_streamed_equals_resident(name: str, dtype: str) -> None:
     assert resident.factors.kept.last.steps == 6
 
 
+@in_every_run(lambda stop: stop != 5)
 @pytest.mark.parametrize("stop", [2, 3, 5])
 def test_goes_on_before_and_after_a_fold(stop: int) -> None:
     """Stopped at a step between folds, or right after one: the weights, sums and logged errors of a run through."""
@@ -109,13 +119,13 @@ def test_passes_use_what_is_saved() -> None:
 
 def test_the_plan_counts_kept_terms_to_the_end_of_the_run() -> None:
     """As many as there may be: all of them, until a matrix has no room for more."""
-    model = load("opt", dtype="bfloat16")
+    model = narrow("opt", dtype="bfloat16")
 
     def settings(every: int | None) -> dict[str, Any]:
         return KEEP | {"fold_periods": every, "fold_error": 0.0}
 
-    sides = {m.tensor.name: (m.inputs, m.outputs) for m in keyhole.ZO(load("opt"), **KEEP).factors.parts.matrices}
-    for every, steps in ((None, 40), (20, 30), (20, 40)):
+    sides = {m.tensor.name: (m.inputs, m.outputs) for m in keyhole.ZO(narrow("opt"), **KEEP).factors.parts.matrices}
+    for every, steps in ((None, 20), (10, 15), (10, 20)):
         own = ZOConfig(**settings(every))
         method = keyhole.ZO(model, 1e-2, **settings(every))
         list(method.replay(known_updates(steps)))
@@ -124,4 +134,4 @@ def test_the_plan_counts_kept_terms_to_the_end_of_the_run() -> None:
         assert held <= most and (held == most or every is not None)
         assert factor_bytes(model.layout, own, 1, 2, steps) - factor_bytes(model.layout, own, 1, 2, 0) == most
         model.factors = None
-    assert most == 2 * sum((40 + min(40, *side)) * sum(side) for side in sides.values())
+    assert most == 2 * sum((20 + min(20, *side)) * sum(side) for side in sides.values())

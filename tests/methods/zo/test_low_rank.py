@@ -68,7 +68,7 @@ def lozo(model: keyhole.Model, steps: int, q: int) -> None:
             p.param.data.copy_(w - 1e-2 * sum(g[i] / q * z(p, t, i) for i in range(q)))
 
 
-@in_every_run(lambda name: name != "llama")
+@in_every_run(lambda name: name in ("opt", "gpt2"))
 @pytest.mark.parametrize("name, q", [("llama", 1), ("opt", 2), ("gpt2", 1), ("falcon", 1)])
 def test_equals_lozo(name: str, q: int) -> None:
     """Five steps of periods of three, the last one unfinished: the weights as saved are the book's, up to rounding."""
@@ -83,7 +83,7 @@ def test_equals_lozo(name: str, q: int) -> None:
         assert moved > 1e-5 and float((found - expected).abs().max()) < 2e-3 * moved, tensor
 
 
-@in_every_run(lambda name, dtype: (dtype == "bfloat16") == (name != "gpt2") and name != "qwen3")
+@in_every_run(lambda name, dtype: name in ("gpt2", "opt") and (dtype == "bfloat16") == (name == "opt"))
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "qwen3", "bloom"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streamed_equals_resident(name: str, dtype: str) -> None:
@@ -180,6 +180,7 @@ def test_kept_factors_leave_the_weights_alone() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@in_every_run(lambda name, fold: fold == (name == "opt"))
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_evaluation_sees_what_is_saved(name: str, fold: bool, tmp_path: Path) -> None:

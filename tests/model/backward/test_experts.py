@@ -48,6 +48,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.named_tensors()}
 
 
+@in_every_run(lambda name, count: count == 2 or name == "mixtral")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("count", [1, 2])
 def test_lomo_by_expert_is_sgd(name: str, count: int) -> None:
@@ -78,9 +79,10 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "lora": lambda model: LoRA(model, lr=1e-2),
     "lomo-lora": lambda model: LOMOLoRA(model, lr=0.1),
 }
+ALIKE = ("lomo", "lomo-lora")  # in `make test` in float32: others round in the same way
 
 
-@in_every_run(lambda method, dtype: dtype == "bfloat16" or method == "lomo")
+@in_every_run(lambda method, dtype: (dtype == "bfloat16") == (method not in ALIKE) and method != "adalomo")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
 def test_streamed_experts_learn_like_resident_ones(method: str, dtype: str) -> None:
@@ -93,7 +95,7 @@ def test_streamed_experts_learn_like_resident_ones(method: str, dtype: str) -> N
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-@in_every_run(lambda name: name in ("gpt_oss", "deepseek_v3", "qwen3_next"))
+@in_every_run(lambda name: name in ("gpt_oss", "deepseek_v3"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_learn_with_streamed_experts(name: str) -> None:
     """Two steps in bfloat16: losses and weights to the bit."""

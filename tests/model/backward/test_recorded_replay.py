@@ -57,10 +57,10 @@ class Imitated(RecordedBlocks):
             kept.clear()
 
 
-def recording(method: Any) -> Imitated:
+def recording(method: Any, imitated: type[Imitated] = Imitated) -> Imitated:
     """Has a method on a CPU record what it would record on a GPU."""
     reverse, model = method.reverse, method.model
-    recorded = Imitated(reverse)
+    recorded = imitated(reverse)
     reverse.visits = RecordedVisits(model, reverse.blocks, reverse.units_of, recorded)
     if isinstance(method, keyhole.LOMO):
         method.numbers = None if method.waits else StepNumbers(model.device)
@@ -82,7 +82,8 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-ACCUMULATED = ("lomo clipped", "lsp", "lora")  # in `make test`; the others are recorded with one micro-batch
+ACCUMULATED = ("lomo clipped", "lora")  # in `make test`; the others are recorded with one micro-batch
+ALIKE = ("lomo-lora", "lsp clipped")  # what they record, others do
 
 
 def trained(name: str, records: bool, micro_batches: int) -> tuple[list[float], list[torch.Tensor], Any]:
@@ -99,7 +100,7 @@ def trained(name: str, records: bool, micro_batches: int) -> tuple[list[float], 
     return losses, [model.home(tensor).clone() for tensor in model.layout.tensors], recorded
 
 
-@in_every_run(lambda name, micro_batches: name == "lomo" or (micro_batches == 2) == (name in ACCUMULATED))
+@in_every_run(lambda name, micro_batches: (micro_batches == 2) == (name in ACCUMULATED) and name not in ALIKE)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", METHODS)
 def test_replays_give_the_same_bits(name: str, micro_batches: int) -> None:
@@ -125,6 +126,79 @@ def test_a_block_that_is_used_twice_in_a_pass_is_not_recorded() -> None:
         found.append((losses, [model.home(tensor).clone() for tensor in model.layout.tensors]))
     assert not any(key[0][0] in ("forward", "reverse") for key in recorded.recordings)
     assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
+
+
+def test_no_recording_is_kept_under_an_address_that_was_given_up() -> None:
+    """Static memory may grow in the middle of a reverse: of a length whose forward is recorded and whose reverse is not
+    yet. What lies in the old memory is copied from then on, and another tensor may come to lie at its address."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    method = keyhole.LOMO(model)
+    recorded = recording(method)
+    for step, length in enumerate((9, 9, 6, 6, 9)):
+        method.step(batch(rows=2, length=length, seed=step))
+    assert recorded.drops == 1
+    sources = {address for key in recorded.recordings if key[0] != "update" for part in key[1:] for address in part}
+    assert sources - {0} <= recorded.static
+
+
+class Failing(Imitated):
+    """Recording fails in the middle of every reverse; `capturing` while it is tried."""
+
+    reverses = capturing = False
+    failures = 0
+
+    def reverse(self, *args: Any) -> Any:
+        self.reverses = True
+        try:
+            return super().reverse(*args)
+        finally:
+            self.reverses = False
+
+    def _capture(self, run: Callable[[], Any]) -> Any:
+        if not self.reverses:
+            return super()._capture(run)
+        self.capturing = True
+        try:
+            with pytest.raises(RuntimeError, match="capturing"):
+                run()
+        finally:
+            self.capturing = False
+        self.failures += 1
+        return None
+
+
+@pytest.mark.parametrize("name", ["lomo", "lsp"])
+def test_a_recording_that_fails_in_the_middle_loses_no_gradient(name: str) -> None:
+    """A model that reads a number on the host cannot be recorded: its step is the ordinary one all the same."""
+    found = []
+    for records in (False, True):
+        model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+        method = METHODS[name](model)
+        recorded = recording(method, Failing) if records else None
+
+        def refuse(module: Any, grads: Any, recorded: Any = recorded) -> None:
+            if recorded is not None and recorded.capturing:
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+        for layer in model.module.model.layers:
+            layer.self_attn.o_proj.register_full_backward_pre_hook(refuse)
+        losses = [float(method.step(batch(rows=2, length=6, seed=step))) for step in range(5)]
+        found.append((losses, [model.home(tensor).clone() for tensor in model.layout.tensors]))
+    assert recorded.failures >= len(model.module.model.layers)
+    assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
+
+
+def test_a_full_table_of_recordings_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more are made, and those that exist are replayed."""
+    monkeypatch.setattr("keyhole.model.backward.recorded.MAX_GRAPHS", 5)
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    method = keyhole.LOMO(model)
+    recorded, replays = recording(method), []
+    for step in range(6):
+        method.step(batch(rows=2, length=6, seed=step))
+        replays.append(recorded.replays)
+    assert len(recorded.recordings) == 5
+    assert replays[-1] - replays[-2] == 5
 
 
 def test_a_loss_that_is_not_finite_counts_for_nothing() -> None:

@@ -11,6 +11,7 @@ from keyhole.methods.zo.method import ZO
 from keyhole.model.structure import experts as stacks
 from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.structure.skeleton import build
+from tests.matrix import in_every_run
 from tests.model.decoders import batch, config, hf_nll
 from tests.model.streaming import streamed
 
@@ -79,6 +80,7 @@ def test_streamed_experts_equal_resident_ones(name: str, request: pytest.Fixture
         torch.testing.assert_close(nll_B, theirs_B, rtol=1e-5, atol=1e-5)
 
 
+@in_every_run(lambda name: name != "qwen2_moe")
 @pytest.mark.usefixtures("small_stacks")
 @pytest.mark.parametrize(
     ("name", "dtype", "directions"),

@@ -244,6 +244,31 @@ def test_inputs_that_are_handed_on_or_changed_are_seen(kind: type[nn.Module]) ->
     assert list(graphs.checked.values()) == [kind is Pair]
 
 
+class Borrows(nn.Module):
+    """A block that also reads a weight which it shares with others, and which therefore lies in the spine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shared = nn.Linear(4, 4), [nn.Parameter(torch.empty(4))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.shared[0]
+
+
+@pytest.mark.usefixtures("pretended")
+@torch.no_grad()
+def test_a_spine_that_lies_elsewhere_is_seen() -> None:
+    """Another method on the same model has other memory for the perturbed spine, perhaps with weights where they
+    were."""
+    block, x = Borrows(), torch.ones(2, 4)
+    graphs = alone(block)
+    for value in (1.0, 2.0):
+        graphs.held.binding.spine = block.shared[0].data = torch.full((4,), value)
+        for _ in range(3):
+            assert torch.equal(block(x), graphs.ordinary[0](x))
+    assert len(graphs.recorded) == 2 and all(graphs.checked.values())
+
+
 def test_what_could_change_unseen_gets_no_graph() -> None:
     """An object of another kind (a cache) in the inputs; plain values and nested tensors have a signature."""
     x = torch.ones(2)

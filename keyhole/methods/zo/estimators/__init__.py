@@ -1,7 +1,7 @@
-"""How losses become an update: one file per estimator, and the table of them. (Defaults: ../defaults.py.)
+"""From losses to an update: one file per estimator, and the table of them. (Defaults: ../defaults.py.)
 
-base.py    what an estimator is                      mezo.py     antithetic pairs
-fzoo.py    one-sided directions, scaled by spread    grzo.py     a direction of its own for each group of rows
+base.py    the interface of an estimator             mezo.py     antithetic pairs
+fzoo.py    one-sided directions, scaled by spread    grzo.py     a direction per group of rows
 meazo.py   pairs, scaled by a second moment
 """
 

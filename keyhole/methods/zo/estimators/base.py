@@ -1,21 +1,21 @@
-"""What an estimator is: which losses a step measures, and how they become the coefficients of its update.
+"""The interface of an estimator: which losses a step evaluates, and how they become the coefficients of its update.
 
     w <- w - lr (sum_i c_i z_i + weight_decay w)        i = 1 .. q        c = coefficients(losses)
 
-Everything else is common: noise, streaming, the deferred update, the journal. A step measures losses at *looks*, places
-near w. The copies of a unit for two looks are made in one pass over its weights, so looks come in pairs:
+Everything else is common: noise, streaming, the deferred update, the journal. A step evaluates its loss at *looks*,
+perturbed points near w. One pass over a unit's weights writes its copies for two looks, so looks come in pairs:
 
     minus      w + eps z_i, w - eps z_i           next       w + eps z_i, w + eps z_{i+1}
     clean      w + eps z_i, w                     nothing    w + eps z_i alone
 
-All looks of a step visit a unit together, so however many there are, a streamed unit crosses the link once.
+All looks of a step visit a unit together, so a streamed unit crosses the link once, whatever their number.
 
-Rows. Most estimators measure every look on all rows of the step. One that sets `splits` gives the rows of the step to
-its directions in turn, as many to each as can be: both looks at direction i see the i-th part alone.
+Rows. Most estimators evaluate every look on all rows of the step. One that sets `splits` divides the rows of the step
+evenly among its directions: both looks of direction i use only the i-th part.
 
-Memory. An estimator may keep `remembers` numbers from step to step, a float32 tensor on the device. They go into
-checkpoints and into every record of the journal, so a resumed run has them to the bit. A step whose losses are not
-finite changes neither weights nor memory.
+Memory. An estimator may keep `remembers` numbers from step to step, a float32 tensor on the device. They are part of
+checkpoints and of every record of the journal, so a resumed run has the same bits. A step with non-finite losses
+changes neither weights nor memory.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ import torch
 
 @dataclass(frozen=True)
 class Pair:
-    """Two looks (or one) whose copies are made together. beside: see above; scale: of eps (0 is a clean copy)."""
+    """Two looks (or one) whose copies are written together. beside: see above; scale: of eps (0: unperturbed)."""
 
     direction: int
     beside: str = "minus"
@@ -33,14 +33,14 @@ class Pair:
 
     @property
     def looks(self) -> int:
-        """How many places near w this is."""
+        """The number of looks of the pair."""
         return 1 if self.beside == "nothing" else 2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one step, on the device: the projected gradients g_1 .. g_q (reported), the coefficients c_1 .. c_q, and what
-    is remembered."""
+    """The result of one step, on the device: the projected gradients g_1 .. g_q (reported), the coefficients
+    c_1 .. c_q, and the numbers to remember."""
 
     projected: torch.Tensor
     coefficients: torch.Tensor
@@ -48,7 +48,7 @@ class Estimate:
 
 
 class Estimator:
-    """One rule. It holds settings and no state: memory is handed in and out."""
+    """One rule. It holds settings and no state: memory is an argument and a result."""
 
     name: str
     splits = False
@@ -63,7 +63,7 @@ class Estimator:
         return [Pair(i) for i in range(self.directions)]
 
     def estimate(self, losses: torch.Tensor, memory: torch.Tensor) -> Estimate:
-        """losses: one per look, each a mean over all rows of the step (of a split step: a part's share of it)."""
+        """losses: one per look, each a mean over all rows of the step (for a split step: a part's share of it)."""
         raise NotImplementedError  # abstract
 
     def loss(self, losses: torch.Tensor) -> torch.Tensor:
@@ -71,8 +71,8 @@ class Estimator:
         return losses.mean()
 
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """The rate at which the loss is expected to fall fastest (rate_search.py). signal: |G|^2 of the gradient of the
-        whole loss; power: mean square of a projected gradient; curvature: z^T H z."""
+        """The rate at which the loss is expected to decrease fastest (rate_search.py). signal: |G|^2 of the gradient of
+        the whole loss; power: mean square of a projected gradient; curvature: z^T H z."""
         raise NotImplementedError  # abstract
 
     def antithetic(self, losses: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""FZOO: one side of each direction beside one clean pass, and a step scaled by the spread of the losses.
+"""FZOO: one side of each direction and one unperturbed pass, and a step scaled by the spread of the losses.
 
     l_i = L(w + eps z_i),  l_0 = L(w)        s = sqrt(sum_i (l_i - mean l)^2 / (q - 1))             q + 1 forward passes
     c_i = (l_i - l_0) / (q s)                reported: g_i = (l_i - l_0) / eps
 
-A direction costs one pass instead of two. s is about eps times the length of the gradient, so the update has the same
-length wherever the surface is steep or flat, a normalised step, and eps cancels: the rate is the root mean square
-movement of a weight per step, times sqrt(q). z is -1 or +1 unless told otherwise. Where all l_i are equal, the update
-is zero. l_i - l_0 also holds the curvature, eps^2/2 z_i^T H z_i, nearly the same for every direction: it adds a random
-direction to the update, so eps must be small enough that slopes are larger than it.
+A direction costs one pass instead of two. s is about eps times the norm of the gradient, so the update is a normalised
+step, which has the same length on steep and on flat surfaces, and eps cancels: the rate is the root mean square change
+of a weight per step, times sqrt(q). z is -1 or +1 by default. If all l_i are equal, the update is zero. l_i - l_0 also
+contains the curvature, eps^2/2 z_i^T H z_i, nearly the same for every direction: it adds a random direction to the
+update, so eps must be small enough that slopes dominate.
 """
 
 import torch
@@ -32,6 +32,6 @@ class FZOO(Estimator):
         return Estimate(rise / self.eps, torch.where(spread > 0, scaled, torch.zeros_like(scaled)), memory)
 
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """As MeZO's, times the spread of slopes; the curvature in each l_i - l_0 adds to the power of the update."""
+        """MeZO's, times the spread of slopes; the curvature in each l_i - l_0 adds to the power of the update."""
         bent = (self.eps * curvature / 2) ** 2
         return self.directions * signal * power**0.5 / ((power + bent) * curvature)

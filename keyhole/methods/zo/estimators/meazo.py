@@ -3,8 +3,8 @@
     g_i as MeZO;  v <- beta v + (1 - beta) mean_i g_i^2;  n <- beta n + (1 - beta)        v, n = 0 before the first step
     c_i = g_i / (q sqrt(v / n))                                                          2 q forward passes
 
-Adam's second moment over projected gradients: one number, since g is one number per direction. v / n is Adam's bias
-correction. Steps have about the same length all along the run, so one rate suits models whose gradients differ by
+This is Adam's second moment over projected gradients: one number, since g is one number per direction. v / n is Adam's
+bias correction. Steps have about the same length throughout the run, so one rate suits models whose gradients differ by
 orders of magnitude. Remembered: v and n.
 """
 
@@ -27,5 +27,5 @@ class MEAZO(Estimator):
         return Estimate(projected, torch.where(root > 0, scaled, torch.zeros_like(scaled)), moments)
 
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """As MeZO's, times the root of the second moment."""
+        """MeZO's, times the root of the second moment."""
         return self.directions * signal / (power**0.5 * curvature)

@@ -2,8 +2,8 @@
 
     g_i = (L(w + eps z_i) - L(w - eps z_i)) / (2 eps)        c_i = g_i / q                          2 q forward passes
 
-The second order of L cancels, so g_i is the slope along z_i up to eps^2. Averaging q directions divides the variance of
-the update by q, for q times the passes: at a fixed number of passes that buys little beyond one direction.
+The second-order term of L cancels, so g_i is the slope along z_i up to eps^2. Averaging q directions divides the
+variance of the update by q, at q times the passes: for a fixed number of passes more directions gain little.
 """
 
 import torch
@@ -21,5 +21,5 @@ class MeZO(Estimator):
         return Estimate(projected, projected / self.directions, memory)
 
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """Of c_i = g_i / q: sum c_i g_i is the signal, sum c_i^2 is power / q."""
+        """For c_i = g_i / q: sum c_i g_i is the signal, sum c_i^2 is power / q."""
         return self.directions * signal / (power * curvature)

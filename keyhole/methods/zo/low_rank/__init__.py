@@ -1,9 +1,9 @@
-"""Directions of low rank for zeroth-order steps: Z = U V^T / sqrt(r), U drawn every step, V kept for a period (LOZO).
+"""Low-rank directions for zeroth-order steps: Z = U V^T / sqrt(r), U drawn every step, V kept for a period (LOZO).
 
-parts.py     which tensors of the blocks have factors, and where these lie
+parts.py     which tensors of the blocks have factors, and where these are stored
 factors.py   the factors themselves: perturbed, updated, folded into the weights or kept
-kept.py      earlier periods beside frozen weights, folded into a sum in fewer terms
-passes.py    one pass for all looks of a step over the weights of a unit
+kept.py      factors of earlier periods beside frozen weights, compressed to fewer terms
+passes.py    one pass over the weights of a unit for all looks of a step
 saved.py     a checkpoint as a model
-state.py     factors in checkpoints, in the journal's replay, and in a model that is saved
+state.py     factors in checkpoints, in the journal's replay, and in a saved model
 """

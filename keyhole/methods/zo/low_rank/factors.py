@@ -1,4 +1,4 @@
-"""The factors of directions of low rank: perturbed for a step, updated after it, folded or kept at the end of a period.
+"""The factors of low-rank directions: perturbed for a step, updated after it, folded or kept at the end of a period.
 
 For every linear layer W [O, I] of the blocks, step t in period k = t // refresh, direction i:
 
@@ -8,21 +8,21 @@ For every linear layer W [O, I] of the blocks, step t in period k = t // refresh
     update:  A <- A - lr sum_i c_i U_{t,i}
 
 An element of z_i has variance 1, as in a dense direction, so eps and rates mean the same. (LOZO has U V^T, and lr / r
-in the update: the same step, with an eps larger by sqrt(r).) So a step of low rank is a dense one on the array of all
-A, which is thousands of times smaller than the model: both take the same kernel (ops/zo/flat.py), in float32. v holds
-V / sqrt(r), rounded to the dtype of compute; every use of it is of these very numbers.
+in the update: the same step, with an eps larger by sqrt(r).) So a low-rank step is a dense step on the array of all A,
+which is thousands of times smaller than the model: both use the same kernel (ops/zo/flat.py), in float32. v holds
+V / sqrt(r), rounded to the dtype of compute; every use has these rounded numbers.
 
-When a period ends, its A begins again at 0, and what was learned is
+When a period ends, A is reset to 0, and what the period has learned is
 
-    folded    W <- round(W + A V_k^T / sqrt(r)) when the unit is next visited (ops/lowrank/fold.py): W is read and
-              written once per period, and not at all within it
-    kept      as r terms more beside W, which never changes and so may be frozen in any format; from time to time they
-              are folded into a sum in fewer terms (kept.py)
+    folded    W <- round(W + A V_k^T / sqrt(r)) at the unit's next visit (ops/lowrank/fold.py): W is read and written
+              once per period, and not written within it
+    kept      as r more terms beside W, which never changes and so may be frozen in any format; from time to time the
+              terms are compressed to fewer terms (kept.py)
 
-A fold rounds where a dense step rounds after every update: less often by a factor of `refresh`.
+A fold rounds once per period, where dense steps round after every update: less often by a factor of `refresh`.
 
-Bytes, for n numbers in all A and vectors, m in all V, L looks, b per number in compute:
-4 n + 4 L n + b m; until a fold is done 4 n + b m more; of kept periods b (n + m) each (kept.py).
+Bytes, for n numbers in all A and vectors, m in all V, L looks, b bytes per number in compute:
+4 n + 4 L n + b m; until a fold is done 4 n + b m more; for each kept period b (n + m) (kept.py).
 """
 
 import weakref
@@ -49,16 +49,16 @@ from keyhole.model.weights.homes import view
 
 @dataclass
 class Fold:
-    """What a period has learned and the weights at home do not have yet; left: units that lack it."""
+    """What a period has learned and some homes still lack; left: the units that lack it."""
 
     a: torch.Tensor
     v: torch.Tensor
-    step: int  # its rounding bits
+    step: int  # for its rounding bits
     left: set[int] = field(default_factory=set)
 
 
 class Factors:
-    """Of one model. noise: seed, distribution. The model holds it, and adds to its linear layers what it says."""
+    """The factors of one model. noise: seed, distribution. The model holds them, and its linear layers add them."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class Factors:
             raise UserError("wire: weights that are packed are not rounded anew by zo.rank; set zo.fold=false")
         device = model.device
         self.now = torch.zeros(self.parts.numel, device=device)
-        wide = -(-self.parts.numel // ALIGN) * ALIGN  # so that every look begins where memory moves in wide pieces
+        wide = -(-self.parts.numel // ALIGN) * ALIGN  # aligns every look for wide memory accesses
         self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
         self.kept = Kept(self.parts, model.dtype, fold_periods, fold_error)
         self.fold: Fold | None = None
-        self.steps, self.v = 0, self.draw_v(0)  # steps done; v is that of the period they lead to
+        self.steps, self.v = 0, self.draw_v(0)  # number of steps done; v of the period that they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
-        self.share: Share | None = None  # None: the weights as they are
-        self.shares: dict[int, Share] = {}  # by pass, while a step runs
+        self.share: Share | None = None  # None: the unperturbed weights
+        self.shares: dict[int, Share] = {}  # by pass, during a step
         self.spines: torch.Tensor | None = None
         self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(self.parts.matrices)}
         self.by_owner: dict[int, list[Vector]] = {}
@@ -119,13 +119,13 @@ class Factors:
         return ops.draw_noise(self.parts.v_numel, **where, **self.noise).mul_(self.rank**-0.5).to(self.model.dtype)
 
     def perturb(self, perturbations: list[dict[str, Any]]) -> None:
-        """Makes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
+        """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
         for p, how in enumerate(perturbations):
             moved = ops.ZOStep(self.parts.start, **self.noise, **how)
             ops.zo_flat_(self.now, self.looks[2 * p], self.looks[2 * p + 1], moved)
 
     def update(self, pending: Pending) -> None:
-        """The step of `pending` has ended."""
+        """Applies the update of a finished step."""
         assert self.fold is None or not self.fold.left, "a fold of the period before is not done"
         how = {"coef": pending.coef, "update_step": pending.step, "changed": self.changed.zero_()}
         ops.zo_flat_(self.now, None, None, ops.ZOStep(self.parts.start, **self.noise, **how))
@@ -141,7 +141,7 @@ class Factors:
             self.kept.add(a, self.v)
             self.kept.end_period(self.steps, self.refresh)
         a.zero_()
-        self.v.copy_(self.draw_v(self.steps // self.refresh))  # where it is: graphs have its address
+        self.v.copy_(self.draw_v(self.steps // self.refresh))  # in place: CUDA graphs use its address
 
     # -- weights at home -------------------------------------------------------------------------------------------
 
@@ -151,16 +151,16 @@ class Factors:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a step reads what the step before has read, and changes no weight of blocks."""
+        """Whether a step reads the same memory as the step before, and changes no weight of blocks."""
         return self.folds and (self.fold is None or not self.fold.left)
 
     def is_behind(self, unit: Unit) -> bool:
-        """Whether the unit's home lacks a fold, or numbers of vectors."""
+        """Whether the unit's home lacks a fold, or the current values of vectors."""
         return self.owes(unit) or (self.steps > 0 and next(self.parts.vectors_of(unit), None) is not None)
 
     def arrive(self, unit: Unit, w: torch.Tensor, awaited: bool) -> bool:
-        """A unit is on the device as it is at home. Folds what it lacks; True: it is to go home. awaited: somebody
-        wants to see it, so its vectors are brought up to date too."""
+        """Called with a unit that is on the device as at home. Applies the folds that it lacks; True: it must be
+        written back. awaited: a checkpoint needs its home, so its vectors are updated too."""
         owed = self.owes(unit)
         if owed:
             self.fold_into(unit, w, self.fold)
@@ -172,7 +172,7 @@ class Factors:
         return owed
 
     def fold_into(self, unit: Unit, w: torch.Tensor, fold: Fold) -> None:
-        """W <- round(W + A V^T), for all matrices of a unit (of a tile, its rows)."""
+        """W <- round(W + A V^T), for all matrices of a unit (for a tile, its rows)."""
         for matrix in self.parts.matrices_of(unit):
             a, v = self._rows(fold.a, matrix.a), self._rows(fold.v, matrix.v)
             self._add(matrix, _inside(unit, w, matrix), a, v, fold.step, 0 if unit.rows is None else unit.rows[0])
@@ -188,8 +188,8 @@ class Factors:
         ops.fold_(w, left, right, **where, step=step, rounding=self.rounding)
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
-        """A parameter with all that was learned, rounded once; `home` itself, where that is all. merged=False: matrices
-        as they are at home."""
+        """A parameter with everything that was learned, rounded once; `home` itself if nothing is to be added.
+        merged=False: matrices as they are at home."""
         for vector in self.parts.vectors:
             if vector.tensor is tensor:
                 return vector_at(self.now, vector).to(home)
@@ -197,17 +197,17 @@ class Factors:
         if index is None or not merged or not self.merges or not self.learned(index):
             return home
         a, v = (torch.cat(rows) for rows in zip(*self.learned(index), strict=True))
-        whole = home.to(self.now.device, copy=True)  # a CPU would take minutes for a large model
+        whole = home.to(self.now.device, copy=True)  # on the CPU a large model would take minutes
         self._add(self.parts.matrices[index], whole, a, v, self.steps)
         return whole.to(home.device)
 
     def write_files(self, path: Path) -> None:
-        """Adds the factors to a model directory, where they are not in its weights."""
+        """Adds the factors to a model directory, if they are not merged into its weights."""
         if not self.merges:
             write_factors(self, path)
 
     def learned(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(a, v) of a matrix that its home lacks, oldest first, when no fold is left to be done."""
+        """(a, v) of a matrix that its home lacks, oldest first, after all folds are done."""
         matrix, learned = self.parts.matrices[index], []
         if self.kept:
             learned.append(self.kept.learned(index))
@@ -216,7 +216,7 @@ class Factors:
         return learned
 
     def bring_home(self) -> None:
-        """Folds what is left to be folded, and has every unit up to date at home that somebody waits for."""
+        """Applies all remaining folds, and updates the homes of units that a checkpoint waits for."""
         model, watch = self.model, self.model.engine.watch
         left = set() if self.fold is None else self.fold.left
         wanted = [u for u in model.layout.of_kind("block") if watch is not None and watch.waits_for(u.index)]
@@ -234,7 +234,7 @@ class Factors:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Puts all that was learned into the weights at home, within a period too, and ends."""
+        """Merges everything that was learned into the weights at home, also within a period, and ends."""
         model = self.model
         if self.steps == 0:
             model.factors = None
@@ -258,7 +258,7 @@ class Factors:
         model.factors = None
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
-        """What is learned of a tensor at the moment; None where it is learned at home."""
+        """What is currently learned of a tensor beside its home; None if it is trained at home."""
         places = {id(m.tensor): m.a for m in self.parts.matrices} | {id(v.tensor): v.at for v in self.parts.vectors}
         at = places.get(id(tensor))
         if at is None:
@@ -272,7 +272,7 @@ class Factors:
         return flat[at].view(self.rank, -1)
 
     def describe(self) -> list[str]:
-        """For the start block."""
+        """Lines for the start block."""
         parts, end = self.parts, "folded into the weights" if self.folds else "kept beside weights that never change"
         size = (4 * (self.now.numel() + self.looks.numel()) + self.v.nbytes) / 2**20
         what = f"low rank: z = U V^T / sqrt({self.rank}) in {len(parts.matrices)} linear layers"
@@ -283,7 +283,7 @@ class Factors:
         passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
         return [f"{what}, {learned}; {when}", f"passes: {passes}"]
 
-    # -- what layers ask (model/forward/low_rank.py) ---------------------------------------------------------------
+    # -- interface to the layers (model/forward/low_rank.py) -------------------------------------------------------
 
     @contextmanager
     def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:
@@ -296,7 +296,7 @@ class Factors:
 
     @contextmanager
     def seen_at(self, look: int) -> Iterator[None]:
-        """A context in which every pass sees the weights at one look."""
+        """A context in which every pass uses the weights at one look."""
         self.share = Share(look, 1)
         try:
             yield
@@ -310,7 +310,7 @@ class Factors:
         return self.shares[self.model.conductor.current.index]
 
     def _at_looks(self) -> torch.Tensor:
-        """[L, n] the factors at the looks of the pass that runs."""
+        """[L, n] the factors at the looks of the running pass."""
         share = self.running
         return self.now[None] if share is None else self.looks[share.first : share.first + share.count]
 
@@ -321,7 +321,7 @@ class Factors:
         return self.running, *(tensor.data_ptr() for tensor in memory)
 
     def added_to(self, layer: torch.nn.Module) -> Added | None:
-        """What the layer's product gets."""
+        """What the layer's product adds."""
         index = self.by_layer.get(id(layer))
         if index is None:
             return None
@@ -347,7 +347,7 @@ class Factors:
 
 
 def _inside(unit: Unit, w: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """The matrix in the memory of its unit; of a tile, its rows."""
+    """The matrix in the memory of its unit; for a tile, its rows."""
     if unit.rows is None:
         return view(w, matrix.tensor, unit.start)
     first, last = unit.rows

@@ -1,21 +1,22 @@
-"""What earlier periods have learned, beside weights that never change (zo.fold=false).
+"""What earlier periods have learned, kept beside weights that never change (zo.fold=false).
 
     W + sum_j A_j^T V_j        j over all periods before the present one: k r terms after k periods
 
-Every period adds its r terms, which all passes multiply by, so the sum would grow with the run. After every `periods`
-periods (zo.fold_periods: a matter of the step alone) all of it is folded into one sum in fewer terms, of each matrix
-its largest singular triples (ops/lowrank/compress.py), never into the weights, whose grid may be coarse:
+Every period adds its r terms, and all passes multiply by all terms, so the cost would grow with the run. After every
+`periods` periods (zo.fold_periods; it depends only on the step) all terms are folded into one sum with fewer terms: the
+largest singular triples of each matrix (ops/lowrank/compress.py). They are never folded into the weights, whose grid
+may be coarse:
 
     M = [sum before] + [periods since]   ->   M' with the fewest terms for which   lost^2 + |M - M'|^2 <= (error |M|)^2
 
-in the Frobenius norm. lost^2 is the energy that all folds before have dropped; it adds up by squares, since what a fold
-drops is orthogonal to all that it keeps, and but for chance to periods that are drawn later. So what a run multiplies
-by stays within `error` (zo.fold_error) of all that it has learned. Where that cannot be had with fewer terms, the
-terms stay: the bound holds, and the rank is what it takes. No more than min(O, I) are ever left of a fold. The measured
-error and the ranks are in the log.
+in the Frobenius norm. lost^2 is the energy that all folds before have dropped. Squares add up, because what a fold
+drops is orthogonal to what it keeps, and nearly orthogonal to periods that are drawn later. So the sum that a run uses
+stays within `error` (zo.fold_error) of everything that it has learned. If fewer terms would exceed the bound, the terms
+stay: the bound holds, and the rank is whatever that requires. A fold keeps at most min(O, I) terms. The log has the
+measured error and the ranks.
 
-What is folded is float32, on the host: A of a period as it was learned, and the sums; passes use copies of it in the
-dtype of compute, on the device. So rounding to 16 bits does not add up either. V of a period is drawn again.
+Folds work on float32 tensors on the host: A of each period as it was learned, and the sums; passes use device copies in
+the dtype of compute. So rounding errors of 16 bits do not accumulate either. V of a period is drawn again.
 
 Bytes for K terms of a matrix: b K (O + I) on the device; on the host 4 r O per period and 4 K (O + I) per sum.
 """
@@ -35,7 +36,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
 
 @dataclass(frozen=True)
 class FoldedPeriods:
-    """A fold, for the log: after which step, terms before and after over all matrices, and the largest share of a
+    """A fold, for the log: its step, the number of terms before and after over all matrices, and the largest share of a
     matrix's norm that all folds so far have lost."""
 
     steps: int
@@ -44,7 +45,7 @@ class FoldedPeriods:
     error: float
 
     def line(self, most: float) -> str:
-        """For the user."""
+        """A line for the user."""
         least, largest, mean = min(self.ranks), max(self.ranks), sum(self.ranks) / len(self.ranks)
         return (
             f"step {self.steps}: earlier periods folded into a sum of rank {mean:.1f} ({least} to {largest}; before "
@@ -53,11 +54,11 @@ class FoldedPeriods:
 
 
 class Kept:
-    """Of one model. periods: between two folds; None: never."""
+    """The kept terms of one model. periods: between two folds; None: never."""
 
     def __init__(self, parts: Parts, dtype: torch.dtype, periods: int | None, error: float) -> None:
         self.parts, self.dtype, self.every, self.most = parts, dtype, periods, error
-        self.here: list[Rows] = []  # by matrix, as passes use them
+        self.here: list[Rows] = []  # by matrix, on the device, as passes use them
         self.periods: list[torch.Tensor] = []  # all A of each period since the last fold, on the host
         self.sums: list[Rows] = []  # by matrix, on the host
         self.lost: list[float] = [0.0] * len(parts.matrices)  # by matrix, the energy that folds have dropped
@@ -69,17 +70,17 @@ class Kept:
 
     @property
     def rank(self) -> float:
-        """Terms of a matrix, on average."""
+        """Mean number of terms per matrix."""
         return sum(len(a) for a, _ in self.here) / max(1, len(self.here))
 
     def add(self, a: torch.Tensor, v: torch.Tensor) -> None:
-        """A period more: all its A in float32, and V as it was used."""
+        """Adds a period: all its A in float32, and V as it was used."""
         self.periods.append(a.to("cpu", torch.float32, copy=True))
         for i, matrix in enumerate(self.parts.matrices):
             own = self._rows(a, matrix.a).to(self.dtype, copy=True), self._rows(v, matrix.v).clone()
             if len(self.here) <= i:
                 self.here.append(own)
-            else:  # one at a time: little is there twice
+            else:  # one matrix at a time, so that little is held twice
                 self.here[i] = torch.cat([self.here[i][0], own[0]]), torch.cat([self.here[i][1], own[1]])
 
     def _rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
@@ -96,13 +97,13 @@ class Kept:
         return torch.cat([a_sum, *a]).to(v_KI.device), v
 
     def end_period(self, steps: int, refresh: int) -> None:
-        """After a period was added: folds, if it is time."""
+        """Called after a period was added: folds if it is time."""
         if self.every is not None and steps // refresh % self.every == 0:
             self.fold(steps)
 
     @torch.no_grad()
     def fold(self, steps: int) -> None:
-        """All of it into one sum of each matrix, some matrices at a time."""
+        """Folds everything into one sum per matrix, some matrices at a time."""
         before = [len(a) for a, _ in self.here]
         k, every = max(before), range(len(before))
         size, sums, errors = together(k, self.here[0][0].device), [], []
@@ -120,7 +121,7 @@ class Kept:
         self.lines.append(self.last.line(self.most))
 
     def _cut(self, index: int, cut: Cut) -> tuple[Rows, float]:
-        """The terms of a matrix that the bound asks for, on the host, and the norm that is lost."""
+        """The terms of a matrix that the bound requires, on the host, and the norm that is lost."""
         most = self.most * cut.norm
         m, lost = cut.rank_within(math.sqrt(max(0.0, most * most - self.lost[index])))
         (a_KO, v_KI), m = self.learned(index), max(1, m)
@@ -129,18 +130,18 @@ class Kept:
         return (a_mO.cpu(), v_mI.cpu()), lost
 
     def metrics(self) -> dict[str, float]:
-        """For the log of every step."""
+        """Numbers for the log of every step."""
         return {"kept_rank": self.rank, "fold_error": 0.0 if self.last is None else self.last.error}
 
     def news(self) -> list[str]:
-        """Folds, each told once."""
+        """Lines about folds; each is returned once."""
         told, self.lines = self.lines, []
         return told
 
     # -- checkpoints (state.py) ------------------------------------------------------------------------------------
 
     def to_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`kept` [periods, A]; of a fold its sums, in the order of matrices, and what it lost."""
+        """`kept` [periods, A]; after a fold its sums, in the order of matrices, and the lost energy."""
         if self.periods:
             yield "kept", torch.stack(self.periods)
         for i, (a_mO, v_mI) in enumerate(self.sums):
@@ -151,7 +152,7 @@ class Kept:
             yield "folds", torch.tensor([last.steps, last.before, last.error, *self.lost], dtype=torch.float64)
 
     def take_sums(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """The sums of a checkpoint; its periods are then added one by one."""
+        """Loads the sums of a checkpoint; its periods are then added one by one."""
         if "folds" not in state:
             return
         steps, before, error, *self.lost = state["folds"].tolist()
@@ -166,6 +167,6 @@ class Kept:
 
 
 def _scale(matrix: Matrix, rank: int) -> float:
-    """The norm of a row of v in the sum: about that of a row of V / sqrt(r), so that 16 bits hold a and v alike; a
-    power of two, which rounds nothing."""
+    """The norm of a row of v in the sum: about that of a row of V / sqrt(r), so that 16 bits represent a and v equally
+    well; a power of two, so that scaling rounds nothing."""
     return 2.0 ** (max(1, matrix.inputs // rank).bit_length() // 2)

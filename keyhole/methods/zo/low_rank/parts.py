@@ -1,20 +1,19 @@
-"""Which tensors of the blocks a direction of low rank touches, and where their factors lie.
+"""Which tensors of the blocks a low-rank direction perturbs, and where their factors are stored.
 
-    matrices    W [O, I] of the linear layers of blocks: a [r, O] and v [r, I], so that W moves by a^T v
-    vectors     everything else in the blocks' units (biases): as they are, in float32
+    matrices    W [O, I] of the linear layers of blocks: a [r, O] and v [r, I]; W changes by a^T v
+    vectors     everything else in the blocks' units (biases): full size, in float32
 
-All a and all vectors lie one after the other in one array, the *factors* (float32, on the device), all v in another, in
-the dtype of compute. Their elements have indices behind those of the model's own elements, so that noise is a function
-of (seed, step, element) for them as for every weight, and independent of the noise of all others:
+All a and all vectors are adjacent in one array, the *factors* (float32, on the device), all v in another, in the dtype
+of compute. Their elements have indices after those of the model's own elements, so that their noise is a function of
+(seed, step, element) like that of every weight, and independent of all other noise:
 
     0 .. numel       numel' .. numel' + n        ..        + m           (each begins at a multiple of ALIGN)
     the model        factors: U of a step                  v of a period, its number as the step
 
-Norms and what else is in the spine, table and head are no part of this: they stay dense (methods/zo/update.py).
+Norms and other tensors of the spine, the table and the head have no factors: they stay dense (methods/zo/update.py).
 
-Only a layer whose own forward is called can be given another product. A matrix that something else uses (stacks of
-experts, the layers of a state-space mixer) has no factors here, and as a "vector" in float32 it would be no small
-thing: such models are refused.
+Only a layer whose own forward is called can have factors. A matrix that other code uses (stacks of experts, the layers
+of a state-space mixer) cannot, and as a "vector" in float32 it would be too large: such models are refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +30,13 @@ from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.reach import reads_inside
 
 ALIGN = 8192  # a tile of noise
-MOST_VECTORS = 0.05  # of the elements of the blocks
+MOST_VECTORS = 0.05  # maximum share of the blocks' elements in vectors
 LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes that compute x W^T + b (GPT-2's: x W + b), and nothing else
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The factors of one linear layer. bias: its place among the factors, or the tensor of the spine that it is."""
+    """The factors of one linear layer. bias: its index among the factors, or the tensor of the spine."""
 
     tensor: FlatTensor
     layer: nn.Module = field(repr=False)
@@ -51,7 +50,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """A tensor that is learned as it is; name: of the parameter in the module that owns it."""
+    """A tensor that is trained at full size; name: of the parameter in the module that owns it."""
 
     tensor: FlatTensor
     owner: nn.Module = field(repr=False)
@@ -61,7 +60,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Parts:
-    """All of them. numel: of the factors; of these, `a_numel` come first and belong to matrices."""
+    """All parts. numel: of the factors; the first `a_numel` of them belong to matrices."""
 
     rank: int
     matrices: list[Matrix]
@@ -95,7 +94,7 @@ def factor_numels(layout: Layout, rank: int) -> tuple[int, int]:
 
 
 def kept_numels(layout: Layout, terms: Callable[[int], int]) -> int:
-    """Elements of a and v in all kept terms. terms: of a matrix, by its shorter side."""
+    """Number of elements of a and v in all kept terms. terms: of a matrix, by its shorter side."""
     return sum(terms(min(shape)) * sum(shape) for shape in _trained_shapes(layout) if len(shape) == 2)
 
 
@@ -114,7 +113,7 @@ def called_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_parts(model: Model, rank: int) -> Parts:
-    """The parts of a model; UserError where it has none, or too much that is none."""
+    """The parts of a model; UserError if it has no linear layers, or too many other weights."""
     layout = model.layout
     tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
     in_spine = {id(t.param): t for t in layout.spine.tensors}
@@ -141,8 +140,8 @@ def find_parts(model: Model, rank: int) -> Parts:
 
 
 def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
-    """(inputs, outputs, whether the matrix lies as [inputs, outputs])."""
-    transposed, (rows, columns) = isinstance(layer, Conv1D), tensor.shape  # of a packed unit, a parameter is empty
+    """(inputs, outputs, whether the matrix is stored as [inputs, outputs])."""
+    transposed, (rows, columns) = isinstance(layer, Conv1D), tensor.shape  # the parameter of a packed unit is empty
     return (rows, columns, True) if transposed else (columns, rows, False)
 
 

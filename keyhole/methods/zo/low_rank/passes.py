@@ -1,16 +1,16 @@
-"""The passes of a step with directions of low rank: one for all looks at a batch, where the model allows it.
+"""The passes of a step with low-rank directions: one pass for all looks of a batch, if the model allows it.
 
-A dense step has one pass per look and batch, each through its own copy of a unit. Here all looks use the same W, and
-differ by what is added to its product (model/forward/low_rank.py). So the rows of all looks go through a unit together,
+A dense step has one pass per look and batch, each through its own copy of a unit. Here all looks share W, and differ
+only by what is added to its product (model/forward/low_rank.py). So the rows of all looks go through a unit together,
 
     x = [rows of look 1; rows of look 2; ..]        x W^T is one product; W is read once, and never copied
 
-and a unit that streams stays in its slot while all batches of the step pass it. What a unit lacks from the period
-before is folded in when it arrives, and only then it goes home: within a period nothing is written back.
+and a streamed unit stays in its slot while all batches of the step pass it. What a unit lacks from the period before is
+folded in when it arrives, and only then it is written back: within a period nothing is written.
 
-Where modules with parameters have modules inside (so that they cannot be called look by look), of a classifier, and of
-a model with layers in its head, every look is a pass of its own through the same W. So it is where a module turns out
-to see other shapes than rows of tokens.
+Every look is a pass of its own through the same W in these cases: modules with parameters have submodules (so that they
+cannot be called look by look), the model is a classifier, its head has layers, or a module turns out to see shapes
+other than rows of tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Carried:
     """A pass: its batch, the looks [first, first + count) that it carries, and the number that the pass of each look
-    would have by itself (looks.py)."""
+    would have in a dense step (looks.py)."""
 
     batch: DeviceBatch
     first: int
@@ -67,7 +67,7 @@ def run(zo: ZO, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
     if zo.factors.together:
         try:
             return _run(zo, looks, steady)
-        except NotByRows:  # a matter of the model's code alone, so it shows in the first step
+        except NotByRows:  # depends only on the model's code, so it is raised in the first step
             zo.factors.together = False
     return _run(zo, looks, steady)
 
@@ -99,7 +99,7 @@ def _run(zo: ZO, looks: Looks, steady: bool) -> list[torch.Tensor]:
 
 
 def arrive(zo: ZO, unit: Unit) -> torch.Tensor:
-    """The unit's weights on the device, in the dtype of compute, with what they lacked. Release the unit afterwards."""
+    """The unit's weights on the device, in the dtype of compute, with missing folds applied. Release it afterwards."""
     factors, engine = zo.factors, zo.model.engine
     awaited = zo.update.write_back.is_awaited(unit)
     w = engine.acquire(unit.index, changes=awaited or factors.owes(unit))
@@ -109,7 +109,7 @@ def arrive(zo: ZO, unit: Unit) -> torch.Tensor:
 
 
 def fold_rest(zo: ZO) -> None:
-    """At the end of a sweep: units that no pass has visited."""
+    """Folds units that no pass has visited, at the end of a sweep."""
     for unit in zo.model.layout.of_kind("block"):
         if zo.factors.owes(unit):
             arrive(zo, unit)
@@ -117,7 +117,7 @@ def fold_rest(zo: ZO) -> None:
 
 
 def _rows(zo: ZO, looks: Looks, passes: list[Carried]) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """Rows of the table for a pass, those of each look one after the other."""
+    """Rows of the table for a pass, concatenated over its looks."""
     table = zo.model.layout.table
 
     def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:

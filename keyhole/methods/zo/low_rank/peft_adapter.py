@@ -1,12 +1,12 @@
-"""What directions of low rank have learned, as an adapter of peft's beside the base.
+"""What low-rank directions have learned, as a peft adapter beside the base model.
 
     y = x W^T + (x V) A^T        V [I, K], A [O, K]: the sum of earlier periods, then period by period
 
-is LoRA with lora_A = V^T, lora_B = A and alpha equal to its rank: k r for k periods, fewer where they were folded, and
-then not the same for every matrix (peft's rank_pattern). So a run that keeps its factors
-(zo.fold=false) can be saved without rounding W anew (zo.merge=false): the base as it is, with the norms, biases,
-embedding and head that were learned as they are, and adapter/ beside it. Transformers and peft put them together, and
-so does keyhole.load. Bytes on disk: 4 K (I + O) per matrix.
+is LoRA with lora_A = V^T, lora_B = A and alpha equal to its rank: k r for k periods, fewer if they were folded, and
+then different for each matrix (peft's rank_pattern). So a run that keeps its factors (zo.fold=false) can be saved
+without rounding W again (zo.merge=false): the base model unchanged, except for trained norms, biases, embedding and
+head, and adapter/ beside it. Transformers and peft combine them, and so does keyhole.load. Bytes on disk: 4 K (I + O)
+per matrix.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def write_factors(factors: "Factors", path: Path) -> None:
-    """path/adapter/; nothing where nothing was learned yet."""
+    """Writes path/adapter/; nothing if nothing was learned yet."""
     params: dict[str, nn.Parameter] = {}
     ranks: dict[str, int] = {}
     for index, matrix in enumerate(factors.parts.matrices):

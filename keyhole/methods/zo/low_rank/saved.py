@@ -1,9 +1,9 @@
-"""A checkpoint of a run of low rank as a model: for evaluation, chat and `keyhole.load`, which know nothing of methods.
+"""A checkpoint of a low-rank run as a model: for evaluation, chat and `keyhole.load`, which know nothing of methods.
 
-In the middle of a period a checkpoint's weights lack what its factors hold, and a light one has no weights at all
-(state.py). So whoever loads such a directory gets the factors with it, beside the weights as in training; those of a
-light one are read from the model that the run began with. A method that is then made on the model finds all of it
-folded into the weights.
+In the middle of a period a checkpoint's weights lack what its factors hold, and a light checkpoint has no weights at
+all (state.py). So loading such a directory also loads the factors, beside the weights as in training; the weights of a
+light checkpoint are read from the original model of the run. A method that is then created on the model gets
+everything folded into the weights.
 
 A finished run needs none of this: its output directory holds an ordinary model.
 """
@@ -26,21 +26,21 @@ STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"  # as checkpoint/
 
 @dataclass(frozen=True)
 class SavedFactors:
-    """Factors that lie in a directory."""
+    """Factors in a directory."""
 
     directory: Path
     own: ZOConfig
     seed: int
     steps: int
-    original: str | None  # the model whose weights they belong to; None: those of the directory
-    wire: str | None = None  # the format that these weights had: factors belong to them as they were rounded
+    original: str | None  # the model whose weights they belong to; None: the weights in the directory
+    wire: str | None = None  # the format of these weights: factors were trained beside the rounded weights
 
     def weights(self) -> Path:
-        """Where the weights are."""
+        """The directory that holds the weights."""
         return self.directory if self.original is None else find_directory(self.original)
 
     def add_to(self, model: Model) -> str:
-        """Puts them beside the model's weights; returns what to say of it."""
+        """Attaches them to the model; returns a line that says so."""
         noise = {"seed": self.seed, "distribution": self.own.distribution}
         how = {"rank": self.own.rank, "refresh": self.own.refresh, "fold": self.own.fold, "rounding": self.own.rounding}
         try:
@@ -54,7 +54,7 @@ class SavedFactors:
 
 
 def find_factors(directory: Path) -> SavedFactors | None:
-    """The factors of a checkpoint; None where it has none."""
+    """The factors of a checkpoint; None if it has none."""
     if not (directory / STATE).is_file() or not (directory / TENSORS).is_file():
         return None
     found = read_json(directory / STATE, "model")

@@ -1,15 +1,16 @@
 """Factors in checkpoints and in the replay of a journal.
 
 A checkpoint holds the weights as they are at home, after the last fold, and in the method's tensors what was learned
-since: `factors` (all A of the period, and the vectors), and of kept periods `kept`, their A one below the other, and
-the sums that earlier ones were folded into (kept.py). V is drawn again. So a run goes on in the middle of a period, to
-the bit, and a checkpoint costs 4 n bytes more (OPT-13B, rank 2: 22 MB). Where all factors are kept, blocks never
-change: then a checkpoint is *light*. It holds no model, but beside the factors the homes of the units that do change
-(spine, table, head), and a run goes on from the original one.
+since: `factors` (all A of the period, and the vectors), and for kept periods `kept`, their A one below the other, and
+the sums that earlier periods were folded into (kept.py). V is drawn again. So a run resumes in the middle of a period,
+to the bit, and a checkpoint takes 4 n bytes more (OPT-13B, rank 2: 22 MB). If all factors are kept, blocks never
+change, and a checkpoint is *light*: it holds no model, but beside the factors the homes of the units that do change
+(spine, table, head), and the run resumes from the original model.
 
-A journal has the scalars of every step, from which A of any period can be made again: an update of A is elementwise and
-its noise a function of (seed, step, element). Replaying is the run without its passes: A moves step by step, and what
-the periods have learned is folded into unit after unit. Many periods wait for one visit of a unit (AT_ONCE bytes of A).
+A journal has the scalars of every step, from which A of any period can be recomputed: an update of A is elementwise,
+and its noise is a function of (seed, step, element). A replay is the run without its passes: A is updated step by step,
+and what the periods have learned is folded into unit after unit. Many periods share one visit of a unit (AT_ONCE bytes
+of A).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ AT_ONCE = 2**30
 
 
 def to_state(factors: Factors) -> dict[str, Any]:
-    """Tensors for a checkpoint; the fold that is left, if any, is made before the weights are saved."""
+    """Tensors for a checkpoint; a remaining fold is applied before the weights are saved."""
     state: dict[str, Any] = {"factors": factors.now}
     if not factors.folds:
         state |= {"light": True} | {f"home.{unit.index}": home for unit, home in _changing(factors)}
@@ -43,15 +44,15 @@ def to_state(factors: Factors) -> dict[str, Any]:
 
 
 def _changing(factors: Factors) -> Iterator[tuple[Unit, torch.Tensor]]:
-    """The units that change, where blocks never do, and their homes."""
+    """The units that change although blocks do not, and their homes."""
     for unit in factors.model.layout.units:
         if unit.index not in factors.units:
             yield unit, factors.model.engine.homes[unit.index]
 
 
 def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> None:
-    """Takes the tensors of a checkpoint after so many steps. homes: of light checkpoints, also what they have of the
-    weights at home."""
+    """Loads the tensors of a checkpoint after `steps` steps. homes: for a light checkpoint, also the weights at home
+    that it contains."""
     if "factors" not in state or state["factors"].shape != factors.now.shape:
         raise UserError("zo.rank: the checkpoint has no factors of this rank; zo.rank must be as it was")
     factors.now.copy_(state["factors"])
@@ -70,7 +71,7 @@ def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> 
 
 
 def saved(factors: Factors, state: Any) -> Factors | None:
-    """The factors of a checkpoint, beside those of the run; None where its weights hold everything."""
+    """The factors of a checkpoint, beside those of the run; None if its weights contain everything."""
     steps = int(state["step_count"])
     if steps % factors.refresh == 0 and "kept" not in state and "folds" not in state:
         return None
@@ -81,7 +82,7 @@ def saved(factors: Factors, state: Any) -> Factors | None:
 
 
 def replay(zo: ZO, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
-    """Applies known updates; yields every unit that has had them all."""
+    """Applies known updates; yields every unit after its last update."""
     group: list[tuple[Pending, float]] = []
     folds: list[Fold] = []
     for number, one in enumerate(updates, 1):
