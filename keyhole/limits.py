@@ -43,3 +43,9 @@ Positive = Annotated[float, Limit(0, above=True)]
 NotNegative = Annotated[float, Limit(0)]
 Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
+
+# What others call the dtypes; refused with our name for it
+SPELLINGS = {
+    "fp32": "float32", "float": "float32", "f32": "float32", "fp16": "float16", "half": "float16", "f16": "float16",
+    "bf16": "bfloat16", "brain": "bfloat16",
+}  # fmt: skip

@@ -83,26 +83,26 @@ def test_every_method_is_described(page: str) -> None:
 
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """README's loop trains the embedded model as it stands (but in float32, which is faster on a CPU)."""
+    """README's loop trains the embedded model as it stands ."""
     example = code_blocks(ROOT / "README.md", "python")[0]
     names = {node.attr for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Attribute)}
     assert {"load", "Workload", "LOMO", "step", "flush", "save_pretrained"} <= names
     monkeypatch.chdir(tmp_path)
     ids = torch.arange(12).view(2, 6)
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    example = example.replace("path-or-hub-id", "demo").replace("bfloat16", "float32")
+    example = example.replace("path-or-hub-id", "demo")
     exec(example, {"loader": [batch, [batch, batch]]})
     assert (tmp_path / "out" / "model.safetensors").exists() and (tmp_path / "out" / "config.json").exists()
 
 
 def test_the_trainer_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """README's Trainer trains the embedded model as it stands (in float32), streamed, in at most ten statements."""
+    """README's Trainer trains the embedded model as it stands, streamed, in at most ten statements."""
     from keyhole import assets
 
     _, example = code_blocks(ROOT / "README.md", "python")
     assert len(ast.parse(example).body) <= 10
     monkeypatch.chdir(tmp_path)
-    example = example.replace("path-or-hub-id", str(assets.MODEL)).replace("bfloat16", "float32")
+    example = example.replace("path-or-hub-id", str(assets.MODEL))
     exec(example, {"texts": ["a b c", "d e f g"]})
     assert (tmp_path / "out" / "model.safetensors").exists()
 

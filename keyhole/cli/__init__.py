@@ -65,7 +65,8 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     _open_streams()
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # bf16 on this CPU: the start block says it
+    for message in ("mkldnn_matmul failed", "dtype: this CPU"):  # bf16 on this CPU: the start block says it
+        warnings.filterwarnings("ignore", message=message)
     try:
         words = sys.argv[1:] if args is None else args
         if words and words[0] in SOLITARY:

@@ -15,16 +15,23 @@ from typer.core import TyperCommand
 
 from keyhole import assets
 from keyhole.config.faults import ELSEWHERE, suggest_key
-from keyhole.config.fields import sections, settings
+from keyhole.config.fields import settings
 from keyhole.config.loader import load_config, parse_settings
 from keyhole.config.recipes import find_config
 from keyhole.config.schema import TrainConfig
+from keyhole.config.words import config_of_settings, is_override, split_words
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks.join import follows
 
-ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
+ConfigArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        help="YAML file, or the name of a shipped recipe; settings alone do, too: model=DIR method=...",
+    ),
+]
 ModelArgument = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
 PlacementSettings = Annotated[
     list[str] | None,
@@ -42,12 +49,17 @@ def note(text: str) -> None:
         print(f"keyhole: {printable(text)}", file=sys.stderr)
 
 
-def load_settings(config: str, overrides: list[str] | None) -> TrainConfig:
-    """The resolved config, with a note when it is a shipped recipe and one for every warning."""
-    path, is_recipe = find_config(config)
-    if is_recipe:
-        note(f"{config} is a shipped recipe: {path}")
-    resolved, warnings = load_config(path, overrides or ())
+def load_settings(config: str, overrides: list[str] | None, stand_ins: dict[str, Any] | None = None) -> TrainConfig:
+    """The resolved config, with a note when it is a shipped recipe and one for every warning. Where only settings were
+    typed, they are the config; stand_ins: values of what this command does not look at then."""
+    named, words = split_words([config, *(overrides or ())])
+    if named is None:
+        resolved, warnings = config_of_settings(words, stand_ins)
+    else:
+        path, is_recipe = find_config(named)
+        if is_recipe:
+            note(f"{named} is a shipped recipe: {path}")
+        resolved, warnings = load_config(path, words)
     for warning in warnings:
         note(f"warning: {warning}")
     return resolved
@@ -61,12 +73,6 @@ def parse_placement(words: list[str] | None, *more: str) -> dict[str, Any]:
 def check_model(model: str) -> None:
     """Refuses what is no model's directory and no hub id before torch is imported, which takes seconds."""
     check_directory(assets.locate(os.path.expanduser(model), assets.MODEL))
-
-
-def is_override(word: str) -> bool:
-    """Whether the word is `key=value` rather than a path that has an equals sign in it."""
-    key, equals, _ = word.partition("=")
-    return bool(equals) and (key in settings() or key in sections())
 
 
 def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
@@ -87,14 +93,24 @@ def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
             raise UserError(f"`{word}`: no such option; settings are key=value{suggest_key(key)}")
 
 
+def refuse_option_as_setting(args: list[str], options: set[str]) -> None:
+    """Raises UserError at the first `option=value`, with the words to write instead."""
+    for word in args:
+        key, equals, value = word.partition("=")
+        option = "--" + key.replace("_", "-")
+        if equals and option in options and not is_override(word):
+            raise UserError(f"`{word}`: an option here, write {option} {value or '...'}")
+
+
 def with_resume_value(args: list[str], if_alone: str) -> list[str]:
-    """`--resume` followed by a path keeps it; alone it gets `if_alone`. The first other word is CONFIG."""
+    """`--resume` followed by a path keeps it; alone it gets `if_alone`. The first other word is CONFIG; a directory is
+    a checkpoint, since no config is one."""
     words, config_seen = [], False
     for position, word in enumerate(args):
         words.append(word)
         if word == "--resume":
             after = args[position + 1] if position + 1 < len(args) else "--"
-            if after.startswith("-") or is_override(after) or not config_seen:
+            if after.startswith("-") or is_override(after) or not (config_seen or os.path.isdir(after)):
                 words.append(if_alone)
         config_seen = config_seen or not (word.startswith("-") or is_override(word))
     return words
@@ -119,6 +135,7 @@ class SettingsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for param in self.get_params(ctx) for option in param.opts}
         refuse_setting_as_option(args, options)
+        refuse_option_as_setting(args, options)
         return super().parse_args(ctx, self.rewrite(args))
 
     def rewrite(self, args: list[str]) -> list[str]:

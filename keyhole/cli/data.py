@@ -6,6 +6,13 @@ from typing import Annotated
 import typer
 
 from keyhole.cli.arguments import ConfigArgument, Overrides, check_model, load_settings
+from keyhole.methods import METHODS
+
+STAND_INS = {
+    "method": next(iter(METHODS)),
+    "output_dir": "not-written",
+    "max_steps": 1,
+}  # samples do not depend on them
 
 
 def data(
@@ -19,7 +26,7 @@ def data(
 
     Example: keyhole data my.yaml -n 5 max_length=512
     """
-    settings = load_settings(config, overrides)
+    settings = load_settings(config, overrides, STAND_INS)
     check_model(settings.model)
     from keyhole.config.data import data_settings
     from keyhole.data.sources import check_sources

@@ -58,6 +58,8 @@ def eval(
 
     Example: keyhole eval out --tasks sst2,rte held-out.jsonl --task-data data gpu_memory=8GiB
     """
+    if tasks is None and harness is None and (named := [word for word in overrides or () if "=" not in word]):
+        raise UserError(f"`{' '.join(named)}`: write --tasks before names of tasks and files")
     if (tasks is None) == (harness is None):
         raise UserError("--tasks or --harness: give one of them, and the names of tasks behind it")
     theirs = {"--num-fewshot": num_fewshot, "--include-path": include_path, "--apply-chat-template": chat or None}

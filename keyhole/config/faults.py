@@ -13,6 +13,7 @@ from typing import Any
 
 from keyhole.config.fields import settings
 from keyhole.errors import UserError
+from keyhole.limits import SPELLINGS
 
 ELSEWHERE = {
     "model_name_or_path": "model", "base_model": "model", "optim": "method", "optimizer": "method",
@@ -20,7 +21,7 @@ ELSEWHERE = {
     "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size",
     "micro_batch_size": "batch_size", "gradient_accumulation": "gradient_accumulation_steps",
     "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "scheduler": "lr_scheduler_type",
-    "warmup_steps": "warmup_ratio", "epochs": "num_train_epochs", "num_epochs": "num_train_epochs",
+    "num_warmup_steps": "warmup_steps", "epochs": "num_train_epochs", "num_epochs": "num_train_epochs",
     "steps": "max_steps", "max_seq_length": "max_length", "max_seq_len": "max_length",
     "chat_template_path": "chat_template", "interleave_probs": "train_weights", "dataset_prepared_path": "data_cache",
     "sequence_len": "max_length", "cutoff_len": "max_length", "sample_packing": "packing",
@@ -33,11 +34,6 @@ ELSEWHERE = {
 
 
 MOST_SHOWN = 30
-
-SPELLINGS = {
-    "fp32": "float32", "float": "float32", "f32": "float32", "fp16": "float16", "half": "float16", "f16": "float16",
-    "bf16": "bfloat16", "brain": "bfloat16",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,9 @@ def build_config(
     values = _typed(entries, faults)
     for key, setting in settings().items():
         if setting.required and key not in entries:
-            faults.append(Finding(key, f"missing, and there is no default. {setting.doc}"))
+            words = ", ".join(choices(setting.type))
+            one_of = f" One of {words}." if words else ""
+            faults.append(Finding(key, f"missing, and there is no default. {setting.doc}{one_of}"))
     refuse(source, faults)
     config, faults, warnings = rules.apply(_assemble(values))
     refuse(source, [_placed(fault, entries) for fault in faults])
@@ -154,14 +156,17 @@ def _section(key: str, node: yaml.Node, where: str | None, place: str, faults: l
 
 def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
     """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text. A setting that is a
-    text is one, too, where it begins with a bracket or a brace (prompt={sentence} It was)."""
-    key, equals, text = word.partition("=")
-    key, text = key.strip(), text.strip()
+    text is one, too, where it begins with a bracket or a brace (prompt={sentence} It was), and keeps its spaces: the
+    shell has taken the quotes of completion=" {label}", and the answer begins with a space."""
+    key, equals, typed = word.partition("=")
+    key, text = key.strip(), typed.strip()
     if not equals or not key:
         faults.append(Finding("", f"`{word}`: write key=value, such as learning_rate=1e-5", COMMAND_LINE))
         return {}
     node: yaml.Node | None = yaml.ScalarNode(NULL_TAG if text in ("", "~", "null") else STR_TAG, text)
     is_text = key in settings() and settings()[key].type in (str, str | None)
+    if is_text and text and not is_null(node):
+        node = yaml.ScalarNode(STR_TAG, typed)
     if text[:1] in (tuple("\"'") if is_text else tuple("[{\"'")):
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)

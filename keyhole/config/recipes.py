@@ -55,6 +55,8 @@ def find_config(config: str) -> tuple[Path, bool]:
     if os.path.isdir(path):
         inside = path / "run" / "config.yaml"
         hint = f"; the config of that run is {inside}" if inside.is_file() else "; a config is a YAML file"
+        if not inside.is_file() and (path / "config.json").is_file():
+            hint = f"; to name a model, write model={config}"
         raise UserError(f"{config} is a directory{hint}")
     if os.path.exists(path):
         return path, False

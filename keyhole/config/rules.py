@@ -110,6 +110,8 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
                 yield Finding(f"{name}.{key}", f"has no effect: {why}")
     if config.max_steps is not None and config.num_train_epochs is not None:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
+    if config.warmup_ratio and config.warmup_steps:
+        yield Finding("warmup_ratio", "has no effect: warmup_steps is set, and decides")
     if config.min_lr_ratio and config.lr_scheduler_type != "cosine_with_min_lr":
         yield Finding("min_lr_ratio", f"has no effect: lr_scheduler_type is {config.lr_scheduler_type}")
     if config.eval_steps is not None and config.task is not None and config.num_dev == 0:

@@ -13,7 +13,7 @@ Relative paths in a config are relative to the directory the command is run in, 
 from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any, Literal
 
-from keyhole.limits import MOST, BatchSize, Count, Fraction, Limit, NotNegative, Positive, Seed
+from keyhole.limits import MOST, BatchSize, BelowOne, Count, Fraction, Limit, NotNegative, Positive, Seed
 from keyhole.machine.sizes import Bytes
 from keyhole.methods import METHODS
 
@@ -104,6 +104,8 @@ class RunConfig:
     """Share of the peak at which cosine_with_min_lr ends."""
     warmup_ratio: Fraction = 0.0
     """Share of the steps over which the learning rate rises from 0 to its peak (every schedule)."""
+    warmup_steps: Annotated[int, Limit(0, MOST)] | BelowOne = 0
+    """Steps of warm-up, or below 1 their share, as in Hugging Face's Trainer; decides unless 0 (then: warmup_ratio)."""
     weight_decay: NotNegative = 0.0
     """Weights shrink by learning_rate * weight_decay per step (sgd: torch's L2 term in the gradient)."""
     weight_decay_on: Literal["matrices", "all"] = "matrices"

@@ -9,7 +9,8 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def run_harness(
     if json_path is not None:
         check_result_file("--json", Path(json_path))
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its notes on seeds and contexts; warnings of ours remain
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
 
@@ -49,15 +50,16 @@ def run_harness(
     lm = KeyholeLM(directory, **settings)
     for line in lm.model.describe():
         say(line)
-    results = simple_evaluate(
-        lm,
-        tasks=found,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        task_manager=manager,
-        apply_chat_template=apply_chat_template,
-        log_samples=json_path is not None,
-    )
+    with quiet_outside_of_git(evaluator):
+        results = evaluator.simple_evaluate(
+            lm,
+            tasks=found,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            task_manager=manager,
+            apply_chat_template=apply_chat_template,
+            log_samples=json_path is not None,
+        )
     table = make_table(results)
     shown = "\n".join([table, make_table(results, "groups")] if results.get("groups") else [table])
     if json_path is not None:
@@ -65,6 +67,21 @@ def run_harness(
         text = json.dumps(kept, indent=1, default=handle_non_serializable)
         write_result("--json", Path(json_path), text + "\n", shown)
     return shown
+
+
+@contextmanager
+def quiet_outside_of_git(evaluator: Any) -> Iterator[None]:
+    """The harness asks git for the commit of the working directory. Outside of a repository git prints "fatal" among
+    the results, and the harness gets None: so None is given without asking."""
+    here, theirs = Path.cwd(), getattr(evaluator, "get_git_commit_hash", None)
+    if theirs is None or any((directory / ".git").exists() for directory in (here, *here.parents)):
+        yield
+        return
+    evaluator.get_git_commit_hash = lambda: None
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = theirs
 
 
 def find_tasks(manager: Any, words: Sequence[str]) -> list[str]:

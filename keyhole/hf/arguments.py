@@ -21,7 +21,9 @@ class KeyholeArguments(TrainingArguments):
     )
     placement: str = field(default="resident", metadata={"help": "resident, stream or auto."})
     gpu_memory: str | None = field(default=None, metadata={"help": "Most GPU memory to use, such as 8GiB."})
-    model_dtype: str | None = field(default=None, metadata={"help": "float32, bfloat16 or float16; None: as stored."})
+    model_dtype: str | None = field(
+        default=None, metadata={"help": "float32, bfloat16, float16; None: as stored, if usable."}
+    )
     wire: str | None = field(default=None, metadata={"help": "Format of the weights at rest and on the link."})
     weight_decay_on: str = field(default="matrices", metadata={"help": "matrices (as Hugging Face), or all."})
     max_length: int | None = field(default=1024, metadata={"help": "Longest sample, for the plan of memory."})

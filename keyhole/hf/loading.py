@@ -75,9 +75,11 @@ def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) ->
     if isinstance(source, Model):
         return source
     if not isinstance(source, str | Path | PretrainedConfig):
+        path = getattr(source, "name_or_path", None)
+        instead = f"give its name, {path!r}" if path else "give a directory or hub id"
         raise UserError(
-            f"model: found a {type(source).__name__}; give a directory or hub id, or what keyhole.load returns: the "
-            "weights are read to where they will live"
+            f"model: found a {type(source).__name__}; {instead}, or what keyhole.load returns: the weights are read to "
+            "where they will live"
         )
     row = asked.row
     tokens = args.per_device_train_batch_size * asked.max_length

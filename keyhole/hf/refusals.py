@@ -5,12 +5,15 @@ setting that would be ignored is refused: a run that does not do what its script
 start.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
 
+from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.methods.base import Traits
 
@@ -73,6 +76,18 @@ def _found(args: TrainingArguments, row: Traits, own: Any, options: dict[str, An
         yield "loss_type", f"{loss_type} replaces the model's loss; set loss_type='nll'"
     if getattr(args, "assistant_only_loss", False) and getattr(args, "use_liger_kernel", False):
         yield "assistant_only_loss", "with use_liger_kernel it has no effect"
+
+
+def warn_of_rate(args: TrainingArguments, row: Traits, own: Any, model: Any) -> None:
+    """The Trainer's default rate is AdamW's: other methods learn nothing with it, or forget everything."""
+    usual, (low, high) = row.rates(own)
+    is_demo = isinstance(model, str | Path) and assets.is_demo_model(str(model))
+    if not low <= args.learning_rate <= high and not is_demo:
+        warnings.warn(
+            f"learning_rate: {args.learning_rate:g} is an unusual value for {row.name}, which is known to work from "
+            f"{low:g} to {high:g}; usual is {usual:g}",
+            stacklevel=4,
+        )
 
 
 def check_bf16(args: TrainingArguments, dtype: str) -> None:

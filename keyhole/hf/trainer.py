@@ -35,7 +35,6 @@ from keyhole.hf import checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments
 from keyhole.hf.loading import Wanted, load_model, make_method, own_settings, wanted
 from keyhole.methods.base import Method
-from keyhole.model.forward.generate import Generation
 from keyhole.model.model import Model
 from keyhole.plan.dtype import NAMES
 
@@ -66,6 +65,7 @@ class KeyholeMixin:
         self._wanted: Wanted = wanted(args, given)
         self._own = own_settings(self._wanted, args)
         refusals.check(args, self._wanted.row, self._own, options)
+        refusals.warn_of_rate(args, self._wanted.row, self._own, model)
         args._n_gpu = min(1, args.n_gpu)  # one GPU, also where several are visible: nothing is replicated
         if model is None:
             raise UserError("model: give a directory, a hub id, a config, or what keyhole.load returns")
@@ -149,19 +149,7 @@ class KeyholeMixin:
             loss = (nll_B.sum() / count_B.sum().clamp(min=1)).to(device)
         if prediction_loss_only:
             return loss, None, None
-        return loss, self._logits(batch).to(device), None if labels is None else labels.to(device)
-
-    @torch.no_grad()
-    def _logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[B, T, V] of the whole batch, streamed like a generation."""
-        model = self.keyhole
-        sent = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
-        model.apply_deferred()
-        if model.is_plain:
-            model.engine.wait_for_homes()
-            return model.module(**sent, use_cache=False).logits
-        with model.sweep("logits", learn=False), Generation(model) as conductor, model._conducted_by(conductor):
-            return model.module(**sent, use_cache=False).logits
+        return loss, self.keyhole.logits(batch).to(device), None if labels is None else labels.to(device)
 
     # -- files -----------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.gather import WAYS, GatheringEngine
-from keyhole.plan.dtype import choose_dtype
+from keyhole.plan.dtype import choose_dtype, warn_if_slow
 from keyhole.plan.placement import place
 from keyhole.ranks import Ranks
 
@@ -105,6 +105,7 @@ def load(
         workload = _shared_work(workload or Workload(), ranks)
         choice = choose_dtype(dtype, config, device, workload.method)
         dtype = choice.dtype
+        warn_if_slow(choice, device)
         beside = find_factors(directory) if adapter and init == "pretrained" and directory is not None else None
         weights = directory if beside is None else beside.weights()
         learned_in = wire if beside is None else beside.wire

@@ -299,6 +299,10 @@ class Method:
         """One update from one batch, or from the micro-batches of one step. Returns the loss, a device scalar."""
         raise NotImplementedError  # abstract
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of loss.backward(), where a method has it."""
+        raise UserError(f"{type(self).__name__} has no backward(loss): give the batch to step(batch) instead")
+
     def follow(self, factor: Callable[[float], float]) -> None:
         """Called before a step, for rates beside `lr` with a warm-up of their own: factor(warmup_ratio) is the share of
         the peak rate that the schedule has at this step."""

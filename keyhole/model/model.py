@@ -319,10 +319,22 @@ class Model:
 
     @without_autocast()
     @torch.no_grad()
-    def logits(self, batches: list[Batch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For a classifier: the logits [B, L] of each batch, and the loss of its rows [B], in float32. All batches run
-        in lockstep."""
-        return evaluation.class_logits(self, self.to_device(batches))
+    def logits(self, batch: Batch | list[Batch]) -> Any:
+        """Of a batch: the logits, [B, T, V] of a decoder (the whole vocabulary, streamed like a generation) or [B, L]
+        of a classifier. Of a list of batches and a classifier: (logits, losses of the rows [B]) of each, in float32,
+        all run together."""
+        if self.classifies:
+            found = evaluation.class_logits(self, self.to_device(batch))
+            return found[0][0] if isinstance(batch, Mapping) else found
+        if not isinstance(batch, Mapping):
+            return [self.logits(each) for each in batch]
+        sent = {name: x.to(self.device) for name, x in batch.items() if name != "labels"}
+        self.apply_deferred()
+        if self.is_plain:
+            self.engine.wait_for_homes()  # a method may still be updating them
+            return self.module(**sent, use_cache=False).logits
+        with self.sweep("logits", learn=False), Generation(self) as conductor, self._conducted_by(conductor):
+            return self.module(**sent, use_cache=False).logits
 
     @without_autocast()
     @torch.no_grad()
@@ -332,6 +344,9 @@ class Model:
         """HF generation; a streamed model crosses the link once per token, for all rows of the batch together."""
         if self.classifies:
             raise UserError(f"model: {type(self.module).__name__} classifies texts and cannot write any")
+        if not isinstance(input_ids, torch.Tensor):
+            found = type(input_ids).__name__
+            raise UserError(f"input_ids: found a {found}, expected the tokens: tokenizer(text, return_tensors='pt')")
         self.apply_deferred()
         input_ids = input_ids.to(self.device)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.device)

@@ -9,12 +9,14 @@ that would silently fail:
 A GPU or CPU without bf16 arithmetic uses float32 in both cases. The start block prints the decision.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
+from keyhole.limits import SPELLINGS
 from keyhole.machine.host import cpu_has_bf16
 from keyhole.methods import METHODS
 
@@ -84,6 +86,14 @@ def _is_slow(dtype: torch.dtype, device: torch.device | None) -> bool:
     return dtype == torch.bfloat16 and device is not None and device.type == "cpu" and not cpu_has_bf16()
 
 
+def warn_if_slow(choice: DtypeChoice, device: torch.device) -> None:
+    """A warning for loops of one's own, which have no start block: a step can take minutes instead of a second."""
+    if _is_slow(choice.dtype, device):
+        warnings.warn(
+            f"dtype: {SLOW}: a product takes a hundred times as long as in float32; load with float32", stacklevel=3
+        )
+
+
 def _named(dtype: str | torch.dtype) -> torch.dtype:
     found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if found not in NAMES:
@@ -93,4 +103,5 @@ def _named(dtype: str | torch.dtype) -> torch.dtype:
 
 def _unknown(dtype: Any, whose: str = "") -> UserError:
     name = str(dtype).removeprefix("torch.")
-    return UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype=float32")
+    other = SPELLINGS.get(name.lower(), "float32")
+    return UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype={other}")

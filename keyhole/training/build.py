@@ -100,7 +100,7 @@ def find_job(request: Request) -> Job:
     check_length(config, total)
     rate, warmup = config.learning_rate, config.warmup_ratio
     peak = 1.0 if rate == AUTO_RATE else rate  # auto: the schedule is a factor of the found rate
-    schedule = Schedule(config.lr_scheduler_type, peak, total, warmup, config.min_lr_ratio)
+    schedule = Schedule(config.lr_scheduler_type, peak, total, warmup, config.min_lr_ratio, config.warmup_steps)
     goes_on = origin.state is not None and not origin.elsewhere
     run_id = origin.state.run if goes_on else rundir.new_run_id()
     display = parts.display(total, config.logging_steps)

@@ -6,7 +6,7 @@ all ranks begin at the same step of the same data and each STEP command is one s
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -77,7 +77,7 @@ class Follower:
 def one_update(method: Method, schedule: Schedule, step: int, batches: list[Batch]) -> tuple[torch.Tensor, float]:
     """Queues the update of a step; returns its loss and its learning rate (0 during the rate search)."""
     method.lr = schedule.rate(step - 1)
-    method.follow(lambda warmup_ratio: replace(schedule, warmup_ratio=warmup_ratio).factor(step - 1))
+    method.follow(lambda warmup_ratio: schedule.warmed_up_by(warmup_ratio).factor(step - 1))
     rate = method.rate
     return method.step(batches), rate
 

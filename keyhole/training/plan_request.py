@@ -1,7 +1,8 @@
 """The arguments of `keyhole plan`, checked before torch is imported and before a machine is measured.
 
 MODEL is a directory (config.json is enough), a hub id, or demo. CONFIG is a YAML file or a recipe, which gives batches,
-length, dtype, steps, and the settings of every method. Options replace numbers of the machine or of the config:
+length, dtype, steps, and the settings of every method; settings alone (model=DIR method=lomo) work too. Options replace
+numbers of the machine or of the config:
 
     --gpu, --ram SIZE    bytes that may be used           --link RATE     bytes/s, each way
     --tokens BxT         samples x tokens of a batch      --machine NAME  one of plan/profiles.py, or here
@@ -21,6 +22,7 @@ from keyhole import assets
 from keyhole.config import TrainConfig
 from keyhole.config.loader import load_config, parse_config
 from keyhole.config.recipes import find_config, recipes
+from keyhole.config.words import config_of_settings, split_words
 from keyhole.disk.result_file import check_result_file
 from keyhole.errors import UserError
 from keyhole.machine.rates import Rates
@@ -87,16 +89,20 @@ def check_plan(asked: Asked) -> PlanRequest:
 
 def _config(asked: Asked) -> tuple[TrainConfig, bool]:
     """The config, and whether it was given (otherwise it is made for the model)."""
-    named = asked.model
+    named, words = split_words([asked.model, *asked.overrides])
+    method = next(row.name for row in METHODS.values() if row.sweep == "reverse")
+    made = {"method": method, "output_dir": "not-written", "train_data": "not-read", **DEFAULT}
+    if any(word.startswith("task=") for word in words):
+        del made["train_data"]
+    if named is None:
+        return config_of_settings(words, made)[0], False
     is_file = os.path.isfile(named)
     if (is_file and not named.endswith(".json")) or named.removesuffix(".yaml") in recipes():
-        return load_config(find_config(named)[0], asked.overrides)[0], True
+        return load_config(find_config(named)[0], words)[0], True
     if is_file:  # a config.json itself
         named = os.path.dirname(os.path.abspath(named))
     model = assets.locate(os.path.expanduser(named), assets.MODEL)
-    method = next(row.name for row in METHODS.values() if row.sweep == "reverse")
-    made = {"model": model, "method": method, "output_dir": "not-written", "train_data": "not-read", **DEFAULT}
-    return parse_config(json.dumps(made), asked.overrides, source="plan", where="")[0], False
+    return parse_config(json.dumps(made | {"model": model}), words, source="plan", where="")[0], False
 
 
 def _tokens(text: str) -> tuple[int, int]:

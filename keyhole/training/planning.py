@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from keyhole.config.words import split_words
 from keyhole.loading import choose_device
 from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
@@ -55,7 +56,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     asked, config, batch, length = request.asked, request.config, request.batch, request.length
     hf_config = read_config(config.model)
     rates, device, gpu_bytes, ram_bytes = _machine(request, say)
-    named = request.is_config or any(word.startswith("method=") for word in asked.overrides)
+    named = request.is_config or any(word.startswith("method=") for word in (asked.model, *asked.overrides))
     choice = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, choice.dtype, expert_units=config.expert_units)
     question = Question(
@@ -80,7 +81,8 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         f"room: {room}{about(ram_bytes)} of host memory",
         _step_line(question),
     ]
-    title = f"{os.path.basename(os.path.normpath(asked.model))} on {rates.name}"
+    subject = split_words([asked.model, *asked.overrides])[0] or config.model
+    title = f"{os.path.basename(os.path.normpath(subject))} on {rates.name}"
     wanted = (config.method, config.placement, config.wire) if named else (None, None, None)
     return Found(question, title, lines, *wanted)
 

@@ -26,7 +26,7 @@ from keyhole.model.structure.source import find_directory
 
 SAFE = {
     "max_steps", "num_train_epochs", "max_minutes", "learning_rate", "lr_scheduler_type", "min_lr_ratio",
-    "warmup_ratio", "weight_decay", "max_grad_norm", "num_eval", "test_task", "eval_data", "eval_steps",
+    "warmup_ratio", "warmup_steps", "weight_decay", "max_grad_norm", "num_eval", "test_task", "eval_data", "eval_steps",
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience", "save_model",
     "save_steps", "save_total_limit", "logging_steps", "report_to", "sample_answers", "output_dir", "data_cache",
     "device", "placement", "gpu_memory", "background_save", "journal_sync", "rank_timeout", "push_to_hub",

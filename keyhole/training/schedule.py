@@ -1,7 +1,7 @@
 """The learning rate as a pure function of (step, total): nothing to save, nothing to restore.
 
-With s = 0, 1, ... the number of updates done before this one, W = ceil(warmup_ratio * total) steps of
-warm-up:
+With s = 0, 1, ... the number of updates done before this one, and W steps of warm-up (warmup_steps, where that is set;
+below 1 it is a share, as in Hugging Face's Trainer, and so is warmup_ratio: W = ceil(share * total)):
 
     s < W        peak * s / W                                    (so the first update of a warm-up has rate 0)
     constant     peak
@@ -14,7 +14,7 @@ no warm-up, so ours is its "constant_with_warmup".
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_LR = "cosine_with_min_lr"
 
@@ -28,11 +28,18 @@ class Schedule:
     total: int
     warmup_ratio: float = 0.0
     min_lr_ratio: float = 0.0
+    warmup_asked: float = 0.0  # the setting warmup_steps
 
     @property
     def warmup_steps(self) -> int:
         """Number of updates during which the rate rises."""
-        return math.ceil(self.total * self.warmup_ratio)
+        if self.warmup_asked >= 1:
+            return int(self.warmup_asked)
+        return math.ceil(self.total * (self.warmup_asked or self.warmup_ratio))
+
+    def warmed_up_by(self, ratio: float) -> "Schedule":
+        """The same course with another warm-up, for rates that have one of their own."""
+        return replace(self, warmup_ratio=ratio, warmup_asked=0.0)
 
     def factor(self, done: int) -> float:
         """Share of the peak rate for the update after `done` updates."""

@@ -74,6 +74,11 @@ def kernels() -> str:
     return ops.describe()
 
 
+def counted_steps(number: int) -> str:
+    """`1 step`, `7 steps`."""
+    return f"{number} {'step' if number == 1 else 'steps'}"
+
+
 def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_epoch: int) -> list[str]:
     """Steps, samples, schedule, and output paths."""
     micro, accumulation = config.batch_size, config.gradient_accumulation_steps
@@ -84,10 +89,12 @@ def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_ep
     kept = "all are kept" if config.save_total_limit is None else f"the newest {config.save_total_limit} are kept"
     every = f"every {config.save_steps} steps and at the end" if config.save_steps else "at the end"
     peak = config.learning_rate if config.learning_rate == AUTO_RATE else f"{schedule.peak:g}"
-    epoch = f"an epoch is {steps_per_epoch} steps of {micro * accumulation} {rows}{split}"
+    warm = counted_steps(schedule.warmup_steps) + " of warm-up"
+    warm += ": the run ends before the peak" if schedule.warmup_steps >= schedule.total else ""
+    epoch = f"an epoch is {counted_steps(steps_per_epoch)} of {micro * accumulation} {rows}{split}"
     return [
         f"steps: {schedule.total} ({why}){begun}; {epoch}",
-        f"learning rate: {schedule.kind}, peak {peak}, {schedule.warmup_steps} steps of warm-up",
+        f"learning rate: {schedule.kind}, peak {peak}, {warm}",
         f"output: {config.output_dir}; a checkpoint {every}, {kept}",
     ]
 

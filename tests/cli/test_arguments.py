@@ -2,6 +2,7 @@
 
 import pytest
 
+from keyhole.cli import main
 from keyhole.cli.arguments import refuse_setting_as_option, repeat_option, with_resume_value
 from keyhole.errors import UserError
 
@@ -14,6 +15,7 @@ RESUME = [
     (["c.yaml", "--resume", "--dry-run"], ["c.yaml", "--resume", "last", "--dry-run"]),
     (["--resume", "c.yaml"], ["--resume", "last", "c.yaml"]),
     (["seed=3", "--resume", "c.yaml"], ["seed=3", "--resume", "last", "c.yaml"]),
+    (["seed=3", "--resume", "/"], ["seed=3", "--resume", "/"]),  # a directory is a checkpoint, never a config
     (["c.yaml", "--resume=x"], ["c.yaml", "--resume=x"]),
     (["c.yaml", "seed=3"], ["c.yaml", "seed=3"]),
 ]
@@ -41,6 +43,16 @@ def test_settings_written_as_options_are_told_the_right_style(args: list[str], s
     with pytest.raises(UserError) as caught:
         refuse_setting_as_option(args, {"--resume", "--dry-run"})
     assert says in str(caught.value)
+
+
+def test_options_written_as_settings_are_told_the_right_style(capsys: pytest.CaptureFixture[str]) -> None:
+    """`max_new_tokens=5` was answered with `max_minutes`; a file without --tasks with nothing that helps."""
+    assert main(["chat", "demo", "max_new_tokens=5"]) == 2
+    assert "write --max-new-tokens 5" in capsys.readouterr().err
+    assert main(["plan", "demo", "tokens=4x64"]) == 2
+    assert "write --tokens 4x64" in capsys.readouterr().err
+    assert main(["eval", "demo", "held-out.jsonl"]) == 2
+    assert "`held-out.jsonl`: write --tasks before" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args", [["c.yaml", "--resume"], ["c.yaml", "--nonsense"], ["--", "--seed", "3"]])

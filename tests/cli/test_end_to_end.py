@@ -54,6 +54,12 @@ def test_placement_and_switches_change_no_number(config: Path) -> None:
     assert weights[0] == weights[1] == weights[2]
 
 
+def test_data_are_shown_by_settings_alone(tiny_model: Path, tiny_data: Path, capsys: Any) -> None:
+    """Where to write, how long and by which method is nothing that `keyhole data` looks at."""
+    assert main(["data", f"model={tiny_model}", f"train_data={tiny_data}", "-n", "1"]) == 0
+    assert "trained on" in capsys.readouterr().out
+
+
 def test_a_model_in_bin_files_trains_and_resumes(config: Path, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     """As facebook/opt-13b is published: the run, its journal and its resume are those of the same safetensors."""
     old = shutil.copytree(tiny_model, tmp_path / "old")

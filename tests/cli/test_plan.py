@@ -53,6 +53,17 @@ def test_a_config_brings_its_settings(directory: Path, tmp_path: Path, capsys: p
     assert "method=lomo placement=resident does not fit; what would, cheapest first:" in told
 
 
+def test_settings_alone_are_planned(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`model=DIR method=lomo`, as `keyhole train` takes them; the row that is asked for is judged."""
+    words = [f"model={directory}", "method=lomo", "task=sst2", "batch_size=2", "max_length=64"]
+    for order in (words, words[1:] + words[:1]):
+        assert main(["plan", *order, "--machine", "laptop", "--gpu", "1MiB"]) == 0
+        told = capsys.readouterr().out
+        assert "step: 2 samples of 64 tokens" in told and "method=lomo placement=resident does not fit" in told
+    assert main(["plan", "method=lomo", "--machine", "laptop"]) == 2
+    assert "model: missing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -271,3 +271,7 @@ def test_a_text_on_the_command_line_may_begin_with_a_brace(value: str) -> None:
     """Templates are texts, and no YAML; in quotes they have YAML's escapes."""
     assert parse_settings([f"prompt={value}"], ["prompt"]) == {"prompt": value}
     assert parse_settings(['prompt="a\\n{b}"'], ["prompt"]) == {"prompt": "a\n{b}"}
+    assert parse_settings(["completion= {label}"], ["completion"]) == {"completion": " {label}"}, (
+        "not without its space"
+    )
+    assert parse_settings(["completion= ", "seed= 3"], ["completion", "seed"]) == {"completion": None, "seed": 3}

@@ -54,6 +54,7 @@ REFUSED = [
 ]
 
 WARNED = [
+    ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio: has no effect: warmup_steps is set"),
     (TASK | {"num_dev": 0, "eval_steps": 5}, "eval_steps: has no effect: num_dev=0"),
     ({"zo": ZOConfig(eps=1.0)}, "zo.eps: has no effect: the method is adamw"),
     ({"sgd": SGDConfig(momentum=0.5)}, "sgd.momentum: has no effect"),

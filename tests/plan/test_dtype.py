@@ -1,5 +1,6 @@
 """The dtype that a run computes in when it is left to us, and what is refused."""
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,8 +45,20 @@ def test_what_is_asked_for_is_taken_and_a_slow_one_is_said(has_bf16: bool) -> No
     assert asked.dtype == torch.bfloat16 and ("warning: this CPU has no arithmetic" in str(asked)) != has_bf16
     with pytest.raises(UserError, match="float64 .of the checkpoint, by its config.json. is not one of float32"):
         choose_dtype("auto", SimpleNamespace(dtype=torch.float64), CPU)
+    with pytest.raises(UserError, match="bf16 is not one of .*; set dtype=bfloat16"):
+        choose_dtype("bf16", None, CPU)
     with pytest.raises(UserError, match="float64 is not one of float32"):
         choose_dtype(torch.float64, None, CPU)
+
+
+def test_a_model_for_a_loop_of_ones_own_warns_where_the_dtype_is_slow(tiny_model: Path, has_bf16: bool) -> None:
+    """A step of 135M parameters took 7 minutes instead of 10 seconds, and nothing said why."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keyhole.load(tiny_model, device="cpu", dtype="bfloat16")
+        keyhole.load(tiny_model, device="cpu", dtype="float32")
+    said = [str(each.message) for each in caught if "no arithmetic for bfloat16" in str(each.message)]
+    assert len(said) == (0 if has_bf16 else 1)
 
 
 def test_a_run_on_float16_files_trains_in_another_dtype_and_says_so(

@@ -1,12 +1,13 @@
 """Learning rates."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 
 from keyhole.training.schedule import Schedule
 
@@ -33,6 +34,16 @@ def test_equals_transformers(kind: str, total: int, ratio: float) -> None:
         assert Schedule(kind, 3e-4, total, ratio, FLOOR).rate(step) == theirs.get_last_lr()[0]
         optimizer.step()
         theirs.step()
+
+
+@pytest.mark.parametrize(("total", "asked"), [(10, 3), (10, 0.25), (10, 0), (5, 8), (37, 0.1)])
+def test_warmup_steps_are_those_of_the_trainer(total: int, asked: float, tmp_path: Path) -> None:
+    """Hugging Face's warmup_steps: a number of steps, below 1 a share; it decides where warmup_ratio is set too."""
+    theirs = TrainingArguments(str(tmp_path), warmup_steps=asked, use_cpu=True).get_warmup_steps(total)
+    assert Schedule("linear", 3e-4, total, warmup_asked=asked).warmup_steps == theirs
+    both = Schedule("linear", 3e-4, total, 0.5, warmup_asked=asked)
+    assert both.warmup_steps == (theirs if asked else math.ceil(total * 0.5))
+    assert both.warmed_up_by(0.5) == Schedule("linear", 3e-4, total, 0.5)
 
 
 @given(st.sampled_from(list(THEIRS)), st.integers(1, 300), st.floats(0, 1), st.floats(1e-9, 1.0))

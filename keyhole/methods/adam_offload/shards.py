@@ -34,7 +34,7 @@ def own_ranges(model: Model) -> tuple[dict[int, tuple[int, int]], dict[int, Span
     slices: dict[int, Span] = {}
     tables = model.layout.of_kind("table") if model.sharded else []
     on_host = [unit.index in model.engine.on_host for unit in tables]
-    if any(its != on_host for its in model.ranks.objects(on_host)):  # a gather needs all parts in the same memory
+    if tables and any(its != on_host for its in model.ranks.objects(on_host)):  # a gather needs all parts alike
         raise UserError(
             "gpu_memory: a table would be streamed by some ranks and stay on the GPU of others, since other memory is "
             "free there; set gpu_memory to what all of them have"

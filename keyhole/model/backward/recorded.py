@@ -184,6 +184,8 @@ class RecordedBlocks:
     def _capture(self, run: Callable[[], Any]) -> _Recording | None:
         """None: the capture failed."""
         one = _Recording()
+        if not any(self.recordings.values()):  # a pool goes with its last graph, also one that was not kept
+            self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
         try:
             with torch.cuda.stream(self.stream), no_collection():

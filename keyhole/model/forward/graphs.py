@@ -147,6 +147,8 @@ class BlockGraphs:
         static = iter(one.inputs)
         static_args = tuple(_replace(value, static) for value in args)
         static_kwargs = {name: _replace(value, static) for name, value in kwargs.items()}
+        if not any(self.recorded.values()):  # a pool goes with its last graph, also one that was not kept
+            self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.model.device)
         try:
             with torch.cuda.stream(self.stream), no_collection():

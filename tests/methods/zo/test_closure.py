@@ -74,6 +74,37 @@ def test_streamed_equals_resident_to_the_bit(tiny_model: Path, batch: dict[str, 
     assert first == second and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_logits_of_a_decoder_are_the_modules_own(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
+    """An accuracy from the logits, streamed and seen through the noise of a step; outside of it, the module's bits."""
+    model, streamed = loaded(tiny_model), loaded(tiny_model, placement="stream")
+    with torch.no_grad():
+        theirs = model.module(**{name: x for name, x in batch.items() if name != "labels"}).logits
+    assert torch.equal(model.logits(batch), theirs) and torch.equal(streamed.logits(batch), theirs)
+    (listed,) = streamed.logits([batch])
+    assert torch.equal(listed, theirs)
+
+    def run(model: keyhole.Model) -> tuple[float, list[float]]:
+        opt, seen = keyhole.ZO(model, 1e-2, eps=0.3, seed=2), []
+
+        def wrong() -> torch.Tensor:
+            seen.append(float(model.logits(batch).double().sum()))
+            return (model.logits(batch)[:, :-1].argmax(-1) != batch["labels"][:, 1:]).float().mean()
+
+        return float(opt.step(wrong)), seen
+
+    (loss, seen), other = run(model), run(streamed)
+    assert (loss, seen) == other and len(set(seen)) == 2, "both sides are seen"
+
+
+def test_what_cannot_be_done_is_said(tiny_model: Path) -> None:
+    """Not by an AttributeError: a method without backward(loss), and a text where tokens are expected."""
+    model = loaded(tiny_model)
+    with pytest.raises(UserError, match=r"ZO has no backward\(loss\): give the batch to step\(batch\)"):
+        keyhole.ZO(model, 1e-3).backward(torch.zeros(()))
+    with pytest.raises(UserError, match="input_ids: found a str, expected the tokens"):
+        model.generate("Once upon")
+
+
 def test_the_closure_sees_both_sides_and_the_update_follows_their_difference(
     tiny_model: Path, batch: dict[str, torch.Tensor]
 ) -> None:

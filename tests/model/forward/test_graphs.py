@@ -2,6 +2,7 @@
 on a GPU: tests/methods/zo.)"""
 
 import gc
+import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import keyhole
+from keyhole.model.backward.recorded import SIGHTS, RecordedBlocks
 from keyhole.model.forward.graphs import BlockGraphs, no_collection, signature_of
 from keyhole.model.structure.find import find_blocks
 from tests.methods.zo.loops import EPS, load
@@ -177,6 +179,21 @@ def test_blocks_with_factors_have_graphs_of_their_own() -> None:
     graphs = model.graphs
     assert len(graphs.recorded) == model.layout.block_count and all(graphs.recorded.values())
     assert all(graphs.checked.values()) and losses[0] == losses[1]
+
+
+@pytest.mark.usefixtures("pretended")
+@torch.no_grad()
+def test_a_pool_whose_last_graph_is_gone_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first recording gives other bits and is dropped, and PyTorch's pool with it; the next one has a new pool."""
+    pools, used = itertools.count(), []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(Recorder, "capture_begin", lambda self, pool, **_: used.append(pool) or self.__enter__())
+    recorded, x = RecordedBlocks(torch.device("cpu"), 2), torch.ones(4)
+    for block, run in enumerate((lambda values: values[0] + torch.rand(4), lambda values: 2 * values[0])):
+        for _ in range(SIGHTS):
+            recorded.forward(0, block, [x], (), run)
+    assert [one is not None for one in recorded.recordings.values()] == [False, True]
+    assert used[0] != used[1]
 
 
 class Pair(nn.Module):

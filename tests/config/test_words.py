@@ -1,0 +1,45 @@
+"""CONFIG and settings as typed: which word is a file, and settings that are the whole config."""
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.config.words import config_of_settings, split_words
+from keyhole.errors import UserError
+
+WORDS = [
+    (["my.yaml", "seed=3"], ("my.yaml", ["seed=3"])),
+    (["seed=3", "my.yaml", "zo.eps=1"], ("my.yaml", ["seed=3", "zo.eps=1"])),
+    (["model=d", "method=zo"], (None, ["model=d", "method=zo"])),
+    (["modle=d", "method=zo"], (None, ["modle=d", "method=zo"])),
+    (["runs/lr=3/my.yaml"], ("runs/lr=3/my.yaml", [])),
+    (["lr=3.yaml"], ("lr=3.yaml", [])),
+    (["output_dir=my.yaml"], (None, ["output_dir=my.yaml"])),
+    (["prompt={sentence} = what?"], (None, ["prompt={sentence} = what?"])),
+    (["demo-zo"], ("demo-zo", [])),
+]
+
+
+@pytest.mark.parametrize(("typed", "read"), WORDS)
+def test_the_first_word_that_is_no_setting_is_the_file(typed: list[str], read: tuple[str | None, list[str]]) -> None:
+    """Settings may stand before it; a misspelt setting is one, and a path with = in it is a path."""
+    assert split_words(typed) == read
+
+
+def test_a_file_of_that_name_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What exists is meant."""
+    monkeypatch.chdir(tmp_path)
+    Path("seed=3").write_text("model: demo\n")
+    assert split_words(["seed=3", "seed=4"]) == ("seed=3", ["seed=4"])
+
+
+def test_settings_alone_are_checked_like_a_file() -> None:
+    """All faults at once, and that no file was named; with all that is needed, a config."""
+    with pytest.raises(UserError) as caught:
+        config_of_settings(["modle=demo", "method=zo", "max_steps=2"])
+    said = str(caught.value)
+    assert "no config file was named" in said and "did you mean `model`" in said and "output_dir: missing" in said
+    with pytest.raises(UserError, match="method: missing, and there is no default.* One of .*lomo"):
+        config_of_settings(["model=demo"])
+    words = ["model=demo", "method=zo", "train_data=demo", "output_dir=o", "max_steps=2", "zo.eps=0.5"]
+    assert config_of_settings(words)[0].zo.eps == 0.5
