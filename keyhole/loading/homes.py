@@ -8,7 +8,6 @@
 Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: the caller fills and page-locks them.
 """
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -62,28 +61,23 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
     """Units of which the ranks of a machine share one copy: streamed blocks, if each rank computes with all weights.
     (Table, head and spine change every step, and are a small part.)"""
     row = METHODS.get(work.method)
-    if not ranks.several or row is None or row.ranks != "replicas":
+    if not ranks.has_neighbours or row is None or row.ranks != "replicas":
         return frozenset()
     found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
     said = ranks.objects((ranks.machine, ranks.rank, found))
     for machine, rank, its in said:
         if machine == ranks.machine and its != found:
             raise UserError(
-                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units of the copy that they share, "
-                "since other memory is free on their GPUs; set gpu_memory to what all of them have"
+                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units, of which those of a machine "
+                "share one copy, since other memory is free on their GPUs; set gpu_memory to what all of them have"
             )
-    here = Counter(machine for machine, _, _ in said)
-    shares = {machine for machine, _, its in said if its and here[machine] > 1}
-    if shares and len(shares) < len(here):  # all ranks rewrite shared units together
-        rank = next(rank for machine, rank, _ in said if machine not in shares)
+    if len({bool(its) for _, _, its in said}) > 1:  # all ranks rewrite shared units together
+        rank = next(rank for _, rank, its in said if not its)
         raise UserError(
             f"gpu_memory: the ranks of a machine would share one copy of the units that they stream, but rank {rank} "
-            "is alone on its machine or streams nothing; start equally many ranks on every machine (--nproc-per-node), "
-            "and set gpu_memory to what all of them have"
+            "streams nothing; set gpu_memory to what all of them have"
         )
-    if ranks.local_size == 1:
-        return frozenset()
-    if found:
+    if found and ranks.local_size > 1:
         placed.reasons.append(
             f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
         )
@@ -109,7 +103,7 @@ def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) ->
 def _gathers(way: str, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
     """Whether each rank may upload a part of a unit. UserError if that was requested and is not possible."""
     row = METHODS.get(work.method)
-    if ranks.local_size == 1:
+    if not ranks.has_neighbours:
         why = "this process is the only one on its machine"
     elif row is not None and row.ranks == "shards":
         why = f"{work.method} shares out its units and gathers them already"

@@ -10,7 +10,10 @@ A rank whose counter does not change for `limit_s` is dead; so is one that has r
 has GRACE_S (the limit, if that is shorter) to return from its current collective. A collective cannot be interrupted,
 so after that the process prints a message and ends itself. Nothing is lost: the files on disk are complete at every
 instant (docs/durability.md). Saves and evaluations may take any time, because heartbeats continue meanwhile. A rank
-that has not started yet is not counted as dead: torchrun is responsible for starting it.
+that has not started yet is not counted as dead here: group.py waits for all ranks first.
+
+torchrun itself may be killed. Its store ends with it, and nothing would end the ranks any more. They notice that their
+parent process is another one (`orphaned`), and stop as after a signal: the step is finished and saved (crew.py).
 """
 
 import os
@@ -30,6 +33,8 @@ class Alive:
 
     def __init__(self, connect: Callable[[], Any], failures: Failures, watched: Iterable[int], limit_s: float) -> None:
         self.connect, self.failures, self.watched, self.limit_s = connect, failures, list(watched), limit_s
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun, which started this rank
+        self.orphaned = False
         self.always = False  # True: the main thread may wait for others at any time (through its GPU)
         self.waiting_since: float | None = None  # set while the main thread is in a collective
         self.seen: dict[int, tuple[bytes, float]] = {}  # rank -> its counter, and when it changed
@@ -60,6 +65,9 @@ class Alive:
         reached_s = time.monotonic()
         while not self.closing:
             beats += 1
+            self.orphaned = self.parent is not None and os.getppid() != self.parent
+            if self.orphaned and (store is None or os.environ.get("GROUP_RANK") == "0"):
+                break  # it took its store along, which is on the first machine
             try:
                 store = store or self.connect()
                 store.set(own, str(beats))

@@ -23,7 +23,7 @@ from typing import Any
 
 from keyhole.errors import UserError
 
-FAILED, HEARD = "failed", "heard"
+FAILED, HEARD, SAID = "failed", "heard", "said"
 POLL_S = 0.05
 WRITES_S = 1.0  # time for a failing rank to write to the store, which it does before it closes connections
 
@@ -69,6 +69,18 @@ class Failures:
             return None
         self.store.set(f"{HEARD}/{self.rank}", "1")
         return RankFailed(f"{self.named(found['rank'])}: {found['text']}", found["code"])
+
+    def hear(self) -> None:
+        """Of the leader, which has an error of its own to say: others that ended too need not say theirs."""
+        with suppress(Exception):
+            self.store.set(f"{HEARD}/{self.rank}", "1")
+
+    def is_first_to_say(self) -> bool:
+        """Whether this rank is the one that says why all end, where the leader cannot."""
+        try:
+            return self.store.compare_set(SAID, "", str(self.rank)).decode() == str(self.rank)
+        except Exception:  # the store is gone: better said twice than never
+            return True
 
     def wait_until_heard(self, limit_s: float) -> bool:
         """Whether the leader has read this rank's message in time."""

@@ -13,6 +13,7 @@ Bytes per rank: gather of n bytes sends and receives (N - 1) n; gather_into and 
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,12 +25,13 @@ import torch.distributed as dist
 
 from keyhole.errors import UserError
 from keyhole.ranks.alive import Alive
-from keyhole.ranks.failures import Failures, RankFailed
+from keyhole.ranks.failures import POLL_S, Failures, RankFailed, told
 from keyhole.ranks.single import Ranks
 
 T = TypeVar("T")
 DAY = timedelta(days=1)
 START = timedelta(minutes=10)
+SLOW_S = 20.0  # after this long, the leader prints which ranks are missing
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
@@ -48,17 +50,42 @@ class Group(Ranks):
         self.machine_gloo: Any = None  # group of the ranks of this machine; None: there are no others
         self.machine_nccl: Any = None
         self.bytes_received = 0  # of weights and gradients
-        self.alive = Alive(connect, self.failures, range(1, size) if rank == 0 else [0], self.limit_s)
-        with self._together():
-            dist.init_process_group("gloo", store=self.store, rank=rank, world_size=size, timeout=DAY)
         self.columns: list[torch.Tensor] = []  # tensors gathered last, to find the rank of a non-finite number
-        everyone = self.objects((socket.gethostname(), os.getpid(), gpu_of(local_rank, local_size)))
+        self.alive = Alive(connect, self.failures, range(1, size) if rank == 0 else [0], self.limit_s)
+
+    def meet(self) -> None:
+        """Returns when all ranks have started and are connected."""
+        self._wait_for_all()
+        with self._together():
+            dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=DAY)
+        machines = self.objects(self.machine)
+        self.neighbours = [rank for rank, machine in enumerate(machines) if machine == self.machine]
+        self.has_neighbours = len(set(machines)) < self.size
+        everyone = self.objects((socket.gethostname(), os.getpid(), gpu_of(self.local_rank, self.local_size)))
         self.failures.learn([(host, pid) for host, pid, _ in everyone])
         own_gpus = all(gpu is not None for _, _, gpu in everyone)
-        if own_gpus and len({(host, gpu) for host, _, gpu in everyone}) == size and dist.is_nccl_available():
-            torch.cuda.set_device(local_rank)
+        if own_gpus and len({(host, gpu) for host, _, gpu in everyone}) == self.size and dist.is_nccl_available():
+            torch.cuda.set_device(self.local_rank)
             self.nccl = dist.new_group(backend="nccl", timeout=DAY)
             self.alive.always = True
+
+    def _wait_for_all(self) -> None:
+        """Those that have not come in time are named: collectives have no limit for a rank that never was."""
+        self.store.set(f"here/{self.rank}", "1")
+        begin_s, said = time.monotonic(), False
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        while missing := [rank for rank in missing if not self.store.check([f"here/{rank}"])]:
+            failed, waited_s = self.failures.read(), time.monotonic() - begin_s
+            if failed is not None or waited_s > START.total_seconds():
+                raise failed or RankFailed(
+                    f"{_names(missing)} of {self.size} did not start within {START.total_seconds():g} s: is torchrun "
+                    "started on all machines, with the same --nnodes and --rdzv-endpoint?",
+                    1,
+                )
+            if waited_s > SLOW_S and self.is_leader and not said:
+                said = True
+                print(f"keyhole: waiting for {_names(missing)} of {self.size} to start", file=sys.stderr, flush=True)
+            time.sleep(POLL_S)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -75,6 +102,10 @@ class Group(Ranks):
         """Seconds without a heartbeat after which a rank counts as dead."""
         self.limit_s = limit_s
         self.alive.set_limit(limit_s)
+
+    @property
+    def orphaned(self) -> bool:
+        return self.alive.orphaned
 
     # -- operations between ranks ----------------------------------------------------------------------------------
 
@@ -205,16 +236,19 @@ class Group(Ranks):
         unless the leader does not read their message."""
         if isinstance(error, RankFailed):
             self._leave()
-            return error if self.is_leader or error.code == 1 and "rank 0" in str(error) else SystemExit(error.code)
+            without_leader = error.code == 1 and "rank 0" in str(error)
+            says = self.is_leader or without_leader and self.failures.is_first_to_say()
+            return error if says else SystemExit(error.code)
         self.failures.publish(error)
         self._leave()
         if self.is_leader:
+            self.failures.hear()
             return error
         first = self.failures.read()  # another rank failed first: this error is a consequence
         if first is not None:
             return SystemExit(first.code)
         if self.failures.wait_until_heard(self.limit_s):
-            return SystemExit(2 if isinstance(error, UserError) else 1)
+            return SystemExit(told(error)[0])
         return error
 
     def _leave(self) -> None:
@@ -226,11 +260,20 @@ class Group(Ranks):
     def close(self) -> None:
         """The end of a successful run: closes the connections when no rank needs them any more."""
         self.alive.close()
-        if dist.is_initialized():
+        if dist.is_initialized() and not self.orphaned:  # torchrun took its store along
+            end_s = time.monotonic() + self.limit_s
             with suppress(Exception):
                 self.store.set(f"done/{self.rank}", "1")
-                self.store.wait([f"done/{rank}" for rank in range(self.size)], timedelta(seconds=self.limit_s))
+                while not self.store.check([f"done/{rank}" for rank in range(self.size)]):
+                    if time.monotonic() > end_s or self.failures.read() is not None:
+                        break
+                    time.sleep(POLL_S)
+        if dist.is_initialized():
             self._leave()
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def gpu_of(local_rank: int, local_size: int) -> int | None:

@@ -4,7 +4,8 @@
     LOCAL_RANK, LOCAL_WORLD_SIZE     of those on this machine, whose number is GROUP_RANK
     MASTER_ADDR, MASTER_PORT         address of the store: torchrun's own, or that of rank 0 (with other launchers)
 
-With WORLD_SIZE 1, or without these variables, there is nothing to join, and torch.distributed is not imported.
+With WORLD_SIZE 1, or without these variables, nothing is joined, and torch.distributed is not imported. Variables that
+contradict each other, or of which some are missing, are refused: N processes would each train alone, or wait for ever.
 """
 
 import logging
@@ -19,13 +20,38 @@ from keyhole.errors import UserError
 from keyhole.ranks.single import Ranks
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)  # mpirun, its kin, srun: processes of one start
 
 
 def size() -> int:
     """The number of processes that were started together."""
-    if not all(name in os.environ for name in NEEDED):
+    missing = [name for name in NEEDED if name not in os.environ]
+    if missing:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ and _number("WORLD_SIZE") > 1:
+            raise UserError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} and RANK={os.environ['RANK']} are set, {' and '.join(missing)} "
+                "not: start with torchrun, which sets all of them, or unset them to train in one process"
+            )
         return 1
-    return _number("WORLD_SIZE")
+    count, rank = _number("WORLD_SIZE"), _number("RANK")
+    if not 0 <= rank < count:
+        raise UserError(
+            f"RANK={rank}, WORLD_SIZE={count}: ranks count from 0 to WORLD_SIZE - 1; start with torchrun, or unset both"
+        )
+    return count
+
+
+def others_launched() -> str | None:
+    """The variable of a launcher that starts several processes and is not torchrun: they do not know each other."""
+    if not all(name in os.environ for name in NEEDED):
+        for name in LAUNCHERS:
+            if os.environ.get(name, "").isdigit() and int(os.environ[name]) > 1:
+                return f"{name}={os.environ[name]}"
+    return None
 
 
 def follows() -> bool:
@@ -50,6 +76,7 @@ def joined() -> Iterator[Ranks]:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")  # the leader shows the same warnings
     try:
+        ranks.meet()
         yield ranks
     except BaseException as error:
         ended = ranks.explain(error)
@@ -71,10 +98,23 @@ def _join() -> Any:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     served = []
 
+    if not 0 <= port < 65536:
+        raise UserError(
+            f"MASTER_PORT={port}: a port is a number from 0 to 65535; start with torchrun, or choose another"
+        )
+
     def connect() -> Any:
         serves = not of_torchrun and rank == 0 and not served
         served.append(True)
-        store = dist.TCPStore(where, port, None, is_master=serves, timeout=START, wait_for_workers=False)
+        try:
+            store = dist.TCPStore(where, port, None, is_master=serves, timeout=START, wait_for_workers=False)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            does = "cannot listen there" if serves else "cannot reach it"
+            raise UserError(
+                f"MASTER_ADDR={where}, MASTER_PORT={port}: rank {rank} of {count} {does} "
+                f"({str(error).splitlines()[0].rstrip('.')}); name the machine of rank 0, and a port that is free "
+                "there and that the others can reach"
+            ) from error
         return dist.PrefixStore(f"keyhole/{attempt}", store)
 
     local = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)

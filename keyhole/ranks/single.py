@@ -29,6 +29,8 @@ class Ranks:
 
     rank, size = 0, 1
     local_rank, local_size, machine = 0, 1, "0"
+    neighbours: Sequence[int] = (0,)  # the ranks of this machine
+    has_neighbours = False  # whether some machine has several ranks; the same on all of them
     limit_s = 60.0
 
     @property
@@ -44,6 +46,11 @@ class Ranks:
         """This rank's consecutive part of the items; empty if there are fewer items than ranks."""
         begin, end = (r * len(items) // self.size for r in (self.rank, self.rank + 1))
         return list(items[begin:end])
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether torchrun, which started this rank, is gone."""
+        return False
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[N, *shape of x], on the device of x."""

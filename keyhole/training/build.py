@@ -54,6 +54,7 @@ from keyhole.training.metrics import MetricsFile
 from keyhole.training.reports import Reports
 from keyhole.training.resume import flat_config
 from keyhole.training.run_page import RunPage, begin_curves, begin_story
+from keyhole.training.sameness import same_directory, same_everywhere, same_weights
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
@@ -129,18 +130,6 @@ def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: in
     return max_steps if max_steps is not None else math.ceil(epochs * steps_per_epoch)
 
 
-def same_everywhere(ranks: Ranks, config: TrainConfig, data: Data) -> None:
-    """Refuses to start if a rank would train with another config or on other data than the leader."""
-    if not ranks.several:
-        return
-    ranks.set_limit(config.rank_timeout)
-    everyone = ranks.objects((to_yaml(replace(config, data_cache=None)), data.train.fingerprint))
-    for rank, (its_config, its_data) in enumerate(everyone):
-        what = "the config" if its_config != everyone[0][0] else "train_data" if its_data != everyone[0][1] else None
-        if what is not None:
-            raise UserError(f"rank {rank}: {what} differs from that of rank 0; the files must be the same everywhere")
-
-
 def build_run(job: Job, lock: Lock) -> Run | Follower:
     """Loads model and method, prints the start block, creates the output directory, and replays the journal."""
     torch.manual_seed(job.config.seed)
@@ -148,6 +137,7 @@ def build_run(job: Job, lock: Lock) -> Run | Follower:
         with job.parts.waiting.phase("loading the model"):
             model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load, job.parts.ranks)
         opened.callback(model.close)
+        same_weights(job.parts.ranks, weights_source(job.config, job.origin.choice))
         run = _build(job, lock, model, opened)
         opened.pop_all()
     return run
@@ -166,7 +156,10 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         method = make_method(model, config, origin)
     ranks_lines = ranks.describe(model.device)
     check_names(model)
+    meet_on_disk = model.sharded or config.load_best_model_at_end
     if not ranks.is_leader:
+        if meet_on_disk:
+            same_directory(ranks, lock.path)
         if origin.tail:
             apply_records(method, origin.tail, job.display.line)
         shared = {"data": data, "schedule": job.schedule, "first": origin.step, "judge": job.judge}
@@ -186,6 +179,8 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     saver.refuse_full_disk()
     machine_facts = environment()
     rundir.open_run(job.directory, to_yaml(config), machine_facts, lock, job.run_id)
+    if meet_on_disk:
+        same_directory(ranks, lock.path)
     job.display.log_to(job.directory.log)
     with rundir.writing_to(job.directory.root):
         select.rename_damaged(origin.choice.damaged)

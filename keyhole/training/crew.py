@@ -7,7 +7,7 @@ ranks on the host (24 bytes; a fraction of a millisecond; kernels keep running m
     leader    command, argument, 0
     others    0, 0, the signal that this rank has received (0: none)
 
-So a signal to any rank ends the run in the same way as a signal to the leader.
+So a signal to any rank ends the run in the same way as a signal to the leader; so does the end of torchrun.
 """
 
 import signal
@@ -18,7 +18,8 @@ import torch
 from keyhole.ranks import Ranks
 from keyhole.training.signals import Interrupts
 
-UNNAMED = 1
+UNNAMED, ORPHANED = -1, -2
+NAMES = {UNNAMED: "a signal", ORPHANED: "the end of torchrun"}
 
 
 class Command(IntEnum):
@@ -47,15 +48,19 @@ class Crew:
         """Called by the leader: all ranks start this command now. Collects signals that other ranks have received."""
         if not self.ranks.several:
             return
+        if self.ranks.orphaned:
+            self.interrupts.ask(NAMES[ORPHANED])
         rows = self.ranks.gather(torch.tensor([command, argument, 0]))
         for rank, (_, _, number) in enumerate(rows.tolist()):
             if number:
-                name = "a signal" if number == UNNAMED else signal.Signals(number).name
+                name = NAMES.get(number) or signal.Signals(number).name
                 self.interrupts.ask(f"{name} on rank {rank}")
 
     def listen(self) -> tuple[Command, int]:
         """Called by the other ranks: returns the leader's command and its argument."""
         asked = self.interrupts.requested
-        number = 0 if asked is None else signal.Signals[asked] if asked in signal.Signals.__members__ else UNNAMED
+        number = ORPHANED if self.ranks.orphaned else 0
+        if asked is not None:
+            number = signal.Signals[asked] if asked in signal.Signals.__members__ else UNNAMED
         command, argument, _ = self.ranks.gather(torch.tensor([0, 0, number]))[0].tolist()
         return Command(command), argument

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from keyhole.disk.files import open_regular
 from keyhole.errors import UserError
+from keyhole.ranks.join import others_launched
 
 CONTENT = re.compile(rb"[\d\0]{0,20}\n?")
 
@@ -50,8 +51,10 @@ class Lock:
             holder = content.decode().strip("\0\n") or "unknown"
             os.close(file)
             root = self.path.parent.parent
+            launched = others_launched()
+            hint = "" if launched is None else f" ({launched}: processes train together under torchrun only)"
             raise UserError(
-                f"output_dir: process {holder} is training into {root} already; wait for it, stop it, or choose "
+                f"output_dir: process {holder} is training into {root} already{hint}; wait for it, stop it, or choose "
                 "another output_dir"
             ) from None
         except OSError:  # a file system without locks: train without one

@@ -163,6 +163,11 @@ def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | N
     origin = ranks.from_leader(lambda: find_origin(resume, directory.place(), row.journaled))
     if origin.tail and origin.choice.path is None and ranks.is_leader:
         check_base(origin.journal, config.model)
+    if origin.choice.path is not None and not origin.choice.path.is_dir():
+        raise UserError(
+            f"output_dir: {origin.choice.path}, from which the leader goes on, is not on this machine: copy it here, "
+            "or use a file system that all machines see"
+        )
     notes = resume_lines(resume, origin, config) if ranks.is_leader else []
     check_directory(config.model)
     own = getattr(config, row.section)

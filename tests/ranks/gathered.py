@@ -24,12 +24,13 @@ SETTINGS: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "ref
 CASES = ["dense, auto", *(f"{name}, always" for name in SETTINGS)]
 
 
-def gathered_results(directory: Path, cases: list[str], machines: int = 1, device: str = "cpu") -> int:
-    """Of this rank, in a file: cases, each as one line `name, way`, and the engine by itself. machines: ranks are as if
-    they were on so many."""
+def gathered_results(directory: Path, cases: list[str], machines: list[int], device: str = "cpu") -> int:
+    """Of this rank, in a file: cases, each as one line `name, way`, and the engine by itself. machines: how many ranks
+    are on each, as if there were several."""
     torch.set_num_threads(1)
-    rank, local = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // machines
-    os.environ |= {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local)}
+    places = [(str(place), str(count), str(i)) for i, count in enumerate(machines) for place in range(count)]
+    place = zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"), places[int(os.environ["RANK"])], strict=True)
+    os.environ |= dict(place)
     with joined() as ranks:
         received = random_sweeps(ranks, device)
         found: dict[str, Any] = {case: run(ranks, *case.split(", "), device) for case in cases}
@@ -39,7 +40,8 @@ def gathered_results(directory: Path, cases: list[str], machines: int = 1, devic
 
 def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, Any]:
     """Five steps of a streamed zo, with flushes, evaluations of which every rank makes another number, and a step that
-    has work for one rank only: losses, weights, what was said; and bytes over the link, of the last step."""
+    has work for one rank only: losses, weights, how many changed, what was said; and bytes over the link, of the last
+    step."""
     how: dict[str, Any] = {"init": "random", "device": device, "dtype": "bfloat16", "placement": "stream", "seed": 3}
     how |= {"workload": keyhole.Workload("zo", tokens=64), "wire": "fp8" if case == "packed" else None}
     if ranks.several:
@@ -56,7 +58,7 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
             scores = [model.nll(batch())[0] for _ in range(1 + ranks.rank)]
     up = model.engine.bytes_up - before
     method.flush()
-    bits = {"losses": torch.stack(losses).cpu(), "score": scores[0].cpu()}
+    bits = {"losses": torch.stack(losses).cpu(), "score": scores[0].cpu(), "changed": method.changed.cpu().clone()}
     bits |= {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
     shared = sum(model.engine.homes[page].nbytes for page in model.engine.shared)
     own = sum(model.engine.homes[page].nbytes for page in model.engine.streamed - model.engine.shared)

@@ -30,10 +30,10 @@ def test_shared_homes_have_the_bits_of_one_process(tmp_path: Path) -> None:
 
 def test_gathered_uploads_have_the_bits_of_whole_ones(tmp_path: Path) -> None:
     """zo, each rank uploading a half, on streams of its own: dense, of low rank, packed, experts."""
-    launch = Launch(2, gathered.gathered_results, tmp_path, gathered.CASES, 1, "cuda")
+    launch = Launch(2, gathered.gathered_results, tmp_path, gathered.CASES, [2], "cuda")
     alone = {name: gathered.run(Ranks(), name, "auto", "cuda") for name in gathered.SETTINGS}
     assert launch.end() == [0, 0], launch.printed
-    assert_gathered([torch.load(tmp_path / f"2 {rank}.pt") for rank in range(2)], alone, 2)
+    assert_gathered([torch.load(tmp_path / f"2 {rank}.pt") for rank in range(2)], alone, [2])
 
 
 def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One process by itself: nothing of torch.distributed, and trivial answers."""
 
 import ast
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.ranks import Ranks, join
+from keyhole.training.lock import locked
 from tests.training.children import server
 from tests.training.runs import Make
 
@@ -82,3 +84,47 @@ def test_who_this_process_is_comes_from_torchruns_variables(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(UserError, match="WORLD_SIZE=many"):
         join.size()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4: ranks count from 0"),
+        ({"WORLD_SIZE": "0"}, "RANK=1, WORLD_SIZE=0"),
+        ({"MASTER_PORT": None}, "WORLD_SIZE=4 and RANK=1 are set, MASTER_PORT not"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: a port is a number"),
+    ],
+)
+def test_variables_that_cannot_be_are_refused(
+    changed: dict[str, str | None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would have four processes train apart, or wait for each other for ever."""
+    values = dict(zip(join.NEEDED, ("1", "4", "127.0.0.1", "29500"), strict=True)) | changed
+    for name, value in values.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=said), join.joined():
+        pass
+
+
+def test_a_port_in_use_is_the_users_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by other means than torchrun, rank 0 serves the store itself."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server_socket:
+        port = str(server_socket.getsockname()[1])
+        for name, value in zip(join.NEEDED, ("0", "2", "127.0.0.1", port), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"MASTER_PORT={port}: rank 0 of 2 cannot listen there"), join.joined():
+            pass
+
+
+def test_processes_of_another_launcher_hear_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun and srun start processes that do not know each other: the second finds the directory taken."""
+    for name in (*join.NEEDED, *join.LAUNCHERS):
+        monkeypatch.delenv(name, raising=False)
+    with locked(tmp_path / "lock") as first, locked(tmp_path / "lock") as second:
+        first.take()
+        with pytest.raises(UserError, match=r"is training into .* already; wait"):
+            second.take()
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+        with pytest.raises(UserError, match=r"already \(SLURM_STEP_NUM_TASKS=2: .* torchrun"):
+            second.take()

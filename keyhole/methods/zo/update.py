@@ -276,13 +276,15 @@ class Update:
 
     @contextmanager
     def _counting_all(self) -> Iterator[None]:
-        """A context in which each rank updates its part of the shared units: `changed` counts over all ranks."""
+        """A context in which each rank updates its part of the units that those of its machine share: `changed` counts
+        those of the whole machine, and so all units once, however many machines have a copy."""
         if not self.model.engine.shared:
             yield
             return
         self.own_changed = torch.zeros_like(self.changed)
         yield
-        self.changed += self.model.ranks.gather(self.own_changed).sum()
+        ranks = self.model.ranks
+        self.changed += ranks.gather(self.own_changed)[list(ranks.neighbours)].sum()
         self.counted |= self.model.engine.shared
         self.own_changed = None
 
