@@ -44,7 +44,8 @@ def killed(
     settings: dict[str, Any] = SHORT,
     assert_same: Callable[[TrainConfig, TrainConfig], None] = assert_same_run,
 ) -> None:
-    """One run, killed so many times, at any instant of the first life_s seconds of its processes, later each time."""
+    """One run, killed so many times, at any instant of the first life_s seconds of its processes: later each time, and
+    earlier again when the run had ended before."""
     rng, done = random.Random(seed), 0
     alone, config = (make(name, **settings, rank_timeout=RANK_TIMEOUT_S) for name in ("alone", "killed"))
     assert train_alone(alone) == 0
@@ -59,8 +60,9 @@ def killed(
         codes = launch.after_a_kill()
         assert time.perf_counter() - kill_s < MOST_S, launch.printed
         assert codes == [0] * size or 0 not in codes or codes[victim] == -signal.SIGKILL, (codes, launch.printed)
-        done += codes[victim] == -signal.SIGKILL
-        life_s = min(12.0, life_s * 1.2)  # later each time, so that some are in the middle of training
+        died = codes[victim] == -signal.SIGKILL
+        done += died
+        life_s = min(12.0, life_s * 1.2) if died else life_s * 0.6
         if codes[0] == 0:
             assert_same(config, alone)
             shutil.rmtree(config.output_dir)
