@@ -65,10 +65,11 @@ class Launch:
                 process.kill()
 
     def after_a_kill(self) -> list[int]:
-        """What torchrun does when one process has died: it asks the others to end. Their exit codes."""
-        while all(process.is_alive() for process in self.processes):
-            sentinels = [process.sentinel for process in self.processes]
-            wait(sentinels)
+        """What torchrun does when one process has died: it asks the others to end; not when one is done. Exit codes."""
+        while living := [process for process in self.processes if process.is_alive()]:
+            if any(process.exitcode for process in self.processes):
+                break
+            wait([process.sentinel for process in living])
         for process in self.processes:
             if process.is_alive():
                 process.terminate()
