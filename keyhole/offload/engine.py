@@ -82,17 +82,8 @@ class Engine:
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = self.streams = [torch.cuda.Stream(device) for _ in range(2)]
-            self._lend_slots(self.streams)
             self.ends_on = self.up  # the stream on which the last upload ends
             self.home_written = {page: torch.cuda.Event() for page in streamed}
-
-    def _lend_slots(self, streams: "list[torch.cuda.Stream]") -> None:
-        """Marks the slots as used on these streams. Kernels of an earlier owner of their memory come first; and when
-        the model is dropped while pages are being uploaded, the allocator hands out the memory after the copies."""
-        for stream in streams:
-            stream.wait_stream(self.compute)
-            for slot in self.slots:
-                slot.buffer.record_stream(stream)
 
     @contextmanager
     def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:

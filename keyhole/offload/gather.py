@@ -83,7 +83,6 @@ class GatheringEngine(Engine):
         if self.cuda:
             self.between = torch.cuda.Stream(device)
             self.streams.append(self.between)
-            self._lend_slots([self.between])
 
     # -- whether to gather -----------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
-from keyhole.model.forward.graphs import no_collection, pool_after_failure
+from keyhole.model.forward.graphs import no_collection
 from keyhole.model.forward.memory import launched_as_graphs
 
 if TYPE_CHECKING:
@@ -188,7 +188,6 @@ class RecordedSteps:
             recording.graph = graph
         except Exception as error:  # any operation of the model that cannot be captured
             self.why = str(error).partition("\n")[0]
-            self.pool = pool_after_failure(model.device, self.pool)
         torch.cuda.synchronize(model.device)
         model.engine.compute = torch.cuda.current_stream(model.device)
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from keyhole.model.forward.graphs import no_collection, pool_after_failure, signature_of, tensors_of
+from keyhole.model.forward.graphs import no_collection, signature_of, tensors_of
 
 Values = list[Any]
 MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
@@ -196,7 +196,6 @@ class RecordedBlocks:
                     one.graph.capture_end()
         except RuntimeError as error:
             one, self.why = None, str(error).partition("\n")[0]
-            self.pool = pool_after_failure(self.device, self.pool)
         torch.cuda.synchronize(self.device)
         return one
 

@@ -26,7 +26,7 @@ of the graphs: one block's activations.
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any
 
@@ -159,7 +159,6 @@ class BlockGraphs:
                     one.graph.capture_end()
         except RuntimeError:
             torch.cuda.synchronize(self.model.device)
-            self.pool = pool_after_failure(self.model.device, self.pool)
             return None
         return None if signature_of(one.output) is None else one
 
@@ -175,27 +174,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def pool_after_failure(device: torch.device, pool: Any) -> Any:
-    """A pool for further recordings, when one has broken off.
-
-    Where a capture has become invalid (the host asked for a number), ending it fails at the driver's call, and PyTorch
-    leaves out what comes behind: its allocator takes the capture for one that goes on, which means that memory that
-    other streams have used is never given out again, and that the pool is refused; and its generator of random numbers
-    takes no further call. The first is made up for here; the second by a small capture that succeeds."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with suppress(RuntimeError, AttributeError):  # it was ended
-        torch._C._cuda_endAllocateToPool(index, pool)
-        torch._C._cuda_releasePool(index, pool)
-    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)), no_collection():
-        graph, number = torch.cuda.CUDAGraph(), torch.zeros((), device=device)
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            number.add_(1)
-        finally:
-            graph.capture_end()
-    return torch.cuda.graph_pool_handle()
 
 
 PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
