@@ -90,11 +90,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+FLUSHES = {name: getattr(os, name) for name in ("fsync", "fdatasync") if hasattr(os, name)}
+OF_THE_DISK = ("tests/disk/", "tests/checkpoint/journal/", "tests/training/test_full_disk.py")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_wait_for_the_disk() -> Iterator[None]:
-    """What a disk has said it holds is asked for thousands of times, at milliseconds each, a tenth of all time; what a
-    test finds in a file is the same without. Tests that count or fail these calls put their own in their place, and
-    processes that are killed (tests/crash) make them."""
+    """fsync of a regular file or a directory does nothing: thousands of calls took a tenth of the suite's time, and a
+    test reads the same bytes without them. Tests about the disk itself (OF_THE_DISK) and killed processes (tests/crash)
+    make the real calls."""
 
     def unless_a_file(real: Callable[[int], None]) -> Callable[[int], None]:
         def flush(file: Any) -> None:
@@ -105,10 +109,19 @@ def no_wait_for_the_disk() -> Iterator[None]:
         return flush
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("fsync", "fdatasync"):
-            if hasattr(os, name):
-                patch.setattr(os, name, unless_a_file(getattr(os, name)))
+        for name, real in FLUSHES.items():
+            patch.setattr(os, name, unless_a_file(real))
         yield
+
+
+@pytest.fixture(autouse=True)
+def waits_for_the_disk(
+    request: pytest.FixtureRequest, no_wait_for_the_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real calls, where a failing one is what a test is about."""
+    if any(part in str(request.path) for part in OF_THE_DISK):
+        for name, real in FLUSHES.items():
+            monkeypatch.setattr(os, name, real)
 
 
 STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
