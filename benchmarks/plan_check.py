@@ -131,15 +131,16 @@ def ratio(found: dict[str, Any], name: str) -> float | None:
     return found["planned"][name] / measured if measured else None
 
 
-def line(case: Case, found: dict[str, Any]) -> str:
+def line(title: str, found: dict[str, Any]) -> str:
     p, m = found["planned"], found["measured"]
     parts = []
     for name, unit, form in (("gpu", GIB, ".2f"), ("host", GIB, ".2f"), ("seconds", 1, ".4f")):
         share = ratio(found, name)
         shown = f"{share:5.2f}" if share is not None else "    -"
-        parts.append(f"{p[name] / unit:8{form}} {m[name] / unit:8{form}} {shown}")
+        measured = f"{m[name] / unit:8{form}}" if m[name] is not None else "       -"
+        parts.append(f"{p[name] / unit:8{form}} {measured} {shown}")
     split = " ".join(f"{name} {value:.3f}" for name, value in found["parts"].items())
-    return f"{case.name:46} {'  |  '.join(parts)}  | {found['bound_by']:7} {split}"
+    return f"{title:50} {'  |  '.join(parts)}  | {found['bound_by']:7} {split}"
 
 
 def summary(results: list[dict[str, Any]]) -> list[str]:
@@ -187,7 +188,7 @@ def main() -> None:
             continue
         try:
             results.append(run(case, device, rates, args.quick))
-            print(line(case, results[-1]), flush=True)
+            print(line(case.name, results[-1]), flush=True)
         except Exception as error:  # one case that fails costs one row
             print(f"{case.name}: {type(error).__name__}: {str(error).splitlines()[0][:300]}", flush=True)
         measure.clear_device(device)
