@@ -168,14 +168,15 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
     budget = int(Bytes.parse(record.gpu_memory)) if record.gpu_memory else None
     limit = budget if budget is not None else int(USABLE * (rates.gpu_bytes or 0))
     asked = Question(
-        module, record.dtype, rates, limit, 2**50, batch, length, clips=record.clips, settings={record.method: own}
-    )
+        module, record.dtype, rates, limit, 2**50, batch, length, clips=record.clips, settings={record.method: own},
+        is_budget=budget is not None,
+    )  # fmt: skip
     layout, streamed = asked.find(module), set[int]()
     if record.placement == "stream":
         room = Room(Wire(record.dtype, record.wire), rates.workspace_bytes, limit, budget is not None)
         layout, streamed = fit(module, Costs(asked.workload(traits), room, traits), budget)
     row = make_row(asked, traits, record.placement, record.wire, layout, streamed)
-    room = Room(Wire(record.dtype, record.wire), rates.workspace_bytes, limit)
+    room = Room(Wire(record.dtype, record.wire), rates.workspace_bytes, limit, budget is not None)
     work = traits.planned_work(layout, streamed, asked.workload(traits), room, rates)
     seconds = row.seconds
     assert seconds is not None

@@ -42,7 +42,7 @@ PLACEMENTS = ("resident", "auto", "stream")
 @dataclass(frozen=True)
 class Question:
     """The model, the step and the machine to plan for. gpu_bytes: the most that PyTorch may use on the GPU (None: no
-    GPU)."""
+    GPU); is_budget: because the run sets gpu_memory, not because the GPU is that large."""
 
     module: nn.Module
     dtype: torch.dtype
@@ -57,6 +57,7 @@ class Question:
     keeps: int = 2  # number of checkpoints that are kept
     settings: Mapping[str, Any] = field(default_factory=dict)  # by method
     methods: tuple[str, ...] = tuple(METHODS)
+    is_budget: bool = False
     layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
 
     def find(
@@ -145,7 +146,7 @@ def rows_of(question: Question, traits: Traits) -> Iterator[Row]:
 
 def room_of(question: Question, wire: str | None) -> Room:
     workspace = question.rates.workspace_bytes if question.rates.gpu_bytes is not None else 0
-    return Room(Wire(question.dtype, wire), workspace, question.gpu_bytes)
+    return Room(Wire(question.dtype, wire), workspace, question.gpu_bytes, question.is_budget)
 
 
 def plan_row(question: Question, traits: Traits, placement: str, wire: str | None = None) -> Row | None:
