@@ -9,8 +9,15 @@ Rows per method and wire:
     stream     everything streamed that can be
 
     gpu    the planned peak of the allocator
-    host   weights in host memory, the method's state, and PROCESS_BYTES for Python, PyTorch and CUDA
+    host   weights in host memory, the method's state, and the process itself
     disk   checkpoints (weights in the compute dtype, and the method's state): those kept, and one being written
+
+The process itself takes, with a GPU, PROCESS_BYTES for Python, PyTorch, its libraries and the CUDA context; KERNELS
+more where Triton compiles our kernels (all methods but the baselines, which run torch's own); BACKWARD more where
+autograd runs (the backward kernels of cuBLAS and cuDNN, loaded when first used, and autograd's threads); COMPILER more
+with torch.compile. On an H200 `zo` took 1.29 to 1.43 GiB, plain autograd 1.47 to 1.54, `lomo`, `lora` and
+`adam-offload` 1.73 to 1.90 beside their weights and state, and compiled blocks 0.1 to 0.6 more (benchmarks/zo_h200_*,
+lomo_h200_*, lsp_h200_*, frozen_base_h200_*; the first case of each process).
 
 A wire of the same width as the dtype is left out, since its row would be the same. The table needs no weights and no
 GPU: the module is a skeleton (model/structure/skeleton.py).
@@ -35,7 +42,8 @@ from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element
 from keyhole.plan.placement import Costs, fit
 from keyhole.plan.seconds import StepSeconds, step_seconds
 
-PROCESS_BYTES = {True: int(1.4 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
+PROCESS_BYTES = {True: int(1.05 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
+KERNELS, BACKWARD, COMPILER = int(0.3 * GIB), int(0.45 * GIB), int(0.3 * GIB)
 PLACEMENTS = ("resident", "auto", "stream")
 
 
@@ -120,6 +128,14 @@ class Row:
         return kept | {"wire": self.stored, "wire_setting": self.wire, "parts_seconds": parts}
 
 
+def process_bytes(row: Traits, own: Any, on_gpu: bool) -> int:
+    """Host memory of the process itself."""
+    if not on_gpu:
+        return PROCESS_BYTES[False]
+    found = PROCESS_BYTES[True] + (0 if row.sweep == "torch" else KERNELS) + (0 if row.sweep == "forward" else BACKWARD)
+    return found + (COMPILER if getattr(own, "compile", False) else 0)
+
+
 def wires_of(row: Traits, dtype: torch.dtype, own: Any = None) -> list[str | None]:
     """None for the dtype itself, and the formats of another width that the method accepts (of the frozen formats of one
     width, the first)."""
@@ -200,7 +216,7 @@ def make_row(
     itemsize = question.dtype.itemsize
     seconds = step_seconds(asked, question.rates, rows=work.tokens, itemsize=itemsize, units=sweeps * len(streamed))
     gpu = traits.planned_bytes(layout, streamed, work, room).total + asked.kept_bytes
-    process = PROCESS_BYTES[question.rates.gpu_bytes is not None]
+    process = process_bytes(traits, work.settings, question.rates.gpu_bytes is not None)
     away = host_bytes(layout, streamed, room.formats)
     host = away + asked.host_bytes + process
     if question.gpu_bytes is None:  # the CPU is the device

@@ -7,8 +7,8 @@ On the device, per trained parameter, for weights of b bytes (galore computes in
     sgd         b         b           b with momentum, else 0                   the same
     galore      b         b           8 per number, rank x the longer side of a projected matrix, and 4 of projectors
 
-and the activations of the whole forward pass: HIDDEN H + WIDE W per token and block (model/backward/memory.py) if
-everything is kept, the inputs of blocks and one block if activations=block; and logits of the whole vocabulary, in b
+and the activations of the whole forward pass: what autograd saves of every block, and the gradients in flight in one
+(model/backward/memory.py); with activations=block the inputs of blocks and one block; and logits of the whole vocabulary, in b
 and twice in fp32. While galore updates a matrix it holds five fp32 copies of it.
 """
 
@@ -19,7 +19,7 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
 from keyhole.methods.work import StepWork, activation_bytes, forward_flops, reverse_work, trained_numel
-from keyhole.model.backward.memory import HIDDEN, WIDE
+from keyhole.model.backward.memory import block_numel
 from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
 
@@ -72,10 +72,10 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     b, hidden = room.formats.dtype.itemsize, int(layout.table.shape[1])
     own = work.settings or ROWS[work.method].settings()
     trained, state = state_numbers(layout, work, b)
-    wide = max((max(shape) for shape in _matrices(layout)), default=hidden)
-    of_block = b * work.tokens * (HIDDEN * hidden + WIDE * wide)
-    inputs = b * work.tokens * hidden * layout.block_count
-    kept = inputs + of_block if getattr(own, "activations", "none") == "block" else layout.block_count * of_block
+    of_block = b * work.tokens * block_numel(layout)
+    saved = of_block if layout.counts is None else b * work.tokens * layout.counts.saved
+    inputs = b * work.tokens * hidden
+    kept = of_block + (layout.block_count - 1) * (inputs if getattr(own, "activations", "none") == "block" else saved)
     largest = max((shape.numel() for shape in _matrices(layout)), default=0)
     return TorchBytes(
         homes=sum(room.formats.home_bytes(u) for u in layout.units if u.index not in streamed),

@@ -82,6 +82,27 @@ def _try(module: nn.Module) -> Tried:
     )
 
 
+class _Enough(Exception):
+    """The arguments are known."""
+
+
+def call_of(module: nn.Module, part: nn.Module, length: int) -> tuple[tuple, dict[str, Any]] | None:
+    """The arguments with which the module's forward calls one of its parts, for a row of this many tokens; large ones
+    are constants. None if the forward does not get that far."""
+    found: list[tuple[tuple, dict[str, Any]]] = []
+
+    def take(part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        found.append((args, kwargs))
+        raise _Enough
+
+    hook = part.register_forward_pre_hook(take, with_kwargs=True)
+    try:
+        _Watch(module).forward(length)
+    finally:
+        hook.remove()
+    return found[0] if found else None
+
+
 def is_matrix(p: nn.Parameter) -> bool:
     """Neither a vector nor the kernel of a depthwise convolution [C, 1, K], which is small, and which state-space
     layers read without calling the module that owns it."""
