@@ -11,12 +11,11 @@ For N parameters that a token uses (of experts, those it is routed to), M tokens
     kernels      launches by the host; for a layer that is computed by experts, EXPERT per expert that a pass uses
                  (counted in the code, not fitted)
 
-The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). Of these FROM_MEMORY
-come from device memory, the others from the GPU's cache, which still holds what the kernel before has written; a
-backward pass takes BACKWARD times as long as a forward pass for them (twice the bytes, and sums over tokens, which run
-below the rate of copies). torch.compile fuses all but COMPILED of them. Both factors are fitted to the forward and backward
-times of a Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama:
-FORWARD_H tensors of the hidden width and FORWARD_W of the widest matrix side.
+The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). A backward pass takes
+BACKWARD times as long for them as a forward pass (twice the bytes, and sums over tokens, which run below the rate of
+copies). torch.compile fuses all but COMPILED of them. Both are fitted to the forward and backward times of a Llama-7B
+(benchmarks/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama: FORWARD_H tensors of
+the hidden width and FORWARD_W of the widest matrix side.
 
 The numbers per method are in memory.py of its folder, beside its bytes; this file has the shared ones.
 """
@@ -34,8 +33,7 @@ from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
 
-FORWARD_H, FORWARD_W, BACKWARD = 45, 6, 5
-FROM_MEMORY = 0.8
+FORWARD_H, FORWARD_W, BACKWARD = 51, 9, 5
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
 GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
@@ -69,7 +67,9 @@ EXPERT = Launches(25, 60)  # per expert
 
 @dataclass(frozen=True)
 class StepWork:
-    """One step. adam: parameters that the CPU updates; through_host: bytes that updates read and write in host memory,
+    """One step. adam: parameters that the CPU updates; exposed_adam: those of them whose update begins after the
+    backward pass and ends before the next forward pass, so that nothing hides it; exposed_bytes: of their gradients and
+    steps, each way; through_host: bytes that updates read and write in host memory,
     on the CPU or the GPU; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
     kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
     passes whose rows share one product."""
@@ -79,6 +79,8 @@ class StepWork:
     up: float = 0.0
     down: float = 0.0
     adam: float = 0.0
+    exposed_adam: float = 0.0
+    exposed_bytes: float = 0.0
     through_host: float = 0.0
     kernels: float = 0.0
     host_bytes: int = 0
@@ -153,7 +155,7 @@ def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:
     hidden, wide = _widths(layout)
     logits = 6 * room.formats.dtype.itemsize * work.tokens * layout.table.shape[0]
     found = layout.counts
-    each = FROM_MEMORY * found.forward_elements if found else FORWARD_H * hidden + FORWARD_W * wide
+    each = found.forward_elements if found else FORWARD_H * hidden + FORWARD_W * wide
     blocks = layout.block_count * work.tokens * each
     return float(room.formats.dtype.itemsize * blocks + logits)
 
@@ -182,9 +184,9 @@ def _block_numel(layout: Layout) -> int:
     return sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
 
 
-def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
+def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room, plain: bool) -> float:
     """The share of the blocks that keep all activations and are not recomputed (model/backward/kept_blocks.py)."""
-    how = getattr(work.settings, "activations", "block")
+    how = getattr(work.settings, "activations", "none" if plain else "block")
     if how != "auto" or streamed or room.limit_bytes is None:
         return float(how == "none")
     left = room.limit_bytes - reverse_bytes(layout, streamed, work, room).total
@@ -227,7 +229,7 @@ def reverse_work(
     that slots still hold when the direction changes are not uploaded again. Costs of the update itself are added by the
     method."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
-    share_kept = _kept_share(layout, streamed, work, room)
+    share_kept = _kept_share(layout, streamed, work, room, plain)
     again, extra = 1.0 - share_kept, 0
     if getattr(work.settings, "activations", "block") == "auto":
         extra = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))

@@ -18,7 +18,7 @@ from typing import Any
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
-from keyhole.methods.work import StepWork, activation_bytes, forward_flops, reverse_work, trained_numel
+from keyhole.methods.work import StepWork, reverse_work, trained_numel
 from keyhole.model.backward.memory import block_numel
 from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
@@ -94,9 +94,5 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     own = work.settings or ROWS[work.method].settings()
     trained, state = state_numbers(layout, work, b)
     found = reverse_work(layout, set(), work, room, rates, plain=True)
-    if getattr(own, "activations", "none") == "none":  # nothing is recomputed
-        once = forward_flops(layout, work), activation_bytes(layout, work, room)
-        again = 0.0 if hasattr(own, "activations") else 1.0
-        found = found.plus(products=-again * work.passes * once[0], touched=-again * work.passes * once[1])
     per_weight = {GALORE.name: GALORE_BYTES}.get(work.method, 6 * b)
     return found.plus(touched=per_weight * trained + 2 * state, saved_bytes=state)
