@@ -145,7 +145,7 @@ def _low_rank(stem: str, found: dict[str, Any]) -> Iterator[Record]:
         wire = "int4" if "int4" in name else None
         if wire and "rank" in options:
             options["fold"] = False
-        budget = asked["int4"] if wire and "GiB" in asked.get("int4", "") else None
+        budget = asked["int4"] if f"in {asked['int4']}" in name else None
         yield Record(
             f"{stem} {name}", model_config(asked["model"]), "zo", tokens, placement, _measured(each), budget,
             wire, torch.bfloat16, options, moved=_moved(each),
@@ -178,6 +178,9 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
     row = make_row(asked, traits, record.placement, record.wire, layout, streamed)
     room = Room(Wire(record.dtype, record.wire), rates.workspace_bytes, limit, budget is not None)
     work = traits.planned_work(layout, streamed, asked.workload(traits), room, rates)
+    if record.options.get("native"):  # its AdamW is fused: no copy of all weights
+        peak = replace(traits.planned_bytes(layout, streamed, asked.workload(traits), room), update=0)
+        row = replace(row, gpu_bytes=peak.total)
     seconds = row.seconds
     assert seconds is not None
     return {
