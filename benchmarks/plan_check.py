@@ -216,19 +216,21 @@ def summary(results: list[dict[str, Any]]) -> list[str]:
 class Process:
     """A process that imports what a case needs, and runs it when it is told to."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--wait"]
+    def __init__(self, case: Case | None) -> None:
+        """case: None to measure the rates."""
+        command = [sys.executable, str(Path(__file__).resolve()), "--wait", case.method if case else "rates"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.is_ready = False
         self.process = subprocess.Popen(command, text=True, cwd=Path(__file__).resolve().parents[1], **pipes)
 
     def ready(self) -> None:
-        """Waits until it has imported everything."""
-        for text in self.process.stdout:
-            if text.startswith(PREFIX):
-                return
+        """Waits until it has imported everything, or has ended."""
+        while not self.is_ready and (text := self.process.stdout.readline()):
+            self.is_ready = text.startswith(PREFIX)
 
     def ask(self, job: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Its answer; RuntimeError with its last lines if it has none."""
+        self.ready()
         last: list[str] = []
         killer = threading.Timer(limit_s, self.process.kill)
         killer.start()
@@ -236,7 +238,7 @@ class Process:
             with suppress(BrokenPipeError):
                 self.process.stdin.write(json.dumps(job))
                 self.process.stdin.close()
-            for text in self.process.stdout:
+            while text := self.process.stdout.readline():
                 if text.startswith(PREFIX):
                     return json.loads(text.removeprefix(PREFIX))
                 last = [*last[-3:], text.strip()]
@@ -251,12 +253,12 @@ class Process:
         self.process.wait()
 
 
-def wait_for_job() -> None:
-    """The main program of such a process."""
-    for config in (llama_config("3.5B", quick=True), opt_config("1.3B", quick=True)):
-        keyhole.load(config, init="random", device="cpu").close()
-    for row in METHODS.values():
-        row.load()
+def wait_for_job(method: str) -> None:
+    """The main program of such a process: imports what this method and no other needs."""
+    if method in METHODS:
+        METHODS[method].load()
+        for config in (llama_config("3.5B", quick=True), opt_config("1.3B", quick=True)):
+            keyhole.load(config, init="random", device="cpu").close()
     print(f"{PREFIX}ready", flush=True)
     job = json.loads(sys.stdin.read())
     device = torch.device(job["device"])
@@ -275,31 +277,30 @@ def wait_for_job() -> None:
 
 def measured_apart(cases: list[Case], device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
     """First the rates, then the numbers of each case, or its error."""
-    begin_s = time.perf_counter()
-    ahead = len(cases) + 1 if cpu_count() >= 8 else 2
-    waiting = [Process() for _ in range(min(ahead, len(cases) + 1))]
+    begin_s, jobs = time.perf_counter(), [None, *cases]
+    ahead = len(jobs) if cpu_count() >= 8 else 2
+    waiting = [Process(case) for case in jobs[:ahead]]
     for process in waiting:
         process.ready()
     print(f"{len(waiting)} processes are ready after {time.perf_counter() - begin_s:.0f} s", flush=True)
     job: dict[str, Any] = {"device": str(device), "quick": quick, "rates": None}
     try:
-        for i, case in enumerate([None, *cases]):
-            if not waiting:
-                waiting.append(Process())
-                waiting[0].ready()
+        for i, case in enumerate(jobs):
+            process = waiting.pop(0)
             if case is not None and time.perf_counter() - begin_s > LIMIT_S:
-                yield {"error": f"left out, {LIMIT_S:.0f} s have passed"}
-                continue
-            try:
-                found = waiting.pop(0).ask(job | {"case": None if case is None else asdict(case)}, CASE_S)
-            except RuntimeError as error:
-                found = {"error": str(error)}
+                process.end()
+                found = {"error": f"left out, {LIMIT_S:.0f} s have passed"}
+            else:
+                try:
+                    found = process.ask(job | {"case": None if case is None else asdict(case)}, CASE_S)
+                except RuntimeError as error:
+                    found = {"error": str(error)}
             if case is None:
                 if "error" in found:  # without rates there is nothing to check
                     raise SystemExit(f"rates: {found['error']}")
                 job["rates"] = found["rates"]
-            if len(waiting) < len(cases) - i and ahead <= len(cases):
-                waiting.append(Process())
+            if i + ahead < len(jobs):
+                waiting.append(Process(jobs[i + ahead]))
             yield found
     finally:
         for process in waiting:
@@ -337,10 +338,10 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="plan only")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", help="write all numbers there")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--wait", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.wait:
-        return wait_for_job()
+        return wait_for_job(args.wait)
     begin_s, device = time.perf_counter(), torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not (args.quick or args.dry):
         parser.error("full shapes need a GPU; use --quick")

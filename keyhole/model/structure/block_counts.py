@@ -3,7 +3,7 @@
 Families differ: a Llama block runs 38 kernels in its forward pass, computes its norms in float32 with casts, and keeps
 23 numbers of its width for autograd; an OPT block runs 13 and keeps 12. So a block of the model is run once, forward
 and backward, on the meta device, which computes shapes alone. The arguments are those with which the model's own forward
-calls the block (reach.py), for ROW tokens. Counted are
+calls the block (reach.py), for LONG tokens, or SHORT if the model has fewer positions. Counted are
 
     kernels    operations that are not views, matrix products and attention included
     elements   numbers that the other operations read and write (products and attention are counted as FLOPs), per token
@@ -26,9 +26,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from keyhole.model.structure.reach import call_of, is_matrix
+from keyhole.model.structure.reach import LONG, SHORT, call_of, is_matrix
 
-ROW = 512  # tokens
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "alias", "lift_fresh")
 
@@ -47,7 +46,7 @@ class BlockCounts:
 
 def block_counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
     """The counts of a block of a module; None if it cannot be run without values."""
-    call = call_of(module, block, ROW)
+    call = call_of(module, block, LONG) or call_of(module, block, SHORT)
     if call is None:
         return None
     try:

@@ -14,6 +14,7 @@ Unused experts are not marked: if one member of a list inside a block was used, 
 """
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ def call_of(module: nn.Module, part: nn.Module, length: int) -> tuple[tuple, dic
 
     hook = part.register_forward_pre_hook(take, with_kwargs=True)
     try:
-        _Watch(module).forward(length)
+        with warnings.catch_warnings():  # a small model's products are computed, in any dtype
+            warnings.simplefilter("ignore")
+            _Watch(module).forward(length)
     finally:
         hook.remove()
     return found[0] if found else None
