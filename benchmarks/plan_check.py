@@ -11,8 +11,8 @@ cases whose measured times differ by more than 2 %, the share with the right pla
 this machine (plan/measure.py). galore's SVDs and the fit of lsp's projectors are left out: neither is part of a usual
 step.
 
-A case runs in a process of its own, as a run does: what an earlier case left in an allocator, page-locked or in the heap
-counts in none of the numbers, and a case that fails, hangs or is killed costs one row. The processes are started
+A case runs in a process of its own, as a run does: what an earlier case left in an allocator, page-locked or in the
+heap counts in none of the numbers, and a case that fails, hangs or is killed costs one row. The processes are started
 together, import what they need, and wait for their turn on the GPU, one after the other. (A quick run stays in one
 process.)
 """

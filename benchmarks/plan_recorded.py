@@ -1,11 +1,11 @@
-"""The planner against recorded measurements: planned and measured bytes and seconds of the runs in benchmarks/, without a GPU.
+"""The planner against recorded measurements, without a GPU: bytes and seconds of the runs in benchmarks/.
 
-    python benchmarks/plan_recorded.py                          # all records of an H200
-    python benchmarks/plan_recorded.py --only lomo --all        # some of them; --all: ablations and early versions too
+    python -m benchmarks.plan_recorded                          # all records of an H200
+    python -m benchmarks.plan_recorded --only lomo --all        # some of them; --all: ablations and early versions too
 
 Each record says what was loaded and how (shape, method, settings, budget, wire, tokens), what the allocator reserved,
-the peak resident set of the process, and seconds per step. The planner's row is made as `keyhole plan` makes it, from the
-config alone, with the placement that loading chose by the same code. Rates are the profile's, with the link of
+the peak resident set of the process, and seconds per step. The planner's row is made as `keyhole plan` makes it, from
+the config alone, with the placement that loading chose by the same code. Rates are the profile's, with the link of
 the record where it was measured.
 
 Records were taken over two days, while the code changed, several cases per process: a difference is a reason to look,
@@ -37,7 +37,8 @@ from keyhole.plan.table import Question, make_row
 
 HERE = Path(__file__).parent
 LATEST = (
-    "zo_h200_2026-11-16", "zo_h200_2026-11-15_h", "zo_h200_2026-11-15_i", "zo_h200_2026-11-15_j", "zo_h200_2026-11-15_e",
+    "zo_h200_2026-11-16", "zo_h200_2026-11-15_h", "zo_h200_2026-11-15_i", "zo_h200_2026-11-15_j",
+    "zo_h200_2026-11-15_e",
     "lomo_h200_2026-11-16", "lsp_h200_2026-11-15_3.5B_d", "lsp_h200_2026-11-15_7B_c", "lsp_h200_2026-11-15_7B_d",
     "frozen_base_h200_2026-11-16", "low_rank_h200_2026-11-16_long", "low_rank_h200_2026-11-16_short",
 )  # fmt: skip
@@ -100,7 +101,8 @@ def _zo(each: dict[str, Any], case: dict[str, Any], everything: bool) -> Record 
     return Record(
         each["name"], config, "zo", (case["batch"], case["length"]),
         "resident" if case["system"] == "resident" else "stream", _measured(each), case["gpu_memory"], case["wire"],
-        torch.float32 if case["dtype"] == "fp32" else torch.bfloat16, options, link=each.get("link"), moved=_moved(each),
+        torch.float32 if case["dtype"] == "fp32" else torch.bfloat16, options, link=each.get("link"),
+        moved=_moved(each),
     )  # fmt: skip
 
 
@@ -160,7 +162,9 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
     if record.options.get("native"):  # Hugging Face's own checkpoints of blocks
         own = SimpleNamespace(**vars(own), activations="block")
     if record.link:
-        rates = replace(rates, **{a: record.link[b] * 1e9 for a, b in (("up", "up"), ("down", "down"), ("both", "duplex"))})
+        rates = replace(
+            rates, **{a: record.link[b] * 1e9 for a, b in (("up", "up"), ("down", "down"), ("both", "duplex"))}
+        )
     key = f"{record.config.to_json_string()} {record.dtype}"
     if key not in modules:
         modules[key] = build(record.config, record.dtype)

@@ -1,7 +1,7 @@
 """How fast this machine is, measured in a few seconds and kept.
 
-    products        [rows, 4096] x [4096, 8192] in bf16 for a few numbers of rows, and one in fp32; smaller on a CPU. On a
-                    GPU in rounds of ROUND_S: its clock falls under load, within a few milliseconds
+    products        [rows, 4096] x [4096, 8192] in bf16 for a few numbers of rows, and one in fp32; smaller on a CPU. On
+                    a GPU in rounds of ROUND_S: its clock falls under load, within a few milliseconds
     device_memory   c = a + b on 64 Mi numbers
     link            page-locked copies of 64 MiB (machine/probe.py)
     host_memory     a copy of 256 MiB by all threads; or the bytes of AdamW, if it moved more: a copy also reads what it

@@ -3,12 +3,12 @@
     compute   max(products / rate + touched / device memory, kernels x launch)
     link      bytes up and down over the rates of the link (machine/rates.py)
     CPU       max(parameters that the CPU updates / its rate, bytes of updates / host memory)
+    exposed   the same of updates that nothing hides: of `lsp` the embedding's, if its moments are in host memory,
+              because its gradient is the last and its weights are used first; of adam-offload with schedule=monolithic
+              all of them
 
-    exposed   the same of updates that nothing hides: of `lsp` the embedding's, if its moments are in host memory, because
-              its gradient is the last and its weights are used first; of adam-offload with schedule=monolithic all
-
-The first three overlap, so a step takes about as long as the slowest. Overlapped work still costs a little: the first units
-have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the overlapped
+The first three overlap, so a step takes about as long as the slowest. Overlapped work still costs a little: the
+first units have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the overlapped
 seconds is added, and UNIT_S for every streamed unit, which the host waits for, releases and sends on:
 
     step = max(parts) + HIDDEN (sum(parts) - max(parts)) + UNIT_S x streamed units x sweeps + exposed

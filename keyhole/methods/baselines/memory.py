@@ -105,7 +105,6 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step: micro-batches are differentiated one after the other."""
     b = room.formats.dtype.itemsize
-    own = work.settings or ROWS[work.method].settings()
     trained, state = state_numbers(layout, work, b)
     found = reverse_work(layout, set(), work, room, rates, plain=True)
     per_weight = {GALORE.name: GALORE_BYTES, ADAMW.name: ADAMW_PASSES * b}.get(work.method, (CLIP_PASSES + 3) * b)

@@ -167,7 +167,9 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     on_device = choose_units(numbers, own.optimizer_on, work.clips, left)
     total = sum(numbers.of.values())
     away = total - sum(numbers.of[unit] for unit in on_device)
-    first = {u.index for u in layout.units if u.kind in ("spine", "table")}  # the last gradients, the first weights used
+    first = {
+        u.index for u in layout.units if u.kind in ("spine", "table")
+    }  # the last gradients, the first weights used
     exposed = sum(numel for unit, numel in numbers.of.items() if unit in first - on_device)
     return found.plus(
         touched=compressed + (2 * w + b) * trained_numel(layout) + 24 * (total - away),

@@ -8,14 +8,14 @@ For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, wi
     gradients    one matrix and its neighbour in flight; with m > 1 those of one block      b x ...
                  (lsp: methods/lsp/memory.py)
     kept         block inputs: L m M H on the device, or three of them if they wait in host memory
-    activations  of one block that is recomputed with its graph, and gradients in flight    b M (saved + 2 H + (u + 1) W)
+    activations  of one block that is recomputed with its graph, and gradients in flight    b M (saved + 2 H + (u+1) W)
     logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
     workspace    reserved by cuBLAS
     updates      adam-offload: buffers of its lane (methods/adam_offload/lane.py), and master weights being uploaded
 
-What autograd saves of a block is counted (model/structure/block_counts.py). In the backward pass of its MLP there are also,
-with a gated one, gradients of the product, of the gate and of up (u = 2 matrices that widen), and two of width H. A block
-that cannot be counted is taken for a pre-norm block with a gated MLP: HIDDEN and WIDE, as measured on Llama shapes.
+What autograd saves of a block is counted (model/structure/block_counts.py). In the backward pass of its MLP there
+are also, with a gated one, gradients of the product, of the gate and of up (u = 2 matrices that widen), and two of
+width H. A block that cannot be counted is taken for a pre-norm block with a gated MLP: HIDDEN and WIDE, as measured on Llama shapes.
 Activations and logits are never allocated at the same time.
 """
 

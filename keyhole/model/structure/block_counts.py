@@ -2,8 +2,8 @@
 
 Families differ: a Llama block runs 38 kernels in its forward pass, computes its norms in float32 with casts, and keeps
 23 numbers of its width for autograd; an OPT block runs 13 and keeps 12. So a block of the model is run once, forward
-and backward, on the meta device, which computes shapes alone. The arguments are those with which the model's own forward
-calls the block (reach.py), for LONG tokens, or SHORT if the model has fewer positions. Counted are
+and backward, on the meta device, which computes shapes alone. The arguments are those with which the model's own
+forward calls the block (reach.py), for LONG tokens, or SHORT if the model has fewer positions. Counted are
 
     kernels    operations that are not views, matrix products and attention included
     elements   numbers that the other operations read and write (products and attention are counted as FLOPs), per token

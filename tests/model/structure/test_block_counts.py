@@ -23,8 +23,8 @@ def counts(made: object, dtype: torch.dtype = BF16) -> BlockCounts:
 
 
 def test_a_llama_block_by_hand() -> None:
-    """Saved of the width H: two norms in float32 (2 each), their results before the weight, inputs of the products after
-    norms and attention, queries, keys, values, and of the width W gate, its activation, up and the product."""
+    """Saved of the width H: two norms in float32 (2 each), their results before the weight, inputs of the products
+    after norms and attention, queries, keys, values, and of the width W gate, its activation, up and the product."""
     found, (hidden, wide) = counts(llama_config("7B")), (4096, 11008)
     by_hand = (2 * 2 + 2 + 2 + 3 + 1) * hidden + 4 * wide
     assert found.saved == pytest.approx(by_hand, rel=0.01)
