@@ -8,8 +8,8 @@
               all of them
 
 The first three overlap, so a step takes about as long as the slowest. Overlapped work still costs a little: the
-first units have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the overlapped
-seconds is added, and UNIT_S for every streamed unit, which the host waits for, releases and sends on:
+first units have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the
+overlapped seconds is added, and UNIT_S for every streamed unit, which the host waits for, releases and sends on:
 
     step = max(parts) + HIDDEN (sum(parts) - max(parts)) + UNIT_S x streamed units x sweeps + exposed
 

@@ -15,7 +15,8 @@ For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, wi
 
 What autograd saves of a block is counted (model/structure/block_counts.py). In the backward pass of its MLP there
 are also, with a gated one, gradients of the product, of the gate and of up (u = 2 matrices that widen), and two of
-width H. A block that cannot be counted is taken for a pre-norm block with a gated MLP: HIDDEN and WIDE, as measured on Llama shapes.
+width H. A block that cannot be counted is taken for a pre-norm block with a gated MLP: HIDDEN and WIDE, as
+measured on Llama shapes.
 Activations and logits are never allocated at the same time.
 """
 
