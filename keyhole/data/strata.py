@@ -6,6 +6,8 @@ which move *every* weight by (g . z) z_i, so that every weight's noise has the s
 
     E ((g . z) z_i)^2  =  |g|^2 + 2 g_i^2                 g: gradient of the batch, z ~ N(0, 1)
 
+(SmolLM2-135M on SST-2: 58 % of the variance between batches is label balance; LOG.md.)
+
 With n_c of N rows in class c, the k-th row of a class in the shuffled order gets the place (k + u_c) / n_c, where u_c
 in [0, 1) depends on (seed, epoch, c); the epoch is sorted by place. Every row is still used once per epoch, the order
 is still a pure function of (seed, epoch), and in a batch of B rows each of C classes has
