@@ -3,12 +3,15 @@
     compute   max(products / rate + touched / device memory, kernels x launch)
     link      bytes up and down over the rates of the link (machine/rates.py)
     CPU       max(parameters that the CPU updates / its rate, bytes of updates / host memory)
+    exposed   the same of updates that nothing hides: of `lsp` the embedding's, if its moments are in host memory,
+              because its gradient is the last and its weights are used first; of adam-offload with schedule=monolithic
+              all of them
 
-The three overlap, so a step takes about as long as the slowest. Overlapped work still costs a little: the first units
-have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the overlapped
+The first three overlap, so a step takes about as long as the slowest. Overlapped work still costs a little: the
+first units have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the overlapped
 seconds is added, and UNIT_S for every streamed unit, which the host waits for, releases and sends on:
 
-    step = max(parts) + HIDDEN (sum(parts) - max(parts)) + UNIT_S x streamed units x sweeps
+    step = max(parts) + HIDDEN (sum(parts) - max(parts)) + UNIT_S x streamed units x sweeps + exposed
 
 HIDDEN = 0.1 fits streamed `zo` (link 0.457 s, compute 0.207 s, step 0.485 s) and `lomo` (0.50, 0.37, 0.525 s) on an
 H200 (benchmarks/zo_h200_2026-11-16.md, benchmarks/lomo_h200_2026-11-16.md).
@@ -32,11 +35,12 @@ class StepSeconds:
     cpu: float
     units: float
     bound_by: str
+    exposed: float = 0.0
 
     @property
     def total(self) -> float:
         parts = (self.compute, self.link, self.cpu)
-        return max(parts) + HIDDEN * (sum(parts) - max(parts)) + self.units
+        return max(parts) + HIDDEN * (sum(parts) - max(parts)) + self.units + self.exposed
 
 
 def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, units: int = 0) -> StepSeconds:
@@ -46,7 +50,10 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
     if rates.gpu_bytes is None:  # on a CPU calls and compute do not overlap
         busy, launching = busy + launching, 0.0
     link = rates.link_seconds(work.up, work.down)
+    late = work.exposed_adam / work.adam if work.adam else 0.0
     arithmetic, traffic = work.adam / rates.adam, work.through_host / rates.host_memory
+    exposed = late * max(arithmetic, traffic) + work.exposed_bytes * (1 / rates.up + 1 / rates.down)
+    arithmetic, traffic = (1 - late) * arithmetic, (1 - late) * traffic
     parts = {
         "compute": max(busy, launching),
         "link": link,
@@ -57,4 +64,4 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
         bound = "memory"
     if bound == "compute" and launching > busy:
         bound = "CPU"
-    return StepSeconds(parts["compute"], link, parts["CPU"], units * UNIT_S, bound)
+    return StepSeconds(parts["compute"], link, parts["CPU"], units * UNIT_S, bound, exposed)

@@ -1,7 +1,8 @@
 """Bytes of adam-offload, and whether host memory has room for them.
 
-On the device: a reverse sweep, the buffers of the lane (lane.py), and the landing buffer for masters. On the host, per
-trained parameter (weights of b bytes):
+On the device: a reverse sweep, the gradients of two blocks, one being computed and one waiting for the link
+(offload/downlink.py), the buffers of the lane (lane.py), and the landing buffer for masters. On the host, per trained
+parameter (weights of b bytes):
 
     12      fp32 master and two moments
     b       for a resident unit: page-locked memory for its outgoing gradient and its incoming weights
@@ -14,8 +15,10 @@ uploaded in the next forward pass). CPU and GPU share the updates; each takes th
 and g parameters per second the GPU's share is g / (c + g), where g is the rate of its lane over the link: 12 + b bytes
 H2D and 12 D2H, at LANE of the bidirectional rate (7B on an H200: 86 % of the parameters in 1.98 s,
 benchmarks/lsp_h200_2026-11-15_7B_d.md). Both use host memory, 12 + b bytes read and 12 written, whose bandwidth is
-the upper bound.
+the upper bound. With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
 """
+
+from collections import Counter
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
@@ -46,6 +49,14 @@ def host_state_bytes(
     return sum(here.get(u.index, u.numel) * (12 if u.index in streamed else 12 + element_bytes) for u in units)
 
 
+def waiting_bytes(layout: Layout, element_bytes: int) -> int:
+    """Gradients that may wait on the device: those of two blocks, or of two chunks of a table."""
+    of_block = Counter[int]()
+    for unit in layout.of_kind("block"):
+        of_block[unit.block or 0] += unit.numel
+    return 2 * element_bytes * max([unit.numel for unit in layout.units[1:]] + list(of_block.values()))
+
+
 def check_host_state(
     layout: Layout,
     streamed: set[int],
@@ -74,7 +85,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     element_bytes = room.formats.dtype.itemsize
     lane = SLOTS * chunk_of(max(unit.numel for unit in layout.units)) * (12 + element_bytes)
     landing = 4 * LANDING if len(streamed) < len(layout.units) else 0
-    return reverse_bytes(layout, streamed, work, room, updates=lane + landing)
+    return reverse_bytes(layout, streamed, work, room, updates=lane + landing + waiting_bytes(layout, element_bytes))
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
@@ -94,6 +105,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         up=((12 + b) * by_gpu + 4 * (1 - share) * resident) / (LANE if helped else 1.0),
         down=b * numel + (12 * by_gpu + b * share * (numel - resident)) / (LANE if helped else 1.0),
         adam=numel - by_gpu,
+        exposed_adam=numel if own.schedule == "monolithic" else 0.0,
         through_host=(24 + b) * numel,
         host_bytes=host_state_bytes(layout, streamed, b),
         saved_bytes=12 * numel,
