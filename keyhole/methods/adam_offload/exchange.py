@@ -36,6 +36,7 @@ import torch
 from keyhole.offload import arena
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
+from keyhole.offload.lending import lend
 from keyhole.offload.workers import DeviceJob, Job, Workers
 
 Span = tuple[int, int]  # [begin, end) of a page
@@ -70,8 +71,7 @@ class Exchange:
         if self.cuda:
             self.up = torch.cuda.Stream(engine.device)
             self.uploaded = {page: torch.cuda.Event() for page in pages}
-            self.landing = torch.empty(LANDING if masters else 0, device=engine.device)
-            self.landing.record_stream(self.up)  # it may be freed while a copy into it is running
+            self.landing = lend(torch.empty(LANDING if masters else 0, device=engine.device), [self.up])
         engine.gate = self
 
     def kept(self, page: int) -> torch.Tensor:
