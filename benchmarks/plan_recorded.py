@@ -42,6 +42,7 @@ LATEST = (
     "lomo_h200_2026-11-16", "lsp_h200_2026-11-15_3.5B_d", "lsp_h200_2026-11-15_7B_c", "lsp_h200_2026-11-15_7B_d",
     "frozen_base_h200_2026-11-16", "low_rank_h200_2026-11-16_long", "low_rank_h200_2026-11-16_short",
 )  # fmt: skip
+STEPS = 20  # of a record, about: what grows with a run is still small
 SWITCHED_OFF = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
 LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_8B |= {"intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192}
@@ -172,8 +173,8 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
     budget = int(Bytes.parse(record.gpu_memory)) if record.gpu_memory else None
     limit = budget if budget is not None else int(USABLE * (rates.gpu_bytes or 0))
     asked = Question(
-        module, record.dtype, rates, limit, 2**50, batch, length, clips=record.clips, settings={record.method: own},
-        is_budget=budget is not None,
+        module, record.dtype, rates, limit, 2**50, batch, length, steps=STEPS, clips=record.clips,
+        settings={record.method: own}, is_budget=budget is not None,
     )  # fmt: skip
     layout, streamed = asked.find(module), set[int]()
     if record.placement == "stream":

@@ -13,9 +13,9 @@ For N parameters that a token uses (of experts, those it is routed to), M tokens
 
 The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). A backward pass
 takes BACKWARD times as long for them as a forward pass (twice the bytes, and sums over tokens, which run below the rate
-of copies). torch.compile fuses all but COMPILED of them. Both are fitted to the forward and backward times of a Llama-7B
-(benchmarks/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama: FORWARD_H tensors of
-the hidden width and FORWARD_W of the widest matrix side.
+of copies). torch.compile fuses all but COMPILED of them. Both are fitted to the forward and backward times of a
+Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama: FORWARD_H
+tensors of the hidden width and FORWARD_W of the widest matrix side.
 
 The numbers per method are in memory.py of its folder, beside its bytes; this file has the shared ones.
 """
