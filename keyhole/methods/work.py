@@ -72,7 +72,7 @@ class StepWork:
     steps, each way; through_host: bytes that updates read and write in host memory,
     on the CPU or the GPU; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
     kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
-    passes whose rows share one product."""
+    passes whose rows share one product; begin: the part of it that ends before the backward pass begins."""
 
     products: float = 0.0
     touched: float = 0.0
@@ -87,6 +87,7 @@ class StepWork:
     saved_bytes: int = 0
     kept_bytes: int = 0
     together: int = 1
+    begin: "StepWork | None" = None
 
     def plus(self, **more: float) -> "StepWork":
         """A copy with these amounts added."""
@@ -241,7 +242,15 @@ def reverse_work(
     held = min(home, (slot_count(layout) - 1) * largest)
     kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
     kept = kept if getattr(work.settings, "activations", None) == "host" else 0
+    begin = StepWork(
+        products=work.passes * forward,
+        touched=work.passes * share * elements,
+        up=home,
+        down=float(kept),
+        kernels=work.passes * (layout.block_count * kernels * launches.forward + expert_forward),
+    )
     return StepWork(
+        begin=begin,
         products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
         up=(1 + reverses) * home - reverses * held + reverses * kept,
