@@ -1,7 +1,7 @@
 """Bytes of adam-offload, and whether host memory has room for them.
 
 On the device: a reverse sweep, the gradients of two blocks, one being computed and one waiting for the link
-(offload/downlink.py), the buffers of the lane (lane.py), and the landing buffer for masters. On the host, per trained
+(offload/downlink.py; at most WAITING, 10 ms of a link of 55 GB/s), the buffers of the lane (lane.py), and the landing buffer for masters. On the host, per trained
 parameter (weights of b bytes):
 
     12      fp32 master and two moments
@@ -23,7 +23,7 @@ from collections import Counter
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.rates import Rates
-from keyhole.machine.sizes import GIB
+from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
@@ -35,6 +35,7 @@ from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel
 
 LANE = 0.87
+WAITING = 512 * MIB
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
@@ -50,11 +51,13 @@ def host_state_bytes(
 
 
 def waiting_bytes(layout: Layout, element_bytes: int) -> int:
-    """Gradients that may wait on the device: those of two blocks, or of two chunks of a table."""
+    """Gradients that may wait on the device: those of two blocks, but at most WAITING; at least the largest one."""
     of_block = Counter[int]()
     for unit in layout.of_kind("block"):
         of_block[unit.block or 0] += unit.numel
-    return 2 * element_bytes * max([unit.numel for unit in layout.units[1:]] + list(of_block.values()))
+    largest = max(t.matrix.numel() for t in layout.tensors if t.block is not None) if of_block else 0
+    most = min(WAITING, 2 * element_bytes * max(of_block.values(), default=0))
+    return max(most, element_bytes * largest)
 
 
 def check_host_state(
