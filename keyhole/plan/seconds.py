@@ -23,8 +23,8 @@ link above,
     max(compute, link) of the forward pass + max(compute, link) of the backward pass
 
 `lomo` on Llama-7B in 4 GiB uploads for 0.22 s in its forward pass, which computes for 0.1, and computes for 0.37 s in
-its backward pass, which uploads for 0.24: 0.59 s, measured 0.574 (benchmarks/lomo_h200_2026-11-16.md); compiled 0.51 and
-0.507.
+its backward pass, which uploads for 0.24: 0.59 s, measured 0.574 (benchmarks/lomo_h200_2026-11-16.md); compiled 0.51
+and 0.507.
 """
 
 from dataclasses import dataclass
