@@ -2,6 +2,7 @@
 
     python -m benchmarks.plan_recorded                          # all records of an H200
     python -m benchmarks.plan_recorded --only lomo --all        # some of them; --all: ablations and early versions too
+    python -m benchmarks.plan_recorded --checks                 # what plan_check.py measured, planned by today's code
 
 Each record says what was loaded and how (shape, method, settings, budget, wire, tokens), what the allocator reserved,
 the peak resident set of the process, and seconds per step. The planner's row is made as `keyhole plan` makes it, from
@@ -9,7 +10,8 @@ the config alone, with the placement that loading chose by the same code. Rates 
 the record where it was measured.
 
 Records were taken over two days, while the code changed, several cases per process: a difference is a reason to look,
-not a verdict. benchmarks/plan_check.py measures and plans with the same code.
+not a verdict. benchmarks/plan_check.py measures and plans with the same code; --checks plans its cases again, with the
+rates that were measured in the same run.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.plan_check import line, summary
+from benchmarks.plan_check import Case, dry, line, summary
 from keyhole.bench.shapes import llama_config, model_config
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import Bytes
@@ -42,6 +44,7 @@ LATEST = (
     "lomo_h200_2026-11-16", "lsp_h200_2026-11-15_3.5B_d", "lsp_h200_2026-11-15_7B_c", "lsp_h200_2026-11-15_7B_d",
     "frozen_base_h200_2026-11-16", "low_rank_h200_2026-11-16_long", "low_rank_h200_2026-11-16_short",
 )  # fmt: skip
+CHECKS = ("plan_check_h200_2026-11-16",)
 STEPS = 20  # of a record, about: what grows with a run is still small
 SWITCHED_OFF = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
 LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -197,14 +200,31 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
     }
 
 
+def checks(path: Path, modules: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """The cases of a run of plan_check.py, planned now, beside what was measured then."""
+    found = json.loads(path.read_text())
+    rates = Rates.from_dict(found["rates"])
+    for each in found["results"]:
+        case = Case(**(each["case"] | {"tokens": tuple(each["case"]["tokens"])}))
+        yield case, dry(case, rates, modules) | {"measured": each["measured"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="records; those of the last days if none are named")
     parser.add_argument("--only", default="", help="records whose name contains this")
     parser.add_argument("--all", action="store_true", help="also records with parts switched off")
     parser.add_argument("--moved", action="store_true", help="also bytes over the link")
+    parser.add_argument("--checks", action="store_true", help="the runs of plan_check.py, with their own rates")
     args = parser.parse_args()
     rates, modules, results = profile("h200"), {}, []
+    if args.checks:
+        for path in args.files or [HERE / f"{name}.json" for name in CHECKS]:
+            for case, found in checks(path, modules):
+                if args.only in case.name:
+                    results.append(found)
+                    print(line(case.name, found), flush=True)
+        return print("\n".join(summary(results)))
     print("\n".join(rates.lines()))
     for path in args.files or [HERE / f"{name}.json" for name in LATEST]:
         for record in records(path, args.all):
