@@ -6,7 +6,11 @@
     up, down, both  bytes/s of page-locked copies over the link: each way alone, and each way while both run
     host_memory     bytes/s that the CPU's threads read and write in host memory
     adam            parameters/s of AdamW on fp32 state in host memory (28 bytes each: ops/adam/host.py)
-    launch          seconds that the host needs to launch one kernel through PyTorch
+    launch          seconds of the host for one operation in place, called from Python without autograd: the least that a
+                    kernel costs; an optimizer's operations, and a CUDA graph
+    called          the same for an operation in the forward pass of a block: its modules, Python code and autograd's
+                    record of it take longer than the launch
+    reversed        the same for an operation of a backward pass, which autograd calls from C++
 
 They are measured (plan/measure.py) or estimated from data sheets (plan/profiles.py); `measured` says which. This file
 does not import torch.
@@ -20,6 +24,7 @@ from keyhole.machine.sizes import GIB, MIB
 
 FP32_SHARE = 1 / 12  # of the 16-bit rate of products, on GPUs, if it was not measured
 VERSION = 1  # of the saved file
+CALLED, REVERSED = 5.7, 2.9  # launches that such an operation takes, if it was not measured (methods/launches.py)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,13 @@ class Rates:
     adam: float
     launch: float
     workspace_bytes: int = 8 * MIB + 128 * 1024
+    called: float = 0.0
+    reversed: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, share in (("called", CALLED), ("reversed", REVERSED)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, share * self.launch)
 
     def products_at(self, rows: int, itemsize: int = 2) -> float:
         """FLOP/s of products with this number of rows."""
@@ -72,8 +84,12 @@ class Rates:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> "Rates":
-        """ValueError if the dict does not describe a machine."""
+        """ValueError if the dict does not describe a machine. Rates that were kept before `called` and `reversed` were
+        measured have the double of a launch."""
         try:
+            if isinstance(found, dict) and "called" not in found:
+                launch = found["launch"] / 2
+                found = found | {"launch": launch, "called": CALLED * launch, "reversed": REVERSED * launch}
             values = {each.name: found[each.name] for each in fields(cls)}
             values["products"] = {int(rows): float(rate) for rows, rate in found["products"].items()}
         except (KeyError, TypeError, AttributeError) as error:
@@ -96,4 +112,4 @@ class Rates:
         ]
 
 
-_RATES = ("products_fp32", "device_memory", "up", "down", "both", "host_memory", "adam", "launch")
+_RATES = ("products_fp32", "device_memory", "up", "down", "both", "host_memory", "adam", "launch", "called", "reversed")

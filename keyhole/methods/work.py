@@ -8,8 +8,8 @@ For N parameters that a token uses (of experts, those it is routed to), M tokens
     touched      bytes of elementwise kernels: activations (below), and the method's own kernels on weights
     up, down     bytes over the link: a streamed unit is uploaded once per sweep, and written back once per step; expert
                  units only if some token of the step uses them: if each chooses a share p, (1 - p)^M are not used
-    kernels      launches by the host; for a layer that is computed by experts, EXPERT per expert that a pass uses
-                 (counted in the code, not fitted)
+    launches     by the host, of three kinds (launches.py); for a layer that is computed by experts, EXPERT per expert
+                 that a pass uses (counted in the code, not fitted). nodes: kernels of a step that is one CUDA graph
 
 The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). A backward pass
 takes BACKWARD times as long for them as a forward pass (twice the bytes, and sums over tokens, which run below the rate
@@ -26,6 +26,7 @@ from typing import Any
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
+from keyhole.methods.launches import EXPERT, RECORDED, Launches, of_backward, of_forward, of_gradients
 from keyhole.methods.memory import reverse_bytes
 from keyhole.model.backward.kept_blocks import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
@@ -37,32 +38,6 @@ FORWARD_H, FORWARD_W, BACKWARD = 51, 9, 5
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
 GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
-
-
-@dataclass(frozen=True)
-class Launches:
-    """The host's work per block and pass, in launches of a bare kernel (machine/rates.py); it includes the Python code
-    of the model, of autograd and of the sweep. Fitted to SmolLM2-135M in short batches on an H200 (LOG.md, "Short
-    batches"): 30 blocks took 268 ms of host time in `lomo` eagerly, 37 ms as CUDA graphs, 93 ms in plain SGD. The work
-    of the model and of autograd is that of a Llama block; it grows with a block's kernels. That of the sweep does not:
-    hooks, gradients and updates are per matrix."""
-
-    forward: float
-    reverse: float
-    sweep: float = 0.0
-
-    def of(self, layout: Layout) -> "Launches":
-        """For the blocks of this model; `reverse` then includes the sweep."""
-        found = layout.counts
-        if found is None or self is RECORDED:  # a graph is one launch, whatever it holds
-            return Launches(self.forward, self.reverse + self.sweep)
-        forward, reverse = found.forward_kernels / LLAMA_KERNELS[0], found.backward_kernels / LLAMA_KERNELS[1]
-        return Launches(self.forward * forward, self.reverse * reverse + self.sweep)
-
-
-LLAMA_KERNELS = 37, 70  # of a block, forward and backward
-SWEPT, RECORDED, PLAIN = Launches(150, 300, 680), Launches(20, 140), Launches(150, 300)
-EXPERT = Launches(25, 60)  # per expert
 
 
 @dataclass(frozen=True)
@@ -83,6 +58,9 @@ class StepWork:
     exposed_bytes: float = 0.0
     through_host: float = 0.0
     kernels: float = 0.0
+    called: float = 0.0
+    reversed: float = 0.0
+    nodes: float = 0.0
     host_bytes: int = 0
     saved_bytes: int = 0
     kept_bytes: int = 0
@@ -93,6 +71,10 @@ class StepWork:
         """A copy with these amounts added."""
         changed = {name: getattr(self, name) + value for name, value in more.items()}
         return replace(self, **changed)
+
+    def launching(self, more: Launches) -> "StepWork":
+        """A copy with these launches added."""
+        return self.plus(**vars(more))
 
 
 def trained_numel(layout: Layout) -> int:
@@ -116,10 +98,10 @@ def met_share(work: Workload, passes: int = 1) -> float:
     return float(1 - (1 - work.experts) ** (work.tokens * passes))
 
 
-def _expert_launches(layout: Layout, work: Workload) -> tuple[float, float]:
+def _expert_launches(layout: Layout, work: Workload) -> tuple[Launches, Launches]:
     """(forward, backward) launches of layers that are computed by experts, per pass."""
-    met = met_share(work) * sum(experts.count for experts in layout.experts)
-    return met * EXPERT.forward, met * EXPERT.reverse
+    met = 0.0 if _is_compiled(work) else met_share(work) * sum(experts.count for experts in layout.experts)
+    return met * EXPERT[0], met * EXPERT[1]
 
 
 def _widths(layout: Layout) -> tuple[int, int]:
@@ -169,16 +151,12 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
     """Forward passes in lockstep: every streamed unit is uploaded once, whatever the number of passes."""
     recorded = rates.gpu_bytes is not None and launched_as_graphs(layout, work.tokens)
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
+    launches = layout.block_count * RECORDED[0] if recorded else of_forward(layout)
     return StepWork(
         products=work.passes * forward_flops(layout, work),
         touched=work.passes * share * activation_bytes(layout, work, room),
         up=met_bytes(layout, streamed, work, room),
-        kernels=work.passes
-        * (
-            layout.block_count * kernels * (RECORDED if recorded else SWEPT).of(layout).forward
-            + (0 if _is_compiled(work) else _expert_launches(layout, work)[0])
-        ),
-    )
+    ).launching(work.passes * (kernels * launches + _expert_launches(layout, work)[0]))
 
 
 def _block_numel(layout: Layout) -> int:
@@ -224,9 +202,11 @@ def reverse_work(
     weight_products: float = 1.0,
     reverses: int = 1,
     plain: bool = False,
+    trains: bool = True,
 ) -> StepWork:
     """A forward pass and `reverses` backward passes, block by block, with one product per matrix for its gradient.
-    weight_products: the share of these products that is computed; plain: torch's autograd over the whole model. Units
+    weight_products: the share of these products that is computed; plain: torch's autograd over the whole model; trains:
+    matrices and vectors have gradients. Units
     that slots still hold when the direction changes are not uploaded again. Costs of the update itself are added by the
     method."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
@@ -234,10 +214,16 @@ def reverse_work(
     again, extra = 1.0 - share_kept, 0
     if getattr(work.settings, "activations", "block") == "auto":
         extra = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
-    launches = (PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT).of(layout)
+    recorded = not plain and _is_recorded(layout, work, room, rates)
+    first, last = of_forward(layout), of_backward(layout)
+    if trains:
+        last += of_gradients(layout, plain)
+    if recorded:
+        first, last = (layout.block_count * each for each in RECORDED)
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     home = met_bytes(layout, streamed, work, room)
-    expert_forward, expert_reverse = (0.0, 0.0) if plain or _is_compiled(work) else _expert_launches(layout, work)
+    expert_first, expert_last = (Launches(), Launches()) if plain else _expert_launches(layout, work)
+    first, last = kernels * first + expert_first, kernels * last + expert_last
     largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
     held = min(home, (slot_count(layout) - 1) * largest)
     kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
@@ -247,23 +233,16 @@ def reverse_work(
         touched=work.passes * share * elements,
         up=home,
         down=float(kept),
-        kernels=work.passes * (layout.block_count * kernels * launches.forward + expert_forward),
-    )
+    ).launching(work.passes * first)
     return StepWork(
         begin=begin,
         products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
         up=(1 + reverses) * home - reverses * held + reverses * kept,
         down=float(kept),
-        kernels=work.passes
-        * (
-            layout.block_count * kernels * (launches.forward + reverses * (again * launches.forward + launches.reverse))
-            + expert_forward
-            + reverses * (again * expert_forward + expert_reverse)
-        ),
         host_bytes=kept,
         kept_bytes=extra,
-    )
+    ).launching(work.passes * (first + reverses * (again * first + last)))
 
 
 def unpacked_bytes(unit: Unit, room: Room) -> int:

@@ -1,6 +1,7 @@
 """From the FLOPs and bytes of a step (methods/work.py) to seconds, and to what bounds the step.
 
-    compute   max(products / rate + touched / device memory, kernels x launch)
+    compute   max(products / rate + touched / device memory + kernels in a step's graph x NODE_S, launches)
+    launches  the host's operations of each kind (methods/launches.py) x the seconds of one
     link      bytes up and down over the rates of the link (machine/rates.py)
     CPU       max(parameters that the CPU updates / its rate, bytes of updates / host memory)
     exposed   the same of updates that nothing hides: of `lsp` the embedding's, if its moments are in host memory,
@@ -25,6 +26,11 @@ link above,
 `lomo` on Llama-7B in 4 GiB uploads for 0.22 s in its forward pass, which computes for 0.1, and computes for 0.37 s in
 its backward pass, which uploads for 0.24: 0.59 s, measured 0.574 (benchmarks/lomo_h200_2026-11-16.md); compiled 0.51
 and 0.507.
+
+A whole step that is one CUDA graph costs the host nothing, but its small kernels do not fill the GPU, start and drain:
+`zo` on OPT-1.3B with 512 tokens took 12.4 ms for 8.2 of products and bytes, with some 600 kernels
+(benchmarks/plan_check_h200_2026-11-16.json); on SmolLM2-135M 21.9 ms for 4, with 2,500 (benchmarks/README.md). NODE_S
+is what both have left per kernel.
 """
 
 from dataclasses import dataclass
@@ -34,6 +40,7 @@ from keyhole.methods.work import StepWork
 
 HIDDEN = 0.1
 UNIT_S = 20e-6
+NODE_S = 6e-6
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
 def _device_seconds(work: StepWork, rates: Rates, rows: int, itemsize: int) -> tuple[float, float]:
     """(seconds that the device is busy, seconds that the host needs to launch)."""
     busy = work.products / rates.products_at(rows * work.together, itemsize) + work.touched / rates.device_memory
-    launching = work.kernels * rates.launch
+    busy += work.nodes * NODE_S
+    launching = work.kernels * rates.launch + work.called * rates.called + work.reversed * rates.reversed
     if rates.gpu_bytes is None:  # on a CPU calls and compute do not overlap
         return busy + launching, 0.0
     return busy, launching

@@ -15,7 +15,7 @@ and the others come. So the peak of a step is the largest of
     its end                           all gradients, and one block: what it saved, and gradients in flight
                                       (model/backward/memory.py)
     the update                        all gradients, and a copy of all weights (adamw: the roots of its moments), or
-                                      five fp32 copies of one matrix (galore)
+                                      five fp32 copies of one tensor (galore: the largest is usually the embedding)
 
 With several micro-batches gradients are there from the second on, and the first line has them too.
 """
@@ -34,6 +34,7 @@ from keyhole.model.structure.layout import Layout
 ROWS = {row.name: row for row in (ADAMW, SGD, GALORE)}
 CLIP_PASSES = 3  # over all gradients: read for the norm, read and written for the factor
 ADAMW_PASSES = CLIP_PASSES + 18  # torch updates all tensors with one kind of kernel after the other: seven kinds
+GALORE_KERNELS = 13, 3  # of its update per tensor, and more per projected matrix; the others' kernels take many tensors
 GALORE_BYTES = 100  # read and written per parameter by its update, which uses fp32 copies
 
 
@@ -88,7 +89,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     of_block = b * work.tokens * block_numel(layout)
     saved = of_block if layout.counts is None else b * work.tokens * layout.counts.saved
     each = b * work.tokens * hidden if getattr(own, "activations", "none") == "block" else saved
-    largest = max((shape.numel() for shape in _matrices(layout)), default=0)
+    largest = max((t.shape.numel() for t in layout.tensors), default=0)
     return TorchBytes(
         homes=sum(room.formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         gradients=b * trained,
@@ -109,4 +110,9 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     found = reverse_work(layout, set(), work, room, rates, plain=True)
     per_weight = {GALORE.name: GALORE_BYTES, ADAMW.name: ADAMW_PASSES * b}.get(work.method, (CLIP_PASSES + 3) * b)
     moments = 0 if work.method == ADAMW.name else 2 * state
+    if work.method == GALORE.name:
+        own = work.settings or GALORE.settings()
+        tensors = [t for t in layout.tensors if t.param.requires_grad]
+        low = sum(min(shape) > own.rank for shape in _matrices(layout))
+        found = found.plus(kernels=GALORE_KERNELS[0] * len(tensors) + GALORE_KERNELS[1] * low)
     return found.plus(touched=per_weight * trained + moments, saved_bytes=state)

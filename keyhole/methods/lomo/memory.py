@@ -6,6 +6,9 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             and w, then g again, 2 b + w. These kernels reach about a SUMS-th of the rate of copies: its update took
             0.03 to 0.04 s more than LOMO's for Llama-7B on an H200 (benchmarks/lomo_h200_2026-11-15_a.md, _f.md), where
             the bytes alone take 0.01. Kahan rounding reads and writes 2 bytes more.
+launches    apollo-mini: 27 small operations per matrix, of norms, of the sketch and of its moments, which take as long
+            as SKETCHED of a forward pass (24 blocks of OPT-1.3B: 0.435 s, bound by the host,
+            benchmarks/plan_check_h200_2026-11-16.json); ADAM operations more per vector. lomo-lora: its adapters'
 products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss. adalomo sums over a
             table of several chunks before it uses the first: logits and the gradient of the head are computed twice
             more
@@ -16,11 +19,13 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
+from keyhole.methods.launches import Launches, of_adapters, tensors_of_blocks
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig
 from keyhole.methods.work import BACKWARD, StepWork, met_bytes, reverse_work, trained_numel
 from keyhole.model.structure.layout import Layout
 
 SUMS, SURVEYS = 3, 2
+SKETCHED, ADAM = 20, 9
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
@@ -35,6 +40,9 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         per_weight += SUMS * (2 * b + w)
     elif work.method not in (LOMO.name, LOMO_LORA.name):
         per_weight += b + w
+        if found.called:  # not as CUDA graphs
+            matrices, vectors = tensors_of_blocks(layout)
+            found = found.launching(Launches(called=SKETCHED * matrices, kernels=ADAM * vectors))
     kahan = 2 * numel if own.rounding == "kahan" else 0
     found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
     if work.method == ADALOMO.name and len(layout.of_kind("head")) > 1:
@@ -43,6 +51,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         found = found.plus(products=SURVEYS * 4 * logits * layout.table.shape[1], touched=SURVEYS * again)
     if work.method == LOMO_LORA.name:
         found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
+        if found.called:
+            found = found.launching(work.passes * of_adapters(tensors_of_blocks(layout)[0]))
     return found
 
 

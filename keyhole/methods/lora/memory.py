@@ -16,9 +16,12 @@ For n = sum over adapted matrices of r (rows + columns) numbers in all adapters,
 
 from dataclasses import replace
 
+import torch
+
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.lora.traits import LoRAConfig
+from keyhole.methods.launches import of_adapters
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
 from keyhole.model.backward.memory import ReverseBytes
@@ -27,15 +30,24 @@ from keyhole.model.structure.layout import Layout
 FORWARD, REVERSE = 1.5, 2.5  # elements that an adapter reads and writes per input and output of its layer
 
 
-def adapted_sides(layout: Layout, targets: str | list[str] | None = None) -> int:
-    """Inputs and outputs of all linear layers of the blocks, or of those with these names."""
+def _adapted(layout: Layout, targets: str | list[str] | None) -> list[torch.Size]:
     names = [targets] if isinstance(targets, str) else targets
-    return sum(
-        sum(t.shape)
+    return [
+        t.shape
         for u in layout.of_kind("block")
         for t in u.tensors
         if len(t.shape) == 2 and (names is None or any(f".{name}." in f".{t.name}" for name in names))
-    )
+    ]
+
+
+def adapted_sides(layout: Layout, targets: str | list[str] | None = None) -> int:
+    """Inputs and outputs of all linear layers of the blocks, or of those with these names."""
+    return sum(sum(shape) for shape in _adapted(layout, targets))
+
+
+def adapted_count(layout: Layout, targets: str | list[str] | None = None) -> int:
+    """The number of these layers."""
+    return len(_adapted(layout, targets))
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
@@ -52,7 +64,9 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     own: LoRAConfig = work.settings or LoRAConfig()
     sides = adapted_sides(layout, own.target_modules)
     numbers = own.r * sides
-    found = reverse_work(layout, streamed, work, room, rates, weight_products=0.0)
+    found = reverse_work(layout, streamed, work, room, rates, weight_products=0.0, trains=False)
+    if not found.kernels:  # not as CUDA graphs
+        found = found.launching(work.passes * of_adapters(adapted_count(layout, own.target_modules)))
     b, blocks = room.formats.dtype.itemsize, layout.of_kind("block")
     unpacked = 2 * sum(room.formats.home_bytes(u) + b * u.numel for u in blocks) if room.formats.packs else 0
     elements = (1 if own.activations == "none" else 2) * FORWARD + REVERSE

@@ -63,5 +63,6 @@ def _low_rank_work(
     down = home_bytes(layout, streamed - set(blocks), room) + folds * home_bytes(layout, streamed & set(blocks), room)
     kept = 0 if own.fold else kept_terms(layout, own, work.steps)
     found = found.plus(products=work.passes * work.tokens * kept)  # two FLOPs per number, half of them on average
-    found = replace(found, kernels=found.kernels / looks * 1.5, together=looks)
+    fewer = {name: getattr(found, name) / looks * 1.5 for name in ("kernels", "called")}
+    found = replace(found, **fewer, together=looks)
     return found.plus(touched=touched, down=down, host_bytes=4 * kept, saved_bytes=4 * kept)
