@@ -163,6 +163,8 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
     traits = METHODS[record.method]
     names = {each.name for each in fields(traits.settings)}
     own: Any = traits.settings(**{name: value for name, value in record.options.items() if name in names})
+    if record.method == "zo":  # taken before whole steps were recorded as CUDA graphs
+        own = SimpleNamespace(**vars(own), whole_steps=False)
     if record.options.get("native"):  # Hugging Face's own checkpoints of blocks
         own = SimpleNamespace(**vars(own), activations="block")
     if record.link:

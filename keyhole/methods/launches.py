@@ -11,8 +11,8 @@ A block's own operations are counted (model/structure/block_counts.py). Beside t
     MATRIX      per matrix in a reverse sweep: hooks, the offer of its gradient, product, update, each with Python code
                 around it; 14 `called`
     VECTOR      per vector in a reverse sweep: a hook and an update; 2 `called`
-    ADAPTED     per adapted layer: 2 casts and 2 products in each of two forward passes, 11 operations in the backward
-                pass (methods/lora/adapted_linear.py)
+    ADAPTED     per adapted layer: 2 casts and 2 products in each forward pass, 11 operations in the backward pass
+                (methods/lora/adapted_linear.py)
 
 The constants are fitted to two hosts. One had launches of 7 us: SmolLM2-135M, 30 Llama blocks in short batches, 268 ms
 of host time in `lomo` eagerly, 37 ms as CUDA graphs, 93 ms in plain SGD (LOG.md, "Short batches"); 10 ms in a forward
@@ -30,7 +30,7 @@ from keyhole.model.structure.layout import Layout
 
 LLAMA_KERNELS = 37, 70  # of a block, forward and backward, where they cannot be counted
 TENSOR, MATRIX, VECTOR = 1.2, 14, 2
-ADAPTED = 8, 11
+ADAPTED = 4, 11
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,6 @@ def of_gradients(layout: Layout, plain: bool) -> Launches:
     return Launches(called=MATRIX * matrices + VECTOR * vectors)
 
 
-def of_adapters(layers: int) -> Launches:
-    """A step of this many adapted layers, whose blocks run twice."""
-    return Launches(called=ADAPTED[0] * layers, reversed=ADAPTED[1] * layers)
+def of_adapters(layers: int, forwards: float) -> Launches:
+    """A backward pass and this many forward passes of adapted layers."""
+    return Launches(called=forwards * ADAPTED[0] * layers, reversed=ADAPTED[1] * layers)

@@ -37,6 +37,7 @@ from keyhole.model.weights.format import PACKED
 FORWARD_H, FORWARD_W, BACKWARD = 51, 9, 5
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
+FREE_SHARE = 1 / 16  # of free memory, the most that the gradients of a block may take (unit_gradients.py)
 GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
 
 
@@ -186,11 +187,35 @@ def _graph_bytes(layout: Layout, work: Workload, room: Room) -> float:
     return room.formats.dtype.itemsize * work.passes * work.tokens * found.saved_frozen
 
 
+def _may_record(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
+    """Whether blocks are prepared for CUDA graphs (model/backward/reverse.py), whatever the size of the batch."""
+    own = work.settings
+    runs_again = getattr(own, "activations", "block") in ("block", "auto") and getattr(own, "fused", True)
+    on_gpu = rates.gpu_bytes is not None and not room.is_budget and not layout.experts
+    whole = len(layout.of_kind("block")) == layout.block_count > 0
+    return runs_again and not _is_compiled(work) and on_gpu and whole
+
+
 def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
     """Whether forward and backward of blocks run as CUDA graphs (model/backward/recorded_visits.py)."""
-    runs_again = getattr(work.settings, "activations", "block") in ("block", "auto") and not _is_compiled(work)
-    on_gpu = rates.gpu_bytes is not None and not room.is_budget
-    return runs_again and on_gpu and launched_as_graphs(layout, work.tokens)
+    return _may_record(layout, work, room, rates) and launched_as_graphs(layout, work.tokens)
+
+
+def _recording_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates, trains: bool) -> int:
+    """Bytes of such graphs, which are made only if there is room: a buffer for the gradients of a block
+    (model/backward/unit_gradients.py), and if batches are small, the activations of a block in the graphs' memory pool
+    and cuBLAS's workspace for the stream on which they are recorded."""
+    if room.limit_bytes is None or not _may_record(layout, work, room, rates):
+        return 0
+    planned = reverse_bytes(layout, streamed, work, room)
+    free = room.limit_bytes - planned.homes - planned.slots
+    buffer = room.formats.dtype.itemsize * _block_numel(layout)
+    found = buffer if trains else 0
+    if buffer > FREE_SHARE * free:
+        return 0
+    if launched_as_graphs(layout, work.tokens):
+        found += planned.activations + room.workspace_bytes
+    return found if planned.total + found <= room.limit_bytes else 0
 
 
 def reverse_work(
@@ -206,15 +231,15 @@ def reverse_work(
 ) -> StepWork:
     """A forward pass and `reverses` backward passes, block by block, with one product per matrix for its gradient.
     weight_products: the share of these products that is computed; plain: torch's autograd over the whole model; trains:
-    matrices and vectors have gradients. Units
-    that slots still hold when the direction changes are not uploaded again. Costs of the update itself are added by the
-    method."""
+    matrices and vectors have gradients. Units that slots still hold when the direction changes, at the begin and at the
+    end of a backward pass, are not uploaded again. Costs of the update itself are added by the method."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
     share_kept = _kept_share(layout, streamed, work, room, plain)
     again, extra = 1.0 - share_kept, 0
     if getattr(work.settings, "activations", "block") == "auto":
         extra = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
     recorded = not plain and _is_recorded(layout, work, room, rates)
+    extra += 0 if plain else _recording_bytes(layout, streamed, work, room, rates, trains)
     first, last = of_forward(layout), of_backward(layout)
     if trains:
         last += of_gradients(layout, plain)
@@ -231,14 +256,14 @@ def reverse_work(
     begin = StepWork(
         products=work.passes * forward,
         touched=work.passes * share * elements,
-        up=home,
+        up=home - held,
         down=float(kept),
     ).launching(work.passes * first)
     return StepWork(
         begin=begin,
         products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
-        up=(1 + reverses) * home - reverses * held + reverses * kept,
+        up=(1 + reverses) * (home - held) + reverses * kept,
         down=float(kept),
         host_bytes=kept,
         kept_bytes=extra,

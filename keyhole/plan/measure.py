@@ -7,9 +7,15 @@
     host_memory     a copy of 256 MiB by all threads; or the bytes of AdamW, if it moved more: a copy also reads what it
                     overwrites
     adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
-    launch          400 additions of one number, launched as fast as the host can
+    launch          200 additions of one number in place, launched as fast as the host can
+    called          the forward pass of a tiny Llama block with autograd, divided by its operations: what Python,
+                    modules and autograd's record cost differs from host to host, and is most of a small batch's time
+    reversed        its backward pass in the same way: autograd calls operations from C++, in about half the time
 
-Each is the best of a few rounds. The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by
+Each is the best of a few rounds, the first of which warms up; of the last three the best of HOST_ROUNDS, because other
+processes, a sleeping core or its clock can only make the host slower.
+
+The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by
 GPU, CPU, cores and version of torch, written with one rename; if the file cannot be read, the machine is measured
 again; a failure to write it is ignored. `known` never measures: a run that starts uses it.
 """
@@ -23,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from keyhole.disk.files import make_directories, replacing
 from keyhole.disk.read_json import read_json
@@ -32,11 +39,15 @@ from keyhole.machine.host import cpu_count, host_memory
 from keyhole.machine.probe import _cpu_name, link_speed
 from keyhole.machine.rates import VERSION, Rates
 from keyhole.machine.sizes import MIB
+from keyhole.model.structure.block_counts import block_counts
+from keyhole.model.structure.find import find_blocks
+from keyhole.model.structure.reach import SHORT, call_of
 from keyhole.ops.adam.host import host_adamw_
 from keyhole.plan.profiles import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05
+HOST_ROUNDS = 12
 ADAM_BYTES = 28  # per parameter (ops/adam/host.py)
 LIMIT_BYTES = 2**20
 
@@ -104,6 +115,7 @@ def measure(device: torch.device) -> Rates:
     if cuda:
         with torch.cuda.device(device):
             link = link_speed()
+    called, reversed_ = _block(device)
     try:
         return Rates(
             name=torch.cuda.get_device_name(device) if cuda else f"{_cpu_name()}, {cpu_count()} cores",
@@ -121,6 +133,8 @@ def measure(device: torch.device) -> Rates:
             host_memory=max(host_rate, ADAM_BYTES * adam),
             adam=adam,
             launch=_launch(device),
+            called=called,
+            reversed=reversed_,
             workspace_bytes=_workspace(device),
         )
     finally:
@@ -189,13 +203,52 @@ def _adam() -> float:
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds per kernel launch on an idle host; a model's own Python code takes about as long again."""
-    one, count = torch.zeros(1, device=device), 400
-    best = float("inf")
-    for _ in range(4):
-        _wait(device)
-        begin_s = time.perf_counter()
+    """Seconds per operation in place, without autograd."""
+    one, count = torch.zeros(1, device=device), 200
+
+    def run() -> None:
         for _ in range(count):
             one.add_(1.0)
-        best = min(best, (time.perf_counter() - begin_s) / count)
-    return max(2 * best, 1e-9)
+
+    return _host_s(run, device) / count
+
+
+def _block(device: torch.device) -> tuple[float, float]:
+    """Seconds per operation in the forward and in the backward pass of a tiny block."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=16)
+    with torch.random.fork_rng(devices=[]):
+        module = LlamaForCausalLM(config)
+    block = find_blocks(module)[0]
+    counts, call = block_counts(module, block), call_of(module, block, SHORT)
+    assert counts is not None and call is not None, "a Llama block can be counted"
+    block.to(device)
+    args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call)
+    hidden, *others = args
+    hidden = hidden.detach().requires_grad_(True)
+    wanted = [hidden, *block.parameters()]
+    made: list[torch.Tensor] = []
+
+    def forward() -> None:
+        output = block(hidden, *others, **kwargs)
+        made[:] = [output if isinstance(output, torch.Tensor) else output[0]]
+
+    def backward() -> None:
+        torch.autograd.grad(made[0], wanted, torch.ones_like(made[0]))
+
+    first_s = _host_s(forward, device)
+    return first_s / counts.forward_kernels, _host_s(backward, device, forward) / counts.backward_kernels
+
+
+def _host_s(run: Callable[[], Any], device: torch.device, before: Callable[[], Any] = lambda: None) -> float:
+    """Seconds of the host for a run whose kernels the device need not have finished; the best of HOST_ROUNDS."""
+    best = float("inf")
+    for _ in range(HOST_ROUNDS + 1):
+        before()
+        _wait(device)
+        begin_s = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - begin_s)
+    return max(best, 1e-9)

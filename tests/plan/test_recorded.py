@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plan_recorded import HERE, plan, records
+from benchmarks.plan_check import ratio, summary
+from benchmarks.plan_recorded import HERE, checks, plan, records
 from keyhole.bench.shapes import opt_config
+from keyhole.machine.rates import Rates
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
@@ -17,6 +19,7 @@ from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
+from keyhole.plan import measure
 from keyhole.plan.profiles import profile
 from keyhole.plan.seconds import step_seconds
 from keyhole.plan.table import Question, make_row, process_bytes
@@ -28,15 +31,32 @@ H200 = profile("h200")
 
 @pytest.mark.parametrize(("name", "only"), [("zo_h200_2026-11-15_h", "1.3B"), ("lomo_h200_2026-11-16", "7B")])
 def test_planned_as_measured(name: str, only: str) -> None:
-    """Within 10 % of memory and 15 % of time. Host memory of a case that keeps no inputs on the host is left out: the
-    process still held those of the case before."""
+    """Within 10 % of memory and 15 % of time. Two kinds of cases are not compared in host memory, because their process
+    still held what a case before had left: page-locked inputs, or (lomo, eager) the compiler."""
     chosen = [record for record in records(HERE / f"{name}.json", False) if only in record.name]
     found = [(record, plan(record, H200, MODULES)) for record in chosen]
     assert found
     for record, each in found:
         for part, limit in (("gpu", 0.10), ("host", 0.10), ("seconds", 0.15)):
-            if part != "host" or "inputs on the GPU" not in record.name:
+            held = "inputs on the GPU" in record.name or (record.method == "lomo" and "compiled" not in record.name)
+            if part != "host" or not held:
                 assert each["planned"][part] == pytest.approx(each["measured"][part], rel=limit), (record.name, part)
+
+
+def test_a_check_on_a_gpu_planned_by_the_code_of_today() -> None:
+    """The 19 cases of plan_check.py with the rates of their run. A streamed lsp with moments on the host takes longer
+    than planned (LOG.md); it must not get worse."""
+    found = list(checks(HERE / "plan_check_h200_2026-11-16.json", MODULES))
+    assert len(found) == 19
+    for case, each in found:
+        shares = {part: ratio(each, part) for part in ("gpu", "host", "seconds")}
+        late = 0.20 if case.method == "lsp" and case.placement == "stream" else 0.15
+        assert shares == pytest.approx({"gpu": 1, "host": 1, "seconds": 1}, rel=late), case.name
+        assert max(abs(shares["gpu"] - 1), abs(shares["host"] - 1)) <= 0.10, (case.name, shares)
+        if case.gpu_memory is not None:  # a budget is never exceeded
+            assert shares["gpu"] >= 1, (case.name, shares)
+    right = summary([each for _, each in found])[-1]
+    assert float(right.rpartition(", ")[2].rstrip("%")) >= 95, right
 
 
 @cache
@@ -69,7 +89,9 @@ def test_baselines_recompute_nothing_unless_asked() -> None:
         for how in ("none", "block")
     )
     plain = METHODS["sgd"].planned_work(opt(), set(), work("sgd"), ROOM, H200)
-    assert plain.kernels == kept.kernels < again.kernels
+    assert plain.called == kept.called == 24 * 12 and again.called == 2 * kept.called
+    assert plain.reversed == kept.reversed == again.reversed > 24 * 26
+    assert plain.kernels == 0 and kept.kernels == again.kernels == 13 * 388 + 3 * 144  # torch's update is a few kernels
     assert plain.products == kept.products == pytest.approx(0.75 * again.products)
 
 
@@ -118,3 +140,93 @@ def test_under_a_budget_blocks_are_not_recorded() -> None:
         for each in (asked, replace(asked, is_budget=True))
     )
     assert on_card < 0.5 * in_budget
+
+
+def test_launches_by_what_is_trained() -> None:
+    """A frozen model has no hooks and updates of matrices, only adapters; with both it has the sum; a graph has few."""
+    lora, lomo, both = (
+        METHODS[name].planned_work(opt(), set(), work(name, activations="block"), ROOM, H200) for name in LORAS
+    )
+    kept = METHODS["lora"].planned_work(opt(), set(), work("lora", activations="none"), ROOM, H200)
+    matrices, vectors = 6 * 24, 10 * 24
+    assert lomo.called == 2 * 24 * 12 + 14 * matrices + 2 * vectors
+    assert lora.called == 2 * 24 * 12 + 8 * matrices and both.called == lomo.called + 8 * matrices
+    assert lomo.reversed == 24 * 26 and both.reversed == lora.reversed == 24 * 26 + 11 * matrices
+    assert kept.called == lora.called / 2 and kept.reversed == lora.reversed
+    assert lora.kernels == lomo.kernels == both.kernels == 0
+    short = METHODS["lomo"].planned_work(opt(), set(), replace(work("lomo"), tokens=512), ROOM, H200)
+    assert short.called == short.reversed == 0 < short.kernels
+
+
+LORAS = "lora", "lomo", "lomo-lora"
+
+
+def test_a_whole_step_of_zo_is_one_graph_if_there_is_room() -> None:
+    """It launches nothing and holds the weights three times while it is captured; with a budget, on a small GPU, for
+    long batches, or with units in host memory it is not captured. It never decides whether a model fits."""
+    short = replace(work("zo"), tokens=512, length=512, passes=2)
+    zo = METHODS["zo"]
+    found = zo.planned_work(opt(), set(), short, ROOM, H200)
+    planned = zo.planned_bytes(opt(), set(), short, ROOM)
+    assert found.kernels == found.called == 0 and found.nodes == 2 * 24 * 12 and found.kept_bytes == 2 * planned.homes
+    for asked, streamed, room in (
+        (short, set(), replace(ROOM, is_budget=True)),
+        (short, set(), replace(ROOM, limit_bytes=planned.total + 4 * planned.homes - 1)),
+        (replace(short, tokens=8192), set(), ROOM),
+        (short, {unit.index for unit in opt().of_kind("block")}, ROOM),
+    ):
+        usual = zo.planned_work(opt(), streamed, asked, room, H200)
+        assert usual.nodes == usual.kept_bytes == 0 < usual.kernels + usual.called
+    question = Question(build(opt_config("1.3B"), BF16), BF16, H200, planned.total, 2**40, 1, 512)
+    row = make_row(question, zo, "resident", None, opt(), set())
+    assert row.fits and row.gpu_bytes == planned.total
+
+
+def test_recorded_blocks_have_a_buffer_for_gradients() -> None:
+    """Of one block, whatever the batch; on short batches the graphs' activations too; none with a budget, compiled
+    blocks or a frozen model. A row that fills the memory still fits."""
+    block = 2 * sum(unit.numel for unit in opt().of_kind("block")) // 24
+
+    def kept(method: str, tokens: int = 4096, room: Room = ROOM, **options: Any) -> int:
+        asked = replace(work(method, **options), tokens=tokens)
+        return METHODS[method].planned_work(opt(), set(), asked, room, H200).kept_bytes
+
+    assert kept("lomo") == kept("adam-offload") == block < kept("lomo", 512)
+    assert kept("lomo", room=replace(ROOM, is_budget=True)) == kept("lomo", compile=True) == 0
+    assert kept("lora", activations="block") == kept("sgd") == 0
+    assert (
+        kept(
+            "lomo",
+            room=replace(ROOM, limit_bytes=METHODS["lomo"].planned_bytes(opt(), set(), work("lomo"), ROOM).total),
+        )
+        == 0
+    )
+
+
+def test_galore_updates_its_largest_tensor_in_float32() -> None:
+    """The embedding: five copies. sgd: the tied head's gradient is added to the embedding's."""
+    table = opt().table.shape.numel()
+    short = {"tokens": 64}
+    galore = METHODS["galore"].planned_bytes(opt(), set(), replace(work("galore"), **short), ROOM)
+    sgd = METHODS["sgd"].planned_bytes(opt(), set(), replace(work("sgd"), **short), ROOM)
+    assert galore.update == 20 * table and sgd.block == 2 * table
+
+
+def test_adapters_are_part_of_the_device_bytes() -> None:
+    lomo, both = (METHODS[name].planned_bytes(opt(), set(), work(name), ROOM) for name in ("lomo", "lomo-lora"))
+    assert both.updates - lomo.updates == 16 * 7_077_888  # as counted when the adapters were made (plan_check)
+
+
+def test_rates_kept_before_operations_had_kinds() -> None:
+    """Their launch is the double of one; the other kinds follow from it."""
+    old = {name: value for name, value in H200.to_dict().items() if name not in ("called", "reversed")}
+    found = Rates.from_dict(old | {"launch": 2 * H200.launch})
+    assert found == H200 and H200.launch < H200.reversed < H200.called
+
+
+def test_an_operation_of_each_kind_is_measured() -> None:
+    """On this CPU; the random numbers of the caller stay as they are."""
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    seconds = (measure._launch(torch.device("cpu")), *measure._block(torch.device("cpu")))
+    assert all(0 < each < 1 for each in seconds) and torch.equal(before, torch.random.get_rng_state())

@@ -15,7 +15,11 @@ uploaded in the next forward pass). CPU and GPU share the updates; each takes th
 and g parameters per second the GPU's share is g / (c + g), where g is the rate of its lane over the link: 12 + b bytes
 H2D and 12 D2H, at LANE of the bidirectional rate (7B on an H200: 86 % of the parameters in 1.98 s,
 benchmarks/lsp_h200_2026-11-15_7B_d.md). Both use host memory, 12 + b bytes read and 12 written, whose bandwidth is
-the upper bound. With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
+the upper bound; but its rate is measured with cores alone, which do not saturate it: with the link's copies beside
+them the same memory moves BESIDE as much (3.5B: 99 GB/s instead of 85, lsp_h200_2026-11-15_3.5B_d; 1.3B: 82 to 95
+instead of 73, plan_check_h200_2026-11-16; 7B: 83 instead of 85, 7B_d).
+
+With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
 """
 
 from collections import Counter
@@ -35,6 +39,7 @@ from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel
 
 LANE = 0.87
+BESIDE = 1.22
 WAITING = 512 * MIB
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
@@ -109,7 +114,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         down=b * numel + (12 * by_gpu + b * share * (numel - resident)) / (LANE if helped else 1.0),
         adam=numel - by_gpu,
         exposed_adam=numel if own.schedule == "monolithic" else 0.0,
-        through_host=(24 + b) * numel,
+        through_host=(24 + b) * numel / (BESIDE if helped else 1.0),
         host_bytes=host_state_bytes(layout, streamed, b),
         saved_bytes=12 * numel,
     )

@@ -13,7 +13,8 @@ and the others come. So the peak of a step is the largest of
     the begin of the backward pass    what autograd saved of every block, or block inputs if activations=block, and
                                       logits of the whole vocabulary, in b and twice in fp32
     its end                           all gradients, and one block: what it saved, and gradients in flight
-                                      (model/backward/memory.py)
+                                      (model/backward/memory.py); or, if the head is tied to the embedding, the gradient
+                                      of the one before it is added to that of the other
     the update                        all gradients, and a copy of all weights (adamw: the roots of its moments), or
                                       five fp32 copies of one tensor (galore: the largest is usually the embedding)
 
@@ -96,7 +97,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
         state=state,
         activations=int(layout.block_count * each),
         logits=work.tokens * int(layout.table.shape[0]) * (2 * b + 8),
-        block=int(of_block),
+        block=max(int(of_block), 0 if layout.of_kind("head") else b * layout.table.shape.numel()),
         update={GALORE.name: 20 * largest, ADAMW.name: b * trained}.get(work.method, 0),
         workspace=2 * room.workspace_bytes,
         accumulated=b * trained if work.passes > 1 else 0,

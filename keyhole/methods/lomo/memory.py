@@ -5,7 +5,8 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             sketch, and the weight for its norm: b + w. adalomo sums over rows and columns (ops/adalomo/matrix.py): g
             and w, then g again, 2 b + w. These kernels reach about a SUMS-th of the rate of copies: its update took
             0.03 to 0.04 s more than LOMO's for Llama-7B on an H200 (benchmarks/lomo_h200_2026-11-15_a.md, _f.md), where
-            the bytes alone take 0.01. Kahan rounding reads and writes 2 bytes more.
+            the bytes alone take 0.01; since it sums over whole tables, 0.056 for a 3.5B (plan_check_h200_2026-11-16)
+            and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and writes 2 bytes more.
 launches    apollo-mini: 27 small operations per matrix, of norms, of the sketch and of its moments, which take as long
             as SKETCHED of a forward pass (24 blocks of OPT-1.3B: 0.435 s, bound by the host,
             benchmarks/plan_check_h200_2026-11-16.json); ADAM operations more per vector. lomo-lora: its adapters'
@@ -20,18 +21,21 @@ import torch
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.launches import Launches, of_adapters, tensors_of_blocks
-from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig
+from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig
+from keyhole.methods.lora.memory import adapted_count, adapted_sides
+from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import BACKWARD, StepWork, met_bytes, reverse_work, trained_numel
+from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
-SUMS, SURVEYS = 3, 2
+SUMS, SURVEYS = 5, 2
 SKETCHED, ADAM = 20, 9
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step."""
-    own: LOMOConfig = work.settings or LOMOConfig()
+    own: LOMOConfig = work.settings or (LOMOLoRAConfig if work.method == LOMO_LORA.name else LOMOConfig)()
     reverses = 2 if work.clips or room.formats.dtype == torch.float16 else 1
     found = reverse_work(layout, streamed, work, room, rates, reverses=reverses)
     numel, b, w = trained_numel(layout), room.formats.dtype.itemsize, room.formats.plain.itemsize
@@ -49,11 +53,17 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         logits = work.passes * work.tokens * layout.table.shape[0]
         again = 6 * b * logits * BACKWARD  # the elementwise kernels of logits (methods/work.py)
         found = found.plus(products=SURVEYS * 4 * logits * layout.table.shape[1], touched=SURVEYS * again)
-    if work.method == LOMO_LORA.name:
+    if isinstance(own, LOMOLoRAConfig):
         found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
         if found.called:
-            found = found.launching(work.passes * of_adapters(tensors_of_blocks(layout)[0]))
+            found = found.launching(work.passes * of_adapters(adapted_count(layout, own.target_modules), 2.0))
     return found
+
+
+def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
+    """The device peak of a step of lomo-lora: with fp32 weight, gradient and two moments of every adapter."""
+    own: LOMOLoRAConfig = work.settings or LOMOLoRAConfig()
+    return reverse_bytes(layout, streamed, work, room, updates=16 * own.r * adapted_sides(layout, own.target_modules))
 
 
 def adapter_bytes(layout: Layout, tokens: int) -> float:

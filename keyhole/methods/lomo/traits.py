@@ -112,5 +112,5 @@ LOMO_LORA = Traits(
     steps=1.2,
     faults=_lora_faults,
     demo=Demo(lr=0.02, options={"adapter_lr": 1e-3}),
-    **_ALIKE,
+    **(_ALIKE | {"device_bytes": "keyhole.methods.lomo.memory:device_bytes"}),
 )

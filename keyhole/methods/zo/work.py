@@ -4,6 +4,8 @@
                pair of passes reads it and writes two copies, w + 2 b
     down       streamed units; of blocks an EVERY-th part, while the GPU waits for the link (write_back.py)
 
+On short batches, if all weights are resident and memory has room, a whole step is one CUDA graph (recorded_step.py).
+
 With low-rank directions (low_rank/) blocks have no copies: the product reads W, and once per period W is read, written
 and written back. Beside each product its input is read, and its output is written and read once more; a pass carries
 the rows of all its looks, so there are fewer launches.
@@ -16,12 +18,15 @@ from dataclasses import replace
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
+from keyhole.methods.launches import of_forward
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
-from keyhole.methods.zo.memory import kept_terms
+from keyhole.methods.zo.memory import device_bytes, kept_terms
 from keyhole.methods.zo.traits import ZO, ZOConfig
+from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import Layout
 
 NOISE = 1
+ROOM = 4  # free memory that a capture of a step requires, in multiples of the weights (recorded_step.py)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
@@ -41,10 +46,29 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     blocks = met_bytes(layout, [i for i in streamed if layout.units[i].kind == "block"], work, room)
     compute_s = found.products / rates.products_at(work.tokens, room.formats.dtype.itemsize)
     compute_s += found.touched / rates.device_memory
+    compute_s = max(compute_s, found.kernels * rates.launch + found.called * rates.called)
     waits = rates.gpu_bytes is not None and rates.link_seconds(home, home) * (1 - START) > compute_s
     every = own.write_back_every or (EVERY if waits else 1)
     again = (every - 1) / 2 * (noise + 2 * at_home) * (blocks / max(1, at_home))  # recomputed updates
-    return found.plus(down=home - blocks + blocks / every, touched=again)
+    found = found.plus(down=home - blocks + blocks / every, touched=again)
+    return _as_one_graph(found, layout, streamed, work, room, rates)
+
+
+def _as_one_graph(
+    found: StepWork, layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates
+) -> StepWork:
+    """The same with the whole step as one CUDA graph, if it is captured (recorded_step.py): the host launches nothing
+    per block; while it is captured, the device holds the weights of before and after the step beside its own."""
+    if streamed or room.is_budget or room.limit_bytes is None or rates.gpu_bytes is None or room.formats.packs:
+        return found
+    own: ZOConfig = work.settings or ZOConfig()
+    planned = device_bytes(layout, streamed, work, room)
+    has_room = ROOM * planned.homes <= room.limit_bytes - planned.total
+    asked = own.deferred_update and getattr(own, "whole_steps", True)  # plan_recorded.py: records of older code
+    if not (asked and has_room and launched_as_graphs(layout, work.tokens)):
+        return found
+    nodes = work.passes * of_forward(layout).called
+    return replace(found, kernels=0.0, called=0.0, nodes=nodes, kept_bytes=found.kept_bytes + 2 * planned.homes)
 
 
 def _low_rank_work(
