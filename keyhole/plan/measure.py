@@ -214,7 +214,8 @@ def _launch(device: torch.device) -> float:
 
 
 def _block(device: torch.device) -> tuple[float, float]:
-    """Seconds per operation in the forward and in the backward pass of a tiny block."""
+    """Seconds per operation in the forward and in the backward pass of a tiny block; (0, 0) if it cannot be counted:
+    then they follow from a launch (machine/rates.py)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -223,7 +224,8 @@ def _block(device: torch.device) -> tuple[float, float]:
         module = LlamaForCausalLM(config)
     block = find_blocks(module)[0]
     counts, call = block_counts(module, block), call_of(module, block, SHORT)
-    assert counts is not None and call is not None, "a Llama block can be counted"
+    if counts is None or call is None:
+        return 0.0, 0.0
     block.to(device)
     args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call)
     hidden, *others = args
