@@ -9,15 +9,17 @@ writes for an assistant turn, after the text that the model is given*: words, re
     given       before = render(turns[:i], generation prompt on). If `before` is a prefix of the text, the answer
                 begins after it. A template may write earlier turns differently if they come last; then `before` is no
                 prefix, and only its part from turn i - 1 on is compared. If that fails too, the common prefix of the
-                turn and the generation prompt is taken as given.
+                turn and the generation prompt is taken as given. A chat that begins with an answer has nothing
+                before it (but a template's own system prompt): its answer is what the same chat has after a question.
 
-If a template marks its answers with `{% generation %}`, exactly the marked text is trained on. If a template has no
-loop over the messages, a turn is the difference of two prefixes of the chat; if these are not prefixes, the row is
-refused. keyhole never trains on a guess.
+If a template marks its answers with `{% generation %}`, exactly the marked text is trained on: nothing of a chat in
+which it marks nothing. If a template has no loop over the messages, a turn is the difference of two prefixes of the
+chat; if these are not prefixes, the row is refused. keyhole never trains on a guess.
 
-Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, or text of a
-turn. A turn whose calls are missing is not trained on at all: it would teach the model to stop where the assistant went
-on. A tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
+Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, text of a
+turn, and keys that only some templates know. A turn whose calls are missing is not trained on at all: it would teach
+the model to stop where the assistant went on. The same holds for an empty turn with its text under another key. A
+tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
 
 Without a chat template, chats are written with PLAIN_TEMPLATE, with Alpaca's headings:
 
@@ -35,7 +37,17 @@ from typing import Any, NamedTuple
 
 from keyhole.data.formats import Example
 from keyhole.data.template_segments import Rendering, Template
-from keyhole.data.turns import FLAGS, Turn, call_as, called_names, is_trained, reasoning, words
+from keyhole.data.turns import (
+    FLAGS,
+    Turn,
+    call_as,
+    called_names,
+    further_texts,
+    is_ignored_wish,
+    is_trained,
+    reasoning,
+    words,
+)
 from keyhole.errors import UserError, printable
 
 PLAIN_TEMPLATE = (
@@ -59,6 +71,9 @@ class Lost(NamedTuple):
     calls: int = 0
     reasoning: int = 0
     text: int = 0
+    empty: int = 0  # turns without any text, of which only the end is trained
+    keys: tuple[str, ...] = ()  # for each turn: keys with texts that are not written
+    unheard: int = 0  # turns of other roles that are marked for training
 
 
 class Rendered(NamedTuple):
@@ -188,11 +203,12 @@ class ChatTemplate:
             found = self._answer(example, turns, i, done)
             missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
             lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
-            spans += [] if missing.calls else found
-        return Rendered(done.text, spans, lost, bool(done.marked))
+            spans += [] if missing.calls or (missing.empty and missing.keys) else found
+        lost = lost._replace(unheard=sum(map(is_ignored_wish, example.turns)))
+        return Rendered(done.text, spans, lost, done.marks)
 
     def _answer(self, example: Example, turns: Turns, i: int, done: Rendering) -> list[Span]:
-        if done.marked:
+        if done.marks:
             return self._marked(turns, i, done)
         found = self._written(turns, example.tools, i, done)
         said = words(turns[i])
@@ -241,6 +257,8 @@ class ChatTemplate:
     def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
         """Where answer i begins: after the given text. begin: where turn i begins."""
         text, before = done.text, self._try(turns[:i], tools, prompt=True) if i else None
+        if before is None and i == 0 and (found := self._start_after_question(turns, tools, done)) is not None:
+            return found
         if before is None:
             return begin + self._shared(text[begin:], self.generation_prompt)
         if text.startswith(before.text):
@@ -252,6 +270,21 @@ class ChatTemplate:
             if here.startswith(given) or behind > begin:
                 return behind
         return begin + self._shared(text[begin:], _after_last_turn(before))
+
+    def _start_after_question(self, turns: Turns, tools: list[Any] | None, done: Rendering) -> int | None:
+        """Where the answer begins that is the first turn: it ends as the same answer after a question does."""
+        asked = [{"role": "user", "content": MARKER}, *turns]
+        with_question = self._try(asked, tools)
+        if with_question is None:
+            return None
+        ours, theirs = (
+            [(a, b) for a, b, owner in which.segments if owner == i] for i, which in enumerate((done, with_question))
+        )
+        if not ours or not theirs:
+            return None
+        start = self._start(asked, tools, 1, with_question, theirs[0][0])
+        answer = with_question.text[start : theirs[-1][1]]
+        return ours[-1][1] - len(answer) if done.text[ours[0][0] : ours[-1][1]].endswith(answer) else None
 
     def _shared(self, text: str, given: str) -> int:
         """The length of the common prefix of the text and the given text; a partial match counts up to its last whole
@@ -294,4 +327,7 @@ def _after_last_turn(done: Rendering) -> str:
 def _missing(turn: Turn, said: str) -> Lost:
     """The parts of a turn that are missing in its rendered text."""
     calls = any(name not in said for name in called_names(turn))
-    return Lost(int(calls), int(reasoning(turn) not in said), int(words(turn) not in said))
+    thought, spoken = reasoning(turn), words(turn)
+    keys = [key for key, texts in further_texts(turn).items() if any(text not in said for text in texts)]
+    empty = not thought and not spoken and not turn.get("tool_calls")
+    return Lost(int(calls), int(thought not in said), int(spoken not in said), int(empty), tuple(keys))

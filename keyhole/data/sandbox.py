@@ -53,6 +53,8 @@ class _Generation(Extension):
 
     def mark(self, caller: Callable[[], str]) -> str:
         watch, text = self.environment.watch, caller()
+        if watch.brackets is not None:
+            return watch.brackets[0] + text + watch.brackets[1]
         watch.marked.append((watch.position, watch.position + len(text)))
         return text
 
