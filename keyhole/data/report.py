@@ -44,6 +44,7 @@ class Report:
     mixture: str = ""
     cached: str = ""  # the file that the tokens were read from
     labels: str = ""  # for a classifier: rows per label
+    remarks: list[str] = field(default_factory=list)  # about the files (listing.py)
 
     def lines(self) -> list[str]:
         """The counts as lines, losses last; zero counts are left out."""
@@ -70,7 +71,7 @@ class Report:
         return out + [f"warning: {loss}" for loss in self._losses()]
 
     def _losses(self) -> list[str]:
-        out, limit = [], f"max_length={self.max_length}"
+        out, limit = [*self.remarks], f"max_length={self.max_length}"
         if self.truncated and self.labels:
             out.append(f"truncated to {limit}: {self.truncated:,} samples")
         elif self.truncated:
