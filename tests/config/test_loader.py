@@ -205,6 +205,8 @@ def test_a_key_given_twice_is_refused() -> None:
     """YAML would silently keep the last; both lines are named instead."""
     assert "line 7: max_steps: given twice, also in line 6" in faults_of(GOOD + "max_steps: 20\n")
     assert "zo.eps: given twice" in faults_of(GOOD + "zo:\n  eps: 1\nzo.eps: 2\n")
+    assert "`text` is given twice" in faults_of(GOOD + "columns: {text: a, text: b}\n")
+    assert "`think` is given twice" in faults_of(GOOD + "chat_template_kwargs: {a: {think: 1, think: 2}}\n")
 
 
 def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
