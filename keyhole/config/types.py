@@ -96,10 +96,10 @@ def _value(node: yaml.Node, kind: Any) -> Any:
         return _once((_value(key, str), _value(item, args[1])) for key, item in node.value)
     if kind is Any:
         return _plain(node, [MOST_NODES])
+    if origin is Literal and isinstance(node, yaml.ScalarNode) and node.tag != NULL_TAG:
+        return args[args.index(node.value)]  # `none` too, where it is one of the words
     if origin in (list, dict) or not isinstance(node, yaml.ScalarNode) or is_null(node):
         raise ValueError("another kind of node")
-    if origin is Literal:
-        return args[args.index(node.value)]
     return _SCALARS[kind](node.value)
 
 
