@@ -60,6 +60,7 @@ PLAIN_TEMPLATE = (
 )
 MARKER, VALUE = "Q0Z", "Z1Q"
 DATE = "26 Jul 2024"
+SPACE = re.compile(r"\s*")
 
 Span = tuple[int, int]
 Turns = list[Turn]
@@ -214,8 +215,7 @@ class ChatTemplate:
         said = words(turns[i])
         if not found or (said and not any(said in done.text[a:b] for a, b in found)):
             found = self._by_prefix(turns, example.tools, i, done.text) or found
-        calls_only = bool(turns[i].get("tool_calls")) and not said
-        if (not found and not calls_only) or self.drops_content:
+        if (not found and (said or reasoning(turns[i]))) or self.drops_content:
             raise UserError(
                 f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
                 "writes; give the turn weight 0, or write the chat out as prompt and completion"
@@ -237,7 +237,7 @@ class ChatTemplate:
         if not parts:
             return []
         last = i + 1 == len(turns)
-        end = len(done.text) if last else self._with_stop(done.text, parts[-1][1])
+        end = self._end_of_last(done.text, parts[-1][1]) if last else self._with_stop(done.text, parts[-1][1])
         parts[-1] = (parts[-1][0], end)
         start = self._start(turns, tools, i, done, parts[0][0])
         parts = [(max(a, start), b) for a, b in parts if b > start]
@@ -247,12 +247,23 @@ class ChatTemplate:
             parts = self._without_result(turns[k]["content"].strip(), k, parts, done)
         return parts
 
+    def _end_of_last(self, text: str, end: int) -> int:
+        """The last answer ends with the text: the template closes it after its loop. If it is closed already, only
+        further stop tokens belong to it, not a remark of the template."""
+        if not self._is_closed(text[:end]):
+            return len(text)
+        while (more := self.special.match(text, SPACE.match(text, end).end())) and more[0] in self.stops:
+            end = more.end()
+        return end if text[end:].strip() else len(text)
+
+    def _is_closed(self, text: str) -> bool:
+        return any(match.end() == len(text.rstrip()) for match in self.special.finditer(text))
+
     def _with_stop(self, text: str, end: int) -> int:
         """If an answer has no end token of its own, it ends with the stop token that follows (GLM: <|user|>)."""
-        following = self.special.match(text, end)
+        following = self.special.match(text, SPACE.match(text, end).end())
         stops = following is not None and following[0] in self.stops
-        closed = any(match.end() == len(text[:end].rstrip()) for match in self.special.finditer(text[:end]))
-        return following.end() if stops and not closed else end
+        return following.end() if stops and not self._is_closed(text[:end]) else end
 
     def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
         """Where answer i begins: after the given text. begin: where turn i begins."""
@@ -287,16 +298,20 @@ class ChatTemplate:
         return ours[-1][1] - len(answer) if done.text[ours[0][0] : ours[-1][1]].endswith(answer) else None
 
     def _shared(self, text: str, given: str) -> int:
-        """The length of the common prefix of the text and the given text; a partial match counts up to its last whole
-        token."""
+        """The length of the common prefix of the text and the given text; white space before both may differ. A partial
+        match counts up to its last whole token, or to the end of the line where the given text goes on with a tag: of
+        `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>."""
         if text.startswith(given):
             return len(given)
+        space = SPACE.match(text).end()
+        if given.strip() and text.startswith(given.lstrip(), space):
+            return space + len(given.lstrip())
         shared = os.path.commonprefix([text, given])
         tokens = [match.end() for match in self.special.finditer(shared)]
         if not tokens:
             return len(shared)
-        space = re.compile(r"\s*").match(shared, tokens[-1])
-        return space.end()
+        lines = [match.end() for match in re.finditer("\n", shared) if given.startswith("<", match.end())]
+        return SPACE.match(shared, max(tokens + lines)).end()
 
     def _without_result(self, result: str, k: int, parts: list[Span], done: Rendering) -> list[Span]:
         """The parts without the tool result of turn k, if it is written here and not at turn k."""

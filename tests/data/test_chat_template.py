@@ -237,3 +237,32 @@ def test_reasoning_in_a_part_of_the_content_is_no_text() -> None:
     with pytest.raises(UserError, match="expected text"):
         trained(chats.CHATML, chat("Hi", parts))
     assert trained(chats.CHATML, chat("Hi", parts[1:]))[0] == ["A.<|im_end|>"]
+
+
+def test_a_header_is_given_though_the_prompt_goes_on_with_a_thought() -> None:
+    """The role is plain text behind a special token, and the prompt opens a thought that old answers have lost."""
+    opens = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    found, lost = trained(opens, chat("Hi", "<think>\nhm</think>A.", "More?", "<think>\nhm</think>B."))
+    assert found == ["A.<|im_end|>", "hm</think>B.<|im_end|>"] and lost.reasoning == 1
+    assert trained(opens, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
+
+
+def test_a_remark_after_the_last_answer_is_not_trained() -> None:
+    """The answer is closed inside the loop; what the template says afterwards the assistant did not write."""
+    remark = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_start|>system\nOver.<|im_end|>{% endif %}"
+    )
+    assert trained(remark, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
+
+
+def test_an_empty_answer_that_is_not_written_is_counted() -> None:
+    written = "{% for m in messages if m.content %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    found, lost = trained(written + prompt, chat("Hi", "", "More?", "A."))
+    assert found == ["A.<|im_end|>"] and lost.empty == 1
