@@ -5,7 +5,8 @@
     reasoning            under one of the names of REASONING, or inside the content, before </think>
     tool_calls           [{function: {name, arguments}}], or {name, arguments} alone; arguments: an object or JSON text.
                          `function_call`, one call under its older name, becomes a list of one
-    weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl) exclude a turn
+    weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl; `training` and
+                         ms-swift's `loss` mean the same) exclude a turn
     other keys           passed to the template; which of them it did not write is reported
 
 Templates differ in how they expect the arguments of a call: most encode an object themselves, some concatenate JSON
@@ -19,7 +20,8 @@ from keyhole.data.files import Record
 from keyhole.errors import UserError, printable
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-FLAGS = ("weight", "train")  # not passed to the template
+TRAIN = ("train", "training", "loss")  # true or false: three names of one flag
+FLAGS = ("weight", *TRAIN)  # not passed to the template
 READ = ("role", "content", "tool_calls", *FLAGS)  # keys with a meaning of their own
 ASSISTANTS = ("ai", "assistant", "bot", "chatbot", "chatgpt", "gpt", "model")  # what others call an assistant
 ABOUT_CALLS = ("name", "type", "id", "index", "description", "strict")  # keys of a call that are no arguments
@@ -50,8 +52,9 @@ def read_turn(record: Record, place: str, turn: Any) -> Turn:
         raise wrong(record, place, "an object with role and content", turn)
     if turn.get("weight", 1) not in (0, 1, None):
         raise wrong(record, f"{place}.weight", "0 or 1", turn["weight"])
-    if turn.get("train") not in (True, False, None):
-        raise wrong(record, f"{place}.train", "true or false", turn["train"])
+    for key in TRAIN:
+        if turn.get(key) not in (True, False, None):
+            raise wrong(record, f"{place}.{key}", "true or false", turn[key])
     if not isinstance(turn.get("tool_calls") or [], list):
         raise wrong(record, f"{place}.tool_calls", "a list of calls", turn["tool_calls"])
     for i, call in enumerate(turn.get("tool_calls") or []):
@@ -90,7 +93,7 @@ def _check_call(record: Record, place: str, call: Any) -> None:
 
 
 def _is_excluded(turn: Turn) -> bool:
-    return turn.get("weight") == 0 or turn.get("train") is False
+    return turn.get("weight") == 0 or any(turn.get(key) == 0 for key in TRAIN)  # 0 is false, as tables write it
 
 
 def is_trained(turn: Turn) -> bool:
@@ -100,7 +103,7 @@ def is_trained(turn: Turn) -> bool:
 
 def is_ignored_wish(turn: Turn) -> bool:
     """Whether a turn that is no answer is marked for training; only answers are trained on."""
-    return turn["role"] != "assistant" and turn.get("train") is True
+    return turn["role"] != "assistant" and any(turn.get(key) == 1 for key in TRAIN)
 
 
 def call_as(call: Any, text: bool) -> Any:
@@ -149,6 +152,7 @@ def _texts(value: Any) -> list[str]:
     while todo:
         item = todo.pop()
         texts += [item.strip()] if isinstance(item, str) and item.strip() else []
+        texts += [repr(item)] if isinstance(item, bool) else []  # a flag that nobody reads
         todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
     return texts
 

@@ -99,7 +99,7 @@ def test_a_template_that_marks_its_answers_is_believed() -> None:
     assert trained(bare, said)[0] == ["B."]
 
 
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"train": 0}, {"loss": False}, {"training": False}])
 def test_a_turn_is_taken_out_by_weight_or_train(flag: dict[str, Any]) -> None:
     """In messages and in ShareGPT's turns alike; the other answer is trained."""
     tok = tokenizer(chats.CHATML)
@@ -266,3 +266,9 @@ def test_an_empty_answer_that_is_not_written_is_counted() -> None:
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     found, lost = trained(written + prompt, chat("Hi", "", "More?", "A."))
     assert found == ["A.<|im_end|>"] and lost.empty == 1
+
+
+def test_a_flag_that_nobody_reads_is_named() -> None:
+    """`mask: true` may have meant that the turn is not trained on."""
+    said = chat("Hi", "A.")
+    assert trained(chats.CHATML, [said[0], said[1] | {"mask": True, "train": 1}])[1].keys == ("mask",)
