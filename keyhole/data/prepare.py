@@ -32,6 +32,7 @@ from keyhole.data.settings import TABLE, PrepareSettings
 from keyhole.errors import UserError, listed
 from keyhole.machine.progress import tell
 
+LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
 
 
@@ -98,6 +99,12 @@ def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None
 def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
     """Rows in the order of their sources, each as often as the weight of its source requires."""
     sources, chosen, told = np.array([data.sources[row[0]] for row in data.rows]), [], []
+    total, most = sum(weights[row] for row in sources.tolist()), max(LEAST_MIXED, MOST_GROWTH * len(sources))
+    if total > most:
+        raise UserError(
+            f"train_weights: {total:,.0f} rows per epoch of {len(sources):,} samples; at most {most:,}: give smaller "
+            "weights, and more num_train_epochs"
+        )
     for source, weight in enumerate(weights):
         own = np.flatnonzero(sources == source)
         whole, part = divmod(weight, 1)

@@ -175,3 +175,17 @@ def test_a_system_column_begins_every_chat(tmp_path: Path) -> None:
         assert column.ids.tolist() == own.ids.tolist()
     with pytest.raises(UserError, match="column system differs"):
         prepare(write(tmp_path / "two.jsonl", [{"system": "Be bad.", "messages": [system, *said]}]), tok)
+
+
+def test_weights_that_make_too_many_rows_are_refused(pairs: str) -> None:
+    """A billion rows per epoch of eight samples would end in no memory."""
+    with pytest.raises(UserError, match="train_weights: 8,000,000,000 rows per epoch of 8 samples"):
+        prepare([pairs], tokenizer(), weights=[1e9])
+    assert len(prepare([pairs], tokenizer(), weights=[1000])) == 8000
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_variables_that_belong_to_the_rows_cannot_be_set(pairs: str, name: str) -> None:
+    """add_generation_prompt: true would end every trained chat with the beginning of another answer."""
+    with pytest.raises(UserError, match=f"chat_template_kwargs: {name} comes from the data"):
+        prepare(pairs, tokenizer(), chat_template_kwargs={name: True})
