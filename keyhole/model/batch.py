@@ -148,12 +148,12 @@ def check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
-    labels_BT = batch["labels"]
+    labels_BT = batch["labels"].long()  # collators also return 32 bits
     next_BT = torch.full_like(labels_BT, IGNORED)
     next_BT[:, :-1] = labels_BT[:, 1:]
     flat = next_BT.flatten()
     index_N = (flat != IGNORED).nonzero()[:, 0]
-    inputs = {"input_ids": batch["input_ids"]}
+    inputs = {"input_ids": batch["input_ids"].long()}
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     packed = positions is not None and is_packed(positions, mask)
     hides = mask is not None and not bool(mask.all())  # an all-ones mask is dropped: it changes nothing, costs kernels
