@@ -36,12 +36,14 @@ def _names(record: Record, spec: TaskSpec) -> dict[str, Any]:
 def _choice(record: Record, spec: TaskSpec) -> Question:
     row = _names(record, spec)
     raw = _candidates(row, spec)
-    right = _right(row, raw, spec)
     texts = [spec.candidate.run({**row, "candidate": text}) if spec.candidate else text for text in raw]
+    value = None if spec.value is None else number_of(row[spec.value], spec.value)
+    nearest = [] if value is None else [abs(number_of(text, "candidates") - value) for text in texts]
+    named = spec.right is not None or spec.has_label
+    right = _right(row, raw, spec) if named else [nearest.index(min(nearest))]
     prompt = spec.prompt.run(row)
     given = tuple(text.run(row) for text in spec.texts)
     check_text("\n".join([prompt, *texts, *given]), "the row")
-    value = None if spec.value is None else _number(row[spec.value], spec.value)
     return Question(prompt, tuple(texts), right[0], record.where, tuple(right[1:]), value=value, texts=given)
 
 
@@ -97,7 +99,8 @@ def _free(record: Record, spec: TaskSpec) -> Question | None:
 MARK = "\N{SYMBOL FOR SUBSTITUTE}completion\N{SYMBOL FOR SUBSTITUTE}"  # the place of the model's text in a program
 
 
-def _number(value: Any, column: str) -> float:
+def number_of(value: Any, column: str) -> float:
+    """A finite number; an error otherwise."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -7,7 +7,8 @@
 A split is a name with an optional slice: `train`, `validation`, `val[:2270]`, `val[-1000:]`, `train[:80%]`. A sum of
 names is both files, and its slice applies to each (`plot+quote[:-1000]`). A name is matched, in this order, by
 
-    the exact name         train.jsonl, a folder train/, or with its suffix: val.jsonl[:2270]
+    the exact name         train.jsonl, a folder train/ (also as `save_to_disk` of `datasets` writes it), or with its
+                           suffix: val.jsonl[:2270]
     its parts              train-00000-of-00002.parquet
     a version or prefix    train-v1.1.json, drop_dataset_train.json
 
@@ -23,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from keyhole.assets import TRAIN
-from keyhole.data.files import only_files, read_hub
+from keyhole.data.files import only_files, read_hub, saved_files
 from keyhole.data.readers import Record
 from keyhole.data.tasks.columns import pick_all
 from keyhole.data.tasks.spec import TaskSpec, plain
@@ -188,6 +189,8 @@ def _files(folder: Path, word: str, split: str) -> list[Path]:
     if os.path.isfile(folder / word):
         return [folder / word]
     if os.path.isdir(folder / word):
+        if saved := saved_files(folder / word):
+            return [Path(name) for name in saved]
         return sorted(path for path in (folder / word).iterdir() if suffix_of(path) and not path.is_dir())
     files = sorted(path for path in folder.iterdir() if suffix_of(path) and not path.is_dir())
     stems = {path: path.name.lower().removesuffix(".gz") for path in files}
