@@ -132,6 +132,9 @@ def _folder(spec: TaskSpec, root: Path) -> Path:
     wanted = [plain(name) for name in (spec.name, *spec.folders)]
     inside = [path for path in sorted(root.iterdir()) if path.is_dir()]
     found = [path for name in wanted for path in inside if plain(path.name) == name]
+    alike = [path.name for path in found if plain(path.name) == plain(found[0].name)]
+    if len(alike) > 1:
+        raise UserError(f"task_data: {root}: {listed(alike)} could all be the folder of task {spec.name}; rename one")
     if found:
         return _inner(spec, found[0])
     if any(suffix_of(path) for path in root.iterdir() if path.is_file()) or _has_split(spec, root):

@@ -95,6 +95,10 @@ def test_another_task_is_not_taken_for_the_one_that_is_missing(tmp_path: Path) -
     files_of(tmp_path / "rte", "train.jsonl", "val.jsonl")
     with pytest.raises(UserError, match="no folder sst2/"):
         find_splits(read_spec("sst2"), str(tmp_path))
+    files_of(tmp_path / "SST-2", "train.jsonl", "val.jsonl")
+    files_of(tmp_path / "sst2", "train.jsonl", "val.jsonl")
+    with pytest.raises(UserError, match="SST-2, sst2 could all be the folder of task sst2; rename one"):
+        find_splits(read_spec("sst2"), str(tmp_path))
 
 
 def test_parts_of_a_file(tmp_path: Path) -> None:
