@@ -64,3 +64,25 @@ def test_another_draw_is_refused_on_resume(make: Make, tasks: dict, tmp_path: Pa
         train(make(**tasks | {"num_train": 9}), resume="")
     (tmp_path / "data").rename(tmp_path / "moved")
     assert train(make(**tasks | {"task_data": str(tmp_path / "moved")}), resume="") == 0
+
+
+def test_a_finished_run_is_tested_again_on_other_questions(make: Make, tasks: dict) -> None:
+    """num_eval may change on resume: the old score is of other questions, and is not printed as that of the new."""
+    tasks |= {"task": "sst2", "max_steps": 2, "load_best_model_at_end": True, "eval_steps": 1}
+    counts = []
+    for num_eval in (6, 6, 9):
+        run = make(**tasks, num_eval=num_eval)
+        assert train(run, resume="" if counts else None) == 0
+        counts.append([entry["test_questions"] for entry in metrics(run) if "test_questions" in entry])
+    assert counts == [[6], [6], [6, 9]]
+
+
+def test_the_last_weights_are_not_tested_as_the_best(make: Make, tasks: dict) -> None:
+    """Without a saved model the best step is tested when it is reached; a resumed run cannot go back to it."""
+    tasks |= {"task": "sst2", "max_steps": 3, "load_best_model_at_end": True, "eval_steps": 1, "save_model": False}
+    tasks |= {"save_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
+    assert train(make(**tasks, num_eval=6)) == 0
+    run = make(**tasks, num_eval=9)
+    assert train(run, resume="") == 0
+    tested = [(entry["step"], entry["test_questions"]) for entry in metrics(run) if "test_questions" in entry]
+    assert tested == [(1, 6)]
