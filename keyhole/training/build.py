@@ -207,7 +207,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         method=method,
         saver=saver,
         journal=journal,
-        selection=_selection(config, origin, reports, job.judge.metric),
+        selection=_selection(config, origin, reports, job.judge),
         judge=job.judge,
         sample_answers=config.sample_answers,
     )
@@ -300,16 +300,17 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     return [model, [*where, *placed.reasons, start_block.kernels()]]
 
 
-def _selection(config: TrainConfig, origin: Origin, reports: Reports, metric: str | None) -> Selection:
-    """The evaluations that the run in this directory has made so far. metric: the metric of its tasks."""
+def _selection(config: TrainConfig, origin: Origin, reports: Reports, judge: Judge) -> Selection:
+    """The evaluations that the run in this directory has made so far."""
     settings = SelectionSettings(
         best=config.load_best_model_at_end,
-        metric=config.metric_for_best_model or metric or "loss",
+        metric=config.metric_for_best_model or judge.metric or "loss",
         greater=config.greater_is_better,
         patience=config.early_stopping_patience,
         minutes=config.max_minutes,
     )
-    made = Selection(settings, None if origin.choice.state is None else origin.choice.state.selection)
+    saved = None if origin.choice.state is None else origin.choice.state.selection
+    made = Selection(settings, saved, [task.fingerprint for task in judge.dev])
     made.add_before(reports.metrics.kept, 0 if origin.choice.state is None else origin.choice.state.step)
     return made
 

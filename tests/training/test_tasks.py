@@ -107,3 +107,15 @@ def test_the_last_weights_are_not_tested_as_the_best(make: Make, tasks: dict) ->
     assert train(run, resume="") == 0
     tested = [(entry["step"], entry["test_questions"]) for entry in metrics(run) if "test_questions" in entry]
     assert tested == [(1, 6)]
+
+
+def test_other_dev_questions_are_refused_on_resume(make: Make, tasks: dict, tmp_path: Path) -> None:
+    """Where dev is a file of its own, the rows to train on do not tell that it has changed."""
+    tasks |= {"task": "sst2", "task_splits": {"train": "train[:15]", "dev": "more", "test": "dev"}, "max_steps": 2}
+    dev = tmp_path / "data" / "sst2" / "more.jsonl"
+    dev.write_text((tmp_path / "data" / "sst2" / "train.jsonl").read_text().replace("sst2", "other"))
+    assert train(make(**tasks, load_best_model_at_end=True, save_steps=1)) == 0
+    dev.write_text(dev.read_text().replace("other", "another"))
+    with pytest.raises(UserError, match="the dev questions are not those of the run so far"):
+        train(make(**tasks | {"max_steps": 4}, load_best_model_at_end=True), resume="")
+    assert train(make(**tasks | {"max_steps": 3}, load_best_model_at_end=False), resume="") == 0
