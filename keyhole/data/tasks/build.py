@@ -42,6 +42,7 @@ def _choice(record: Record, spec: TaskSpec) -> Question:
     named = spec.right is not None or spec.has_label
     right = _right(row, raw, spec) if named else [nearest.index(min(nearest))]
     prompt = spec.prompt.run(row)
+    _different(texts)
     given = tuple(text.run(row) for text in spec.texts)
     check_text("\n".join([prompt, *texts, *given]), "the row")
     return Question(prompt, tuple(texts), right[0], record.where, tuple(right[1:]), value=value, texts=given)
@@ -52,6 +53,10 @@ def _candidates(row: dict[str, Any], spec: TaskSpec) -> list[str]:
     texts = list(found) if isinstance(found, tuple | list) else []
     if not 2 <= len(texts) <= MOST_CANDIDATES or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"candidates: expected 2 to {MOST_CANDIDATES} texts, found {found!r:.80}")
+    return _different(texts)
+
+
+def _different(texts: list[str]) -> list[str]:
     if len(set(texts)) < len(texts):
         raise UserError(f"candidates: two of them are the same: {listed(texts)}")
     return texts

@@ -129,7 +129,7 @@ def _rows(spec: TaskSpec, names: tuple[str, ...], left_out: Counter[str]) -> Ite
 def _folder(spec: TaskSpec, root: Path) -> Path:
     if not os.path.isdir(root):
         raise UserError(f"task_data: {root}: no such directory (from {Path.cwd()})")
-    wanted = [plain(name) for name in (spec.name, *spec.folders)]
+    wanted = dict.fromkeys(plain(name) for name in (spec.name, *spec.folders))
     inside = [path for path in sorted(root.iterdir()) if path.is_dir()]
     found = [path for name in wanted for path in inside if plain(path.name) == name]
     alike = [path.name for path in found if plain(path.name) == plain(found[0].name)]

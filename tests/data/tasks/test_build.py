@@ -165,3 +165,19 @@ def test_a_number_needs_no_label() -> None:
     assert found == {"wide": [(1, -1.0), (2, 0.9), (0, -9.5)], "narrow": [(2, 0.9), (0, -9.5)]}
     with pytest.raises(UserError, match="candidates: expected a number, found 'low'"):
         build(rows[0], parse_spec(REGRESSION.replace("-2", "low"), "my", "my.yaml"))
+
+
+def test_candidates_that_become_the_same_are_refused() -> None:
+    """A query without a gap, or choices that differ in case only, leave no choice."""
+    row = {"premise": "It rains.", "choice1": "A dog", "choice2": "a dog", "question": "cause", "label": 0}
+    with pytest.raises(UserError, match="candidates: two of them are the same:  a dog,  a dog"):
+        build(Record("a", "line", 1, row), read_spec("copa"))
+
+
+def test_nought_is_an_answer() -> None:
+    """As a number as well as a text; an empty text is none."""
+    row = {"passage": "p", "question": "q", "spans": [], "date": None}
+    found = [
+        build(Record("a", "line", 1, row | {"number": number}), read_spec("drop")) for number in (0, "0", "", None)
+    ]
+    assert [question and question.references for question in found] == [("0",), ("0",), None, None]
