@@ -390,6 +390,23 @@ class Model:
             if before_step_of is None or owner() is not before_step_of:
                 apply()
 
+    def used_directly(self, what: str) -> None:
+        """Called before the module's own forward or save_pretrained: its parameters must be those after the last step.
+        UserError where they cannot be."""
+        if self.lens is not None:
+            raise UserError(
+                f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
+                "nothing of them; compute it from model.nll(batch), model.logits(batch) or model.generate(ids)"
+            )
+        if self.factors is not None and (what != "forward" or torch.is_grad_enabled()):
+            raise UserError(
+                f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
+                "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
+            )
+        self.apply_deferred()
+        if self.engine.gate is not None or self.engine.streamed:
+            self.engine.wait_for_homes()
+
     # -- reading and saving ----------------------------------------------------------------------------------------
 
     def named_tensors(self, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
