@@ -148,3 +148,25 @@ def test_a_scheduler_drives_backward_too() -> None:
         method.backward(plain_loss(model.module, micro_batches(t, 1)))
         assert method.lr == method.current.lr == 1e-2 * 0.5**t
         scheduler.step()
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_grad_norm", -1.0), ("max_grad_norm", 0), ("weight_decay", -0.1)])
+def test_shared_settings_have_bounds_without_a_config_too(key: str, value: float) -> None:
+    """A norm below 0 would turn the gradient round, a decay below 0 would make weights grow."""
+    with pytest.raises(UserError, match=f"{key}: {value} is not possible"):
+        keyhole.LOMO(load("llama"), 1e-3, **{key: value})
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_what_is_no_batch_is_refused(batch: Any) -> None:
+    with pytest.raises(UserError, match=f"batch: found a {type(batch).__name__}"):
+        keyhole.LOMO(load("llama"), 1e-3).step(batch)
+
+
+def test_tokens_of_32_bits_are_tokens() -> None:
+    """As numpy's and some tokenizers' are: the same step."""
+    losses = []
+    for dtype in (torch.int32, torch.int64):
+        (batch,) = micro_batches(0, 1)
+        losses.append(float(keyhole.LOMO(load("llama"), 1e-3).step({k: x.to(dtype) for k, x in batch.items()})))
+    assert losses[0] == losses[1]
