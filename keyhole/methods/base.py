@@ -399,8 +399,13 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
             shell.sync()
         if args and args[0].model.lens is not None:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
+        if args:
+            checked_rate(args[0].rate if isinstance(args[0].rate, float) else 0.0)
         with without_autocast():
-            return step(*args, **options)
+            found = step(*args, **options)
+        if args:
+            args[0].model.weights_changed()
+        return found
 
     return exact
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from keyhole import ops
 from keyhole.errors import UserError
@@ -105,6 +106,7 @@ class Model:
         self.conductor: Conductor | None = None
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
         self.lens: Lens | None = None  # set within `seen_through`
+        self._has_graph = False  # the module was called by itself, with gradients, since the last step
         self.addon: Addon | None = None
         self.factors: Factors | None = None  # low-rank factors trained beside the weights of linear layers
         self.factored: set[int] = set()  # ids of modules whose forward adds them
@@ -406,6 +408,13 @@ class Model:
         self.apply_deferred()
         if self.engine.gate is not None or self.engine.streamed:
             self.engine.wait_for_homes()
+        self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
+
+    def weights_changed(self) -> None:
+        """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
+        if self._has_graph:
+            increment_version([tensor.param for tensor in self.layout.tensors])
+            self._has_graph = False
 
     # -- reading and saving ----------------------------------------------------------------------------------------
 
