@@ -276,7 +276,8 @@ def test_the_best_model_has_the_adapters_of_its_step(
         str(tmp_path), method="lomo-lora", use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
         learning_rate=1e-2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
         load_best_model_at_end=True, metric_for_best_model="count", greater_is_better=False,
-        remove_unused_columns=False, per_device_train_batch_size=1, per_device_eval_batch_size=1, save_only_model=only_model,
+        remove_unused_columns=False, per_device_train_batch_size=1, per_device_eval_batch_size=1,
+        save_only_model=only_model,
     )  # fmt: skip
     made = FirstIsBest(
         str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:2], data_collator=lambda rows: dict(rows[0])
