@@ -33,7 +33,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from keyhole.checkpoint.state import State
 from keyhole.errors import UserError
-from keyhole.hf import checkpoints, refusals
+from keyhole.hf import card, checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments
 from keyhole.hf.loading import load_model, make_method, own_settings, wanted
 from keyhole.methods.base import Method
@@ -186,6 +186,11 @@ class KeyholeMixin:
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(directory)
         torch.save(self.args, directory / TRAINING_ARGS_NAME)
+
+    def create_model_card(self, *args: Any, **options: Any) -> None:
+        """The Trainer's, with the method in place of the Trainer's optimizer."""
+        super().create_model_card(*args, **options)  # type: ignore[misc]
+        card.state_method(Path(self.args.output_dir) / "README.md", self._wanted, self.keyhole)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints.save_scheduler(Path(output_dir), self.lr_scheduler, SCHEDULER_NAME)

@@ -347,6 +347,16 @@ def test_inputs_that_nothing_reads_are_refused(
         made.train()
 
 
+def test_the_model_card_states_the_method(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """Not the Trainer's optimizer, which was not used."""
+    made = trainer(tiny_model, tmp_path, batches, max_steps=1, settings={"rounding": "nearest"}, placement="stream")
+    made.train()
+    made.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "- method: lomo (keyhole" in card and 'streamed from host memory), settings {"rounding": "nearest"}' in card
+    assert "optimizer" not in card.lower()
+
+
 def test_torch_schedulers_drive_a_method(tiny_model: Path, batches: list[Any]) -> None:
     """param_groups is real: a scheduler's rate is the next step's, and one that is set on the method stays."""
     model = keyhole.load(str(tiny_model), device="cpu")
