@@ -22,6 +22,7 @@ from keyhole.data.cache import cached
 from keyhole.data.capacity import check_data, context_length
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import EvalBatches, Loader
+from keyhole.data.overlap import overlap_line
 from keyhole.data.padding import Padding, choose, describe
 from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
@@ -117,7 +118,7 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     if settings.eval_data:
         unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
         held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
-        report += [f"eval:  {line}" for line in lines]
+        report += [f"eval:  {line}" for line in [*lines, *overlap_line(train, held_out)]]
         batches = EvalBatches(held_out, settings.batch_size, *choose(held_out, asked, positions, padding.multiple))
     return Data(loader, batches, report, train.end_token_ids, train.chat_template, test=further)
 

@@ -221,6 +221,11 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         shard = open_shard(directory / file)
         for name in shard.keys():
             form = shard.form(name) if isinstance(shard, GGUFShard) else ""
+            if name in found:
+                raise UserError(
+                    f"model: {directory} holds {name} twice, in {found[name].file} and in {file}; remove the file that "
+                    "belongs to another save"
+                )
             found[name] = Stored(file, tuple(shard.get_slice(name).get_shape()), form, GRIDS.get(form))
     absent = [name for name in listed if name not in found] if isinstance(listed, dict) else []
     if absent:
