@@ -43,7 +43,7 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
                 continue
             if source.file == file:
                 if isinstance(target, FlatTensor) and model.homes.takes_codes(target, source.grid):
-                    model.homes.put_codes(target, *source.codes(directory, in_file))
+                    model.homes.put_codes(target, *source.codes(directory, in_file), source.levels(directory))
                 else:
                     found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
                     _check_numbers(target, found, f"{directory / file} holds {in_file}")
