@@ -7,7 +7,7 @@ import keyhole
 from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
-from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, chosen_rate
+from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, chosen_rate, rate_share
 from keyhole.model.batch import loss_rows, to_device
 from keyhole.model.objective import loss_sum
 from tests.matrix import in_every_run
@@ -55,6 +55,33 @@ def test_noise_lowers_the_rate_to_a_floor() -> None:
     rates = [chosen_rate(estimator, product, 4.0, 100.0)[0] for product in (8.0, 4.0, 2.0, -3.0)]
     expected = [CAUTION * share / 10 for share in (1.0, 1.0, 0.5, LEAST_SHARE)]
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 8])
+def test_low_rank_bends_more_where_it_is_steep(rank: int) -> None:
+    """E[g^2 z^T z] over directions of 4 x 4 is 18 |G|^2 if they are dense and 18 (1 + 1 / r) |G|^2 for rank r, as the
+    essay's formula has it with a = b = 1/4; so the best rate is r / (r + 1) of the dense one."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(400_000, 4, rank, generator=generator) for _ in range(2))
+    z = (u @ v.mT / rank**0.5).flatten(1)
+    bend = float((z[:, 0].square() * z.square().sum(1)).mean())
+    assert bend == pytest.approx(18 / rate_share(rank), rel=0.06)
+    estimator = ESTIMATORS["mezo"](1, 1e-3)
+    dense, low = chosen_rate(estimator, 4.0, 4.0, 100.0)[0], chosen_rate(estimator, 4.0, 4.0, 100.0, rank)
+    assert low[0] == pytest.approx(dense * rank / (rank + 1)) and f"rank {rank}" in low[1]
+
+
+def test_every_step_of_a_search_has_a_v_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curvature differs from V to V: one V for the whole search would measure its luck. After each step the V of
+    the period is back, which what is kept of the period belongs to."""
+    monkeypatch.setattr(rate_search, "STEPS", 3)
+    opt, seen = keyhole.ZO(load(), "auto", rank=2, refresh=2, fold=False), []
+    run = opt.run_passes
+    monkeypatch.setattr(opt, "run_passes", lambda looks: (seen.append(opt.factors.v.clone()), run(looks))[1])
+    for step in range(3):
+        opt.step(batch(rows=4))
+        assert torch.equal(opt.factors.v, opt.factors.draw_v((step + 1) // 2))
+    assert all(torch.equal(v, opt.factors.draw_v(step)) for step, v in enumerate(seen)) and len(seen) == 3
 
 
 @pytest.mark.parametrize("candidates", [False, True])
