@@ -19,6 +19,11 @@ certain of both. The curvature of the mean is then arbitrary: for stories15M on 
 any rate, but the run diverges at 3e-5. The magnitude of a row's curvature, 1.25e5 there, shows how far a step may go
 until slopes change, and is the same from eps = 3e-4 to 3e-3.
 
+Reach. Slopes and curvatures are those within eps of w, and say nothing of points much further away. So a step is at most
+REACH eps long, root mean square over the weights (Estimator.length), however flat the surface seems. On the embedded
+model the slope is 8 and the curvature 110: the formula alone has 2e-3 to 3.4e-3, steps of 16 to 27 eps, at which 5 of 6
+runs of 300 steps diverge (LOG.md).
+
 Directions of low rank (zo.rank). c_i^2 and z^T H z are not independent, as the formula above has it: both are large
 where z has much of the same few inputs and outputs. For one matrix with H = S x C (S of outputs, C of inputs), z = U V^T
 / sqrt(r), and a and b the shares of tr C and tr S along the gradient,
@@ -47,7 +52,7 @@ from keyhole.methods.zo.estimators.base import Estimator, Pair
 from keyhole.methods.zo.parts import sample_count, split
 from keyhole.model.batch import Batch, DeviceBatch, loss_rows
 
-CAUTION, LEAST_SHARE = 0.3, 0.1
+CAUTION, LEAST_SHARE, REACH = 0.3, 0.1, 8.0
 
 
 class RateSearch:
@@ -133,11 +138,14 @@ def chosen_rate(
     """(rate, reason), from the means of a b, g^2 and h^2. rank: of the directions, if it is low."""
     power, curvature = max(square, 1e-30), math.sqrt(max(bend, 1e-30))
     share = min(max(product / power, LEAST_SHARE), 1.0)
-    rate = CAUTION * estimator.ideal_rate(share * power, power, curvature)
+    rate, far = CAUTION * estimator.ideal_rate(share * power, power, curvature), REACH * estimator.eps
+    short = rate * estimator.length(power) > far
+    rate = far / estimator.length(power) if short else rate
+    end = f"a step of {REACH:g} eps" if short else f"{CAUTION:g} of the rate at which the loss falls fastest"
     low = "" if rank is None else f", times {rate_share(rank):.2f} for directions of rank {rank}"
     rate *= 1.0 if rank is None else rate_share(rank)
     why = (
         f"slope {math.sqrt(power):.3g}, of whose square {share:.0%} is shared by both halves of the rows; curvature "
-        f"of a row {curvature:.3g}; {CAUTION:g} of the rate at which the loss falls fastest{low}"
+        f"of a row {curvature:.3g}; {end}{low}"
     )
     return rate, why

@@ -7,7 +7,7 @@ import keyhole
 from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
-from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, chosen_rate, rate_share
+from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, REACH, chosen_rate, rate_share
 from keyhole.model.batch import loss_rows, to_device
 from keyhole.model.objective import loss_sum
 from tests.matrix import in_every_run
@@ -52,9 +52,27 @@ def test_the_ideal_rate_falls_fastest(name: str) -> None:
 def test_noise_lowers_the_rate_to_a_floor() -> None:
     """Where halves disagree the signal is small, but never taken for nothing; agreement above 1 is chance."""
     estimator = ESTIMATORS["mezo"](1, 1e-3)
-    rates = [chosen_rate(estimator, product, 4.0, 100.0)[0] for product in (8.0, 4.0, 2.0, -3.0)]
-    expected = [CAUTION * share / 10 for share in (1.0, 1.0, 0.5, LEAST_SHARE)]
+    rates = [chosen_rate(estimator, product, 4.0, 1e8)[0] for product in (8.0, 4.0, 2.0, -3.0)]
+    expected = [CAUTION * share / 1e4 for share in (1.0, 1.0, 0.5, LEAST_SHARE)]
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_no_step_goes_far_beyond_what_was_measured(name: str) -> None:
+    """On a surface that seems flat, an update at the chosen rate moves a weight by REACH eps, root mean square, or less
+    where the estimator's bound is not sharp; the reason says so."""
+    q, eps, slope, generator = 7, 1e-3, 3.0, torch.Generator().manual_seed(0)
+    estimator = ESTIMATORS[name](q, eps)
+    rate, why = chosen_rate(estimator, slope**2, slope**2, 1e-8)
+    g = slope * torch.randn(4000, q, generator=generator, dtype=torch.float64)
+    if name == "fzoo":
+        looks = torch.cat([eps * g[:, :1], torch.zeros(4000, 1), eps * g[:, 1:]], dim=1)
+    else:
+        looks = eps * torch.stack([g, -g], dim=2).flatten(1) / (q if estimator.splits else 1)
+    memory = torch.tensor([slope**2, 1.0], dtype=torch.float64)[: estimator.remembers]
+    found = [estimator.estimate(one, memory).coefficients.square().sum() for one in looks]
+    moved = rate * float(torch.stack(found).mean()) ** 0.5  # z has variance 1
+    assert moved <= 1.1 * REACH * eps and (name == "grzo" or moved > 0.8 * REACH * eps) and "8 eps" in why
 
 
 @pytest.mark.parametrize("rank", [1, 2, 8])
