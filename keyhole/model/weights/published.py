@@ -19,7 +19,7 @@ from keyhole.errors import UserError
 from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.weights.format import FROZEN, Wire
 from keyhole.model.weights.frozen import is_matrix
-from keyhole.model.weights.read import match_names
+from keyhole.model.weights.read import match_names, refuse_unmatched
 from keyhole.ops.lowbit import Grid
 
 
@@ -42,7 +42,10 @@ def choose_format(
         to = str(dtype).removeprefix("torch.") if wire is None else wire
         return Wire(dtype, wire), [f"weights: published as {kinds}; unpacked, and rounded once to {to}"]
     layout = find_layout(module)
-    names = match_names(module, layout, stored_tensors(directory)) or {}
+    stored = stored_tensors(directory)
+    if (names := match_names(module, layout, stored)) is None:
+        refuse_unmatched(directory, stored)
+        names = {}
     inside = [t for u in layout.of_kind("block") for t in u.tensors if is_matrix(t.shape)]
     grids = {_grid(forms.get(names.get(t.name, "")), t.shape) for t in inside}
     found = grids.pop() if len(grids) == 1 else None

@@ -106,6 +106,17 @@ def test_codes_are_taken_over_only_if_the_grid_is_theirs(harm: str, source: Path
         keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=EXACT[name])
 
 
+@pytest.mark.parametrize("wire", [None, "int4"])
+def test_names_that_only_transformers_knows_are_refused(wire: str | None, source: Path, tmp_path: Path) -> None:
+    """Experts that were quantised one by one, for a model with stacks: no package is asked for that would not help."""
+    write_ints(source, tmp_path / "in", "gptq", sym=True, group=64)
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    other = {name.replace("mlp.up_proj", "mlp.experts.0.w3"): tensor for name, tensor in tensors.items()}
+    save_file(other, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="published as GPTQ 4 under other names"):
+        keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
+
+
 def test_lora_trains_over_a_published_base(source: Path, tmp_path: Path) -> None:
     """Adapters over Q4_0 weights, streamed: the losses of adapters over the same numbers in a plain model."""
     pytest.importorskip("peft")
