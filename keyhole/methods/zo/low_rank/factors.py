@@ -85,7 +85,7 @@ class Factors:
         self.now = torch.zeros(self.parts.numel, device=device)
         wide = -(-self.parts.numel // ALIGN) * ALIGN  # aligns every look for wide memory accesses
         self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
-        self.kept = Kept(self.parts, model.dtype, fold_periods, fold_error)
+        self.kept = Kept(self.parts, model.dtype, None if fold else fold_periods, fold_error)
         self.fold: Fold | None = None
         self.steps, self.v = 0, self.draw_v(0)  # number of steps done; v of the period that they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
