@@ -2,6 +2,7 @@
 
     python benchmarks/plan_check.py               # one GPU, about 6 minutes; rows are printed as they are measured
     python benchmarks/plan_check.py --quick       # tiny shapes on a CPU: shows that it runs; the ratios mean little
+    python benchmarks/plan_check.py --dry         # plans only, with the rates of an H200: shows that every case fits
 
 Each case loads random weights of the true shape, as `keyhole.load` places them, and takes a few steps. Printed: GPU
 peak (what the allocator reserved), host peak (resident set of the process), and seconds per step, each planned,
@@ -9,13 +10,24 @@ measured, and their ratio; at the end the share of cases within 10 % (memory) an
 cases whose measured times differ by more than 2 %, the share with the right planned order. Rates are measured first, on
 this machine (plan/measure.py). galore's SVDs and the fit of lsp's projectors are left out: neither is part of a usual
 step.
+
+A case runs in a process of its own, as a run does: what an earlier case left in an allocator, page-locked or in the
+heap counts in none of the numbers, and a case that fails, hangs or is killed costs one row. The processes are started
+together, import what they need, and wait for their turn on the GPU, one after the other. (A quick run stays in one
+process.)
 """
 
 import argparse
 import json
 import statistics
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +36,23 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.bench.gradient.worker import _leave_out_svd
 from keyhole.bench.shapes import llama_config, opt_config
-from keyhole.machine.sizes import GIB
+from keyhole.errors import UserError
+from keyhole.machine.host import cpu_count
+from keyhole.machine.rates import Rates
+from keyhole.machine.sizes import GIB, Bytes
 from keyhole.methods import METHODS
-from keyhole.methods.base import Workload
+from keyhole.methods.base import Room, Traits, Workload
+from keyhole.model.structure.layout import find_layout
+from keyhole.model.structure.skeleton import build
+from keyhole.model.weights.format import Wire
 from keyhole.plan.measure import measure as measure_rates
+from keyhole.plan.placement import USABLE, Costs, fit
+from keyhole.plan.profiles import profile
 from keyhole.plan.table import Question, make_row
 
-LIMIT_S = 460.0
+LIMIT_S = 400.0  # after which no case begins
+CASE_S = 75.0  # of one case, after which its process is ended
+PREFIX = "@found "
 NEAR = 0.02  # pairs that differ by less have no order
 LARGE, SMALL = "llama 3.5B", "opt 1.3B"
 WIDE, NARROW = (4, 1024), (1, 512)
@@ -81,49 +103,79 @@ def config_of(case: Case, quick: bool) -> Any:
     return llama_config(size, quick) if kind == "llama" else opt_config(size, quick=quick)
 
 
-def run(case: Case, device: torch.device, rates: Any, quick: bool) -> dict[str, Any]:
-    """Planned and measured numbers of one case."""
+def work_of(case: Case, quick: bool) -> tuple[Traits, Any, int, int, Workload]:
+    """The method's row, its settings, batch size and length, and the workload."""
     row = METHODS[case.method]
     own = row.settings(**case.options)
     batch_size, length = (1, 16) if quick else case.tokens
-    work = Workload(case.method, batch_size * length, row.passes(own), own, length=length)
+    return row, own, batch_size, length, Workload(case.method, batch_size * length, row.passes(own), own, length=length)
+
+
+def planned(
+    case: Case, module: Any, rates: Rates, dtype: torch.dtype, limit: int | None, layout: Any, streamed: set[int]
+) -> dict[str, Any]:
+    """The numbers of the planner's row. limit: the GPU memory that may be used; None without a GPU."""
+    row, own, batch_size, length, work = work_of(case, quick=rates.gpu_bytes is None)
+    gpu = limit if rates.gpu_bytes is not None else None
+    budget = gpu is not None and case.gpu_memory is not None
+    asked = Question(
+        module, dtype, rates, gpu, 2**50, batch_size, length, settings={case.method: own}, is_budget=budget
+    )
+    plan = make_row(asked, row, case.placement, case.wire, layout, streamed)
+    room = Room(Wire(dtype, case.wire), rates.workspace_bytes, limit, budget)
+    moved = row.planned_work(layout, streamed, work, room, rates)
+    assert plan.seconds is not None
+    return {
+        "planned": {"gpu": plan.gpu_bytes, "host": plan.host_bytes, "seconds": plan.step_seconds},
+        "bound_by": plan.bound_by,
+        "parts": {name: getattr(plan.seconds, name) for name in ("compute", "link", "cpu")},
+        "bytes_planned": [moved.up, moved.down],
+    }
+
+
+def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str, Any]:
+    """Planned and measured numbers of one case."""
+    row, own, batch_size, length, work = work_of(case, quick)
     dtype = torch.float32 if quick else torch.bfloat16
     where = {"placement": case.placement, "gpu_memory": None if quick else case.gpu_memory, "wire": case.wire}
-    measure.clear_device(device)
-    base = measure.host_memory()
+    begin_s = time.perf_counter()
     model = keyhole.load(config_of(case, quick), init="random", dtype=dtype, device=device, workload=work, **where)
     measure.clean_up(device)
     method = row.load()(model, 1e-6, **vars(own))
     batch = measure.random_batch(batch_size, length, model.config.vocab_size)
+    loaded_s = time.perf_counter() - begin_s
     warm_up = 8 if row.sweep == "forward" and model.engine.streamed else 3
     found = measure.time_steps(lambda: method.step(batch), model.engine, warm_up, 4)
     memory, host = measure.device_memory(device), measure.host_memory()
-    budget = model.placed.limit_bytes
-    gpu = None if device.type != "cuda" else budget
-    asked = Question(model.module, dtype, rates, gpu, 2**50, batch_size, length, settings={case.method: own})
-    plan = make_row(asked, row, case.placement, case.wire, model.layout, model.engine.streamed)
-    bytes_up, bytes_down = found["bytes_up"], found["bytes_down"]
-    work_asked = row.planned_work(model.layout, model.engine.streamed, work, _room(model), rates)
+    plan = planned(case, model.module, rates, dtype, model.placed.limit_bytes, model.layout, model.engine.streamed)
     method.flush()
     if hasattr(method, "close"):
         method.close()
     model.close()
-    return {
+    return plan | {
         "case": asdict(case),
-        "planned": {"gpu": plan.gpu_bytes, "host": plan.host_bytes, "seconds": plan.step_seconds},
         "measured": {"gpu": memory["reserved_bytes"], "host": host, "seconds": found["step_s"]},
         "allocated": memory["allocated_bytes"],
-        "host_before": base,
-        "bound_by": plan.bound_by,
-        "parts": {"compute": plan.seconds.compute, "link": plan.seconds.link, "cpu": plan.seconds.cpu},
-        "link_bytes": {"planned": [work_asked.up, work_asked.down], "measured": [bytes_up, bytes_down]},
+        "steps_s": found["steps_s"],
+        "bytes_measured": [found["bytes_up"], found["bytes_down"]],
+        "loaded_s": loaded_s,
+        "decided": model.describe() + method.describe(),
     }
 
 
-def _room(model: keyhole.Model) -> Any:
-    from keyhole.methods.base import Room
-
-    return Room(model.formats, model.placed.workspace_bytes, model.placed.limit_bytes)
+def dry(case: Case, rates: Rates, modules: dict[str, Any]) -> dict[str, Any]:
+    """The planner's row alone, from the config, placed as loading would."""
+    if case.shape not in modules:
+        modules[case.shape] = build(config_of(case, False), torch.bfloat16)
+    row, _, _, _, work = work_of(case, False)
+    module = modules[case.shape]
+    budget = int(Bytes.parse(case.gpu_memory)) if case.gpu_memory else None
+    limit = int(USABLE * (rates.gpu_bytes or 0)) if budget is None else budget
+    costs = Costs(work, Room(Wire(torch.bfloat16, case.wire), rates.workspace_bytes, limit, budget is not None), row)
+    whole = find_layout(module)
+    layout, streamed = (whole, set[int]()) if case.placement == "resident" else fit(module, costs, budget)
+    found = planned(case, module, rates, torch.bfloat16, limit, layout, streamed)
+    return found | {"measured": {"gpu": None, "host": None, "seconds": None}}
 
 
 def ratio(found: dict[str, Any], name: str) -> float | None:
@@ -131,15 +183,16 @@ def ratio(found: dict[str, Any], name: str) -> float | None:
     return found["planned"][name] / measured if measured else None
 
 
-def line(case: Case, found: dict[str, Any]) -> str:
+def line(title: str, found: dict[str, Any]) -> str:
     p, m = found["planned"], found["measured"]
     parts = []
     for name, unit, form in (("gpu", GIB, ".2f"), ("host", GIB, ".2f"), ("seconds", 1, ".4f")):
         share = ratio(found, name)
         shown = f"{share:5.2f}" if share is not None else "    -"
-        parts.append(f"{p[name] / unit:8{form}} {m[name] / unit:8{form}} {shown}")
+        measured = f"{m[name] / unit:8{form}}" if m[name] is not None else "       -"
+        parts.append(f"{p[name] / unit:8{form}} {measured} {shown}")
     split = " ".join(f"{name} {value:.3f}" for name, value in found["parts"].items())
-    return f"{case.name:46} {'  |  '.join(parts)}  | {found['bound_by']:7} {split}"
+    return f"{title:50} {'  |  '.join(parts)}  | {found['bound_by']:7} {split}"
 
 
 def summary(results: list[dict[str, Any]]) -> list[str]:
@@ -160,42 +213,162 @@ def summary(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+class Process:
+    """A process that imports what a case needs, and runs it when it is told to."""
+
+    def __init__(self, case: Case | None) -> None:
+        """case: None to measure the rates."""
+        command = [sys.executable, str(Path(__file__).resolve()), "--wait", case.method if case else "rates"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.is_ready = False
+        self.process = subprocess.Popen(command, text=True, cwd=Path(__file__).resolve().parents[1], **pipes)
+
+    def ready(self) -> None:
+        """Waits until it has imported everything, or has ended."""
+        while not self.is_ready and (text := self.process.stdout.readline()):
+            self.is_ready = text.startswith(PREFIX)
+
+    def ask(self, job: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Its answer; RuntimeError with its last lines if it has none."""
+        self.ready()
+        last: list[str] = []
+        killer = threading.Timer(limit_s, self.process.kill)
+        killer.start()
+        try:
+            with suppress(BrokenPipeError):
+                self.process.stdin.write(json.dumps(job))
+                self.process.stdin.close()
+            while text := self.process.stdout.readline():
+                if text.startswith(PREFIX):
+                    return json.loads(text.removeprefix(PREFIX))
+                last = [*last[-3:], text.strip()]
+            raise RuntimeError(f"exit code {self.process.wait()}, after {limit_s:.0f} s at most: {' / '.join(last)}")
+        finally:
+            self.end()
+            killer.cancel()
+
+    def end(self) -> None:
+        """Ends it, and waits until its memory is free."""
+        self.process.kill()
+        self.process.wait()
+
+
+def wait_for_job(method: str) -> None:
+    """The main program of such a process: imports what this method and no other needs."""
+    if method in METHODS:
+        METHODS[method].load()
+        for config in (llama_config("3.5B", quick=True), opt_config("1.3B", quick=True)):
+            keyhole.load(config, init="random", device="cpu").close()
+    print(f"{PREFIX}ready", flush=True)
+    job = json.loads(sys.stdin.read())
+    device = torch.device(job["device"])
+    found: dict[str, Any]
+    try:
+        if job["case"] is None:
+            found = {"rates": measure_rates(device).to_dict()}
+        else:
+            _leave_out_svd()
+            case = Case(**(job["case"] | {"tokens": tuple(job["case"]["tokens"])}))
+            found = run(case, device, Rates.from_dict(job["rates"]), job["quick"])
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    print(f"\n{PREFIX}{json.dumps(found)}", flush=True)
+
+
+def measured_apart(cases: list[Case], device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+    """First the rates, then the numbers of each case, or its error."""
+    begin_s, jobs = time.perf_counter(), [None, *cases]
+    ahead = len(jobs) if cpu_count() >= 8 else 2
+    waiting = [Process(case) for case in jobs[:ahead]]
+    for process in waiting:
+        process.ready()
+    print(f"{len(waiting)} processes are ready after {time.perf_counter() - begin_s:.0f} s", flush=True)
+    job: dict[str, Any] = {"device": str(device), "quick": quick, "rates": None}
+    try:
+        for i, case in enumerate(jobs):
+            process = waiting.pop(0)
+            if case is not None and time.perf_counter() - begin_s > LIMIT_S:
+                process.end()
+                found = {"error": f"left out, {LIMIT_S:.0f} s have passed"}
+            else:
+                try:
+                    found = process.ask(job | {"case": None if case is None else asdict(case)}, CASE_S)
+                except RuntimeError as error:
+                    found = {"error": str(error)}
+            if case is None:
+                if "error" in found:  # without rates there is nothing to check
+                    raise SystemExit(f"rates: {found['error']}")
+                job["rates"] = found["rates"]
+            if i + ahead < len(jobs):
+                waiting.append(Process(jobs[i + ahead]))
+            yield found
+    finally:
+        for process in waiting:
+            process.end()
+
+
+def measured_here(cases: list[Case], device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
+    """The same in this process."""
+    _leave_out_svd()
+    rates = measure_rates(device)
+    yield {"rates": rates.to_dict()}
+    for case in cases:
+        try:
+            yield run(case, device, rates, quick)
+        except Exception as error:  # one case that fails costs one row
+            yield {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+        measure.clear_device(device)
+
+
+def planned_only(cases: list[Case]) -> Iterator[dict[str, Any]]:
+    """The same without measurements, for an H200."""
+    modules: dict[str, Any] = {}
+    yield {"rates": profile("h200").to_dict()}
+    for case in cases:
+        try:
+            yield dry(case, profile("h200"), modules)
+        except UserError as error:
+            yield {"error": str(error)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, on a CPU too")
+    parser.add_argument("--apart", action="store_true", help="a quick run with a process per case too")
+    parser.add_argument("--dry", action="store_true", help="plan only")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", help="write all numbers there")
+    parser.add_argument("--wait", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    begin_s = time.perf_counter()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu" and not args.quick:
+    if args.wait:
+        return wait_for_job(args.wait)
+    begin_s, device = time.perf_counter(), torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not (args.quick or args.dry):
         parser.error("full shapes need a GPU; use --quick")
-    rates = measure_rates(device)
+    cases, results, errors = [case for case in CASES if args.only in case.name], [], 0
+    if args.dry:
+        found = planned_only(cases)
+    else:
+        found = (measured_here if args.quick and not args.apart else measured_apart)(cases, device, args.quick)
+    rates = Rates.from_dict(next(found)["rates"])
     print("\n".join(rates.lines()))
-    print(
-        f"products by rows: { {rows: f'{rate / 1e12:.3g}' for rows, rate in rates.products.items()} } TFLOP/s; ", end=""
-    )
-    print(f"device memory {rates.device_memory / 1e9:.0f} GB/s; launch {rates.launch * 1e6:.1f} us", flush=True)
-    _leave_out_svd()
-    print(f"{'case':46} {'GPU GiB planned, measured':25}  |  {'host GiB':23}  |  seconds per step", flush=True)
-    results = []
-    for case in CASES:
-        if args.only not in case.name:
-            continue
-        if time.perf_counter() - begin_s > LIMIT_S:
-            print(f"{case.name}: left out, {LIMIT_S:.0f} s have passed", flush=True)
-            continue
-        try:
-            results.append(run(case, device, rates, args.quick))
-            print(line(case, results[-1]), flush=True)
-        except Exception as error:  # one case that fails costs one row
-            print(f"{case.name}: {type(error).__name__}: {str(error).splitlines()[0][:300]}", flush=True)
-        measure.clear_device(device)
+    rows = ", ".join(f"{rows}: {rate / 1e12:.3g}" for rows, rate in rates.products.items())
+    print(f"products by rows: {rows} TFLOP/s; device memory {rates.device_memory / 1e9:.0f} GB/s; ", end="")
+    print(f"launch {rates.launch * 1e6:.1f} us; {time.perf_counter() - begin_s:.0f} s so far", flush=True)
+    print(f"{'case':50} {'GPU GiB planned, measured':25}  |  {'host GiB':23}  |  seconds per step", flush=True)
+    for case in cases:
+        answer = next(found)
+        if "error" in answer:
+            errors += 1
+            print(f"{case.name}: {answer['error']}", flush=True)
+        else:
+            results.append(answer)
+            print(f"{line(case.name, answer)} | {time.perf_counter() - begin_s:.0f} s", flush=True)
         if args.json:
-            with open(args.json, "w") as file:
-                json.dump({"rates": rates.to_dict(), "results": results}, file, indent=1)
-    print("\n".join(summary(results)))
-    print(f"{time.perf_counter() - begin_s:.0f} s in all")
+            Path(args.json).write_text(json.dumps({"rates": rates.to_dict(), "results": results}, indent=1))
+    if not args.dry:
+        print("\n".join(summary(results)))
+    print(f"{len(results)} cases, {errors} without a result; {time.perf_counter() - begin_s:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from keyhole.errors import UserError
 
 def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> DataSettings:
     """All settings that are fields of DataSettings. loader: the loader state of a resumed run, which keeps the day it
-    began (for template_date) and its padding."""
+    began (for template_date), its padding and its order."""
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     same = [field.name for field in dataclasses.fields(DataSettings) if field.name in names]
     settings = DataSettings(**{name: getattr(config, name) for name in same})
@@ -22,7 +22,8 @@ def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> 
     asked, *numbers = _padding(loader.get("padding", [BEFORE, BEFORE, None]))
     began = settings.template_date or loader.get("date")
     kept = tuple(numbers) if asked == AUTO else None
-    return dataclasses.replace(settings, template_date=began, pad_to_multiple_of=asked, padding=kept)
+    strata = loader.get("stratified", False) is True if settings.stratify == AUTO else settings.stratify
+    return dataclasses.replace(settings, template_date=began, pad_to_multiple_of=asked, padding=kept, stratify=strata)
 
 
 def _padding(kept: Any) -> list[Any]:

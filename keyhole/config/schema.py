@@ -121,6 +121,8 @@ class RunConfig:
     """What happens to samples longer than max_length; cuts are reported."""
     pad_to_multiple_of: Annotated[int, Limit(1, MOST)] | Literal["auto"] | None = "auto"
     """Pad batches to a multiple of this many tokens; auto = few widths for short rows, 8 for others; null = 1."""
+    stratify: bool | Literal["auto"] = "auto"
+    """Give every batch the shares of labels of the whole data set; auto = for tasks with labels, and for mixtures."""
     packing: bool = False
     """Put several samples in one row of max_length tokens; they do not attend to each other."""
     data_format: DataFormat | None = None

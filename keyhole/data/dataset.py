@@ -99,6 +99,7 @@ class Dataset(Sequence[Sample]):
         questions: tuple[list[list[int]], list[int]] | None = None,
         targets: Sequence[int | float] | None = None,
         types: Sequence[list[int]] | None = None,
+        classes: Sequence[int] | None = None,
         sources: Sequence[int] = (),
         report: Report | None = None,
         where: Sequence[str] | None = None,
@@ -109,8 +110,8 @@ class Dataset(Sequence[Sample]):
     ) -> None:
         """ids and trained: an array per sample, or one array of all samples with their lengths. rows: the samples of
         each packed row; None: one sample per row. questions: the samples of each question, and which of them is right.
-        targets, types: one per sample, for a classifier. sources: the source of each sample. chat_template: the
-        template of the chats, if it is not the tokenizer's."""
+        targets, types: one per sample, for a classifier. classes: one per sample, from 0 (strata.py). sources: the
+        source of each sample. chat_template: the template of the chats, if it is not the tokenizer's."""
         if lengths is None:
             lengths = [len(x) for x in ids]
             ids = np.concatenate([*ids, np.zeros(0, dtype=np.int32)]).astype(np.int32)
@@ -125,7 +126,7 @@ class Dataset(Sequence[Sample]):
             self.rows, self.right = questions
         self.targets = None if targets is None else list(targets)
         self.types = None if types is None else np.array([kind for row in types for kind in row], dtype=np.uint8)
-        self.sources = sources
+        self.classes, self.sources = classes, sources
         self.report = report or Report()
         self.where = where or [f"sample {i + 1}" for i in range(len(self.lengths))]
         self.cuts = cuts or {}
@@ -159,6 +160,13 @@ class Dataset(Sequence[Sample]):
     def row_length(self, index: int) -> int:
         """Tokens in a row, without building it."""
         return sum(self.lengths[i] for i in self.rows[index])
+
+    def row_classes(self) -> np.ndarray | None:
+        """The class of each row; None if there is only one, or if a row may have samples of several."""
+        if self.packed or self.classes is None:
+            return None
+        found = np.array([self.classes[row[0]] for row in self.rows], dtype=np.int64)
+        return found if len(np.unique(found)) > 1 else None
 
     def choose(self, rows: list[int]) -> None:
         """Keeps these rows, in this order; a row may occur several times."""

@@ -1,6 +1,7 @@
 """Batches in an order that is a pure function of (seed, epoch); the position in it is two integers.
 
     order(seed, e) = row indices sorted by splitmix64(seed, e, index)      no generator, no state
+                     stratified: then sorted so that each class is spread evenly (strata.py)
     step = the next batch_size * gradient_accumulation_steps rows of the order, cut into micro-batches
 
 Nothing else is random, so resuming is exact: {"epoch": e, "offset": o} determines which rows have been used, and the
@@ -29,6 +30,7 @@ import torch
 from keyhole.data.dataset import IGNORED, Dataset, Sample
 from keyhole.data.padding import Padding
 from keyhole.data.settings import BEFORE
+from keyhole.data.strata import spread
 from keyhole.errors import UserError
 
 Batch = dict[str, torch.Tensor]
@@ -40,6 +42,14 @@ def order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray
         return np.arange(count)
     key = _splitmix64(np.uint64(seed % 2**64)) ^ _splitmix64(~np.uint64(epoch))
     return np.argsort(_splitmix64(_splitmix64(np.arange(count, dtype=np.uint64) ^ key)), kind="stable")
+
+
+def stratified_order(class_N: np.ndarray, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """Row indices of an epoch in which the rows of each class are spread evenly."""
+    order_N, classes = order(len(class_N), seed, epoch, shuffle), int(class_N.max()) + 1
+    key = _splitmix64(~np.uint64(seed % 2**64)) ^ _splitmix64(np.uint64(epoch))
+    offset_C = _splitmix64(np.arange(classes, dtype=np.uint64) ^ key) / 2.0**64
+    return spread(order_N, class_N, np.minimum(offset_C, 1 - 2.0**-53))
 
 
 def _splitmix64(x: np.ndarray | np.uint64) -> np.ndarray:
@@ -92,13 +102,15 @@ class Loader:
     def __init__(
         self, dataset: Dataset, batch_size: int, gradient_accumulation_steps: int = 1, seed: int = 0,
         shuffle: bool = True, pad_to_multiple_of: int = BEFORE, about: dict[str, Any] | None = None,
-        pad_to_most: int | None = None,
+        pad_to_most: int | None = None, stratified: bool = False,
     ) -> None:  # fmt: skip
-        """about: further facts about the data that a resumed run needs; kept in the state."""
+        """stratified: each step has the classes of the whole data set (strata.py). about: further facts about the data
+        that a resumed run needs; kept in the state."""
         assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.rows_per_step = batch_size * gradient_accumulation_steps
         self.padding = Padding(pad_to_multiple_of, pad_to_most)
+        self.stratified, self._classes = stratified, dataset.row_classes() if stratified else None
         self.fingerprint, self.about = dataset.fingerprint, about or {}
         self._epoch, self._offset = 0, 0
         self._order: tuple[int, np.ndarray] | None = None
@@ -118,10 +130,16 @@ class Loader:
         """(epoch, offset in rows) of the next step."""
         return self._epoch, self._offset
 
+    def order_of(self, epoch: int) -> np.ndarray:
+        """The rows of an epoch, in the order in which they are used."""
+        if self._classes is None:
+            return order(len(self.dataset), self.seed, epoch, self.shuffle)
+        return stratified_order(self._classes, self.seed, epoch, self.shuffle)
+
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""
         if self._order is None or self._order[0] != self._epoch:
-            self._order = (self._epoch, order(len(self.dataset), self.seed, self._epoch, self.shuffle))
+            self._order = (self._epoch, self.order_of(self._epoch))
         rows = self._order[1][self._offset : self._offset + self.rows_per_step].tolist()
         self._last = rows
         self._offset += len(rows)
@@ -148,7 +166,7 @@ class Loader:
         """Everything that a resumed run needs; plain JSON."""
         return {
             "epoch": self._epoch, "offset": self._offset, "seed": self.seed, "shuffle": self.shuffle,
-            "rows": len(self.dataset), "fingerprint": self.fingerprint, **self.about,
+            "rows": len(self.dataset), "fingerprint": self.fingerprint, "stratified": self.stratified, **self.about,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,11 +177,9 @@ class Loader:
                 f"{len(self.dataset):,} now, or other tokens); restore train_data or task, the "
                 "tokenizer, chat_template and the settings of the data, or start anew in another output_dir"
             )
-        for key in ("seed", "shuffle"):
-            if state[key] != getattr(self, key):
-                raise UserError(
-                    f"resume: {key}={getattr(self, key)}, but the checkpoint's is {state[key]}; set it back"
-                )
+        for key in ("seed", "shuffle", "stratified"):
+            if (before := state.get(key, False)) != getattr(self, key):
+                raise UserError(f"resume: {key}={getattr(self, key)}, but the checkpoint's is {before}; set it back")
         self._epoch, self._offset, self._last = int(state["epoch"]), int(state["offset"]), []
 
 

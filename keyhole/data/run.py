@@ -21,11 +21,13 @@ from keyhole.assets import MODEL, TEST, TRAIN, locate
 from keyhole.data.cache import cached
 from keyhole.data.capacity import check_data, context_length
 from keyhole.data.dataset import Dataset
-from keyhole.data.loader import EvalBatches, Loader, order
+from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.padding import Padding, choose, describe
 from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings, PrepareSettings
+from keyhole.data.strata import decide as decide_strata
+from keyhole.data.strata import describe as describe_strata
 from keyhole.data.tasks.classify import check_settings
 from keyhole.data.tasks.encode import Encoder
 from keyhole.data.tasks.labels import class_names, find_labels
@@ -99,9 +101,11 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
         about=about | {"padding": [asked, *padding]},
         pad_to_multiple_of=padding.multiple,
         pad_to_most=padding.most,
+        stratified=decide_strata(train, settings.stratify),
     )
-    first = order(len(train), settings.seed, 0)
-    report.append(describe(train, first, settings.batch_size, padding, asked))
+    report.append(describe(train, loader.order_of(0), settings.batch_size, padding, asked))
+    if loader.stratified:
+        report.append(describe_strata(train, settings.stratify))
     batches = EvalBatches(None, settings.batch_size)
     if tasks is not None:
         if tasks.held_out is not None:

@@ -127,3 +127,4 @@ class DataSettings(PrepareSettings):
     num_labels: int | None = None
     pad_to_multiple_of: int | str | None = AUTO
     padding: tuple[int, int | None] | None = None
+    stratify: bool | str = AUTO

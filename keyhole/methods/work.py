@@ -11,10 +11,11 @@ For N parameters that a token uses (of experts, those it is routed to), M tokens
     kernels      launches by the host; for a layer that is computed by experts, EXPERT per expert that a pass uses
                  (counted in the code, not fitted)
 
-Elementwise kernels of an eager block read and write, per token, about FORWARD_H tensors of the hidden width and
-FORWARD_W of the widest matrix side in a forward pass, and BACKWARD times as many in a backward pass (mostly norms in
-fp32 with their casts). torch.compile fuses all but COMPILED of them. Counted on Llama blocks, fitted to the forward and
-backward times of a Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md).
+The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). A backward pass
+takes BACKWARD times as long for them as a forward pass (twice the bytes, and sums over tokens, which run below the rate
+of copies). torch.compile fuses all but COMPILED of them. Both are fitted to the forward and backward times of a
+Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama: FORWARD_H
+tensors of the hidden width and FORWARD_W of the widest matrix side.
 
 The numbers per method are in memory.py of its folder, beside its bytes; this file has the shared ones.
 """
@@ -32,7 +33,7 @@ from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
 
-FORWARD_H, FORWARD_W, BACKWARD = 45, 6, 5
+FORWARD_H, FORWARD_W, BACKWARD = 51, 9, 5
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
 GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
@@ -42,34 +43,51 @@ GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Lla
 class Launches:
     """The host's work per block and pass, in launches of a bare kernel (machine/rates.py); it includes the Python code
     of the model, of autograd and of the sweep. Fitted to SmolLM2-135M in short batches on an H200 (LOG.md, "Short
-    batches"): 30 blocks took 268 ms of host time in `lomo` eagerly, 37 ms as CUDA graphs, 93 ms in plain SGD."""
+    batches"): 30 blocks took 268 ms of host time in `lomo` eagerly, 37 ms as CUDA graphs, 93 ms in plain SGD. The work
+    of the model and of autograd is that of a Llama block; it grows with a block's kernels. That of the sweep does not:
+    hooks, gradients and updates are per matrix."""
 
-    forward: int
-    reverse: int
+    forward: float
+    reverse: float
+    sweep: float = 0.0
+
+    def of(self, layout: Layout) -> "Launches":
+        """For the blocks of this model; `reverse` then includes the sweep."""
+        found = layout.counts
+        if found is None or self is RECORDED:  # a graph is one launch, whatever it holds
+            return Launches(self.forward, self.reverse + self.sweep)
+        forward, reverse = found.forward_kernels / LLAMA_KERNELS[0], found.backward_kernels / LLAMA_KERNELS[1]
+        return Launches(self.forward * forward, self.reverse * reverse + self.sweep)
 
 
-SWEPT, RECORDED, PLAIN = Launches(150, 980), Launches(20, 140), Launches(150, 300)
+LLAMA_KERNELS = 37, 70  # of a block, forward and backward
+SWEPT, RECORDED, PLAIN = Launches(150, 300, 680), Launches(20, 140), Launches(150, 300)
 EXPERT = Launches(25, 60)  # per expert
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """One step. adam: parameters that the CPU updates; through_host: bytes that updates read and write in host memory,
+    """One step. adam: parameters that the CPU updates; exposed_adam: those of them whose update begins after the
+    backward pass and ends before the next forward pass, so that nothing hides it; exposed_bytes: of their gradients and
+    steps, each way; through_host: bytes that updates read and write in host memory,
     on the CPU or the GPU; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
     kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
-    passes whose rows share one product."""
+    passes whose rows share one product; begin: the part of it that ends before the backward pass begins."""
 
     products: float = 0.0
     touched: float = 0.0
     up: float = 0.0
     down: float = 0.0
     adam: float = 0.0
+    exposed_adam: float = 0.0
+    exposed_bytes: float = 0.0
     through_host: float = 0.0
     kernels: float = 0.0
     host_bytes: int = 0
     saved_bytes: int = 0
     kept_bytes: int = 0
     together: int = 1
+    begin: "StepWork | None" = None
 
     def plus(self, **more: float) -> "StepWork":
         """A copy with these amounts added."""
@@ -137,7 +155,9 @@ def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:
     """Bytes read and written by the elementwise kernels of one forward pass."""
     hidden, wide = _widths(layout)
     logits = 6 * room.formats.dtype.itemsize * work.tokens * layout.table.shape[0]
-    blocks = layout.block_count * work.tokens * (FORWARD_H * hidden + FORWARD_W * wide)
+    found = layout.counts
+    each = found.forward_elements if found else FORWARD_H * hidden + FORWARD_W * wide
+    blocks = layout.block_count * work.tokens * each
     return float(room.formats.dtype.itemsize * blocks + logits)
 
 
@@ -155,7 +175,7 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
         up=met_bytes(layout, streamed, work, room),
         kernels=work.passes
         * (
-            layout.block_count * kernels * (RECORDED if recorded else SWEPT).forward
+            layout.block_count * kernels * (RECORDED if recorded else SWEPT).of(layout).forward
             + (0 if _is_compiled(work) else _expert_launches(layout, work)[0])
         ),
     )
@@ -165,9 +185,9 @@ def _block_numel(layout: Layout) -> int:
     return sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
 
 
-def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
+def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room, plain: bool) -> float:
     """The share of the blocks that keep all activations and are not recomputed (model/backward/kept_blocks.py)."""
-    how = getattr(work.settings, "activations", "block")
+    how = getattr(work.settings, "activations", "none" if plain else "block")
     if how != "auto" or streamed or room.limit_bytes is None:
         return float(how == "none")
     left = room.limit_bytes - reverse_bytes(layout, streamed, work, room).total
@@ -178,6 +198,14 @@ def _block_activations(layout: Layout, work: Workload, room: Room) -> int:
     """Activation bytes of one block, for all micro-batches of a step."""
     hidden, wide = _widths(layout)
     return room.formats.dtype.itemsize * work.passes * work.tokens * (HIDDEN * hidden + WIDE * wide)
+
+
+def _graph_bytes(layout: Layout, work: Workload, room: Room) -> float:
+    """Bytes of one block's activations between its forward and its backward pass."""
+    found = layout.counts
+    if found is None:
+        return GRAPH * _block_activations(layout, work, room)
+    return room.formats.dtype.itemsize * work.passes * work.tokens * found.saved_frozen
 
 
 def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
@@ -202,11 +230,11 @@ def reverse_work(
     that slots still hold when the direction changes are not uploaded again. Costs of the update itself are added by the
     method."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
-    share_kept = _kept_share(layout, streamed, work, room)
+    share_kept = _kept_share(layout, streamed, work, room, plain)
     again, extra = 1.0 - share_kept, 0
     if getattr(work.settings, "activations", "block") == "auto":
-        extra = int(share_kept * layout.block_count * GRAPH * _block_activations(layout, work, room))
-    launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
+        extra = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
+    launches = (PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT).of(layout)
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     home = met_bytes(layout, streamed, work, room)
     expert_forward, expert_reverse = (0.0, 0.0) if plain or _is_compiled(work) else _expert_launches(layout, work)
@@ -214,7 +242,15 @@ def reverse_work(
     held = min(home, (slot_count(layout) - 1) * largest)
     kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
     kept = kept if getattr(work.settings, "activations", None) == "host" else 0
+    begin = StepWork(
+        products=work.passes * forward,
+        touched=work.passes * share * elements,
+        up=home,
+        down=float(kept),
+        kernels=work.passes * (layout.block_count * kernels * launches.forward + expert_forward),
+    )
     return StepWork(
+        begin=begin,
         products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
         up=(1 + reverses) * home - reverses * held + reverses * kept,

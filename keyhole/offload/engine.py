@@ -33,6 +33,7 @@ from contextlib import contextmanager
 import torch
 
 from keyhole.errors import UserError
+from keyhole.offload.lending import lend
 from keyhole.offload.protocols import Gate, Watch
 from keyhole.offload.slots import POISON, FreeSlots, Slot, page_bytes
 from keyhole.offload.stalls import Stalls
@@ -82,6 +83,8 @@ class Engine:
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = self.streams = [torch.cuda.Stream(device) for _ in range(2)]
+            for slot in self.slots:
+                lend(slot.buffer, self.streams)
             self.ends_on = self.up  # the stream on which the last upload ends
             self.home_written = {page: torch.cuda.Event() for page in streamed}
 
@@ -261,9 +264,7 @@ class Engine:
         if not self.reuse_slots:
             slot.buffer = self._new_buffer()
             if self.cuda:
-                for stream in self.streams:
-                    slot.buffer.record_stream(stream)
-                self.up.wait_stream(self.compute)
+                lend(slot.buffer, self.streams)
         last_page, slot.last_page, slot.intact = slot.last_page, page, self.gate is None
         if not self.cuda:
             with self.timeline.span("upload", f"page {page}"):

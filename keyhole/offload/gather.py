@@ -48,6 +48,7 @@ from typing import Any
 import torch
 
 from keyhole.offload.engine import Engine
+from keyhole.offload.lending import lend
 from keyhole.offload.slots import Slot, page_bytes
 from keyhole.ranks import Ranks
 
@@ -83,6 +84,8 @@ class GatheringEngine(Engine):
         if self.cuda:
             self.between = torch.cuda.Stream(device)
             self.streams.append(self.between)
+            for slot in self.slots:
+                lend(slot.buffer, [self.between])
 
     # -- whether to gather -----------------------------------------------------------------------------------------
 

@@ -1,9 +1,11 @@
 """How fast this machine is, measured in a few seconds and kept.
 
-    products        [rows, 4096] x [4096, 8192] in bf16 for a few numbers of rows, and one in fp32; smaller on a CPU
+    products        [rows, 4096] x [4096, 8192] in bf16 for a few numbers of rows, and one in fp32; smaller on a CPU. On
+                    a GPU in rounds of ROUND_S: its clock falls under load, within a few milliseconds
     device_memory   c = a + b on 64 Mi numbers
     link            page-locked copies of 64 MiB (machine/probe.py)
-    host_memory     a copy of 256 MiB by all threads
+    host_memory     a copy of 256 MiB by all threads; or the bytes of AdamW, if it moved more: a copy also reads what it
+                    overwrites
     adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
     launch          400 additions of one number, launched as fast as the host can
 
@@ -16,6 +18,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ from keyhole.ops.adam.host import host_adamw_
 from keyhole.plan.profiles import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
+ROUND_S = 0.05
+ADAM_BYTES = 28  # per parameter (ops/adam/host.py)
 LIMIT_BYTES = 2**20
 
 
@@ -94,7 +99,7 @@ def measure(device: torch.device) -> Rates:
     cuda = device.type == "cuda"
     memory = host_memory()
     limit = memory.cgroup_limit_bytes or memory.total_bytes
-    host_rate = _host_memory()
+    host_rate, adam = _host_memory(), _adam()
     link = {"host_to_device": host_rate / 2e9, "device_to_host": host_rate / 2e9, "both_ways": host_rate / 2e9}
     if cuda:
         with torch.cuda.device(device):
@@ -113,8 +118,8 @@ def measure(device: torch.device) -> Rates:
             up=link["host_to_device"] * 1e9,
             down=link["device_to_host"] * 1e9,
             both=link["both_ways"] * 1e9,
-            host_memory=host_rate,
-            adam=_adam(),
+            host_memory=max(host_rate, ADAM_BYTES * adam),
+            adam=adam,
             launch=_launch(device),
             workspace_bytes=_workspace(device),
         )
@@ -158,8 +163,10 @@ def _product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, co
     a = torch.randn(rows, inner, device=device, dtype=dtype)
     b = torch.randn(inner, columns, device=device, dtype=dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
-    repeat = 8 if device.type == "cuda" else 1
-    return 2.0 * rows * inner * columns / _best_s(lambda: torch.mm(a, b, out=out), device, repeat=repeat)
+    run, repeat = partial(torch.mm, a, b, out=out), 1
+    if device.type == "cuda":
+        repeat = max(8, int(ROUND_S / _best_s(run, device, rounds=2, repeat=8)))
+    return 2.0 * rows * inner * columns / _best_s(run, device, repeat=repeat)
 
 
 def _device_memory(device: torch.device) -> float:

@@ -9,8 +9,15 @@ Rows per method and wire:
     stream     everything streamed that can be
 
     gpu    the planned peak of the allocator
-    host   weights in host memory, the method's state, and PROCESS_BYTES for Python, PyTorch and CUDA
+    host   weights in host memory, the method's state, and the process itself
     disk   checkpoints (weights in the compute dtype, and the method's state): those kept, and one being written
+
+The process itself takes, with a GPU, PROCESS_BYTES for Python, PyTorch, its libraries and the CUDA context; KERNELS
+more where Triton compiles our kernels (all methods but the baselines, which run torch's own); BACKWARD more where
+autograd runs (the backward kernels of cuBLAS and cuDNN, loaded when first used, and autograd's threads); COMPILER more
+with torch.compile. On an H200 `zo` took 1.29 to 1.43 GiB, plain autograd 1.47 to 1.54, `lomo`, `lora` and
+`adam-offload` 1.73 to 1.90 beside their weights and state, and compiled blocks 0.1 to 0.6 more (benchmarks/zo_h200_*,
+lomo_h200_*, lsp_h200_*, frozen_base_h200_*; the first case of each process).
 
 A wire of the same width as the dtype is left out, since its row would be the same. The table needs no weights and no
 GPU: the module is a skeleton (model/structure/skeleton.py).
@@ -35,14 +42,15 @@ from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element
 from keyhole.plan.placement import Costs, fit
 from keyhole.plan.seconds import StepSeconds, step_seconds
 
-PROCESS_BYTES = {True: int(1.4 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
+PROCESS_BYTES = {True: int(1.05 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
+KERNELS, BACKWARD, COMPILER = int(0.3 * GIB), int(0.45 * GIB), int(0.3 * GIB)
 PLACEMENTS = ("resident", "auto", "stream")
 
 
 @dataclass(frozen=True)
 class Question:
     """The model, the step and the machine to plan for. gpu_bytes: the most that PyTorch may use on the GPU (None: no
-    GPU)."""
+    GPU); is_budget: because the run sets gpu_memory, not because the GPU is that large."""
 
     module: nn.Module
     dtype: torch.dtype
@@ -57,6 +65,7 @@ class Question:
     keeps: int = 2  # number of checkpoints that are kept
     settings: Mapping[str, Any] = field(default_factory=dict)  # by method
     methods: tuple[str, ...] = tuple(METHODS)
+    is_budget: bool = False
     layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
 
     def find(
@@ -119,6 +128,14 @@ class Row:
         return kept | {"wire": self.stored, "wire_setting": self.wire, "parts_seconds": parts}
 
 
+def process_bytes(row: Traits, own: Any, on_gpu: bool) -> int:
+    """Host memory of the process itself."""
+    if not on_gpu:
+        return PROCESS_BYTES[False]
+    found = PROCESS_BYTES[True] + (0 if row.sweep == "torch" else KERNELS) + (0 if row.sweep == "forward" else BACKWARD)
+    return found + (COMPILER if getattr(own, "compile", False) else 0)
+
+
 def wires_of(row: Traits, dtype: torch.dtype, own: Any = None) -> list[str | None]:
     """None for the dtype itself, and the formats of another width that the method accepts (of the frozen formats of one
     width, the first)."""
@@ -145,7 +162,7 @@ def rows_of(question: Question, traits: Traits) -> Iterator[Row]:
 
 def room_of(question: Question, wire: str | None) -> Room:
     workspace = question.rates.workspace_bytes if question.rates.gpu_bytes is not None else 0
-    return Room(Wire(question.dtype, wire), workspace, question.gpu_bytes)
+    return Room(Wire(question.dtype, wire), workspace, question.gpu_bytes, question.is_budget)
 
 
 def plan_row(question: Question, traits: Traits, placement: str, wire: str | None = None) -> Row | None:
@@ -199,7 +216,7 @@ def make_row(
     itemsize = question.dtype.itemsize
     seconds = step_seconds(asked, question.rates, rows=work.tokens, itemsize=itemsize, units=sweeps * len(streamed))
     gpu = traits.planned_bytes(layout, streamed, work, room).total + asked.kept_bytes
-    process = PROCESS_BYTES[question.rates.gpu_bytes is not None]
+    process = process_bytes(traits, work.settings, question.rates.gpu_bytes is not None)
     away = host_bytes(layout, streamed, room.formats)
     host = away + asked.host_bytes + process
     if question.gpu_bytes is None:  # the CPU is the device

@@ -32,7 +32,7 @@ from keyhole.plan.dtype import AUTO, NAMES, choose_dtype
 from keyhole.plan.measure import known, rates_of
 from keyhole.plan.profiles import PROFILES
 from keyhole.plan.seconds import StepSeconds, step_seconds
-from keyhole.plan.table import PROCESS_BYTES, Question
+from keyhole.plan.table import Question, process_bytes
 from keyhole.training.plan_request import DEFAULT, PlanRequest
 
 RESERVE_BYTES = GIB  # left free on a card for the CUDA context and the desktop
@@ -72,6 +72,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         clips=config.max_grad_norm is not None,
         keeps=config.save_total_limit or 2,
         settings={row.name: getattr(config, row.section) for row in METHODS.values()},
+        is_budget=config.gpu_memory is not None,
     )
     numel = sum(p.numel() for p in module.parameters())
     room = f"{about(gpu_bytes)} of GPU memory and " if gpu_bytes is not None else ""
@@ -151,7 +152,7 @@ def predict(model: Model, method: str, tokens: float | None = None) -> Predictio
     streamed = model.engine.streamed
     asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
     on_gpu = model.device.type == "cuda"
-    host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + PROCESS_BYTES[on_gpu]
+    host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + process_bytes(row, work.settings, on_gpu)
     host += 0 if on_gpu else placed.device_bytes.total  # the CPU is the device: its bytes are host memory
     if rates is None:
         return Prediction(each * micro, int(host), None, "")

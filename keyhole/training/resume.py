@@ -32,6 +32,7 @@ SAFE = {
     "device", "placement", "gpu_memory", "background_save", "journal_sync", "rank_timeout", "push_to_hub",
     "hub_model_id", "hub_private_repo",
 }  # fmt: skip
+KEPT = {"pad_to_multiple_of", "stratify"}  # auto: what the run began with
 SAFE |= {f"{row.section}.{key}" for row in METHODS.values() for key in row.may_change}
 
 
@@ -53,13 +54,13 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
     now = flat_config(config)
     # the behaviour before the key existed; without weight decay it makes no difference
     former = {"weight_decay_on": "all"} if state.config.get("weight_decay") or now["weight_decay"] else {}
-    former["pad_to_multiple_of"] = BEFORE
+    former |= {"pad_to_multiple_of": BEFORE, "stratify": False}
     for key in sorted(now.keys() | state.config.keys()):
         if key == "expert_units" and key not in state.config:  # a run from before the key: take the config's value
             continue
         default = settings()[key].default if key in settings() else None
         before, after = state.config.get(key, former.get(key, default)), now.get(key, default)
-        if before == after or (key == "pad_to_multiple_of" and after == AUTO):  # auto: keep what the run began with
+        if before == after or (key in KEPT and after == AUTO):
             continue
         if key in MOVABLE and MOVABLE[key](before, after, base):
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, of the same content")

@@ -4,6 +4,7 @@ On a CPU device the same logic runs with plain copies and freed slots are filled
 delayed at random on top, so that any missing event shows as a wrong value.
 """
 
+import gc
 import random
 
 import pytest
@@ -78,6 +79,46 @@ def test_any_visits_see_the_right_values_on_a_gpu(seed: int) -> None:
         plan.append((rng.choice("ab"), rng.sample(range(6), 6), steps, rng.random() < 0.7))
     options = {"slot_count": rng.randint(1, 5), "overlap": rng.random() < 0.8, "reuse_slots": rng.random() < 0.8}
     run_and_compare(make(torch.device("cuda", 0), chaos=random.Random(seed), **options), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_uploads_of_a_dropped_engine_write_into_no_other_memory() -> None:
+    """Prefetched pages are still on their way when the engine goes; what is allocated next keeps its values."""
+    cuda = torch.device("cuda", 0)
+    engine = make(cuda, slot_count=5, chaos=random.Random(0))
+    size = engine.slot_bytes
+    engine._delay = lambda: torch.cuda._sleep(200_000_000)
+    with engine.sweep("a", [1, 2, 3, 4, 5]):
+        pass
+    assert len(engine.ahead) == 5
+    del engine
+    gc.collect()
+    others = [torch.zeros(size, dtype=torch.uint8, device=cuda) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert not any(int(other.max()) for other in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_uploads_wait_for_kernels_of_whoever_had_the_memory_before() -> None:
+    """Slots get memory that a queued kernel has yet to write: pages come after that."""
+    cuda, pages = torch.device("cuda", 0), set(range(6))
+    first = make(cuda, pages, slot_count=5)
+    homes, size = first.homes, first.slot_bytes
+    del first
+    others = [torch.zeros(size, dtype=torch.uint8, device=cuda) for _ in range(16)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    for other in others:
+        other.fill_(7)
+    del other, others
+    engine, found = Engine(homes, pages, cuda, slot_count=5), []
+    with engine.sweep("a", sorted(pages)):
+        for page in pages:
+            found.append(engine.acquire(page).clone())
+            engine.release(page)
+    assert all(torch.equal(x.cpu(), home) for x, home in zip(found, homes, strict=True))
 
 
 def test_a_page_crosses_once_a_sweep() -> None:

@@ -124,7 +124,7 @@ def test_a_faster_part_makes_no_step_slower() -> None:
     streamed = question(llama_7b(), gpu_gib=140, batch=1, length=64, methods=("lomo",))
     slow = plan_row(streamed, METHODS["lomo"], "stream")
     fast = plan_row(replace(streamed, rates=streamed.rates.with_link(110e9)), METHODS["lomo"], "stream")
-    assert slow.bound_by == "link" and fast.step_seconds < 0.75 * slow.step_seconds
+    assert slow.bound_by == "link" and fast.step_seconds < 0.8 * slow.step_seconds
 
 
 def test_the_recommended_row_fits_and_needs_the_fewest_hours() -> None:

@@ -1,11 +1,13 @@
 """A run on tasks by name: it trains, evaluates on dev, and goes on exactly after a stop."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
 from keyhole.training.start import train
 from tests.matrix import in_every_run
@@ -50,11 +52,30 @@ def test_a_streamed_run_is_the_resident_one(make: Make, tasks: dict) -> None:
     assert metrics(runs[0]) == metrics(runs[1])
 
 
+def test_a_checkpoint_of_before_stratified_batches_goes_on_in_its_order(
+    make: Make, tasks: dict, stop_after: Any
+) -> None:
+    """A checkpoint without the setting is continued to the bit, in the order that it was made with."""
+    old, stopped = (make(name, stratify=False, **tasks) for name in ("old", "stopped"))
+    assert train(old) == 0
+    stop_after(3)
+    assert train(stopped) == 130
+    file = Path(stopped.output_dir) / "checkpoint-3" / "keyhole_state.json"
+    state = json.loads(file.read_text())
+    del state["crc32"], state["config"]["stratify"], state["loader"]["stratified"]
+    file.write_text(dump(state))
+    assert train(replace(stopped, stratify="auto"), resume="") == 0
+    assert same(weights(old.output_dir), weights(stopped.output_dir)) and metrics(old) == metrics(stopped)
+    with pytest.raises(UserError, match="stratify: the run has false, the config now says true"):
+        train(replace(old, stratify=True), resume="")
+
+
 def test_the_start_tells_of_the_draw(make: Make, tasks: dict, capsys: pytest.CaptureFixture) -> None:
     """A dry run prints which rows of which files it would use."""
     assert train(make(**tasks), dry_run=True) == 0
     said = capsys.readouterr().out
     assert "task sst2: train 10 of 20 rows of train.jsonl" in said and "task own: dev 4 of 20 rows" in said
+    assert "batches: stratified (stratify=auto), 4 classes of" in said
 
 
 def test_another_draw_is_refused_on_resume(make: Make, tasks: dict, tmp_path: Path) -> None:

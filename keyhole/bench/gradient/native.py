@@ -27,9 +27,10 @@ class Native(Method):
         optimizer: str,
         checkpointing: bool = True,
         master: bool = False,
+        max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
-        self.module, self.device = model.module, model.device
+        self.module, self.device, self.max_grad_norm = model.module, model.device, max_grad_norm
         self.module.train()
         if checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -37,15 +38,22 @@ class Native(Method):
         self.masters = [p.detach().to(torch.float32, copy=True).requires_grad_() for p in self.params] if master else []
         self.optimizer = getattr(torch.optim, optimizer)(self.masters or self.params, lr=lr, **options)
 
-    def step(self, batch: dict[str, Any]) -> torch.Tensor:
-        loss = self.module(**{k: v.to(self.device) for k, v in batch.items()}, use_cache=False).loss
-        loss.backward()
+    def step(self, batch: dict[str, Any] | list[dict[str, Any]]) -> torch.Tensor:
+        """One step on a batch, or on micro-batches of the same number of tokens."""
+        batches, losses = batch if isinstance(batch, list) else [batch], []
+        for micro in batches:
+            loss = self.module(**{k: v.to(self.device) for k, v in micro.items()}, use_cache=False).loss / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        loss = torch.stack(losses).sum()
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.params, self.max_grad_norm)
         if self.masters:
             self._update_masters()
         else:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss
 
     @torch.no_grad()
     def _update_masters(self) -> None:

@@ -61,17 +61,18 @@ class GradientReport(Report):
         """The record of a trial that satisfies `fits`, if it was measured."""
         return next((r for r in self.records if r["status"] == "ok" and fits(r["case"])), None)
 
-    def native(self, shape: str, optimizer: str) -> Record | None:
-        """The record of torch's optimizer on that shape."""
+    def native(self, trial: dict[str, Any], optimizer: str) -> Record | None:
+        """The record of torch's optimizer on the trial's shape, with as many micro-batches."""
+        wanted = (NATIVE, trial["shape"], trial.get("micro_batches", 1), optimizer)
         return self.find(
-            lambda t: (t["system"], t["shape"], t["options"].get("optimizer")) == (NATIVE, shape, optimizer)
+            lambda t: (t["system"], t["shape"], t.get("micro_batches", 1), t["options"].get("optimizer")) == wanted
         )
 
     def cells(self, r: Record) -> list[str]:
         trial = r["case"]
         if r["status"] != "ok":
             return [trial["name"], f"{r['status']}: {r['error']}", *[""] * (len(self.header) - 2)]
-        ratios = [self.native(trial["shape"], optimizer) for optimizer in self.baselines]
+        ratios = [self.native(trial, optimizer) for optimizer in self.baselines]
         floor_s, bound = self.floor(r)
         device, planned = r["device"], r["planned_bytes"]
         return [

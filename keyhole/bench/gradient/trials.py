@@ -20,6 +20,7 @@ class Trial:
     system: str = one_of((NATIVE, *METHODS))
     batch: int = 4
     length: int = 1024
+    micro_batches: int = 1  # per step
     gpu_memory: str | None = None  # the budget; None: all of the device
     quick_gpu_memory: str | None = None  # the budget of a quick run
     streamed: bool = False

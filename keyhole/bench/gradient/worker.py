@@ -59,10 +59,12 @@ class GradientWorker:
             import keyhole.bench.gradient.traced  # noqa: F401  (the backend that quick trials compile with)
         begin_s = time.perf_counter()
         model = load_trial(trial, self.device, length, self.job.quick)
-        found = {"load_s": time.perf_counter() - begin_s, "tokens": trial.batch * length}
+        found = {"load_s": time.perf_counter() - begin_s, "tokens": trial.micro_batches * trial.batch * length}
         measure.clean_up(self.device)
         method = method_of(trial, model)
-        batch = measure.random_batch(trial.batch, length, model.config.vocab_size)
+        rows = trial.micro_batches * trial.batch
+        together = measure.random_batch(rows, length, model.config.vocab_size)
+        batch = [{k: x[i : i + trial.batch] for k, x in together.items()} for i in range(0, rows, trial.batch)]
         engine = model.engine
         found |= measure.time_steps(lambda: method.step(batch), engine, self.job.warm_up, self.job.timed)
         found["streamed_bytes"] = sum(engine.homes[i].numel() * engine.homes[i].element_size() for i in engine.streamed)

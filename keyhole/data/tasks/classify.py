@@ -97,10 +97,13 @@ def class_set(tasks: Sequence[Task], encoder: TextEncoder, labels: Labels) -> Da
     if not kept:
         raise UserError(f"task: no question is left to train on; all are longer than max_length={encoder.max_length}")
     rows, targets = [row for _, _, row in kept], [row.target for _, _, row in kept]
+    known: dict[tuple[int, Any], int] = {}
+    classes = [known.setdefault((s, row.target if labels.order else None), len(known)) for s, _, row in kept]
     return Dataset(
         [np.array(row.input_ids, dtype=np.int32) for row in rows],
         [np.zeros(len(row.input_ids), dtype=bool) for row in rows],
         targets=targets,
+        classes=classes,
         types=[row.token_type_ids for row in rows] if encoder.has_types else None,
         sources=[source for source, _, _ in kept],
         where=[question.where for _, question, _ in kept],

@@ -33,8 +33,10 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
     encoder = Encoder(tokenizer, how.max_length, how.overlong)
     samples: list[Sample] = []
     rows: list[list[int]] = []
-    right, sources, where, dropped, no_choice = [], [], [], 0, 0
+    right, sources, where, classes, dropped, no_choice = [], [], [], [], 0, 0
+    known: dict[tuple[int, str | None], int] = {}
     for source, task in enumerate(tasks):
+        has_labels = len({question.candidates for question in task.questions}) == 1
         if loss == CANDIDATES and task.spec.kind != CHOICE:
             raise UserError(
                 f"loss: candidates needs a choice; the answers of task {task.name} are free text: set loss=tokens"
@@ -50,6 +52,8 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
             right.append(kept.index(question.answer))
             samples += [encoded[i] for i in kept]
             sources += [source] * len(kept)
+            name = question.candidates[question.answer] if has_labels else None
+            classes += [known.setdefault((source, name), len(known))] * len(kept)
             where += [question.where] * len(kept)
     if not samples:
         why = [f"{dropped:,} are longer than max_length={how.max_length}"] if dropped else []
@@ -60,6 +64,7 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
         [np.array(sample.labels) != IGNORED for sample in samples],
         questions=(rows, right) if loss == CANDIDATES else None,
         sources=sources,
+        classes=classes,
         where=where,
         report=_report(tasks, samples, encoder, dropped, no_choice),
         end_token_ids=[tokenizer.eos_token_id] if any(ends(task, how.train_end_token) for task in tasks) else [],

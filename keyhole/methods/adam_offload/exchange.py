@@ -36,6 +36,7 @@ import torch
 from keyhole.offload import arena
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
+from keyhole.offload.lending import lend
 from keyhole.offload.workers import DeviceJob, Job, Workers
 
 Span = tuple[int, int]  # [begin, end) of a page
@@ -46,7 +47,7 @@ class Exchange:
     """Sends gradients of pages to the host and brings their new weights back; it is the engine's gate. pages: those
     that will be rewritten. masters: by resident page, the source of its weights (None: its staging buffer). slices: for
     pages that every rank holds whole, the range that this rank updates; `complete` gathers them before their next use,
-    and is called by all ranks in the same order."""
+    and is called by all ranks in the same order. most_bytes: of gradients that wait on the device for the link."""
 
     def __init__(
         self,
@@ -56,11 +57,12 @@ class Exchange:
         masters: dict[int, torch.Tensor] | None = None,
         slices: dict[int, Span] | None = None,
         complete: Callable[[int], None] = lambda page: None,
+        most_bytes: int | None = None,
     ) -> None:
         self.engine, self.pool, self.cuda = engine, pool, engine.cuda
         self.slices, self.complete = slices or {}, complete
         self.incomplete: set[int] = set()  # pages in `slices` that were rewritten and not gathered yet
-        self.down = Downlink(engine)
+        self.down = Downlink(engine, most_bytes)
         self.staging = _staging(engine, {page: self.kept(page) for page in pages})
         self.source = self.staging if masters is None else self.staging | masters
         self.leaving: set[int] = set()  # pages whose gradients are being sent and that have no job yet
@@ -69,8 +71,7 @@ class Exchange:
         if self.cuda:
             self.up = torch.cuda.Stream(engine.device)
             self.uploaded = {page: torch.cuda.Event() for page in pages}
-            self.landing = torch.empty(LANDING if masters else 0, device=engine.device)
-            self.landing.record_stream(self.up)  # it may be freed while a copy into it is running
+            self.landing = lend(torch.empty(LANDING if masters else 0, device=engine.device), [self.up])
         engine.gate = self
 
     def kept(self, page: int) -> torch.Tensor:

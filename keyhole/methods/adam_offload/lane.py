@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from keyhole.offload.lending import lend
+
 SLOTS = 3
 CHUNK = 4 * 2**20  # elements: 16 MiB of fp32, enough for a copy to run at the link's rate
 
@@ -42,11 +44,9 @@ class Lane:
         self.slots = [_Slot(dtypes, chunk, device) for _ in range(SLOTS)]
         self.turn = 0
         if self.cuda:
-            self.up, self.work, self.down = (torch.cuda.Stream(device) for _ in range(3))
-            torch.cuda.synchronize(device)  # other streams may still use the memory that these slots got,
-            for buffer in (buffer for slot in self.slots for buffer in slot.buffers):  # and may get it afterwards
-                for stream in (self.up, self.work, self.down):
-                    buffer.record_stream(stream)
+            self.up, self.work, self.down = streams = [torch.cuda.Stream(device) for _ in range(3)]
+            for buffer in (buffer for slot in self.slots for buffer in slot.buffers):
+                lend(buffer, streams)
 
     def run(
         self, tensors: list[torch.Tensor], back: int, change: Callable[[int, list[torch.Tensor]], None]

@@ -1,7 +1,8 @@
 """Bytes of adam-offload, and whether host memory has room for them.
 
-On the device: a reverse sweep, the buffers of the lane (lane.py), and the landing buffer for masters. On the host, per
-trained parameter (weights of b bytes):
+On the device: a reverse sweep, the gradients of two blocks, one being computed and one waiting for the link
+(offload/downlink.py; at most WAITING, 10 ms of a link of 55 GB/s), the buffers of the lane (lane.py), and the landing
+buffer for masters. On the host, per trained parameter (weights of b bytes):
 
     12      fp32 master and two moments
     b       for a resident unit: page-locked memory for its outgoing gradient and its incoming weights
@@ -14,13 +15,15 @@ uploaded in the next forward pass). CPU and GPU share the updates; each takes th
 and g parameters per second the GPU's share is g / (c + g), where g is the rate of its lane over the link: 12 + b bytes
 H2D and 12 D2H, at LANE of the bidirectional rate (7B on an H200: 86 % of the parameters in 1.98 s,
 benchmarks/lsp_h200_2026-11-15_7B_d.md). Both use host memory, 12 + b bytes read and 12 written, whose bandwidth is
-the upper bound.
+the upper bound. With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
 """
+
+from collections import Counter
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.rates import Rates
-from keyhole.machine.sizes import GIB
+from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
@@ -32,6 +35,7 @@ from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel
 
 LANE = 0.87
+WAITING = 512 * MIB
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
@@ -44,6 +48,16 @@ def host_state_bytes(
     here = {u.index: part_numel(u.numel, of) for u in layout.of_kind("table") if of > 1}
     here |= {unit: numel for unit, (_, numel) in (cut or {}).items()}
     return sum(here.get(u.index, u.numel) * (12 if u.index in streamed else 12 + element_bytes) for u in units)
+
+
+def waiting_bytes(layout: Layout, element_bytes: int) -> int:
+    """Gradients that may wait on the device: those of two blocks, but at most WAITING; at least the largest one."""
+    of_block = Counter[int]()
+    for unit in layout.of_kind("block"):
+        of_block[unit.block or 0] += unit.numel
+    largest = max(t.matrix.numel() for t in layout.tensors if t.block is not None) if of_block else 0
+    most = min(WAITING, 2 * element_bytes * max(of_block.values(), default=0))
+    return max(most, element_bytes * largest)
 
 
 def check_host_state(
@@ -74,7 +88,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     element_bytes = room.formats.dtype.itemsize
     lane = SLOTS * chunk_of(max(unit.numel for unit in layout.units)) * (12 + element_bytes)
     landing = 4 * LANDING if len(streamed) < len(layout.units) else 0
-    return reverse_bytes(layout, streamed, work, room, updates=lane + landing)
+    return reverse_bytes(layout, streamed, work, room, updates=lane + landing + waiting_bytes(layout, element_bytes))
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
@@ -94,6 +108,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         up=((12 + b) * by_gpu + 4 * (1 - share) * resident) / (LANE if helped else 1.0),
         down=b * numel + (12 * by_gpu + b * share * (numel - resident)) / (LANE if helped else 1.0),
         adam=numel - by_gpu,
+        exposed_adam=numel if own.schedule == "monolithic" else 0.0,
         through_host=(24 + b) * numel,
         host_bytes=host_state_bytes(layout, streamed, b),
         saved_bytes=12 * numel,

@@ -43,7 +43,7 @@ from keyhole.methods import shards
 from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.gpu_updates import open_lane
 from keyhole.methods.adam_offload.jobs import UpdateJobs
-from keyhole.methods.adam_offload.memory import check_host_state
+from keyhole.methods.adam_offload.memory import check_host_state, waiting_bytes
 from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_ranges
 from keyhole.methods.adam_offload.state import AdamState, AdamStep
 from keyhole.methods.base import Method, checked_rate
@@ -108,7 +108,8 @@ class AdamOffload(Method):
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.on_host}
         pages = [unit.index for unit in self.state.units]
         again = {"slices": slices, "complete": partial(make_whole, model, slices)} if slices else {}
-        self.exchange = Exchange(model.engine, pages, self.pool, masters, **again)
+        most = waiting_bytes(model.layout, model.dtype.itemsize)
+        self.exchange = Exchange(model.engine, pages, self.pool, masters, most_bytes=most, **again)
         self._end = weakref.finalize(self, _end, self.pool, model.engine)
         for unit in self.state.units:
             self.state.start(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))

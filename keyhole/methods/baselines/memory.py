@@ -7,9 +7,17 @@ On the device, per trained parameter, for weights of b bytes (galore computes in
     sgd         b         b           b with momentum, else 0                   the same
     galore      b         b           8 per number, rank x the longer side of a projected matrix, and 4 of projectors
 
-and the activations of the whole forward pass: HIDDEN H + WIDE W per token and block (model/backward/memory.py) if
-everything is kept, the inputs of blocks and one block if activations=block; and logits of the whole vocabulary, in b
-and twice in fp32. While galore updates a matrix it holds five fp32 copies of it.
+Activations and gradients are not at their largest at the same time: as the backward pass goes on, the ones are freed
+and the others come. So the peak of a step is the largest of
+
+    the begin of the backward pass    what autograd saved of every block, or block inputs if activations=block, and
+                                      logits of the whole vocabulary, in b and twice in fp32
+    its end                           all gradients, and one block: what it saved, and gradients in flight
+                                      (model/backward/memory.py)
+    the update                        all gradients, and a copy of all weights (adamw: the roots of its moments), or
+                                      five fp32 copies of one matrix (galore)
+
+With several micro-batches gradients are there from the second on, and the first line has them too.
 """
 
 from dataclasses import dataclass
@@ -18,12 +26,14 @@ from typing import Any
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
-from keyhole.methods.work import StepWork, activation_bytes, forward_flops, reverse_work, trained_numel
-from keyhole.model.backward.memory import HIDDEN, WIDE
+from keyhole.methods.work import StepWork, reverse_work, trained_numel
+from keyhole.model.backward.memory import block_numel
 from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
 
 ROWS = {row.name: row for row in (ADAMW, SGD, GALORE)}
+CLIP_PASSES = 3  # over all gradients: read for the norm, read and written for the factor
+ADAMW_PASSES = CLIP_PASSES + 18  # torch updates all tensors with one kind of kernel after the other: seven kinds
 GALORE_BYTES = 100  # read and written per parameter by its update, which uses fp32 copies
 
 
@@ -36,13 +46,16 @@ class TorchBytes:
     state: int
     activations: int
     logits: int
+    block: int
     update: int
     workspace: int
+    accumulated: int = 0
 
     @property
     def during_a_step(self) -> int:
         """The part that is free between steps."""
-        return self.gradients + max(self.activations + self.logits, self.update) + self.workspace
+        begin = self.activations + self.logits + self.accumulated
+        return max(begin, self.gradients + max(self.block, self.update)) + self.workspace
 
     @property
     def total(self) -> int:
@@ -72,31 +85,28 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     b, hidden = room.formats.dtype.itemsize, int(layout.table.shape[1])
     own = work.settings or ROWS[work.method].settings()
     trained, state = state_numbers(layout, work, b)
-    wide = max((max(shape) for shape in _matrices(layout)), default=hidden)
-    of_block = b * work.tokens * (HIDDEN * hidden + WIDE * wide)
-    inputs = b * work.tokens * hidden * layout.block_count
-    kept = inputs + of_block if getattr(own, "activations", "none") == "block" else layout.block_count * of_block
+    of_block = b * work.tokens * block_numel(layout)
+    saved = of_block if layout.counts is None else b * work.tokens * layout.counts.saved
+    each = b * work.tokens * hidden if getattr(own, "activations", "none") == "block" else saved
     largest = max((shape.numel() for shape in _matrices(layout)), default=0)
     return TorchBytes(
         homes=sum(room.formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         gradients=b * trained,
         state=state,
-        activations=int(kept),
+        activations=int(layout.block_count * each),
         logits=work.tokens * int(layout.table.shape[0]) * (2 * b + 8),
-        update=20 * largest if work.method == GALORE.name else 0,
+        block=int(of_block),
+        update={GALORE.name: 20 * largest, ADAMW.name: b * trained}.get(work.method, 0),
         workspace=2 * room.workspace_bytes,
+        accumulated=b * trained if work.passes > 1 else 0,
     )
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step: micro-batches are differentiated one after the other."""
     b = room.formats.dtype.itemsize
-    own = work.settings or ROWS[work.method].settings()
     trained, state = state_numbers(layout, work, b)
     found = reverse_work(layout, set(), work, room, rates, plain=True)
-    if getattr(own, "activations", "none") == "none":  # nothing is recomputed
-        once = forward_flops(layout, work), activation_bytes(layout, work, room)
-        again = 0.0 if hasattr(own, "activations") else 1.0
-        found = found.plus(products=-again * work.passes * once[0], touched=-again * work.passes * once[1])
-    per_weight = {GALORE.name: GALORE_BYTES}.get(work.method, 6 * b)
-    return found.plus(touched=per_weight * trained + 2 * state, saved_bytes=state)
+    per_weight = {GALORE.name: GALORE_BYTES, ADAMW.name: ADAMW_PASSES * b}.get(work.method, (CLIP_PASSES + 3) * b)
+    moments = 0 if work.method == ADAMW.name else 2 * state
+    return found.plus(touched=per_weight * trained + moments, saved_bytes=state)

@@ -1,10 +1,14 @@
 """The cost of a step of LOMO and of the rules built on it. (Bytes on the device: methods/memory.py.)
 
 touched     the product writes the gradient of a matrix; the update reads it, and reads and writes the weight: 2 b + 2 w
-            per parameter, for b bytes of compute and w at home. A rule with a moment per row and column (adalomo,
-            apollo-mini) reads the gradient once more for its sums, and the weight for its norm: b + w. Kahan rounding
-            reads and writes 2 bytes more.
-products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss
+            per parameter, for b bytes of compute and w at home. apollo-mini reads the gradient once more for its
+            sketch, and the weight for its norm: b + w. adalomo sums over rows and columns (ops/adalomo/matrix.py): g
+            and w, then g again, 2 b + w. These kernels reach about a SUMS-th of the rate of copies: its update took
+            0.03 to 0.04 s more than LOMO's for Llama-7B on an H200 (benchmarks/lomo_h200_2026-11-15_a.md, _f.md), where
+            the bytes alone take 0.01. Kahan rounding reads and writes 2 bytes more.
+products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss. adalomo sums over a
+            table of several chunks before it uses the first: logits and the gradient of the head are computed twice
+            more
 down        every streamed unit, once; of expert units, those that received tokens
 """
 
@@ -12,10 +16,11 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.lomo.traits import LOMO, LOMO_LORA, LOMOConfig
-from keyhole.methods.work import StepWork, met_bytes, reverse_work, trained_numel
+from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig
+from keyhole.methods.work import BACKWARD, StepWork, met_bytes, reverse_work, trained_numel
 from keyhole.model.structure.layout import Layout
 
+SUMS, SURVEYS = 3, 2
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
@@ -26,9 +31,16 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     found = reverse_work(layout, streamed, work, room, rates, reverses=reverses)
     numel, b, w = trained_numel(layout), room.formats.dtype.itemsize, room.formats.plain.itemsize
     per_weight = 2 * b + 2 * w + (4 if own.rounding == "kahan" else 0)
-    per_weight += 0 if work.method in (LOMO.name, LOMO_LORA.name) else b + w
+    if work.method == ADALOMO.name:
+        per_weight += SUMS * (2 * b + w)
+    elif work.method not in (LOMO.name, LOMO_LORA.name):
+        per_weight += b + w
     kahan = 2 * numel if own.rounding == "kahan" else 0
     found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
+    if work.method == ADALOMO.name and len(layout.of_kind("head")) > 1:
+        logits = work.passes * work.tokens * layout.table.shape[0]
+        again = 6 * b * logits * BACKWARD  # the elementwise kernels of logits (methods/work.py)
+        found = found.plus(products=SURVEYS * 4 * logits * layout.table.shape[1], touched=SURVEYS * again)
     if work.method == LOMO_LORA.name:
         found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
     return found

@@ -36,6 +36,7 @@ from keyhole.methods.lsp.target import Target
 from keyhole.offload import arena
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
+from keyhole.offload.lending import lend
 from keyhole.offload.workers import Workers, default_threads
 
 
@@ -75,6 +76,8 @@ class HostAdam:
         self.idle, self.coming = list(range(SLOTS)), {}  # slots; unit -> slot
         self.started: list[Any] = [None] * SLOTS  # events at which the copies into slots began
         if self.cuda:
+            for buffer in self.slots:
+                lend(buffer, [self.up])
             self.free, self.arrived = ([torch.cuda.Event() for _ in self.slots] for _ in range(2))
 
     def _reserve(self) -> None:

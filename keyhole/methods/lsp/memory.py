@@ -153,7 +153,8 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step: d_P d_Q numbers of a matrix's gradient are computed instead of all;
     inputs and output gradients are compressed (read once, and r times by gathers); the step is applied to all weights,
-    which are read and written; gradients and steps of moments on the host cross the link as fp32."""
+    which are read and written; gradients and steps of moments on the host cross the link as fp32. Nothing hides the
+    update of the embedding on the host (above)."""
     own: LSPConfig = work.settings or LSPConfig()
     matrices = [t for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
     numbers, plan = count_numbers(layout, own), device_bytes(layout, streamed, work, room)
@@ -166,11 +167,17 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     on_device = choose_units(numbers, own.optimizer_on, work.clips, left)
     total = sum(numbers.of.values())
     away = total - sum(numbers.of[unit] for unit in on_device)
+    first = {
+        u.index for u in layout.units if u.kind in ("spine", "table")
+    }  # the last gradients, the first weights used
+    exposed = sum(numel for unit, numel in numbers.of.items() if unit in first - on_device)
     return found.plus(
         touched=compressed + (2 * w + b) * trained_numel(layout) + 24 * (total - away),
         up=4 * away,
         down=home_bytes(layout, streamed, room) + 4 * away,
         adam=away * HOST_SHARE,
+        exposed_adam=exposed * HOST_SHARE,
+        exposed_bytes=4 * exposed,
         host_bytes=12 * away,
         saved_bytes=8 * total + numbers.projector_bytes,
     )

@@ -8,14 +8,15 @@ For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, wi
     gradients    one matrix and its neighbour in flight; with m > 1 those of one block      b x ...
                  (lsp: methods/lsp/memory.py)
     kept         block inputs: L m M H on the device, or three of them if they wait in host memory
-    activations  of one block that is recomputed with its graph                             b M (HIDDEN H + WIDE W)
+    activations  of one block that is recomputed with its graph, and gradients in flight    b M (saved + 2 H + (u+1) W)
     logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
     workspace    reserved by cuBLAS
     updates      adam-offload: buffers of its lane (methods/adam_offload/lane.py), and master weights being uploaded
 
-A pre-norm block with a gated MLP saves, in H-wide tensors, two norms in fp32 with their inputs and outputs, queries,
-keys and values before and after rotation, and the attention's output; in W-wide ones gate, up, activation and product,
-with two gradients of them in flight. HIDDEN and WIDE count these, as measured on Llama shapes.
+What autograd saves of a block is counted (model/structure/block_counts.py). In the backward pass of its MLP there
+are also, with a gated one, gradients of the product, of the gate and of up (u = 2 matrices that widen), and two of
+width H. A block that cannot be counted is taken for a pre-norm block with a gated MLP: HIDDEN and WIDE, as
+measured on Llama shapes.
 Activations and logits are never allocated at the same time.
 """
 
@@ -71,6 +72,18 @@ def of_a_block(layout: Layout) -> int:
     return max(own.values(), default=0)
 
 
+def block_numel(layout: Layout, trained: bool = True) -> float:
+    """Numbers per token of the activations of one block that is differentiated. trained: its vectors are, too."""
+    hidden = layout.table.shape[1]
+    shapes = [t.matrix for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
+    wide = max((max(shape[-2:]) for shape in shapes), default=hidden)
+    found = layout.counts
+    if found is None:
+        return HIDDEN * hidden + WIDE * wide
+    widening = sum(shape[-2] == wide for shape in shapes) // max(1, layout.block_count)
+    return (found.saved if trained else found.saved_frozen) + 2 * hidden + (max(1, widening) + 1) * wide
+
+
 def reverse_bytes(
     layout: Layout,
     streamed: set[int],
@@ -86,13 +99,12 @@ def reverse_bytes(
     b, hidden = formats.dtype.itemsize, layout.table.shape[1]
     blocks = layout.of_kind("block")
     matrices = [t for u in blocks for t in u.tensors if len(t.shape) > 1]
-    wide = max((max(t.shape[-2:]) for t in matrices), default=hidden)
     largest = max((t.matrix.numel() for t in matrices), default=0)
     block = sum(u.numel for u in blocks) // max(1, layout.block_count)
     rows = min(CHUNK_ROWS, layout.table.shape[0])
     at_once = min(tokens, HEAD_TOKENS)
     kept_blocks = 3 if on_host else layout.block_count
-    kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * (HIDDEN * hidden + WIDE * wide))
+    kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * block_numel(layout))
     at_work = (of_a_block(layout) + HELD) * layout.largest_unit_numel if layout.has_expert_units else block
     scratch = b * at_work if formats.packs or formats.plain != formats.dtype else 0
     return ReverseBytes(

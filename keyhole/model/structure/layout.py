@@ -22,11 +22,13 @@ Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from keyhole.model.structure.block_counts import BlockCounts, block_counts
 from keyhole.model.structure.experts import Experts, expert_units, find_experts
 from keyhole.model.structure.find import Stack, find_blocks, leaves_of, relu_pair, row_tiles, stacks_outside
 
@@ -100,6 +102,12 @@ class Layout:
     fused_relu: bool = False  # blocks fuse a ReLU into the product before it
     stacks_outside: list[Stack] = field(default_factory=list)  # lists of modules whose weights are in the spine
     experts: list[Experts] = field(default_factory=list)  # modules that are computed one expert at a time
+    count: Callable[[], BlockCounts | None] = field(default=lambda: None, repr=False, compare=False)
+
+    @property
+    def counts(self) -> BlockCounts | None:
+        """What a block does per token; None if it could not be counted. Counted once per module."""
+        return self.count()
 
     def of_kind(self, kind: str) -> list[Unit]:
         return [unit for unit in self.units if unit.kind == kind]
@@ -214,7 +222,15 @@ def find_layout(
         fused,
         outside,
         [*experts.values()],
+        lambda: _counts(module, blocks),
     )
+
+
+def _counts(module: nn.Module, blocks: list[nn.Module]) -> BlockCounts | None:
+    """The counts of the second block (the first may be of another kind), kept by the module."""
+    if "keyhole_counts" not in module.__dict__:
+        module.__dict__["keyhole_counts"] = block_counts(module, blocks[1]) if blocks else None
+    return module.__dict__["keyhole_counts"]
 
 
 def _numel(param: nn.Parameter) -> int:

@@ -14,6 +14,7 @@ Unused experts are not marked: if one member of a list inside a block was used, 
 """
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,6 +81,29 @@ def _try(module: nn.Module) -> Tried:
         frozenset(name for name, part in module.named_modules() if id(part) in watch.readers),
         next((name for name, param in module.named_parameters() if id(param) in watch.changed), ""),
     )
+
+
+class _Enough(Exception):
+    """The arguments are known."""
+
+
+def call_of(module: nn.Module, part: nn.Module, length: int) -> tuple[tuple, dict[str, Any]] | None:
+    """The arguments with which the module's forward calls one of its parts, for a row of this many tokens; large ones
+    are constants. None if the forward does not get that far."""
+    found: list[tuple[tuple, dict[str, Any]]] = []
+
+    def take(part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        found.append((args, kwargs))
+        raise _Enough
+
+    hook = part.register_forward_pre_hook(take, with_kwargs=True)
+    try:
+        with warnings.catch_warnings():  # a small model's products are computed, in any dtype
+            warnings.simplefilter("ignore")
+            _Watch(module).forward(length)
+    finally:
+        hook.remove()
+    return found[0] if found else None
 
 
 def is_matrix(p: nn.Parameter) -> bool:

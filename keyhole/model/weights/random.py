@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from keyhole.model.structure.layout import FlatTensor
-from keyhole.model.weights.homes import PIECE
 
-CHUNK = PIECE
+CHUNK = 1 << 22  # elements drawn at a time: 16 MiB, so that a budget of GPU memory has room for them
 POOLED_NUMEL = 1 << 28
 
 
