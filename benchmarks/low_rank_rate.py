@@ -3,10 +3,10 @@
     python benchmarks/low_rank_rate.py [--runs 24] [--steps 400] [--size 24]
 
 The loss is tr(S E C E^T) / 2 of one matrix E, with diagonal S (outputs) and C (inputs) of trace 1, whose eigenvalues
-fall as i^-p. A zeroth-order step with the exact slope is E <- E - lr (G . z) z, G = S E C, with z dense or U V^T / sqrt(r)
-and V kept for `refresh` steps. A rate counts as stable if the loss of at least half of the runs is below three times its
-start after all steps; the limit is found by bisection. methods/zo/rate_search.py and docs/methods.md have the formula
-that this is compared with.
+fall as i^-p. A zeroth-order step with the exact slope is E <- E - lr (G . z) z, G = S E C, with z dense or U V^T /
+sqrt(r), and V kept for `refresh` steps. A rate counts as stable if the loss of at least half of the runs is below three
+times its start after all steps; the limit is found by bisection. methods/zo/rate_search.py and docs/methods.md have the
+formula that this is compared with.
 """
 
 import argparse

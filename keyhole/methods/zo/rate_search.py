@@ -19,19 +19,19 @@ certain of both. The curvature of the mean is then arbitrary: for stories15M on 
 any rate, but the run diverges at 3e-5. The magnitude of a row's curvature, 1.25e5 there, shows how far a step may go
 until slopes change, and is the same from eps = 3e-4 to 3e-3.
 
-Reach. Slopes and curvatures are those within eps of w, and say nothing of points much further away. So a step is at most
-REACH eps long, root mean square over the weights (Estimator.length), however flat the surface seems. On the embedded
-model the slope is 8 and the curvature 110: the formula alone has 2e-3 to 3.4e-3, steps of 16 to 27 eps, at which 5 of 6
-runs of 300 steps diverge (LOG.md).
+Reach. Slopes and curvatures are those within eps of w, and say nothing of points much further away. So a step is at
+most REACH eps long, root mean square over the weights (Estimator.length), however flat the surface seems. On the
+embedded model the slope is 8 and the curvature 110: the formula alone has 2e-3 to 3.4e-3, steps of 16 to 27 eps, at
+which 5 of 6 runs of 300 steps diverge (LOG.md).
 
 Directions of low rank (zo.rank). c_i^2 and z^T H z are not independent, as the formula above has it: both are large
-where z has much of the same few inputs and outputs. For one matrix with H = S x C (S of outputs, C of inputs), z = U V^T
-/ sqrt(r), and a and b the shares of tr C and tr S along the gradient,
+where z has much of the same few inputs and outputs. For one matrix with H = S x C (S of outputs, C of inputs), z =
+U V^T / sqrt(r), and a and b the shares of tr C and tr S along the gradient,
 
     E[g^2 z^T H z] = |G|^2 tr H (1 + 2 a b + (2 / r) (a + b + a b))        dense: without the last term
 
-For a = b = 1/4 the best rate is r / (r + 1) of a dense one; for a = b = 1, r / (r + 2). The search uses r / (r + 1). Each
-of its steps has a V of its own (those of the first periods), because the curvature differs from V to V.
+For a = b = 1/4 the best rate is r / (r + 1) of a dense one; for a = b = 1, r / (r + 2). The search uses r / (r + 1).
+Each of its steps has a V of its own (those of the first periods), because the curvature differs from V to V.
 
 Cost: 3 forward passes in each of STEPS steps: w + eps z, w - eps z and w. With small noisy batches `signal` is the
 least accurate number: its share of the power is clamped between LEAST_SHARE and 1. Rounding in the losses adds to the

@@ -118,8 +118,8 @@ def refuse_unmatched(directory: Path, stored: Mapping[str, Stored]) -> None:
     if kinds := sorted({one.form for one in stored.values() if one.form}):
         raise UserError(
             f"model: {directory} is published as {', '.join(kinds)} under other names than those of the model (experts "
-            "one by one, where the model has stacks of them), which is not read; dequantize it first, or fetch it in 16 "
-            "bits and pack it here (wire=int4)"
+            "one by one, where the model has stacks of them), which is not read; dequantize it first, or fetch it in "
+            "16 bits and pack it here (wire=int4)"
         )
 
 

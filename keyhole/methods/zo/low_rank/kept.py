@@ -63,8 +63,9 @@ class Kept:
         side, terms = max(min(m.inputs, m.outputs) for m in parts.matrices), (periods or 0) * parts.rank
         if min(side, terms) > MOST_TERMS:  # minutes for a large model on a GPU; the time grows with the cube
             raise UserError(
-                f"zo.fold_periods: {periods} periods of rank {parts.rank} are {terms} terms of a matrix, and a fold of "
-                f"more than {MOST_TERMS} takes too long; set zo.fold_periods={MOST_TERMS // parts.rank}, or a lower rank"
+                f"zo.fold_periods: {periods} periods of rank {parts.rank} are {terms} terms of a matrix, and a fold "
+                f"of more than {MOST_TERMS} takes too long; set zo.fold_periods={MOST_TERMS // parts.rank}, or lower "
+                "zo.rank"
             )
         self.here: list[Rows] = []  # by matrix, on the device, as passes use them
         self.periods: list[torch.Tensor] = []  # all A of each period since the last fold, on the host
