@@ -22,6 +22,8 @@ from keyhole.model.weights.frozen import is_matrix
 from keyhole.model.weights.read import match_names, refuse_unmatched
 from keyhole.ops.lowbit import Grid
 
+READ = ("gptq", "awq", "bitsandbytes")  # quant_method in config.json
+
 
 def forms_in(directory: Path | None) -> dict[str, Stored]:
     """The quantised weights in a directory, by name."""
@@ -62,6 +64,15 @@ def choose_format(
 def _grid(stored: Stored | None, shape: torch.Size) -> Grid | None:
     fits = stored is not None and stored.grid is not None and shape.numel() % ALIGN == 0
     return Grid(*stored.grid) if fits else None  # type: ignore[union-attr, misc]
+
+
+def forget_what_is_read(config: Any, directory: Path | None = None) -> None:
+    """The same if weights of this kind are read: as the files in a directory are, or by what the config says."""
+    said = getattr(config, "quantization_config", None) or {}
+    method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
+    known = str(getattr(method, "value", method)).lower() in READ
+    if (known and directory is None) or forms_in(directory):
+        forget_quantization(config)
 
 
 def forget_quantization(config: Any) -> None:
