@@ -66,8 +66,9 @@ def _found(source: str, path: Path) -> list[str]:
         return [str(path)]
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
-            return _saved(path)
-        return _saved(path) or sorted(str(p) for p in path.iterdir() if p.is_file() and kind_of(p) and not is_hidden(p))
+            return saved_files(path)
+        named = sorted(str(p) for p in path.iterdir() if p.is_file() and kind_of(p) and not is_hidden(p))
+        return saved_files(path) or named
     if path.exists():
         return []
     if glob.has_magic(source) and not HUB_ID.fullmatch(source):
@@ -75,7 +76,7 @@ def _found(source: str, path: Path) -> list[str]:
     return [] if kind_of(path) or not HUB_ID.fullmatch(source) else [source]
 
 
-def _saved(path: Path) -> list[str]:
+def saved_files(path: Path) -> list[str]:
     """The files of a data set that `save_to_disk` wrote, in its order; none if it is no such directory."""
     path = path / "train" if (path / "dataset_dict.json").is_file() and (path / "train").is_dir() else path
     try:

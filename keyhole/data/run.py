@@ -41,6 +41,7 @@ from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
 from keyhole.model.structure.tokenizer import read_tokenizer
+from keyhole.model.weights.published import forget_what_is_read
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def _model_config(settings: DataSettings) -> Any:
     if settings.head is not None and count is None and settings.task:
         count = len(class_names(read_spec(listed_names(settings.task)[0])))
     known = read_config(locate(settings.model, MODEL), head=settings.head, num_labels=count)
+    forget_what_is_read(known)  # its module may be built, to find a table of positions
     if is_classifier(known):
         check_settings(settings, known.architectures[0])
     return known

@@ -59,6 +59,10 @@ class Stored:
                 return open_shard(directory / self.file).get_codes(name)  # type: ignore[attr-defined]
             return self.of.codes(lambda part: self._part(directory, part))
 
+    def levels(self, directory: Path) -> "torch.Tensor | None":
+        """The file's own table of the numbers that codes stand for; None: it has none."""
+        return None if self.of is None else self.of.levels(lambda part: self._part(directory, part))
+
     def _part(self, directory: Path, name: str) -> "torch.Tensor":
         assert self.parts is not None
         return open_shard(directory / self.parts[name]).get_tensor(name)

@@ -11,7 +11,7 @@ On a GPU a batch is copied on a stream of its own. The host is usually far ahead
 arrived when they need it; on the compute stream the copy would queue behind waits for uploads of weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -83,6 +83,8 @@ def _in_row(batch: DeviceBatch) -> torch.Tensor:
 
 def as_list(batch: Batch | list[Batch]) -> list[Batch]:
     """A step takes one batch or the list of its micro-batches."""
+    if not isinstance(batch, Mapping | Iterable):
+        raise UserError(f"batch: found a {type(batch).__name__}, expected a dict of tensors, or a list of them")
     batches = [batch] if isinstance(batch, Mapping) else list(batch)
     if not batches:
         raise UserError("batch: the list is empty; a step needs at least one micro-batch")

@@ -32,6 +32,7 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
     may_lack = _head_names(model.module) if fresh_head else frozenset()
     names = match_names(model.module, model.layout, stored, may_lack)
     if names is None:
+        refuse_unmatched(directory, stored)
         return _fill_by_transformers(model, directory, dtype, may_lack)
     check_shapes(model.layout, stored, names, directory)
     check_ties(model.module, model.layout, stored, directory)
@@ -47,7 +48,7 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
                 continue
             if source.file == file:
                 if isinstance(target, FlatTensor) and model.homes.takes_codes(target, source.grid):
-                    model.homes.put_codes(target, *source.codes(directory, in_file))
+                    model.homes.put_codes(target, *source.codes(directory, in_file), source.levels(directory))
                 else:
                     found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
                     _check_numbers(target, found, f"{directory / file} holds {in_file}")
@@ -121,6 +122,17 @@ def match_names(
     return names
 
 
+def refuse_unmatched(directory: Path, stored: Mapping[str, Stored]) -> None:
+    """UserError if quantised weights have names that only Transformers could match: it would need the packages of their
+    format, and would not unpack them."""
+    if kinds := sorted({one.form for one in stored.values() if one.form}):
+        raise UserError(
+            f"model: {directory} is published as {', '.join(kinds)} under other names than those of the model (experts "
+            "one by one, where the model has stacks of them), which is not read; dequantize it first, or fetch it in "
+            "16 bits and pack it here (wire=int4)"
+        )
+
+
 def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, str], directory: Path) -> None:
     """UserError if a tensor in the files has another shape than the config says."""
     for tensor in (t for t in layout.tensors if t.name in names):
@@ -138,6 +150,7 @@ def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head
     files = len({one.file for one in stored.values()})
     count = f"{len(stored)} tensors in {files} {'file' if files == 1 else 'files'}"
     if names is None:
+        refuse_unmatched(directory, stored)
         return [f"weights: {count}, whose names Transformers will have to match; not checked further"]
     check_shapes(layout, stored, names, directory)
     check_ties(module, layout, stored, directory)
