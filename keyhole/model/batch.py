@@ -137,8 +137,8 @@ def warn_if_untrained(batches: list[Batch]) -> None:
     labels = [batch["labels"] for batch in batches]
     if labels and all(x.device.type == "cpu" and bool((x[:, 1:] == IGNORED).all()) for x in labels):
         warnings.warn(
-            f"batch: no token is trained (all labels after the first are {IGNORED}): its loss of 0 means nothing, and a "
-            "step on it learns nothing; were the answers cut off, or all labels masked?",
+            f"batch: no token is trained (all labels after the first are {IGNORED}): its loss of 0 means nothing, and "
+            "a step on it learns nothing; were the answers cut off, or all labels masked?",
             stacklevel=5,
         )
 
