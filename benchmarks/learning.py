@@ -43,9 +43,10 @@ FIRST_ORDER = {
     "adam-offload": {"method": "adam-offload", "learning_rate": 3e-5},
     "lsp": LSP | {"learning_rate": 5e-5},
     "adalomo": {"method": "adalomo", "learning_rate": 5e-4},
-    "lomo": {"method": "lomo", "learning_rate": 1e-2, "max_grad_norm": 1.0},
+    "lomo": {"method": "lomo", "learning_rate": 2e-2, "max_grad_norm": 1.0},
     "lomo-lora": LOMO_LORA,
 }
+RTE = {"lomo": {"learning_rate": 4e-2}, "adalomo": {"learning_rate": 1e-3}}  # where SST-2's rates were too small
 ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
 PARTS = ZO | {"zo": {"estimator": "grzo", "directions": 16, "rank": 4, "refresh": 50}}  # a direction per row
 BF16 = {"dtype": "bfloat16"}
@@ -72,18 +73,21 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo-high": ("sst2", [0], ZO | {"learning_rate": 8e-5}),
     "sst2-zo-tokens": ("sst2", [0], ZO | {"learning_rate": 4e-5} | TOKENS),
     "sst2-zo-bf16": ("sst2", [0, 1, 2], ZO | BF16 | {"learning_rate": 4e-5}),
-    "sst2-zo-rank": ("sst2", [0, 1, 2], ZO | BF16 | {"learning_rate": 4e-5, "zo": RANK}),
+    "sst2-zo-rank": ("sst2", [0, 1, 2], ZO | BF16 | {"learning_rate": 1.5e-5, "zo": RANK}),
     "sst2-zo-int4": (
         "sst2",
         [0, 1, 2],
-        ZO | BF16 | {"learning_rate": 4e-5, "zo": RANK | {"fold": False}, "wire": "int4"},
+        ZO | BF16 | {"learning_rate": 1.5e-5, "zo": RANK | {"fold": False}, "wire": "int4"},
     ),
     "sst2-zo-fzoo": ("sst2", [0], FZOO | {"max_steps": 666, "eval_steps": 222}),
     "sst2-zo-2000": ("sst2", [0], FZOO | {"learning_rate": [5e-4, 1e-3, 2e-3], "max_steps": 222, "eval_steps": 111}),
     "sst2-zo-parts": ("sst2", [0], PARTS | {"learning_rate": [5e-5, 1e-4, 2e-4], "max_steps": 1000, "eval_steps": 250}),
     **{f"sst2-{name}": ("sst2", [0, 1, 2], how | first_order(5)) for name, how in FIRST_ORDER.items()},
     "sst2-lomo-streamed": ("sst2", [0], FIRST_ORDER["lomo"] | first_order(5) | {"placement": "stream"}),
-    **{f"rte-{name}": ("rte", [0], how | first_order(10) | TOKENS) for name, how in FIRST_ORDER.items()},
+    **{
+        f"rte-{name}": ("rte", [0], how | RTE.get(name, {}) | first_order(10) | TOKENS)
+        for name, how in FIRST_ORDER.items()
+    },
     **{
         f"{task}-{name}": (task, [0], FIRST_ORDER[name] | first_order(10, steps))
         for task, steps in (("cb", 13), ("copa", 19), ("boolq", 63))

@@ -8,7 +8,7 @@ parsed, so aliases and deep nesting cost nothing; nothing is evaluated, imported
 """
 
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,18 @@ def parse_settings(words: Iterable[str], allowed: Collection[str]) -> dict[str, 
     values = _typed(entries, faults)
     refuse("settings", faults)
     return values
+
+
+def parse_section(name: str, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The typed values of one section, given in Python by their names; UserError with all faults."""
+    faults: list[Finding] = []
+    try:
+        root = to_node({name: dict(values)})
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: {str(error.args[0])}: a number, a word or a list of words is needed") from None
+    typed = _typed(open_sections(root, "", "", faults), faults)
+    refuse(source, faults)
+    return {key.removeprefix(f"{name}."): value for key, value in typed.items()}
 
 
 def parse_config(

@@ -5,6 +5,7 @@ trainer.py     KeyholeTrainer, a transformers.Trainer whose step is a keyhole me
 arguments.py   KeyholeArguments: TrainingArguments with method, placement and budget
 loading.py     loads the model and creates the method for the arguments
 refusals.py    unsupported arguments, with the reasons
+card.py        the method in the Trainer's model card
 checkpoints.py the method's state in a Trainer's checkpoint
 
 The loop is the Trainer's own, so callbacks, logging, schedules, evaluation, saving and resuming work as in the Trainer.

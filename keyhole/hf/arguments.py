@@ -16,8 +16,9 @@ class KeyholeArguments(TrainingArguments):
     """Arguments of KeyholeTrainer."""
 
     method: str | None = field(default=None, metadata={"help": "How the weights are updated: zo, lomo, lsp, ..."})
-    method_settings: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Settings of the method, as in its section of a config (docs/config.md)."}
+    method_settings: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Settings of the method, as in its section of a config (docs/config.md); or JSON of them."},
     )
     placement: str = field(default="resident", metadata={"help": "resident, stream or auto."})
     gpu_memory: str | None = field(default=None, metadata={"help": "Most GPU memory to use, such as 8GiB."})

@@ -2,19 +2,23 @@
 
     checkpoint-N/   model.safetensors, config.json, ...     the model, written by keyhole
                     optimizer.safetensors                   tensors of the method's state, if it has any
-                    keyhole_state.json                      its other state, the method's name, checksums: written last
-                    scheduler.pt, rng_state.pth, trainer_state.json, training_args.bin        the Trainer's
+                    scheduler.pt, training_args.bin         the Trainer's
+                    keyhole_state.json                      its other state, the method's name and rate, checksums of
+                                                            the files above
+                    rng_state.pth, trainer_state.json       the Trainer's, written last
 
-keyhole reads no pickle: the scheduler's file is loaded with weights_only.
+A checkpoint is verified before anything of it is loaded, so a run that cannot go on is refused with its weights as they
+were. keyhole reads no pickle: the scheduler's file is loaded with weights_only.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from keyhole.checkpoint.files import TENSORS, About, method_state, split_state, write_state
-from keyhole.checkpoint.state import Damaged, verify
+from keyhole.checkpoint.state import STATE, Damaged, State, verify
 from keyhole.disk.tensors import write_tensors
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
@@ -23,38 +27,72 @@ from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import save_model
 
-TENSORS_ABOUT = "method"
+METHOD, RATE = "method", "learning_rate"
+LAST = ("rng_state.pth", "trainer_state.json")  # what the Trainer writes last
 
 
 def save_method(directory: Path, method: Method, step: int) -> None:
-    """Writes the state, with the checksums of the model's files, which must already be there."""
+    """Writes the state, with the checksums of the files that are there already: the model's and the scheduler's."""
     tensors, scalars = split_state(method.state_dict())
     if method.model.factors is not None:  # factors are part of the state, so that a run resumes within a period
         save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, tensors)
-    write_state(directory, About(step, {}, {TENSORS_ABOUT: method.name}, versions()), scalars)
+    about = {METHOD: method.name, RATE: method.param_groups[0]["lr"]}
+    write_state(directory, About(step, {}, about, versions()), scalars)
 
 
-def load_method(directory: Path, method: Method) -> None:
-    """Loads the state; UserError if the checkpoint is damaged, or of another method."""
+def verified(directory: Path, name: str) -> State:
+    """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method."""
+    if not directory.is_dir():
+        raise UserError(f"resume_from_checkpoint: there is no directory {directory}")
+    if not (directory / STATE).exists():
+        raise UserError(
+            f"resume_from_checkpoint: {directory} has no {STATE}: KeyholeTrainer did not write it, or did so with "
+            "save_only_model, or did not finish. Go on from an older one, or start a new run with its weights as model"
+        )
     try:
         state = verify(directory)
+        _check_last(directory)
     except Damaged as error:
         raise UserError(f"resume_from_checkpoint: {directory}: {error}; go on from an older one") from error
-    made_by = state.config.get(TENSORS_ABOUT)
-    if made_by != method.name:
-        raise UserError(f"resume_from_checkpoint: {directory} was made by method={made_by}, this run has {method.name}")
+    made_by = state.config.get(METHOD)
+    if made_by != name:
+        raise UserError(f"resume_from_checkpoint: {directory} was made by method={made_by}, this run has {name}")
+    return state
+
+
+def _check_last(directory: Path) -> None:
+    """Damaged if the files that the Trainer writes last are not complete. (The generators' is read by the Trainer.)"""
+    for name in LAST:
+        if not (directory / name).is_file():
+            raise Damaged(f"{name} is missing")
+    try:
+        is_table = isinstance(json.loads((directory / name).read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"{name} cannot be read: {error}") from None
+    if not is_table:
+        raise Damaged(f"{name} is no table")
+
+
+def load_method(directory: Path, state: State, method: Method) -> None:
+    """Loads the method's state and rate, of a checkpoint that was verified."""
     try:
         method.load_state_dict(method_state(directory, state))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"resume_from_checkpoint: the state in {directory} does not fit this run: {error}") from error
 
 
+def load_rate(state: State, method: Method, scheduler: Any) -> None:
+    """The rate of the next step: that of the scheduler, or what a callback had set. Older checkpoints do not hold it:
+    theirs was the scheduler's."""
+    rate = state.config.get(RATE, scheduler.get_last_lr()[0])
+    for group in method.param_groups:
+        group["lr"] = rate
+
+
 def load_weights(directory: Path, model: Model) -> None:
     """Reads the weights of a checkpoint into the model, in place."""
-    if not (directory / "config.json").exists():
-        raise UserError(f"resume_from_checkpoint: {directory} holds no model")
     model.apply_deferred()
     model.engine.wait_for_homes()
     fill_from(model, directory, model.dtype)
@@ -66,5 +104,7 @@ def save_scheduler(directory: Path, scheduler: Any, name: str) -> None:
 
 
 def load_scheduler(directory: Path, scheduler: Any, name: str) -> None:
-    if (directory / name).is_file():
+    try:
         scheduler.load_state_dict(torch.load(directory / name, weights_only=True))
+    except FileNotFoundError:
+        raise UserError(f"resume_from_checkpoint: {directory} has no {name}; go on from an older one") from None

@@ -1,5 +1,7 @@
 """Loads the model and creates the method for a Trainer's arguments."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, TrainingArguments
 
+from keyhole.config.loader import parse_section
 from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods import METHODS
@@ -46,20 +49,34 @@ def wanted(args: TrainingArguments, given: dict[str, Any]) -> Wanted:
     method = either("method")
     if method not in METHODS:
         raise UserError(f"method: found {method!r}, expected one of {', '.join(METHODS)}")
-    settings = dict(either("settings", "method_settings", {}))
-    known = {each.name for each in fields(METHODS[method].settings)}
-    if unknown := sorted(settings.keys() - known):
-        raise UserError(f"settings: {method} has no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+    length = either("max_length", default=DEFAULT_LENGTH)
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise UserError(f"max_length: found {length!r}, expected the tokens of the longest sample, at least 1")
     return Wanted(
         method,
-        settings,
+        _checked(METHODS[method], either("settings", "method_settings", {})),
         either("placement", default="resident"),
         either("gpu_memory"),
         either("dtype", "model_dtype"),
         either("wire"),
         either("weight_decay_on", default="matrices"),
-        either("max_length", default=DEFAULT_LENGTH),
+        length,
     )
+
+
+def _checked(row: Traits, settings: Any) -> dict[str, Any]:
+    """The method's settings, given as a dict or as the text of one in JSON: known names, and values of their types."""
+    if isinstance(settings, str):
+        try:
+            settings = json.loads(settings)
+        except ValueError as error:
+            raise UserError(f"method_settings: found {settings!r}, expected JSON such as {{...}}: {error}") from None
+    if not isinstance(settings, Mapping):
+        raise UserError(f"settings: found a {type(settings).__name__}, expected a dict such as {{'compile': True}}")
+    known = {each.name for each in fields(row.settings)}
+    if unknown := sorted(str(name) for name in settings.keys() - known):
+        raise UserError(f"settings: {row.name} has no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+    return parse_section(row.section, settings, "settings")
 
 
 def own_settings(asked: Wanted, args: TrainingArguments) -> Any:
@@ -84,7 +101,7 @@ def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) ->
     row = asked.row
     tokens = args.per_device_train_batch_size * asked.max_length
     passes = args.gradient_accumulation_steps * row.passes(own)
-    work = Workload(asked.method, tokens, passes, own, bool(args.max_grad_norm), length=asked.max_length)
+    work = Workload(asked.method, tokens, passes, own, args.max_grad_norm > 0, length=asked.max_length)
     where = {"placement": asked.placement, "gpu_memory": asked.gpu_memory, "device": "cpu" if args.use_cpu else None}
     how = {"dtype": asked.dtype or "auto", "wire": asked.wire, "seed": args.seed}
     if isinstance(source, PretrainedConfig):
@@ -98,7 +115,7 @@ def make_method(model: Model, asked: Wanted, own: Any, args: TrainingArguments) 
         learning_rate=args.learning_rate,
         weight_decay=args.weight_decay,
         weight_decay_on=asked.weight_decay_on,
-        max_grad_norm=args.max_grad_norm or None,
+        max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else None,  # the Trainer too clips above 0 only
         seed=args.seed,
     )
     torch.manual_seed(args.seed)

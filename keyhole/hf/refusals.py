@@ -7,7 +7,7 @@ that does not start.
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from keyhole import assets
 from keyhole.errors import UserError
-from keyhole.methods.base import Traits
+from keyhole.methods.base import Method, Traits
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 OFF: dict[str, str] = {  # arguments that must be off, and why
@@ -33,22 +33,73 @@ OFF: dict[str, str] = {  # arguments that must be off, and why
     "use_liger_kernel": "its kernels replace the modules that keyhole streams",
     "optim_target_modules": "every parameter is trained; choose a method with adapters for a part",
     "torch_empty_cache_steps": "memory is planned, and a cache that is emptied would be filled again",
+    "optim_args": "they belong to optim, which is not used: settings= has the method's own",
+    "debug": "its hooks watch calls of the module; a streamed model is not called as one",
+    "activation_offloading": "the method decides what is kept: settings={'activations': 'host'}",
+    "model_init_kwargs": "the model is loaded by keyhole; give dtype, placement and wire to the trainer",
 }
 CALLED: dict[str, str] = {  # arguments of the Trainer itself
     "model_init": "the model is loaded once, by keyhole; make a new trainer for another one",
     "compute_loss_func": "losses are taken from chunks of the vocabulary; use ZO.step(closure) for any loss",
     "optimizer_cls_and_kwargs": "the method is the optimizer; choose method=",
+    "peft_config": "the method decides what is trained: method='lora' has adapters, settings={'r': 8, 'alpha': 16}",
+    "quantization_config": "wire= decides in which format the weights are kept: int8, int4 or nf4 for method='lora'",
 }
+# What a subclass or another Trainer may define and would never be called: (method, what to do instead)
+UNUSED: dict[str, str] = {
+    "compute_loss": "the loss is that of the model's tokens; use keyhole.ZO and its step(closure) for another one",
+    "compute_loss_context_manager": "the method decides in which dtype it computes",
+    "_prepare_inputs": "change batches in data_collator",
+    "_prepare_input": "change batches in data_collator",
+    "get_decay_parameter_names": "weight_decay_on decides: matrices or all",
+    "get_optimizer_cls_and_kwargs": "the method is the optimizer; choose method=",
+}
+REPLACED = ("training_step", "prediction_step", "create_optimizer")  # these of keyhole take the place of a base's
+KNOWN = ("transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer")  # whose own ones give the same results
 
 
-def check(args: TrainingArguments, row: Traits, own: Any, options: dict[str, Any]) -> None:
-    """UserError with all unsupported arguments."""
-    found = [f"  {key}: {why}" for key, why in _found(args, row, own, options)]
+def check_class(cls: type, mixin: type) -> None:
+    """UserError for a Trainer with a loss or a step of its own, which keyhole's step would never call."""
+    for name, instead in UNUSED.items():
+        owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+        if owner is not None and not _is_known(owner):
+            raise UserError(f"{owner.__name__}.{name} would never be called: {instead}")
+    behind = cls.__mro__[cls.__mro__.index(mixin) + 1 :]
+    for name in REPLACED:
+        owner = next((base for base in behind if name in vars(base)), None)
+        if owner is not None and not _is_known(owner):
+            raise UserError(
+                f"{owner.__name__}.{name} would never be called: {mixin.__name__} comes first and has its own; "
+                "override it in a subclass of both, or use another Trainer"
+            )
+
+
+def _is_known(owner: type) -> bool:
+    return f"{owner.__module__}.{owner.__qualname__}" in KNOWN
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of a run that a method's row checks its own against."""
+
+    max_grad_norm: float | None
+    weight_decay: float
+    max_steps: int | None
+    dtype: str | None = None
+    wire: str | None = None
+    placement: str = "resident"
+
+
+def check(args: TrainingArguments, row: Traits, own: Any, options: dict[str, Any], **placed: Any) -> None:
+    """UserError with all unsupported arguments. placed: dtype, wire and placement, as asked for."""
+    found = [f"  {key}: {why}" for key, why in _found(args, row, own, options, placed)]
     if found:
         raise UserError("\n".join([f"KeyholeTrainer with method={row.name} cannot honour these settings:", *found]))
 
 
-def _found(args: TrainingArguments, row: Traits, own: Any, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _found(
+    args: TrainingArguments, row: Traits, own: Any, options: dict[str, Any], placed: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
     for key, why in OFF.items():
         if getattr(args, key, None):
             yield key, why
@@ -63,7 +114,9 @@ def _found(args: TrainingArguments, row: Traits, own: Any, options: dict[str, An
     optim = getattr(args.optim, "value", args.optim)
     if optim != getattr(default["optim"], "value", default["optim"]):
         yield "optim", f"{optim} is not used: the method is {row.name}; leave optim out"
-    if args.max_grad_norm and row.sweep == "forward":
+    if args.max_grad_norm is None:
+        yield "max_grad_norm", "None is not possible in the Trainer; set 0 for no clipping"
+    elif args.max_grad_norm > 0 and row.sweep == "forward":
         yield "max_grad_norm", f"{row.name} has no gradient to clip; set max_grad_norm=0 (and clip in its settings)"
     takes = {each.name for each in fields(row.settings)}
     for key in ADAM:
@@ -71,6 +124,12 @@ def _found(args: TrainingArguments, row: Traits, own: Any, options: dict[str, An
             yield key, f"{row.name} has no such number; leave it out"
     if getattr(own, "adapter_warmup_ratio", None) is not None:
         yield "settings", "adapter_warmup_ratio: the Trainer's schedule is known only as it goes; leave it out"
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        yield "accelerator_config", "dispatch_batches: the method itself sends batches to the device; leave it out"
+    clip = args.max_grad_norm if (args.max_grad_norm or 0) > 0 else None
+    steps = args.max_steps if args.max_steps > 0 else None
+    run = Run(clip, args.weight_decay, steps, **placed)
+    yield from row.faults(own, run)
     loss_type = getattr(args, "loss_type", None)
     if loss_type not in (None, "nll"):
         yield "loss_type", f"{loss_type} replaces the model's loss; set loss_type='nll'"
@@ -87,6 +146,16 @@ def warn_of_rate(args: TrainingArguments, row: Traits, own: Any, model: Any) -> 
             f"learning_rate: {args.learning_rate:g} is an unusual value for {row.name}, which is known to work from "
             f"{low:g} to {high:g}; usual is {usual:g}",
             stacklevel=4,
+        )
+
+
+def check_best(args: TrainingArguments, method: Method) -> None:
+    """The best checkpoint cannot be loaded again if what was learned beside the weights is not in it."""
+    beside = method.addon is not None or method.model.factors is not None
+    if args.save_only_model and args.load_best_model_at_end and beside:
+        raise UserError(
+            f"save_only_model: load_best_model_at_end needs the state of {method.name}, which has learned beside the "
+            "weights; set save_only_model=False, or load_best_model_at_end=False"
         )
 
 

@@ -22,24 +22,28 @@ any other Trainer, as the first base: `class MyTrainer(KeyholeMixin, SFTTrainer)
 """
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from keyhole.checkpoint.state import State
 from keyhole.errors import UserError
-from keyhole.hf import checkpoints, refusals
+from keyhole.hf import card, checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments
-from keyhole.hf.loading import Wanted, load_model, make_method, own_settings, wanted
+from keyhole.hf.loading import load_model, make_method, own_settings, wanted
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.plan.dtype import NAMES
 
 OWN = ("method", "settings", "placement", "gpu_memory", "dtype", "wire", "weight_decay_on", "max_length")
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # redundant for packed samples: position_ids say the same
+# Redundant for packed samples: position_ids say the same
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+SWITCHES = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")  # they change no loss
 
 
 class KeyholeMixin:
@@ -62,14 +66,16 @@ class KeyholeMixin:
             raise UserError(
                 "placement, gpu_memory, dtype, wire: the model is loaded already; give them to keyhole.load"
             )
-        self._wanted: Wanted = wanted(args, given)
-        self._own = own_settings(self._wanted, args)
-        refusals.check(args, self._wanted.row, self._own, options)
-        refusals.warn_of_rate(args, self._wanted.row, self._own, model)
+        refusals.check_class(type(self), KeyholeMixin)
+        asked = self._wanted = wanted(args, given)
+        self._own = own_settings(asked, args)
+        placed = {"dtype": asked.dtype, "wire": asked.wire, "placement": asked.placement}
+        refusals.check(args, asked.row, self._own, options, **placed)
+        refusals.warn_of_rate(args, asked.row, self._own, model)
         args._n_gpu = min(1, args.n_gpu)  # one GPU, even if several are visible: nothing is replicated
         if model is None:
             raise UserError("model: give a directory, a hub id, a config, or what keyhole.load returns")
-        self.keyhole = load_model(model, self._wanted, self._own, args)
+        self.keyhole = load_model(model, asked, self._own, args)
         refusals.check_bf16(args, NAMES[self.keyhole.dtype])
         if (
             options.get("processing_class") is None
@@ -78,7 +84,19 @@ class KeyholeMixin:
         ):
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[Any] = []
+        self._checkpoint: State | None = None  # of the checkpoint that is being loaded
+        embedding = self.keyhole.module.get_input_embeddings()
         super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
+        if self.model is not self.keyhole.module or self.model.get_input_embeddings() is not embedding:
+            raise UserError(
+                "model: the Trainer has replaced or resized it, and keyhole would not train the new weights; save a "
+                "model with the tokens it needs first, and leave out what wraps it"
+            )
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """The Trainer's; micro-batches of a step that an earlier call did not finish are dropped."""
+        self._collected = []
+        return super().train(*args, **options)  # type: ignore[misc]
 
     # -- the model is not moved ------------------------------------------------------------------------------------
 
@@ -100,6 +118,7 @@ class KeyholeMixin:
         """Creates the method, and returns its shell as the Trainer's optimizer."""
         if self.optimizer is None:
             self.method = make_method(self.keyhole, self._wanted, self._own, self.args)
+            refusals.check_best(self.args, self.method)
             self.optimizer = self.method.torch_optimizer
         return self.optimizer
 
@@ -109,13 +128,15 @@ class KeyholeMixin:
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
-        self.method.torch_optimizer.param_groups[0]["lr"] = float(self._get_learning_rate())
         return self.method.step(batches).detach().to(self.args.device)
 
     def _batch(self, inputs: Any) -> dict[str, torch.Tensor]:
         """The inputs of the model; keyhole refuses unknown ones."""
         said = PACKED if "position_ids" in inputs else ()
-        return {name: x.cpu() for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in said}
+        given = {name: x for name, x in inputs.items() if x is not None and name not in said and name not in SWITCHES}
+        if other := [f"{name} is a {type(x).__name__}" for name, x in given.items() if not isinstance(x, torch.Tensor)]:
+            raise UserError(f"batch: {', '.join(other)}; data_collator must return tensors, of what the model is given")
+        return {name: x.cpu() for name, x in given.items()}
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
         """The norm before clipping; the step has already clipped."""
@@ -140,9 +161,12 @@ class KeyholeMixin:
         batch = self._batch(inputs)
         device, labels = self.args.device, batch.get("labels")
         if self.keyhole.classifies:
-            ((logits, nll_B),) = self.keyhole.logits([batch])
-            loss = nll_B.mean().to(device)
-            return (loss, None, None) if prediction_loss_only else (loss, logits.to(device), labels.to(device))
+            any_labels = torch.zeros(len(batch["input_ids"]), dtype=torch.long) if labels is None else labels
+            ((logits, nll_B),) = self.keyhole.logits([batch | {"labels": any_labels}])
+            loss = None if labels is None else nll_B.mean().to(device)
+            if prediction_loss_only:
+                return loss, None, None
+            return loss, logits.to(device), None if labels is None else labels.to(device)
         loss = None
         if labels is not None:
             nll_B, count_B = self.keyhole.nll(batch)
@@ -158,35 +182,49 @@ class KeyholeMixin:
         directory = Path(output_dir or self.args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
         self.keyhole.save_pretrained(directory)
-        if isinstance(self.processing_class, PreTrainedTokenizerBase):
-            self.processing_class.save_pretrained(directory)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(directory)
         torch.save(self.args, directory / TRAINING_ARGS_NAME)
 
+    def create_model_card(self, *args: Any, **options: Any) -> None:
+        """The Trainer's, with the method in place of the Trainer's optimizer."""
+        super().create_model_card(*args, **options)  # type: ignore[misc]
+        card.state_method(Path(self.args.output_dir) / "README.md", self._wanted, self.keyhole)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints.save_method(Path(output_dir), self.method, self.state.global_step)
         checkpoints.save_scheduler(Path(output_dir), self.lr_scheduler, SCHEDULER_NAME)
+        checkpoints.save_method(Path(output_dir), self.method, self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted.method)
         if not self._wanted.row.keeps_base:  # adapters are completely in the method's state
             checkpoints.load_weights(Path(resume_from_checkpoint), self.keyhole)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            checkpoints.load_method(Path(checkpoint), self.method)
+        if checkpoint is not None and self._checkpoint is not None:
+            checkpoints.load_method(Path(checkpoint), self._checkpoint, self.method)
             checkpoints.load_scheduler(Path(checkpoint), self.lr_scheduler, SCHEDULER_NAME)
+            checkpoints.load_rate(self._checkpoint, self.method, self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise UserError(
+                f"resume_from_checkpoint: {checkpoint}: rng_state.pth cannot be read: {error}; go on from an older one"
+            ) from error
 
     def _load_best_model(self) -> None:
-        """Loads the weights of the best checkpoint; for adapters, their state."""
+        """Loads the weights of the best checkpoint, and what the method has learned beside them."""
         best = self.state.best_model_checkpoint
         if best is None or not os.path.isdir(best):
             return
         self.method.flush()
-        if self._wanted.row.keeps_base:
-            checkpoints.load_method(Path(best), self.method)
-        else:
+        if not self._wanted.row.keeps_base:
             checkpoints.load_weights(Path(best), self.keyhole)
-            if self.keyhole.factors is not None:
-                checkpoints.load_method(Path(best), self.method)
+        if self.method.addon is not None or self.keyhole.factors is not None:
+            checkpoints.load_method(Path(best), checkpoints.verified(Path(best), self.method.name), self.method)
 
 
 class Shell(nn.Module):

@@ -271,7 +271,7 @@ class Method:
             setattr(cls, name, _without_autocast(vars(cls)[name]))
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
-        """Refuses an argument that is not a model."""
+        """Refuses an argument that is not a model, and shared settings outside of their bounds."""
         from keyhole.model.model import Model
 
         model = args[0] if args else options.get("model")
@@ -281,6 +281,7 @@ class Method:
                 f"{cls.name}: found {found}, expected the model that keyhole.load returns: "
                 f'keyhole.{cls.__name__}(keyhole.load("path-or-hub-id"), lr=...)'
             )
+        _check_shared(options)
         return super().__new__(cls)
 
     def __init__(self, model: Model, lr: float | str, **settings: Any) -> None:
@@ -396,10 +397,26 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
         shell = vars(args[0]).get("_torch_optimizer") if args else None
         if shell is not None:
             shell.sync()
+        if args and args[0].model.lens is not None:
+            raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
+        if args:
+            checked_rate(args[0].rate if isinstance(args[0].rate, float) else 0.0)
         with without_autocast():
-            return step(*args, **options)
+            found = step(*args, **options)
+        if args:
+            args[0].model.weights_changed()
+        return found
 
     return exact
+
+
+def _check_shared(options: Mapping[str, Any]) -> None:
+    """Refuses shared settings with which a step would move the weights in the wrong direction."""
+    for key, low, needs in (("weight_decay", 0.0, "at least 0"), ("max_grad_norm", math.ulp(0.0), "above 0, or None")):
+        value = options.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and value >= low):
+            raise UserError(f"{key}: {value!r} is not possible; a number {needs} is needed")
 
 
 def checked_rate(lr: Any) -> float:

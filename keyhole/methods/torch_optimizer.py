@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from keyhole.errors import UserError
+
 if TYPE_CHECKING:
     from keyhole.methods.base import Method
 
@@ -29,7 +31,21 @@ class TorchOptimizer(torch.optim.Optimizer):
         self.method, self.seen = method, method.lr
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Does nothing: the method makes its update in its own step."""
+        """Does nothing: the method makes its update in its own step. UserError if it would leave out gradients."""
+        if any(param.grad is not None for group in self.param_groups for param in group["params"]):
+            raise UserError(
+                f"torch_optimizer.step: loss.backward() has left gradients that it does not apply; {self.method.name} "
+                "updates in its own step(batch), or in backward(loss) where it has one"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only the one group of the method."""
+        if self.param_groups:
+            raise UserError(
+                "torch_optimizer.add_param_group: a method trains the parameters of its model, in one group; LOMO "
+                "takes groups= with rates and decay by name"
+            )
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: no gradient is kept."""

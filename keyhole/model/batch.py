@@ -11,7 +11,8 @@ On a GPU a batch is copied on a stream of its own. The host is usually far ahead
 arrived when they need it; on the compute stream the copy would queue behind waits for uploads of weights.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -83,6 +84,8 @@ def _in_row(batch: DeviceBatch) -> torch.Tensor:
 
 def as_list(batch: Batch | list[Batch]) -> list[Batch]:
     """A step takes one batch or the list of its micro-batches."""
+    if not isinstance(batch, Mapping | Iterable):
+        raise UserError(f"batch: found a {type(batch).__name__}, expected a dict of tensors, or a list of them")
     batches = [batch] if isinstance(batch, Mapping) else list(batch)
     if not batches:
         raise UserError("batch: the list is empty; a step needs at least one micro-batch")
@@ -129,6 +132,17 @@ def check_alike(batches: list[Batch]) -> None:
         )
 
 
+def warn_if_untrained(batches: list[Batch]) -> None:
+    """Warns of a step without a trained token. GPU tensors are not looked at: reading them would synchronize."""
+    labels = [batch["labels"] for batch in batches]
+    if labels and all(x.device.type == "cpu" and bool((x[:, 1:] == IGNORED).all()) for x in labels):
+        warnings.warn(
+            f"batch: no token is trained (all labels after the first are {IGNORED}): its loss of 0 means nothing, and "
+            "a step on it learns nothing; were the answers cut off, or all labels masked?",
+            stacklevel=5,
+        )
+
+
 def check_mask(mask_BT: torch.Tensor | None) -> None:
     """Refuses a mask with values other than 0 and 1. GPU tensors are not checked: reading them would synchronize."""
     if mask_BT is not None and mask_BT.device.type == "cpu" and not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
@@ -148,12 +162,12 @@ def check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
-    labels_BT = batch["labels"]
+    labels_BT = batch["labels"].long()  # collators also return 32 bits
     next_BT = torch.full_like(labels_BT, IGNORED)
     next_BT[:, :-1] = labels_BT[:, 1:]
     flat = next_BT.flatten()
     index_N = (flat != IGNORED).nonzero()[:, 0]
-    inputs = {"input_ids": batch["input_ids"]}
+    inputs = {"input_ids": batch["input_ids"].long()}
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     packed = positions is not None and is_packed(positions, mask)
     hides = mask is not None and not bool(mask.all())  # an all-ones mask is dropped: it changes nothing, costs kernels

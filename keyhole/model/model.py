@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from keyhole import ops
 from keyhole.errors import UserError
@@ -105,6 +106,7 @@ class Model:
         self.conductor: Conductor | None = None
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
         self.lens: Lens | None = None  # set within `seen_through`
+        self._has_graph = False  # the module was called by itself, with gradients, since the last step
         self.addon: Addon | None = None
         self.factors: Factors | None = None  # low-rank factors trained beside the weights of linear layers
         self.factored: set[int] = set()  # ids of modules whose forward adds them
@@ -389,6 +391,30 @@ class Model:
         for owner, apply in self._deferred:
             if before_step_of is None or owner() is not before_step_of:
                 apply()
+
+    def used_directly(self, what: str) -> None:
+        """Called before the module's own forward or save_pretrained: its parameters must be those after the last step.
+        UserError where they cannot be."""
+        if self.lens is not None:
+            raise UserError(
+                f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
+                "nothing of them; compute it from model.nll(batch), model.logits(batch) or model.generate(ids)"
+            )
+        if self.factors is not None and (what != "forward" or torch.is_grad_enabled()):
+            raise UserError(
+                f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
+                "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
+            )
+        self.apply_deferred()
+        if self.engine.gate is not None or self.engine.streamed:
+            self.engine.wait_for_homes()
+        self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
+
+    def weights_changed(self) -> None:
+        """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
+        if self._has_graph:
+            increment_version([tensor.param for tensor in self.layout.tensors])
+            self._has_graph = False
 
     # -- reading and saving ----------------------------------------------------------------------------------------
 

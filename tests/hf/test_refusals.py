@@ -9,8 +9,11 @@ import pytest
 
 pytest.importorskip("accelerate")
 
+from transformers import HfArgumentParser, Trainer
+
 from keyhole.errors import UserError
-from keyhole.hf import KeyholeArguments, KeyholeTrainer, refusals
+from keyhole.hf import KeyholeArguments, KeyholeMixin, KeyholeTrainer, refusals
+from keyhole.hf.loading import wanted
 from keyhole.methods import METHODS
 
 
@@ -60,3 +63,72 @@ def test_a_rate_of_another_method_is_warned_of(tmp_path: Path, rate: float, mode
     assert [f"learning_rate: {rate:g} is an unusual value for zo" in str(each.message) for each in caught] == [
         True
     ] * warns
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"optim_args": "a=1"}, "optim_args: they belong to optim"),
+        ({"debug": "underflow_overflow"}, "debug: its hooks"),
+        ({"max_grad_norm": None}, "max_grad_norm: None is not possible"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config: dispatch_batches"),
+    ],
+)
+def test_what_would_be_ignored_or_break_later_is_told(tmp_path: Path, arguments: dict[str, Any], says: str) -> None:
+    """Arguments that the loop would not read, or only after the model is loaded."""
+    assert says in told(tmp_path, **arguments)
+
+
+def test_adapters_of_another_library_are_refused(tmp_path: Path) -> None:
+    """TRL would put them into the module, whose weights keyhole has placed already."""
+    assert "peft_config: the method decides" in told(tmp_path, options={"peft_config": object()})
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "_prepare_inputs", "get_decay_parameter_names"])
+def test_a_subclass_with_a_loss_of_its_own_is_refused(tmp_path: Path, name: str) -> None:
+    """It would train with the model's loss, in silence."""
+    own = type("Own", (KeyholeTrainer,), {name: lambda self, *args, **options: None})
+    with pytest.raises(UserError, match=f"Own.{name} would never be called"):
+        own("model", KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="lomo"))
+
+
+def test_a_trainer_behind_the_mixin_with_a_step_of_its_own_is_refused(tmp_path: Path) -> None:
+    """A subclass of both may have one, which can call keyhole's."""
+    theirs = type("Theirs", (Trainer,), {"training_step": lambda self, *args: None})
+    with pytest.raises(UserError, match="Theirs.training_step would never be called"):
+        refusals.check_class(type("Both", (KeyholeMixin, theirs), {}), KeyholeMixin)
+    refusals.check_class(type("Both", (KeyholeTrainer,), {"training_step": lambda self, *args: None}), KeyholeMixin)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"clip_value": "x"}, "lomo.clip_value: found `x`, expected number > 0"),
+        ({"activations": "hots"}, "did you mean `host`"),
+        (["activations"], "settings: found a list, expected a dict"),
+        ("{activations", "method_settings: found '{activations', expected JSON"),
+        ({"clip_value": object()}, "settings: .*a number, a word or a list"),
+    ],
+)
+def test_settings_are_checked_as_in_a_config(tmp_path: Path, settings: Any, says: str) -> None:
+    """Names, types and bounds, before the model is loaded."""
+    args = KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="lomo")
+    with pytest.raises(UserError, match=says):
+        wanted(args, {"settings": settings})
+
+
+def test_settings_contradict_arguments_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """By the rules of the method's row, as in a config."""
+    args = KeyholeArguments(
+        str(tmp_path), use_cpu=True, report_to=[], method="lomo", learning_rate=1e-2, max_grad_norm=1.0,
+        method_settings={"clip_value": 1.0},
+    )  # fmt: skip
+    with pytest.raises(UserError, match="lomo.clip_value: contradicts max_grad_norm"):
+        KeyholeTrainer("no such model", args)
+
+
+def test_arguments_can_be_parsed_from_a_command_line() -> None:
+    """As Hugging Face's scripts do; a dict is given as JSON."""
+    line = ["--output_dir", "x", "--method", "zo", "--method_settings", '{"rank": 2}', "--use_cpu"]
+    (args,) = HfArgumentParser((KeyholeArguments,)).parse_args_into_dataclasses(line)
+    assert wanted(args, {}).settings == {"rank": 2}

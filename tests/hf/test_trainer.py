@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("accelerate")
+
+from transformers import TrainerCallback
+
 import keyhole
 from keyhole.errors import UserError
 from keyhole.hf import KeyholeArguments, KeyholeTrainer
 from keyhole.training.schedule import Schedule
 from tests.matrix import in_every_run
 
-pytest.importorskip("accelerate")
 STEPS = 6
 
 
@@ -203,6 +206,155 @@ def test_a_checkpoint_of_another_method_is_refused(tiny_model: Path, tmp_path: P
     other = trainer(tiny_model, tmp_path, batches, method="adalomo", max_steps=2)
     with pytest.raises(UserError, match="was made by method=lomo, this run has adalomo"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+class SetsRate(TrainerCallback):
+    """A schedule of the user's own: half of the rate from the third step on."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **more: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-2 if state.global_step < 2 else 5e-3
+
+
+def test_a_callback_sets_the_rate(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """What it writes into the optimizer's group is the rate of the step, as in the Trainer."""
+    made = trainer(
+        tiny_model,
+        tmp_path,
+        batches,
+        max_steps=4,
+        callbacks=[SetsRate],
+        lr_scheduler_type="constant",
+        learning_rate=1.0,
+    )
+    made.train()
+    model = keyhole.load(str(tiny_model), device="cpu", dtype="float32")
+    opt = keyhole.LOMO(model, 1e-2, seed=42)
+    for step, batch in enumerate(batches[:4]):
+        opt.lr = 1e-2 if step < 2 else 5e-3
+        opt.step(batch)
+    a, b = weights_of(model), weights_of(made.keyhole)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_rate_that_was_lowered_on_a_plateau_is_resumed(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """It is in no scheduler's state, only in the optimizer's group."""
+    how = {
+        "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss", "max_steps": 4, "save_steps": 2,
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 100.0}, "eval_dataset": batches[:1], "eval_steps": 1,
+        "eval_strategy": "steps", "save_strategy": "steps",
+    }  # fmt: skip
+    whole = trainer(tiny_model, tmp_path, batches, **how)
+    whole.train()
+    again = trainer(tiny_model, tmp_path, batches, **how)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    rates = [entry["learning_rate"] for entry in whole.state.log_history if "loss" in entry]
+    assert rates[2] < rates[0] and losses_of(again) == losses_of(whole)
+
+
+def test_a_norm_below_zero_clips_nothing(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """As in the Trainer; it once turned the gradient round."""
+    made = [trainer(tiny_model, tmp_path, batches, max_steps=2, max_grad_norm=norm) for norm in (-1.0, 0.0)]
+    assert [one.train() and losses_of(one) for one in made][0] == losses_of(made[1])
+
+
+class FirstIsBest(KeyholeTrainer):
+    """Evaluates to the number of evaluations so far."""
+
+    count = 0
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        self.count += 1
+        return super().evaluate(*args, **options) | {"eval_count": float(self.count)}
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_the_best_model_has_the_adapters_of_its_step(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], only_model: bool
+) -> None:
+    """Weights and adapters of one checkpoint; refused if the adapters are not kept."""
+    args = KeyholeArguments(
+        str(tmp_path), method="lomo-lora", use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
+        learning_rate=1e-2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="count", greater_is_better=False,
+        remove_unused_columns=False, per_device_train_batch_size=1, per_device_eval_batch_size=1,
+        save_only_model=only_model,
+    )  # fmt: skip
+    made = FirstIsBest(
+        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:2], data_collator=lambda rows: dict(rows[0])
+    )
+    if only_model:
+        with pytest.raises(UserError, match="save_only_model: load_best_model_at_end needs the state of lomo-lora"):
+            made.train()
+        return
+    made.train()
+    first = next(entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry)
+    assert made.evaluate()["eval_loss"] == first
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth", "trainer_state.json", "keyhole_state.json"])
+@pytest.mark.parametrize("half", [False, True])
+def test_an_incomplete_checkpoint_is_refused(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], name: str, half: bool
+) -> None:
+    """A file that is missing or cut off, as a kill leaves it: by its name, with the model as it was."""
+    how = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer(tiny_model, tmp_path, batches, **how).train()
+    file = tmp_path / "checkpoint-1" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]) if half else file.unlink()
+    again = trainer(tiny_model, tmp_path, batches, **(how | {"max_steps": 2}))
+    with pytest.raises(UserError, match=f"resume_from_checkpoint: .*{name}"):
+        again.train(resume_from_checkpoint=True)
+
+
+def test_a_callback_sees_the_weights_after_the_step(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """zo defers its update; a callback that calls the module must not see weights from before it."""
+    seen: list[tuple[float, float]] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+            with torch.no_grad():
+                nll_B, count_B = made.keyhole.nll(batches[0])
+                seen.append((float(model(**batches[0]).loss), float(nll_B.sum() / count_B.sum())))
+
+    made = trainer(tiny_model, tmp_path, batches, method="zo", learning_rate=1e-3, max_steps=2, callbacks=[Looks])
+    made.train()
+    assert [a for a, _ in seen] == pytest.approx([b for _, b in seen], abs=1e-5) and abs(seen[0][0] - seen[1][0]) > 1e-4
+
+
+def test_a_step_that_a_callback_cut_off_is_dropped(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """Its micro-batches do not join the first step of the next call of train."""
+
+    class Stops(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            control.should_training_stop = True
+
+    made = trainer(tiny_model, tmp_path, batches, gradient_accumulation_steps=2, max_steps=1, callbacks=[Stops])
+    made.train()
+    made.remove_callback(Stops)
+    made.train()
+    fresh = trainer(tiny_model, tmp_path, batches, gradient_accumulation_steps=2, max_steps=1)
+    fresh.train()
+    assert losses_of(made) == losses_of(fresh)
+
+
+@pytest.mark.parametrize(("value", "says"), [(["a"], "meta is a list"), (torch.ones(2), "meta: not used here")])
+def test_inputs_that_nothing_reads_are_refused(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], value: Any, says: str
+) -> None:
+    """The model would not have got them."""
+    made = trainer(tiny_model, tmp_path, [dict(batch, meta=value) for batch in batches], max_steps=1)
+    with pytest.raises(UserError, match=says):
+        made.train()
+
+
+def test_the_model_card_states_the_method(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """Not the Trainer's optimizer, which was not used."""
+    made = trainer(tiny_model, tmp_path, batches, max_steps=1, settings={"rounding": "nearest"}, placement="stream")
+    made.train()
+    made.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "- method: lomo (keyhole" in card and 'streamed from host memory), settings {"rounding": "nearest"}' in card
+    assert "optimizer" not in card.lower()
 
 
 def test_torch_schedulers_drive_a_method(tiny_model: Path, batches: list[Any]) -> None:

@@ -148,3 +148,89 @@ def test_a_scheduler_drives_backward_too() -> None:
         method.backward(plain_loss(model.module, micro_batches(t, 1)))
         assert method.lr == method.current.lr == 1e-2 * 0.5**t
         scheduler.step()
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_grad_norm", -1.0), ("max_grad_norm", 0), ("weight_decay", -0.1)])
+def test_shared_settings_have_bounds_without_a_config_too(key: str, value: float) -> None:
+    """A norm below 0 would turn the gradient round, a decay below 0 would make weights grow."""
+    with pytest.raises(UserError, match=f"{key}: {value} is not possible"):
+        keyhole.LOMO(load("llama"), 1e-3, **{key: value})
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_what_is_no_batch_is_refused(batch: Any) -> None:
+    with pytest.raises(UserError, match=f"batch: found a {type(batch).__name__}"):
+        keyhole.LOMO(load("llama"), 1e-3).step(batch)
+
+
+def test_tokens_of_32_bits_are_tokens() -> None:
+    """As numpy's and some tokenizers' are: the same step."""
+    losses = []
+    for dtype in (torch.int32, torch.int64):
+        (batch,) = micro_batches(0, 1)
+        losses.append(float(keyhole.LOMO(load("llama"), 1e-3).step({k: x.to(dtype) for k, x in batch.items()})))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("cls", [keyhole.LOMO, keyhole.AdamOffload])
+@pytest.mark.parametrize("between", ["backward", "step"])
+def test_a_loss_of_older_weights_is_refused(cls: type, between: str) -> None:
+    """Its graph would be differentiated at weights that have moved. Torch refuses its own optimizers there, too."""
+    model = load("llama")
+    method = cls(model, 1e-2)
+    one, other = (plain_loss(model.module, micro_batches(t, 1)) for t in (0, 1))
+    method.backward(one) if between == "backward" else method.step(micro_batches(0, 1))
+    with pytest.raises(UserError, match="the weights have changed since this loss was computed"):
+        method.backward(other)
+    method.backward(plain_loss(model.module, micro_batches(1, 1)))
+
+
+@pytest.mark.parametrize("cls", [keyhole.LOMO, keyhole.LSP, keyhole.AdamOffload])
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (3.0, "found one as a float"),
+        (torch.ones(2, requires_grad=True), r"found one of shape \(2,\)"),
+        (torch.ones(1, requires_grad=True).sum(), "no weight of this model received a gradient"),
+    ],
+)
+def test_what_is_no_loss_of_the_model_is_refused(cls: type, loss: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        cls(load("llama"), 1e-2).backward(loss)
+
+
+def test_an_error_before_the_first_gradient_leaves_no_trace() -> None:
+    """The count of steps, by which moments are corrected, is that of updates."""
+    found = []
+    for fails in (False, True):
+        model = load("llama")
+        method = keyhole.AdaLOMO(model, 1e-2)
+        if fails:
+            loss = plain_loss(model.module, micro_batches(0, 1))
+            loss.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                method.backward(loss)
+        method.step(micro_batches(0, 1))
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan")])
+def test_a_rate_that_no_step_can_have_is_refused(rate: float) -> None:
+    """Set on the method or in its group, after it was made."""
+    by_group, by_name = keyhole.LOMO(load("llama"), 1e-2), keyhole.LOMO(load("llama"), 1e-2)
+    by_group.param_groups[0]["lr"] = by_name.lr = rate
+    for method in (by_group, by_name):
+        with pytest.raises(UserError, match="is no learning rate"):
+            method.step(micro_batches(0, 1))
+
+
+def test_the_torch_optimizer_tells_what_it_does_not_do() -> None:
+    """A loop that takes it for a real one would train nothing; a second group would be ignored."""
+    model = load("llama")
+    shell = keyhole.LOMO(model, 1e-2).torch_optimizer
+    plain_loss(model.module, micro_batches(0, 1)).backward()
+    with pytest.raises(UserError, match="has left gradients that it does not apply"):
+        shell.step()
+    with pytest.raises(UserError, match="add_param_group: a method trains the parameters of its model"):
+        shell.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})

@@ -103,18 +103,22 @@ def test_uploads_of_a_dropped_engine_write_into_no_other_memory() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_uploads_wait_for_kernels_of_whoever_had_the_memory_before() -> None:
     """Slots get memory that a queued kernel has yet to write: pages come after that."""
-    cuda = torch.device("cuda", 0)
-    others = [torch.zeros(256, dtype=torch.uint8, device=cuda) for _ in range(8)]
+    cuda, pages = torch.device("cuda", 0), set(range(6))
+    first = make(cuda, pages, slot_count=5)
+    homes, size = first.homes, first.slot_bytes
+    del first
+    others = [torch.zeros(size, dtype=torch.uint8, device=cuda) for _ in range(16)]
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     for other in others:
         other.fill_(7)
     del other, others
-    engine = make(cuda, slot_count=5)
-    with engine.sweep("a", [1, 2, 3, 4, 5]):
-        for page in (1, 2, 3, 4, 5):
-            assert torch.equal(engine.acquire(page).cpu(), engine.homes[page])
+    engine, found = Engine(homes, pages, cuda, slot_count=5), []
+    with engine.sweep("a", sorted(pages)):
+        for page in pages:
+            found.append(engine.acquire(page).clone())
             engine.release(page)
+    assert all(torch.equal(x.cpu(), home) for x, home in zip(found, homes, strict=True))
 
 
 def test_a_page_crosses_once_a_sweep() -> None:

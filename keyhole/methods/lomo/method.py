@@ -209,6 +209,8 @@ class LOMO(UpdateSink, Method):
         except BaseException:  # out of memory, an interrupt: updates made so far stay
             if self.received:
                 self.bad.fill_(1)
+            else:
+                self.step_count -= 1  # nothing was applied: the next step is this one
             raise
 
     @property

@@ -92,6 +92,7 @@ class Reverse:
         if records:
             recorded = RecordedBlocks(model.device, len(self.blocks))
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded)
+        self._handed_over = 0  # gradients of `walk`
         self._sink: Sink | None = None
         self._final = False  # after this visit param.grad holds the complete gradient
         self._visited_once = False  # the current block is visited once: a product that it offers is complete
@@ -199,6 +200,9 @@ class Reverse:
         """UserError if `walk` cannot differentiate this loss."""
         if not self.model.is_plain or self.model.sharded:
             raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"as a {type(loss).__name__}"
+            raise UserError(f"backward(loss): found one {found}, expected a tensor with one number: the loss")
         if not loss.requires_grad:
             raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
 
@@ -217,7 +221,7 @@ class Reverse:
             with engine.sweep("walk", [], learn=False):
                 for unit in units:
                     engine.acquire(unit.index)
-                loss.backward(retain_graph=not last)
+                self._differentiate(loss, last)
                 for unit in units:
                     if sink.finished(unit):
                         engine.commit(unit.index)
@@ -225,6 +229,23 @@ class Reverse:
             self._stored.clear()
             self._chunks.clear()
             self._sink, self._final = None, False
+
+    def _differentiate(self, loss: torch.Tensor, last: bool) -> None:
+        """loss.backward(), with errors for losses that do not belong to the weights as they are."""
+        self._handed_over = 0
+        try:
+            loss.backward(retain_graph=not last)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise UserError(
+                "backward(loss): the weights have changed since this loss was computed, by another backward or step; "
+                "compute it after them"
+            ) from error
+        if not self._handed_over:
+            raise UserError(
+                "backward(loss): no weight of this model received a gradient: the loss is not computed from it"
+            )
 
     def _reverse_blocks(self) -> None:
         engine, stops = self.model.engine, self.tape.stops
@@ -295,6 +316,7 @@ class Reverse:
             self.visits.note_gradient(param)
         if self._final and id(param) in self._stored and param.grad is not None:
             grad, param.grad = param.grad, None
+            self._handed_over += 1
             for unit in self._chunks.get(id(param), ()):
                 first, last = unit.rows
                 self._sink.gradient(chunk(unit), self._stored[id(param)][first:last], grad[first:last])

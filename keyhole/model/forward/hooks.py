@@ -1,6 +1,8 @@
 """Where the module's forward calls the engine: hooks, without any change of model code.
 
-Without a conductor the hooks do nothing. With one, a pass that enters
+Without a conductor, a caller uses the module by itself: the hook on the embedding and the one before its
+`save_pretrained` make the model apply updates that its weights lack (`used_directly`), the others do nothing. With one,
+a pass that enters
 
     a module of a unit whose weights it does not hold    waits there until the unit is bound (`meet`)
     a block                                              points the spine's vectors in it to the pass's own copy;
@@ -77,6 +79,8 @@ def install_hooks(model: Any) -> None:
 
     def on_embed(module: nn.Module, args: tuple) -> tuple | None:
         if (conductor := conductor_of()) is None:
+            if not torch.compiler.is_compiling() and (owner := model_of()) is not None:
+                owner.used_directly("forward")
             return None
         ids = args[0]
         rows_MH = conductor.rows(conductor.current.index, ids.flatten())
@@ -86,6 +90,10 @@ def install_hooks(model: Any) -> None:
             module.weight.data = rows_MH
         return (torch.arange(ids.numel(), device=ids.device).view(ids.shape),)
 
+    def on_save() -> None:
+        if (owner := model_of()) is not None:
+            owner.used_directly("save_pretrained")
+
     blocks = model.layout.of_kind("block")
     for unit in blocks:
         for owner in unit.modules:
@@ -93,3 +101,4 @@ def install_hooks(model: Any) -> None:
     for block, owner in enumerate(find_blocks(model.module)):  # after on_enter, so that the unit is already bound
         model.patches.pre_hook(owner, on_block(block, [u for u in blocks if u.block == block]))
     model.patches.pre_hook(model.embedding, on_embed)
+    model.patches.before_saving(model.module, on_save)

@@ -8,6 +8,7 @@ counting frees it at once. The list holds weak references to modules.
 
 import weakref
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,25 @@ class Patches:
         """Calls `hook` before the module's forward."""
         handle: RemovableHandle = module.register_forward_pre_hook(hook)
         self._undo.append(handle.remove)
+
+    def before_saving(self, module: nn.Module, hook: Callable[[], None]) -> None:
+        """Calls `hook` before the module's own save_pretrained, unless that is given the tensors to save."""
+        if not hasattr(type(module), "save_pretrained"):
+            return
+        found = weakref.ref(module)
+
+        @wraps(type(module).save_pretrained)
+        def save_pretrained(*args: Any, **options: Any) -> Any:
+            if options.get("state_dict") is None:
+                hook()
+            return type(found()).save_pretrained(found(), *args, **options)
+
+        def undo() -> None:
+            if (alive := found()) is not None:
+                alive.__dict__.pop("save_pretrained", None)
+
+        module.save_pretrained = save_pretrained  # type: ignore[assignment]
+        self._undo.append(undo)
 
     def forward(self, module: nn.Module, forward: Callable) -> None:
         """Replaces the forward of this one module."""

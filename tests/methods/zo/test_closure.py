@@ -130,3 +130,48 @@ def test_what_is_no_number_is_refused(tiny_model: Path, batch: dict[str, torch.T
     with pytest.raises(UserError, match="do not nest"):
         opt.step(lambda: opt.step(lambda: 1.0))
     assert model.lens is None and torch.isfinite(opt.step(batch))
+
+
+def test_what_does_not_see_the_perturbed_weights_is_refused(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
+    """The module itself would give the same number at every look: a step that moves nothing, in silence."""
+    model = loaded(tiny_model)
+    opt = keyhole.ZO(model, 1e-3)
+    with pytest.raises(UserError, match="the module's own forward does not see the perturbed weights"):
+        opt.step(lambda: model.module(**batch).loss)
+    with pytest.raises(UserError, match="closure: steps do not nest"):
+        opt.step(lambda: keyhole.LOMO(model, 1e-3).step(batch))
+    opt.step(batch)
+
+
+@pytest.mark.parametrize("how", [{}, {"placement": "stream"}])
+def test_the_module_by_itself_has_the_last_update(
+    tiny_model: Path, tmp_path: Path, batch: dict[str, torch.Tensor], how: dict[str, Any]
+) -> None:
+    """Called or saved after a step whose update is deferred."""
+    from transformers import AutoModelForCausalLM
+
+    model = loaded(tiny_model, **how)
+    opt = keyhole.ZO(model, 1e-2)
+    opt.step(batch)
+    model.module.save_pretrained(tmp_path)
+    opt.step(batch)
+    opt.step(batch)
+    called = float(model.module(**batch).loss)
+    assert called == pytest.approx(float(mean_nll(model, batch)), abs=1e-5)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    twin = loaded(tiny_model)
+    keyhole.ZO(twin, 1e-2).step(batch)
+    assert float(saved(**batch).loss) == pytest.approx(float(mean_nll(twin, batch)), abs=1e-5)
+
+
+def test_factors_beside_the_weights_are_not_left_out(
+    tiny_model: Path, tmp_path: Path, batch: dict[str, torch.Tensor]
+) -> None:
+    """The module adds them where nothing is differentiated, and cannot save them."""
+    model = loaded(tiny_model)
+    keyhole.ZO(model, 1e-2, rank=2).step(batch)
+    with torch.no_grad():
+        assert float(model.module(**batch).loss) == pytest.approx(float(mean_nll(model, batch)), abs=1e-5)
+    for use in (lambda: model.module(**batch), lambda: model.module.save_pretrained(tmp_path)):
+        with pytest.raises(UserError, match="the weights lack the low-rank factors"):
+            use()
