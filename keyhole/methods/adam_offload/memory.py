@@ -17,7 +17,7 @@ H2D and 12 D2H, at LANE of the bidirectional rate (7B on an H200: 86 % of the pa
 benchmarks/lsp_h200_2026-11-15_7B_d.md). Both use host memory, 12 + b bytes read and 12 written, whose bandwidth is
 the upper bound; but its rate is measured with cores alone, which do not saturate it: with the link's copies beside
 them the same memory moves BESIDE as much (3.5B: 99 GB/s instead of 85, lsp_h200_2026-11-15_3.5B_d; 1.3B: 82 to 95
-instead of 73, plan_check_h200_2026-11-16; 7B: 83 instead of 85, 7B_d).
+instead of 73, plan_check_h200_2026-11-16; but 7B: 83 instead of 85, 7B_d, which is then planned 13 % too fast).
 
 With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
 """

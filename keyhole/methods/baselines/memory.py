@@ -10,15 +10,18 @@ On the device, per trained parameter, for weights of b bytes (galore computes in
 Activations and gradients are not at their largest at the same time: as the backward pass goes on, the ones are freed
 and the others come. So the peak of a step is the largest of
 
-    the begin of the backward pass    what autograd saved of every block, or block inputs if activations=block, and
-                                      logits of the whole vocabulary, in b and twice in fp32
+    the begin of the backward pass    what autograd saved of every block, or block inputs if activations=block; logits
+                                      of LOSS_TOKENS tokens and the whole vocabulary, in b and three times in fp32 (the
+                                      loss is computed in such parts, model/forward/head.py); the head's gradient
     its end                           all gradients, and one block: what it saved, and gradients in flight
                                       (model/backward/memory.py); or, if the head is tied to the embedding, the gradient
                                       of the one before it is added to that of the other
     the update                        all gradients, and a copy of all weights (adamw: the roots of its moments), or
                                       five fp32 copies of one tensor (galore: the largest is usually the embedding)
 
-With several micro-batches gradients are there from the second on, and the first line has them too.
+With several micro-batches gradients are there from the second on, and the first line has them too. The allocator holds
+SLACK times what it hands out: 1.04 for `sgd`, 1.06 for `adamw`, 1.07 for `galore` on OPT-1.3B
+(benchmarks/plan_check_h200_2026-11-16.json); the sweeps of other methods use expandable segments and hold less.
 """
 
 from dataclasses import dataclass
@@ -29,10 +32,11 @@ from keyhole.methods.base import Room, Workload
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
 from keyhole.methods.work import StepWork, reverse_work, trained_numel
 from keyhole.model.backward.memory import block_numel
-from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
 
 ROWS = {row.name: row for row in (ADAMW, SGD, GALORE)}
+SLACK = 1.06
+LOSS_TOKENS = 1024
 CLIP_PASSES = 3  # over all gradients: read for the norm, read and written for the factor
 ADAMW_PASSES = CLIP_PASSES + 18  # torch updates all tensors with one kind of kernel after the other: seven kinds
 GALORE_KERNELS = 13, 3  # of its update per tensor, and more per projected matrix; the others' kernels take many tensors
@@ -61,7 +65,7 @@ class TorchBytes:
 
     @property
     def total(self) -> int:
-        return int((self.homes + self.state + self.during_a_step) * ALLOCATOR_SLACK)
+        return int((self.homes + self.state + self.during_a_step) * SLACK)
 
 
 def _matrices(layout: Layout) -> list[Any]:
@@ -96,7 +100,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
         gradients=b * trained,
         state=state,
         activations=int(layout.block_count * each),
-        logits=work.tokens * int(layout.table.shape[0]) * (2 * b + 8),
+        logits=min(work.tokens, LOSS_TOKENS) * int(layout.table.shape[0]) * (b + 12) + b * layout.table.shape.numel(),
         block=max(int(of_block), 0 if layout.of_kind("head") else b * layout.table.shape.numel()),
         update={GALORE.name: 20 * largest, ADAMW.name: b * trained}.get(work.method, 0),
         workspace=2 * room.workspace_bytes,

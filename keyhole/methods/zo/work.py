@@ -22,7 +22,7 @@ from keyhole.methods.launches import of_forward
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
 from keyhole.methods.zo.memory import device_bytes, kept_terms
 from keyhole.methods.zo.traits import ZO, ZOConfig
-from keyhole.model.forward.memory import launched_as_graphs
+from keyhole.model.forward.memory import ALLOCATOR_SLACK, launched_as_graphs
 from keyhole.model.structure.layout import Layout
 
 NOISE = 1
@@ -68,7 +68,7 @@ def _as_one_graph(
     if not (asked and has_room and launched_as_graphs(layout, work.tokens)):
         return found
     nodes = work.passes * of_forward(layout).called
-    return replace(found, kernels=0.0, called=0.0, nodes=nodes, kept_bytes=found.kept_bytes + 2 * planned.homes)
+    return replace(found, kernels=0.0, called=0.0, nodes=nodes, kept_bytes=int(2 * planned.homes * ALLOCATOR_SLACK))
 
 
 def _low_rank_work(
