@@ -10,12 +10,13 @@ other files of a checkpoint.
 import json
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from keyhole.disk.files import checksums, read_small
 from keyhole.disk.weights_hash import INDEX, OWN_NAME, stored_weights
+from keyhole.errors import UserError, listed, printable
 
 FORMAT = 1
 STATE = "keyhole_state.json"
@@ -60,17 +61,32 @@ def read_state(path: Path) -> State:
         content = json.loads(read_small(path / STATE, STATE_BYTES))
         if content.pop("crc32") != _own_crc(content):
             raise Damaged(f"{STATE} was changed (its checksum does not match)")
-        if content["format"] != FORMAT:
-            raise Damaged(f"{STATE} has format {content['format']}; this version reads {FORMAT}")
+        _check_version(content, path)
         state = State(**content)
         fault = _fault(state, path)
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{STATE} cannot be read: {error}") from None
     if fault is not None:
         raise Damaged(f"{STATE} cannot be true: {fault}")
     return state
+
+
+def _check_version(content: dict[str, Any], path: Path) -> None:
+    """UserError if another version of keyhole wrote the state. It is no damage: an older checkpoint must not be used
+    instead, and this one must not be put aside."""
+    unknown = sorted(content.keys() - {each.name for each in fields(State)})
+    if content["format"] == FORMAT and not unknown:
+        return
+    found = f"format {content['format']}" + (f" with {listed(unknown)}" if unknown else "")
+    by = content["versions"].get("keyhole") if isinstance(content.get("versions"), dict) else None
+    raise UserError(
+        f"--resume: {path} was written by another version of keyhole ({printable(str(by), 40)}; {found}, and this one "
+        f"reads format {FORMAT}); go on with that version, or name an older checkpoint in a new output_dir"
+    )
 
 
 def _fault(state: State, path: Path) -> str | None:

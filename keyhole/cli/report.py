@@ -18,18 +18,14 @@ def report(
 
     Example: keyhole report out/lomo out/zo -o compared.html
     """
-    import os
-
     from keyhole.disk.files import write_text
+    from keyhole.disk.result_file import check_result_file
     from keyhole.errors import UserError
     from keyhole.report.compared import make_page, name_runs, table
     from keyhole.report.view import find_runs, read_view
 
     path = Path(output)
-    if path.is_dir():
-        raise UserError(f"--output: {path} is a directory; name a file, such as report.html")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise UserError(f"--output: {path} cannot be written: {path.absolute().parent} is not there, or not writable")
+    check_result_file("--output", path)
     found = find_runs([Path(directory) for directory in directories])
     views = [read_view(directory, name) for directory, name in zip(found, name_runs(found), strict=True)]
     for line in table(views):

@@ -9,10 +9,12 @@ Inside dict[str, Any] there is no declared type, and YAML's rules apply.
 import math
 import types
 import typing
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import yaml
 
+from keyhole.errors import printable
 from keyhole.limits import Limit
 from keyhole.machine.sizes import EXPECTED as A_SIZE
 from keyhole.machine.sizes import Bytes
@@ -75,6 +77,9 @@ def parse(node: yaml.Node, kind: Any) -> Any:
     """The node's value with this type; Mismatch says what was expected."""
     try:
         return _value(node, kind)
+    except Twice as error:
+        again = printable(str(error), 80)
+        raise Mismatch(f"{describe(kind, full=True)}, each name once: `{again}` is given twice") from None
     except (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError):
         raise Mismatch(describe(kind, full=True)) from None
 
@@ -88,14 +93,27 @@ def _value(node: yaml.Node, kind: Any) -> Any:
     if origin is list and isinstance(node, yaml.SequenceNode) and node.value:
         return [_value(item, args[0]) for item in node.value]
     if origin is dict and isinstance(node, yaml.MappingNode) and node.value:
-        return {_value(key, str): _value(item, args[1]) for key, item in node.value}
+        return _once((_value(key, str), _value(item, args[1])) for key, item in node.value)
     if kind is Any:
         return _plain(node, [MOST_NODES])
+    if origin is Literal and isinstance(node, yaml.ScalarNode) and node.tag != NULL_TAG:
+        return args[args.index(node.value)]  # `none` too, where it is one of the words
     if origin in (list, dict) or not isinstance(node, yaml.ScalarNode) or is_null(node):
         raise ValueError("another kind of node")
-    if origin is Literal:
-        return args[args.index(node.value)]
     return _SCALARS[kind](node.value)
+
+
+class Twice(Exception):
+    """A name of a mapping is given twice; YAML's loaders would take the last in silence."""
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise Twice(name)
+        found[name] = value
+    return found
 
 
 def _first(node: yaml.Node, arms: tuple[Any, ...]) -> Any:
@@ -119,7 +137,7 @@ def _plain(node: yaml.Node, left: list[int]) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, left) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {_value(key, str): _plain(item, left) for key, item in node.value}
+        return _once((_value(key, str), _plain(item, left)) for key, item in node.value)
     value = yaml.SafeLoader("").construct_object(node)
     if not isinstance(value, str | int | float | bool | None):
         raise ValueError("not a value of JSON")

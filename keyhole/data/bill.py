@@ -18,10 +18,11 @@ class Runaway(Exception):
 
 
 class Watch:
-    """The state of one rendering: the cost so far, and which message the output belongs to."""
+    """The state of one rendering: the cost so far, and which message the output belongs to. brackets: written around
+    marked text, where its position cannot be known while it is made."""
 
-    def __init__(self, messages: list[dict[str, Any]], budget: int) -> None:
-        self.left, self.position, self.dated = budget, 0, False
+    def __init__(self, messages: list[dict[str, Any]], budget: int, brackets: tuple[str, str] | None = None) -> None:
+        self.left, self.position, self.dated, self.brackets = budget, 0, False, brackets
         self.index = {id(message): i for i, message in enumerate(messages)}
         self.loops: list[int | None] = []  # for each running loop: the index of its current message
         self.segments: list[tuple[int, int, int]] = []

@@ -12,7 +12,8 @@ them are ignored. A directory that the user names must be writable.
 
     8 bytes "KEYHOLED", length of the JSON u64, JSON (report, sizes), the arrays one after the other, BLAKE2b-128 of all
 
-An entry whose hash does not match is rebuilt. Hub ids are not cached here: `datasets` has its own cache.
+An entry whose hash does not match is rebuilt. Nothing is written if a file has changed since its bytes were hashed.
+Hub ids are not cached here: `datasets` has its own cache.
 """
 
 import hashlib
@@ -29,6 +30,7 @@ import numpy as np
 
 from keyhole.data.dataset import Cut, Dataset, Places
 from keyhole.data.files import resolve
+from keyhole.data.listing import remarks
 from keyhole.data.prepare import tokenise
 from keyhole.data.report import Report
 from keyhole.data.settings import AUTO, PrepareSettings
@@ -59,12 +61,15 @@ def cached(asked: str | Path, sources: list[str], tokenizer: Any, how: PrepareSe
         return tokenise(sources, tokenizer, how)
     if str(asked) == AUTO and sum(os.path.getsize(name) for name in names) < LEAST_BYTES:
         return tokenise(sources, tokenizer, how)
+    before = _versions(names)
     path = directory / f"{key(names, sources, tokenizer, how)}{SUFFIX}"
     found = read_entry(path)
     if found is not None:
-        found.report.cached = str(path)
+        found.report.cached, found.report.remarks = str(path), remarks(sources, names)
         return found
     found = tokenise(sources, tokenizer, how)
+    if _versions(names) != before:
+        return found  # a file was written to meanwhile: these may not be the tokens of the bytes in the key
     try:
         write_entry(path, found)
         if str(asked) == AUTO:
@@ -73,6 +78,12 @@ def cached(asked: str | Path, sources: list[str], tokenizer: Any, how: PrepareSe
         if str(asked) != AUTO:
             raise UserError(f"data_cache: cannot write to {directory}: {error.strerror or error}") from None
     return found
+
+
+def _versions(names: list[str]) -> list[tuple[int, ...]]:
+    """What changes when a file is written to or replaced."""
+    found = [os.stat(name) for name in names]
+    return [(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns) for about in found]
 
 
 def key(names: list[str], sources: list[str], tokenizer: Any, how: PrepareSettings) -> str:

@@ -9,15 +9,17 @@ writes for an assistant turn, after the text that the model is given*: words, re
     given       before = render(turns[:i], generation prompt on). If `before` is a prefix of the text, the answer
                 begins after it. A template may write earlier turns differently if they come last; then `before` is no
                 prefix, and only its part from turn i - 1 on is compared. If that fails too, the common prefix of the
-                turn and the generation prompt is taken as given.
+                turn and the generation prompt is taken as given. A chat that begins with an answer has nothing
+                before it (but a template's own system prompt): its answer is what the same chat has after a question.
 
-If a template marks its answers with `{% generation %}`, exactly the marked text is trained on. If a template has no
-loop over the messages, a turn is the difference of two prefixes of the chat; if these are not prefixes, the row is
-refused. keyhole never trains on a guess.
+If a template marks its answers with `{% generation %}`, exactly the marked text is trained on: nothing of a chat in
+which it marks nothing. If a template has no loop over the messages, a turn is the difference of two prefixes of the
+chat; if these are not prefixes, the row is refused. keyhole never trains on a guess.
 
-Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, or text of a
-turn. A turn whose calls are missing is not trained on at all: it would teach the model to stop where the assistant went
-on. A tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
+Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, text of a
+turn, and keys that only some templates know. A turn whose calls are missing is not trained on at all: it would teach
+the model to stop where the assistant went on. The same holds for an empty turn with its text under another key. A
+tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
 
 Without a chat template, chats are written with PLAIN_TEMPLATE, with Alpaca's headings:
 
@@ -35,7 +37,17 @@ from typing import Any, NamedTuple
 
 from keyhole.data.formats import Example
 from keyhole.data.template_segments import Rendering, Template
-from keyhole.data.turns import FLAGS, Turn, call_as, called_names, is_trained, reasoning, words
+from keyhole.data.turns import (
+    FLAGS,
+    Turn,
+    call_as,
+    called_names,
+    further_texts,
+    is_ignored_wish,
+    is_trained,
+    reasoning,
+    words,
+)
 from keyhole.errors import UserError, printable
 
 PLAIN_TEMPLATE = (
@@ -48,6 +60,7 @@ PLAIN_TEMPLATE = (
 )
 MARKER, VALUE = "Q0Z", "Z1Q"
 DATE = "26 Jul 2024"
+SPACE = re.compile(r"\s*")
 
 Span = tuple[int, int]
 Turns = list[Turn]
@@ -59,6 +72,9 @@ class Lost(NamedTuple):
     calls: int = 0
     reasoning: int = 0
     text: int = 0
+    empty: int = 0  # turns without any text, of which only the end is trained
+    keys: tuple[str, ...] = ()  # for each turn: keys with texts that are not written
+    unheard: int = 0  # turns of other roles that are marked for training
 
 
 class Rendered(NamedTuple):
@@ -188,18 +204,18 @@ class ChatTemplate:
             found = self._answer(example, turns, i, done)
             missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
             lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
-            spans += [] if missing.calls else found
-        return Rendered(done.text, spans, lost, bool(done.marked))
+            spans += [] if missing.calls or (missing.empty and missing.keys) else found
+        lost = lost._replace(unheard=sum(map(is_ignored_wish, example.turns)))
+        return Rendered(done.text, spans, lost, done.marks)
 
     def _answer(self, example: Example, turns: Turns, i: int, done: Rendering) -> list[Span]:
-        if done.marked:
+        if done.marks:
             return self._marked(turns, i, done)
         found = self._written(turns, example.tools, i, done)
         said = words(turns[i])
         if not found or (said and not any(said in done.text[a:b] for a, b in found)):
             found = self._by_prefix(turns, example.tools, i, done.text) or found
-        calls_only = bool(turns[i].get("tool_calls")) and not said
-        if (not found and not calls_only) or self.drops_content:
+        if (not found and (said or reasoning(turns[i]))) or self.drops_content:
             raise UserError(
                 f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
                 "writes; give the turn weight 0, or write the chat out as prompt and completion"
@@ -221,7 +237,7 @@ class ChatTemplate:
         if not parts:
             return []
         last = i + 1 == len(turns)
-        end = len(done.text) if last else self._with_stop(done.text, parts[-1][1])
+        end = self._end_of_last(done.text, parts[-1][1]) if last else self._with_stop(done.text, parts[-1][1])
         parts[-1] = (parts[-1][0], end)
         start = self._start(turns, tools, i, done, parts[0][0])
         parts = [(max(a, start), b) for a, b in parts if b > start]
@@ -231,16 +247,29 @@ class ChatTemplate:
             parts = self._without_result(turns[k]["content"].strip(), k, parts, done)
         return parts
 
+    def _end_of_last(self, text: str, end: int) -> int:
+        """The last answer ends with the text: the template closes it after its loop. If it is closed already, only
+        further stop tokens belong to it, not a remark of the template."""
+        if not self._is_closed(text[:end]):
+            return len(text)
+        while (more := self.special.match(text, SPACE.match(text, end).end())) and more[0] in self.stops:
+            end = more.end()
+        return end if text[end:].strip() else len(text)
+
+    def _is_closed(self, text: str) -> bool:
+        return any(match.end() == len(text.rstrip()) for match in self.special.finditer(text))
+
     def _with_stop(self, text: str, end: int) -> int:
         """If an answer has no end token of its own, it ends with the stop token that follows (GLM: <|user|>)."""
-        following = self.special.match(text, end)
+        following = self.special.match(text, SPACE.match(text, end).end())
         stops = following is not None and following[0] in self.stops
-        closed = any(match.end() == len(text[:end].rstrip()) for match in self.special.finditer(text[:end]))
-        return following.end() if stops and not closed else end
+        return following.end() if stops and not self._is_closed(text[:end]) else end
 
     def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
         """Where answer i begins: after the given text. begin: where turn i begins."""
         text, before = done.text, self._try(turns[:i], tools, prompt=True) if i else None
+        if before is None and i == 0 and (found := self._start_after_question(turns, tools, done)) is not None:
+            return found
         if before is None:
             return begin + self._shared(text[begin:], self.generation_prompt)
         if text.startswith(before.text):
@@ -253,17 +282,36 @@ class ChatTemplate:
                 return behind
         return begin + self._shared(text[begin:], _after_last_turn(before))
 
+    def _start_after_question(self, turns: Turns, tools: list[Any] | None, done: Rendering) -> int | None:
+        """Where the answer begins that is the first turn: it ends as the same answer after a question does."""
+        asked = [{"role": "user", "content": MARKER}, *turns]
+        with_question = self._try(asked, tools)
+        if with_question is None:
+            return None
+        ours, theirs = (
+            [(a, b) for a, b, owner in which.segments if owner == i] for i, which in enumerate((done, with_question))
+        )
+        if not ours or not theirs:
+            return None
+        start = self._start(asked, tools, 1, with_question, theirs[0][0])
+        answer = with_question.text[start : theirs[-1][1]]
+        return ours[-1][1] - len(answer) if done.text[ours[0][0] : ours[-1][1]].endswith(answer) else None
+
     def _shared(self, text: str, given: str) -> int:
-        """The length of the common prefix of the text and the given text; a partial match counts up to its last whole
-        token."""
+        """The length of the common prefix of the text and the given text; white space before both may differ. A partial
+        match counts up to its last whole token, or to the end of the line where the given text goes on with a tag: of
+        `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>."""
         if text.startswith(given):
             return len(given)
+        space = SPACE.match(text).end()
+        if given.strip() and text.startswith(given.lstrip(), space):
+            return space + len(given.lstrip())
         shared = os.path.commonprefix([text, given])
         tokens = [match.end() for match in self.special.finditer(shared)]
         if not tokens:
             return len(shared)
-        space = re.compile(r"\s*").match(shared, tokens[-1])
-        return space.end()
+        lines = [match.end() for match in re.finditer("\n", shared) if given.startswith("<", match.end())]
+        return SPACE.match(shared, max(tokens + lines)).end()
 
     def _without_result(self, result: str, k: int, parts: list[Span], done: Rendering) -> list[Span]:
         """The parts without the tool result of turn k, if it is written here and not at turn k."""
@@ -294,4 +342,7 @@ def _after_last_turn(done: Rendering) -> str:
 def _missing(turn: Turn, said: str) -> Lost:
     """The parts of a turn that are missing in its rendered text."""
     calls = any(name not in said for name in called_names(turn))
-    return Lost(int(calls), int(reasoning(turn) not in said), int(words(turn) not in said))
+    thought, spoken = reasoning(turn), words(turn)
+    keys = [key for key, texts in further_texts(turn).items() if any(text not in said for text in texts)]
+    empty = not thought and not spoken and not turn.get("tool_calls")
+    return Lost(int(calls), int(thought not in said), int(spoken not in said), int(empty), tuple(keys))

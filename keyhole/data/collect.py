@@ -28,6 +28,7 @@ from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError, listed
 
 CUT_SHOWN = 12  # tokens of a cut that the preview can show
+MOST_KEYS = 100  # names of keys that are counted
 
 
 class Collector:
@@ -49,7 +50,11 @@ class Collector:
         self.chats += example.turns is not None
         self.roles |= {turn["role"] for turn in example.turns or ()}
         r.lost_calls, r.lost_reasoning = r.lost_calls + tokens.lost.calls, r.lost_reasoning + tokens.lost.reasoning
-        r.lost_text += tokens.lost.text
+        r.lost_text, r.empty = r.lost_text + tokens.lost.text, r.empty + tokens.lost.empty
+        r.unheard += tokens.lost.unheard
+        for name in tokens.lost.keys:
+            if name in r.lost_keys or len(r.lost_keys) < MOST_KEYS:
+                r.lost_keys[name] = r.lost_keys.get(name, 0) + 1
         cut, limit = None, self.how.max_length
         if limit is not None and len(ids_T) > limit:
             if self.how.overlong == "error":

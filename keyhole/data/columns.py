@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keyhole.data.readers import GROWTH_FROM, MOST_GROWTH, MOST_ROW_BYTES, ROWS_AT_ONCE, Record
+from keyhole.data.readers import GROWTH_FROM, MOST_GROWTH, MOST_ROW_BYTES, ROWS_AT_ONCE, Record, check_header
 from keyhole.errors import UserError, printable
 
 MOST_VALUES_PER_BYTE, ROWS_GROWTH = 16, 100
@@ -26,6 +26,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            check_header(path, file.schema_arrow.names)
             texts = _check(path, file.metadata)
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
             scales = _Scales(path)
@@ -51,6 +52,7 @@ def read_arrow(path: Path) -> Iterator[Record]:
             is_file = source.read(6) == b"ARROW1"
             source.seek(0)
             opened = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
+            check_header(path, opened.schema.names)
             batches = (opened.get_batch(i) for i in range(opened.num_record_batches)) if is_file else iter(opened)
             scales = _Scales(path)
             for whole in batches:
@@ -123,6 +125,8 @@ def _weight(column: Any) -> int:
     if pyarrow.types.is_dictionary(kind):
         size = compute.binary_length(column.dictionary)
         return compute.sum(size.take(column.indices)).as_py() or 0
+    if pyarrow.types.is_map(kind):
+        return 8 * len(column) + _weight(column.keys) + _weight(column.items)
     if pyarrow.types.is_struct(kind):
         return sum(_weight(part) for part in column.flatten())
     if pyarrow.types.is_nested(kind) and hasattr(column, "flatten"):

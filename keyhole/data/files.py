@@ -4,8 +4,9 @@ A source is a path, a glob, a directory, or a hub id, and a data set is a list o
 
     data/train.jsonl        one file (readers.py lists the formats)
     data/part-*.parquet     every file that matches, in sorted order
-    data/                   every data file directly inside, in sorted order (the report lists them); a directory that
-                            `save_to_disk` of `datasets` wrote is read as a data set, split "train" if it has splits
+    data/                   every data file directly inside that is not hidden, in sorted order (the report lists them,
+                            and what is not read: listing.py); a directory that `save_to_disk` of `datasets` wrote is
+                            read as a data set, split "train" if it has splits
     owner/name              a hub data set, split "train"; `owner/name:split` or `owner/name:config:split`
 
 There is no registry. Nothing is downloaded unless the source is not on disk and looks like a hub id, and then only
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from keyhole.data.listing import is_hidden
 from keyhole.data.readers import SUFFIXES, Record, kind_of, read_file
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError, listed, printable
@@ -64,8 +66,9 @@ def _found(source: str, path: Path) -> list[str]:
         return [str(path)]
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
-            return _saved(path)
-        return _saved(path) or sorted(str(p) for p in path.iterdir() if p.is_file() and kind_of(p))
+            return saved_files(path)
+        named = sorted(str(p) for p in path.iterdir() if p.is_file() and kind_of(p) and not is_hidden(p))
+        return saved_files(path) or named
     if path.exists():
         return []
     if glob.has_magic(source) and not HUB_ID.fullmatch(source):
@@ -73,15 +76,21 @@ def _found(source: str, path: Path) -> list[str]:
     return [] if kind_of(path) or not HUB_ID.fullmatch(source) else [source]
 
 
-def _saved(path: Path) -> list[str]:
+def saved_files(path: Path) -> list[str]:
     """The files of a data set that `save_to_disk` wrote, in its order; none if it is no such directory."""
     path = path / "train" if (path / "dataset_dict.json").is_file() and (path / "train").is_dir() else path
     try:
         state = read_json(path / "state.json", "data")
         files = [path / Path(part["filename"]).name for part in state["_data_files"]]
     except (UserError, KeyError, TypeError):
-        return []
-    return [str(file) for file in files if file.is_file()]
+        return []  # no such directory
+    if gone := [file.name for file in files if not file.is_file()]:
+        raise UserError(f"{path}: a saved data set without {listed(gone)}, which its state.json names; copy it again")
+    if state.get("_indices_files"):
+        raise UserError(
+            f"{path}: a saved data set that selects rows by an index; save it again: flatten_indices() first"
+        )
+    return [str(file) for file in files]
 
 
 def _missing(source: str, path: Path) -> str:

@@ -1,8 +1,8 @@
 """Five layouts of training data, recognised by their columns, and converted into chats or plain text.
 
     layout              columns                               becomes
-    messages            messages: [{role, content}]           a chat
-    conversations       conversations: [{from, value}]        a chat (ShareGPT); a `system` column begins it
+    messages            messages: [{role, content}]           a chat; a `system` column begins it, here and below
+    conversations       conversations: [{from, value}]        a chat (ShareGPT)
     prompt_completion   prompt, completion                    prompt + completion, unchanged
                         ... both lists of {role, content}     a chat; only turns of the completion are answers
     alpaca              instruction, output; input optional   a chat: instruction and input, output; a `history`
@@ -88,9 +88,9 @@ def normalise(record: Record, layout: str) -> Example:
             + ("; make it of others: completion: ' {label}'" if missing == ["completion"] else "")
         )
     if layout == "messages":
-        return Example(record, _chat(record, "messages", _turns(record, "messages")), _tools(record))
+        return Example(record, _begun(record, _chat(record, "messages", _turns(record, "messages"))), _tools(record))
     if layout == "conversations":
-        return Example(record, _system(record) + _sharegpt(record), _tools(record))
+        return Example(record, _begun(record, _sharegpt(record)), _tools(record))
     if layout == "prompt_completion":
         return _prompt_completion(record)
     if layout == "alpaca":
@@ -140,6 +140,18 @@ def _system(record: Record) -> list[Turn]:
     return [{"role": "system", "content": text}] if text else []
 
 
+def _begun(record: Record, turns: list[Turn]) -> list[Turn]:
+    """The chat with the text of its `system` column, which it may repeat and not contradict."""
+    system = _system(record)
+    own = next((turn["content"] for turn in turns if turn["role"] == "system"), None)
+    if system and own is not None and own.strip() != system[0]["content"].strip():
+        raise UserError(
+            f"{record.where}: column system differs from the system turn of the chat; keep one of them, or name the "
+            "column otherwise"
+        )
+    return turns if own is not None else system + turns
+
+
 def _sharegpt(record: Record) -> list[Turn]:
     turns = []
     for i, turn in enumerate(_turns(record, "conversations")):
@@ -164,7 +176,7 @@ def _prompt_completion(record: Record) -> Example:
     prompt, completion = record.row["prompt"], record.row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         before = [turn | {"weight": 0} for turn in _chat(record, "prompt", prompt)]
-        return Example(record, before + _chat(record, "completion", completion), _tools(record))
+        return Example(record, _begun(record, before + _chat(record, "completion", completion)), _tools(record))
     return Example(record, prompt=_string(record, "prompt"), answer=_string(record, "completion"))
 
 

@@ -22,6 +22,7 @@ from keyhole.data.count import count_rows
 from keyhole.data.dataset import Dataset
 from keyhole.data.files import Record, read, resolve
 from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename
+from keyhole.data.listing import remarks
 from keyhole.data.loader import order
 from keyhole.data.packing import pack
 from keyhole.data.render import Renderer
@@ -31,6 +32,7 @@ from keyhole.data.settings import TABLE, PrepareSettings
 from keyhole.errors import UserError, listed
 from keyhole.machine.progress import tell
 
+LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
 
 
@@ -64,6 +66,7 @@ def tokenise(
     collector = Collector(report, how, renderer.bos)
     records = islice(read(source), limit)
     names = resolve([source] if isinstance(source, str) else source)
+    report.remarks = remarks([source] if isinstance(source, str) else source, names)
     total = cache(lambda: count_rows(names))
     for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
@@ -96,6 +99,12 @@ def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None
 def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
     """Rows in the order of their sources, each as often as the weight of its source requires."""
     sources, chosen, told = np.array([data.sources[row[0]] for row in data.rows]), [], []
+    total, most = sum(weights[row] for row in sources.tolist()), max(LEAST_MIXED, MOST_GROWTH * len(sources))
+    if total > most:
+        raise UserError(
+            f"train_weights: {total:,.0f} rows per epoch of {len(sources):,} samples; at most {most:,}: give smaller "
+            "weights, and more num_train_epochs"
+        )
     for source, weight in enumerate(weights):
         own = np.flatnonzero(sources == source)
         whole, part = divmod(weight, 1)
@@ -129,7 +138,8 @@ def _blocks(items: Iterable[Example], most: int) -> Iterator[list[Example]]:
 
 
 def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -> Iterator[Example]:
-    """Normalised rows; the layout is detected again at the first row of every file."""
+    """Normalised rows; the layout is detected again at the first row of every file. A later row of another layout is
+    refused: it would be read as the first."""
     layouts: dict[str, str] = {}
     for record in records:
         record = rename(record, how.columns) if how.columns else record
@@ -142,8 +152,20 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
             why = "data_format is set" if given else f"found column {', '.join(COLUMNS[layout])}"
             why = f"{' and '.join(how.row_templates)} from columns" if how.row_templates else why
             report.formats[record.file] = f"format {layout} ({why})"
+        elif how.data_format in (None, "auto") and not how.row_templates:
+            _check_layout(record, layout)
         report.read += 1
         yield normalise(record, layout)
+
+
+def _check_layout(record: Record, layout: str) -> None:
+    """Refuses a row that has the columns of a richer layout than the first row of its file."""
+    richer = next(name for name, columns in COLUMNS.items() if name == layout or all(c in record.row for c in columns))
+    if richer != layout:
+        raise UserError(
+            f"{record.where}: it has the columns of data format {richer}, but the first row of the file is {layout}; "
+            f"set data_format={layout} or {richer}, or split the file"
+        )
 
 
 def _template_line(renderer: Renderer, collector: Collector) -> str:

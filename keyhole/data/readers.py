@@ -254,7 +254,8 @@ def _csv(path: Path) -> Iterator[Record]:
 def check_header(path: Path, header: list[str]) -> None:
     """Refuses two columns of one name: the rows would have only the second."""
     if twice := [name for name, count in Counter(header).items() if count > 1]:
-        raise UserError(f"{path}, line 1: two columns are called {listed(twice)}; rename one, or remove it")
+        named = listed(name or "(no name)" for name in twice)
+        raise UserError(f"{path}: two columns are called {named}; rename one, or remove it")
 
 
 def _parquet(path: Path) -> Iterator[Record]:

@@ -6,7 +6,7 @@ samples, tool calls or reasoning that the chat template does not write.
 
 from dataclasses import dataclass, field
 
-from keyhole.errors import printable
+from keyhole.errors import listed, printable
 
 MOST_FILES = 5
 
@@ -31,6 +31,9 @@ class Report:
     lost_calls: int = 0
     lost_reasoning: int = 0
     lost_text: int = 0
+    lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> answers
+    empty: int = 0
+    unheard: int = 0
     straddling: int = 0
     rows: int = 0
     max_length: int | None = None
@@ -41,6 +44,7 @@ class Report:
     mixture: str = ""
     cached: str = ""  # the file that the tokens were read from
     labels: str = ""  # for a classifier: rows per label
+    remarks: list[str] = field(default_factory=list)  # about the files (listing.py)
 
     def lines(self) -> list[str]:
         """The counts as lines, losses last; zero counts are left out."""
@@ -67,7 +71,7 @@ class Report:
         return out + [f"warning: {loss}" for loss in self._losses()]
 
     def _losses(self) -> list[str]:
-        out, limit = [], f"max_length={self.max_length}"
+        out, limit = [*self.remarks], f"max_length={self.max_length}"
         if self.truncated and self.labels:
             out.append(f"truncated to {limit}: {self.truncated:,} samples")
         elif self.truncated:
@@ -91,6 +95,13 @@ class Report:
             out.append(f"{self.lost_reasoning:,} answers have reasoning that {without}; they are trained on without it")
         if self.lost_text:
             out.append(f"{self.lost_text:,} answers have text that {without} as it stands")
+        if self.lost_keys:
+            named = listed(f"{name} ({count:,})" for name, count in self.lost_keys.items())
+            out.append(f"keys of answers, with texts that {without}: {named}")
+        if self.empty:
+            out.append(f"{self.empty:,} answers are empty: they teach the model to say nothing")
+        if self.unheard:
+            out.append(f"{self.unheard:,} turns have train: true, but are no answers; only answers are trained on")
         return out
 
 

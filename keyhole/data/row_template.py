@@ -3,15 +3,19 @@
     {sentence}     the cell of that column; a name may have spaces and dots ({Customer name})
     {{ and }}      a brace
 
-Texts are inserted unchanged, numbers and booleans as in JSON. A null, a list, an object or a missing column is refused;
-an empty cell of a CSV is an empty text. Renamed columns (`columns`) have their new names. Prompt and completion are
-joined byte for byte, so one of the two must contain the space between them.
+Texts are inserted unchanged, numbers and booleans as in JSON, dates as 2025-01-31. A null, a NaN (a missing number of
+pandas), a list, an object or a missing column is refused; an empty cell of a CSV is an empty text. Renamed columns
+(`columns`) have their new names. Prompt and completion are joined byte for byte, so one of the two must contain the
+space between them.
 """
 
+import datetime
 import difflib
 import json
+import math
 import re
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 from keyhole.data.readers import Record
@@ -56,12 +60,20 @@ class RowTemplate:
                 f"{listed(record.row) or 'none'}{meant}"
             )
         value: Any = record.row[column]
-        if value is None or isinstance(value, list | dict):
-            found = "null" if value is None else f"{'an object' if isinstance(value, dict) else 'a list'}"
+        if found := _no_text(value):
             raise UserError(
                 f"{record.where}: {self.key}: column {column!r} is {found}, which is no text; correct or remove the row"
             )
-        return value if isinstance(value, str) else json.dumps(value)
+        return json.dumps(value) if isinstance(value, bool | int | float) else str(value)
+
+
+def _no_text(value: Any) -> str:
+    """What a value is that has no text; empty if it has one. A missing number is NaN in the files of pandas."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "null" if value is None else "not a number" if math.isnan(value) else "infinite"
+    kinds = {dict: "an object", list: "a list", bytes: "bytes", str: "", bool: "", int: "", float: ""}
+    kinds |= dict.fromkeys((Decimal, datetime.date, datetime.datetime, datetime.time), "")
+    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def filled(record: Record, templates: dict[str, RowTemplate]) -> Record:

@@ -22,6 +22,7 @@ from keyhole.data.cache import cached
 from keyhole.data.capacity import check_data, context_length
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import EvalBatches, Loader
+from keyhole.data.overlap import overlap_line
 from keyhole.data.padding import Padding, choose, describe
 from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
@@ -40,6 +41,7 @@ from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
 from keyhole.model.structure.tokenizer import read_tokenizer
+from keyhole.model.weights.published import forget_what_is_read
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     if settings.eval_data:
         unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
         held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
-        report += [f"eval:  {line}" for line in lines]
+        report += [f"eval:  {line}" for line in [*lines, *overlap_line(train, held_out)]]
         batches = EvalBatches(held_out, settings.batch_size, *choose(held_out, asked, positions, padding.multiple))
     return Data(loader, batches, report, train.end_token_ids, train.chat_template, test=further)
 
@@ -144,6 +146,7 @@ def _model_config(settings: DataSettings) -> Any:
     if settings.head is not None and count is None and settings.task:
         count = len(class_names(read_spec(listed_names(settings.task)[0])))
     known = read_config(locate(settings.model, MODEL), head=settings.head, num_labels=count)
+    forget_what_is_read(known)  # its module may be built, to find a table of positions
     if is_classifier(known):
         check_settings(settings, known.architectures[0])
     return known

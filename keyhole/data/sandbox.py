@@ -27,7 +27,7 @@ from keyhole.data.bill import BUDGET, PER_CALL, TOO_MUCH, Runaway, Watch, depth,
 
 FLAT = {
     "length", "count", "first", "last", "list", "reverse", "selectattr", "rejectattr", "select", "reject", "map",
-    "default", "d", "items", "dictsort", "sort", "groupby", "unique", "min", "max", "random", "attr", "int", "float",
+    "default", "d", "items", "dictsort", "sort", "groupby", "unique", "min", "max", "attr", "int", "float",
 }  # fmt: skip
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "gteq": operator.ge, "lt": operator.lt,
@@ -53,6 +53,8 @@ class _Generation(Extension):
 
     def mark(self, caller: Callable[[], str]) -> str:
         watch, text = self.environment.watch, caller()
+        if watch.brackets is not None:
+            return watch.brackets[0] + text + watch.brackets[1]
         watch.marked.append((watch.position, watch.position + len(text)))
         return text
 
@@ -81,6 +83,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
         self.tests |= {name: self._read(name, self.tests[name]) for name in READING_TESTS}
         self.globals.pop("lipsum")
+        self.filters.pop("random")  # the same chat must give the same text: a resumed run prepares its data again
         self.globals |= {"raise_exception": _raise, "strftime_now": self._strftime}
 
     def _finalize(self, value: Any) -> Any:

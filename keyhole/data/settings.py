@@ -21,6 +21,7 @@ OVERLONG = ("truncate", "drop", "error")
 TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
 AUTO = "auto"
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, set for every row
 BEFORE = 8  # pad_to_multiple_of of runs from before the setting existed
 
 
@@ -62,6 +63,9 @@ class PrepareSettings:
             raise UserError("packing=true needs max_length: it is the length of a packed row")
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"max_length={self.max_length}: expected at least 2, one token to read and one to predict")
+        if own := [name for name in OWN_VARIABLES if name in (self.chat_template_kwargs or {})]:
+            where = "; write tools into the column tools" if own == ["tools"] else ""
+            raise UserError(f"chat_template_kwargs: {own[0]} comes from the data, row by row; leave it out{where}")
         _ = self.day
 
     @cached_property

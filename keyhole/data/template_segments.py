@@ -8,13 +8,18 @@ compares them). Before the program is compiled, statements are inserted that cal
              record the position in the output, so each character is known to be written while the loop was at message
              i (`segments`), or outside of any loop.
     marks    The text inside `{% generation %}` (`marked`): the template's own mark for text that the model generates.
+             A macro or a `{% set %}` block makes its text before it is written, so a mark inside does not know its
+             position: such a template runs a second time with a unique bracket around each marked text, which must
+             give the same text but for the brackets. If it does not, the chat is refused.
     cost     Everything that the program computes is charged, so that no template uses too much memory or time.
 """
 
 import datetime
 import re
+import secrets
 from typing import Any, NamedTuple
 
+import jinja2
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
@@ -23,6 +28,7 @@ from keyhole.data.sandbox import Sandbox
 from keyhole.data.turns import REASONING
 
 MOST_SOURCE = 2**20
+BUFFERS = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock)  # their text is made first, and written later
 
 
 class Rendering(NamedTuple):
@@ -32,6 +38,7 @@ class Rendering(NamedTuple):
     segments: list[tuple[int, int, int]]
     marked: list[tuple[int, int]]
     dated: bool = False  # the template used the date
+    marks: bool = False  # the template has marks, whether or not it reached one
 
 
 class Watched(NodeTransformer):
@@ -101,21 +108,51 @@ class Template:
         self.source = source
         self.sandbox = Sandbox()
         self.sandbox.date = datetime.datetime(date.year, date.month, date.day)
-        self.program = self.sandbox.from_string(Watched().visit(self.sandbox.parse(source)))
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether the template marks the text that the model generates."""
-        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
+        parsed = self.sandbox.parse(source)
+        calls = [block.call for block in parsed.find_all(nodes.CallBlock)]
+        marks = [call for call in calls if _is_mark(call)]
+        self.has_marks = bool(marks)
+        self.is_buffered = len(marks) < len(calls) or parsed.find(BUFFERS) is not None
+        self.program = self.sandbox.from_string(Watched().visit(parsed))
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> Rendering:
         """Runs the template. Its errors are passed on; Runaway if it exceeds its budget."""
         messages = [_with_reasoning(message) for message in messages]
+        text, watch = self._run(messages, variables)
+        marked = watch.marked
+        if marked and self.is_buffered:
+            marked = self._bracketed(messages, variables, text)
+        return Rendering(text, watch.segments, marked, watch.dated, self.has_marks)
+
+    def _run(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any], brackets: tuple[str, str] | None = None
+    ) -> tuple[str, Watch]:
         budget = BUDGET + PER_CHARACTER * size([messages, variables], BUDGET)
-        watch = self.sandbox.watch = Watch(messages, budget)
+        watch = self.sandbox.watch = Watch(messages, budget, brackets)
         pieces = self.program.generate(messages=messages, documents=None, **variables)
-        text = "".join([watch.write(piece) for piece in pieces])
-        return Rendering(text, watch.segments, watch.marked, watch.dated)
+        return "".join([watch.write(piece) for piece in pieces]), watch
+
+    def _bracketed(self, messages: list[dict[str, Any]], variables: dict[str, Any], text: str) -> list[tuple[int, int]]:
+        """The positions of marked text, from a second run with brackets around it."""
+        name = secrets.token_hex(8)
+        opening, closing = brackets = f"[{name}[", f"]{name}]"
+        parts = re.split(f"({re.escape(opening)}|{re.escape(closing)})", self._run(messages, variables, brackets)[0])
+        if "".join(part for part in parts if part not in brackets) != text:
+            raise jinja2.TemplateError("it changes the text that it marks with {% generation %} after marking it")
+        position, begun, marked = 0, [], []
+        for part in parts:
+            if part == opening:
+                begun.append(position)
+            elif part == closing and begun:
+                marked.append((begun.pop(), position))
+            elif part != closing:
+                position += len(part)
+        return marked
+
+
+def _is_mark(call: nodes.Expr) -> bool:
+    method = call.node if isinstance(call, nodes.Call) else None
+    return isinstance(method, nodes.ExtensionAttribute) and method.name == "mark"
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

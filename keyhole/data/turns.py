@@ -1,9 +1,13 @@
 """One turn of a chat: its allowed content, whether it is trained on, and its parts.
 
-    role, content        required; only a turn that calls tools may have no content
+    role, content        required; only a turn that calls tools may have no content. The assistant's role is
+                         `assistant`: a turn of `model` or `Assistant` would not be trained on, so it is refused
     reasoning            under one of the names of REASONING, or inside the content, before </think>
-    tool_calls           [{function: {name, arguments}}], or {name, arguments} alone; arguments: an object or JSON text
-    weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl) exclude a turn
+    tool_calls           [{function: {name, arguments}}], or {name, arguments} alone; arguments: an object or JSON text.
+                         `function_call`, one call under its older name, becomes a list of one
+    weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl; `training` and
+                         ms-swift's `loss` mean the same) exclude a turn
+    other keys           passed to the template; which of them it did not write is reported
 
 Templates differ in how they expect the arguments of a call: most encode an object themselves, some concatenate JSON
 text. With the wrong form they encode the text twice, print Python's dict, or fail; `call_as` converts the arguments.
@@ -16,7 +20,12 @@ from keyhole.data.files import Record
 from keyhole.errors import UserError, printable
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-FLAGS = ("weight", "train")  # not passed to the template
+TRAIN = ("train", "training", "loss")  # true or false: three names of one flag
+FLAGS = ("weight", *TRAIN)  # not passed to the template
+READ = ("role", "content", "tool_calls", *FLAGS)  # keys with a meaning of their own
+ASSISTANTS = ("ai", "assistant", "bot", "chatbot", "chatgpt", "gpt", "model")  # what others call an assistant
+ABOUT_CALLS = ("name", "type", "id", "index", "description", "strict")  # keys of a call that are no arguments
+CONTENT_PARTS = (None, "text", "input_text", "output_text")
 
 Turn = dict[str, Any]
 
@@ -33,16 +42,25 @@ def wrong(record: Record, column: str, expected: str, value: Any) -> UserError:
 
 def read_turn(record: Record, place: str, turn: Any) -> Turn:
     """A valid turn, without nulls, which Parquet inserts for missing keys."""
+    given = turn
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise wrong(record, place, "an object with role and content", turn)
+    if turn.get("function_call") is not None and not turn.get("tool_calls"):
+        turn = {key: value for key, value in turn.items() if key != "function_call"}
+        turn["tool_calls"] = [given["function_call"]]
     if "content" not in turn and not turn.get("tool_calls"):
         raise wrong(record, place, "an object with role and content", turn)
     if turn.get("weight", 1) not in (0, 1, None):
         raise wrong(record, f"{place}.weight", "0 or 1", turn["weight"])
-    if turn.get("train") not in (True, False, None):
-        raise wrong(record, f"{place}.train", "true or false", turn["train"])
+    for key in TRAIN:
+        if turn.get(key) not in (True, False, None):
+            raise wrong(record, f"{place}.{key}", "true or false", turn[key])
     if not isinstance(turn.get("tool_calls") or [], list):
         raise wrong(record, f"{place}.tool_calls", "a list of calls", turn["tool_calls"])
+    for i, call in enumerate(turn.get("tool_calls") or []):
+        _check_call(record, f"{place}.tool_calls[{i}]", call)
+    if turn["role"] != "assistant" and turn["role"].strip().lower() in ASSISTANTS and not _is_excluded(turn):
+        raise wrong(record, f"{place}.role", "assistant (only its turns are trained on)", turn["role"])
     out = {key: value for key, value in turn.items() if value is not None}
     out["content"] = _content(record, f"{place}.content", turn)
     return out
@@ -53,16 +71,39 @@ def _content(record: Record, place: str, turn: Turn) -> str:
     content = turn.get("content")
     if content is None and turn.get("tool_calls"):
         return ""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+    if isinstance(content, list) and all(_is_text(part) for part in content):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise wrong(record, place, "text", content)
     return content
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") in CONTENT_PARTS
+
+
+def _check_call(record: Record, place: str, call: Any) -> None:
+    """Refuses a call without a name, or with its arguments under a name that no template reads: they would be {}."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong(record, place, "a call, {function: {name, arguments}}", call)
+    others = [key for key, value in function.items() if key not in ABOUT_CALLS and value is not None]
+    if function.get("arguments") is None and others:
+        raise wrong(record, f"{place}.{others[0]}", "the arguments of a call under the key arguments", call)
+
+
+def _is_excluded(turn: Turn) -> bool:
+    return turn.get("weight") == 0 or any(turn.get(key) == 0 for key in TRAIN)  # 0 is false, as tables write it
+
+
 def is_trained(turn: Turn) -> bool:
     """Whether a turn is trained on: an assistant's turn that is not excluded."""
-    return turn["role"] == "assistant" and turn.get("weight") != 0 and turn.get("train") is not False
+    return turn["role"] == "assistant" and not _is_excluded(turn)
+
+
+def is_ignored_wish(turn: Turn) -> bool:
+    """Whether a turn that is no answer is marked for training; only answers are trained on."""
+    return turn["role"] != "assistant" and any(turn.get(key) == 1 for key in TRAIN)
 
 
 def call_as(call: Any, text: bool) -> Any:
@@ -86,9 +127,34 @@ def call_as(call: Any, text: bool) -> Any:
 
 
 def called_names(turn: Turn) -> list[str]:
-    """The names of the functions that a turn calls."""
-    calls = [call.get("function", call) for call in turn.get("tool_calls") or () if isinstance(call, dict)]
-    return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
+    """The names of the functions that a turn calls, and of their arguments (if plain words, so never escaped)."""
+    names = []
+    for function in (call.get("function", call) for call in turn.get("tool_calls") or ()):
+        arguments = function.get("arguments")
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        words = arguments if isinstance(arguments, dict) else ()
+        names += [function["name"], *(word for word in words if word.isascii() and word.isidentifier())]
+    return names
+
+
+def further_texts(turn: Turn) -> dict[str, list[str]]:
+    """Keys of a turn without a meaning of their own, and the texts under them."""
+    spoken = [key for key in REASONING if isinstance(turn.get(key), str)]
+    found = {key: _texts(value) for key, value in turn.items() if key not in READ and key not in spoken}
+    return {key: texts for key, texts in found.items() if texts}
+
+
+def _texts(value: Any) -> list[str]:
+    texts, todo = [], [value]
+    while todo:
+        item = todo.pop()
+        texts += [item.strip()] if isinstance(item, str) and item.strip() else []
+        texts += [repr(item)] if isinstance(item, bool) else []  # a flag that nobody reads
+        todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return texts
 
 
 def reasoning(turn: Turn) -> str:

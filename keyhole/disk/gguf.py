@@ -1,14 +1,9 @@
-"""Reads GGUF files, llama.cpp's model format: the header, and blocks of weights as numbers.
+"""Reads GGUF files, llama.cpp's model format: the header, and the bytes of every tensor (gguf_blocks.py: as numbers).
 
     file     "GGUF", version, counts, key-value pairs, (name, sides, type, offset) of every tensor, padding, data
-    F32 F16 BF16                        plain
-    Q4_0   32 weights in 18 bytes       w = d (q - 8)          d float16; byte j has element j low, j + 16 high
-    Q4_1   32 weights in 20 bytes       w = d q + m            d and m float16
-    Q8_0   32 weights in 34 bytes       w = d q                q int8
-    Q6_K   256 weights in 210 bytes     w = d s q              s int8 per 16, q of 6 bits less 32 (heads of Q4_0 files)
 
-Blocks run along a row. Q4_0 and Q8_0 equal the grids int4 and int8 of ops/lowbit.py with groups of 32, bit for bit, so
-such weights can be used unchanged; the others are unpacked.
+Q4_0 and Q8_0 equal the grids int4 and int8 of ops/lowbit.py with groups of 32, bit for bit, so such weights can be used
+unchanged; the others are unpacked.
 
 Tensors have the names that Transformers uses, for the architectures in NAMED. Files of `llama` have the rows of queries
 and keys in another order (halves of a head interleaved): this is undone here, row by row, so that blocks stay whole.
@@ -24,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keyhole.disk.gguf_blocks import FORMS, unpacked
+
 if TYPE_CHECKING:
     import torch
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-FORMS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20)}
-FORMS |= {8: ("Q8_0", 32, 34), 14: ("Q6_K", 256, 210)}  # type: (name, weights, bytes) of a block
 GRIDS = {"Q4_0": ("int4", 32, "float16"), "Q8_0": ("int8", 32, "float16")}  # equal (grid, group, dtype of scales)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -225,31 +220,3 @@ class GGUFShape:
 
     def get_shape(self) -> list[int]:
         return self.shape
-
-
-def unpacked(raw: "torch.Tensor", form: str) -> "torch.Tensor":
-    """float32 weights of blocks."""
-    import torch
-
-    _, weights, size = next(each for each in FORMS.values() if each[0] == form)
-    blocks = raw.view(-1, size)
-
-    def halves(begin: int) -> torch.Tensor:  # float16 numbers of each block, as float32 [blocks, 1]
-        return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
-
-    if form == "Q8_0":
-        return (blocks[:, 2:].contiguous().view(torch.int8).float() * halves(0)).view(-1)
-    if form in ("Q4_0", "Q4_1"):
-        codes = blocks[:, size - 16 :]
-        q = torch.cat([codes & 15, codes >> 4], dim=1).float()
-        return ((q - 8) * halves(0) if form == "Q4_0" else q * halves(0) + halves(2)).view(-1)
-    low, high, scales = blocks[:, :128], blocks[:, 128:192], blocks[:, 192:208].contiguous().view(torch.int8).float()
-    out = torch.empty(len(blocks), 256)
-    for half in range(2):
-        a, b = low[:, 64 * half : 64 * half + 32], low[:, 64 * half + 32 : 64 * half + 64]
-        top = high[:, 32 * half : 32 * half + 32]
-        for part, four in enumerate((a & 15, b & 15, a >> 4, b >> 4)):
-            q = (four | (((top >> (2 * part)) & 3) << 4)).float() - 32
-            of_16 = scales[:, 8 * half + 2 * part : 8 * half + 2 * part + 2].repeat_interleave(16, dim=1)
-            out[:, 128 * half + 32 * part : 128 * half + 32 * part + 32] = (halves(208) * of_16) * q
-    return out.view(-1)

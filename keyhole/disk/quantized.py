@@ -4,9 +4,10 @@ A linear layer is then stored as several tensors, named after its weight:
 
     bitsandbytes   weight [n / 2, 1] uint8, weight.absmax, weight.quant_map [16], weight.quant_state.bitsandbytes__nf4
                    w_i = quant_map[q_i] absmax[i / 64]; element 2 j is in the high half of byte j. absmax may be
-                   quantised itself: nested_quant_map[absmax] nested_absmax[. / 256] + nested_offset
+                   quantised itself: nested_quant_map[absmax] nested_absmax[. / 256] + nested_offset. The bytes may be
+                   stored as numbers of another dtype (bnb_4bit_quant_storage), and the last block may be short
     GPTQ           qweight [I bits / 32, O], qzeros [G, O bits / 32], scales [G, O] float16, g_idx [I], along inputs
-                   w_oi = scales[g, o] (q_io - z_go), g = g_idx[i]; z is stored minus one, except in gptq_v2
+                   w_oi = scales[g, o] (q_io - z_go), g = g_idx[i]; z is stored as z - 1 modulo 2^bits, in gptq_v2 as z
     AWQ            qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]; eight columns of an int32 in the order 0 2 4 6
                    1 3 5 7;  w_oi = scales[g, o] (q_io - z_go), g = i / group
 
@@ -30,6 +31,8 @@ OF_BNB = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP = 64  # group size of the grids
 LARGEST_STATE = 4096  # bytes
+LAYOUTS = {"gptq": {"checkpoint_format": ("gptq", "gptq_v2")}, "awq": {"version": ("gemm", "exllama", "ipex")}}
+"""What config.json may say of the layout of the integers; others (gemv, marlin) have the same names and other bits."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class Form:
     def read(self, get: "Get") -> "torch.Tensor":
         """The weights, float32 [O, I]."""
         return _bnb(self, get)[0] if self.kind == "bitsandbytes" else _packed_ints(self, get)[0]
+
+    def levels(self, get: "Get") -> "torch.Tensor | None":
+        """The file's own table of the numbers that codes stand for; None: it has none."""
+        return get(self.parts["quant_map"]) if "quant_map" in self.parts else None
 
     def codes(self, get: "Get") -> "tuple[torch.Tensor, torch.Tensor]":
         """Codes and scales on the grid. ValueError if the numbers are not on it."""
@@ -85,18 +92,24 @@ def _bnb_form(name: str, names: Mapping[str, Any], get: "Get") -> Form:
         raise ValueError(f"{name} cannot be read: {error!r:.80}") from None
     parts = {role: f"{weight}.{role}" for role in OF_BNB if f"{weight}.{role}" in names} | {"weight": weight}
     numel = shape[0] * shape[1] if fine else 0
-    held = names[weight][0] * 2 if weight in names else 0
-    if not fine or "absmax" not in parts or "quant_map" not in parts or held != numel or numel % block:
+    held = names[weight][0] if weight in names else 0  # numbers of 1, 2 or 4 bytes, with two codes per byte
+    fine = fine and -(-numel // 2) in (held, 2 * held, 4 * held)
+    if not fine or "absmax" not in parts or "quant_map" not in parts or names[parts["absmax"]] != (-(-numel // block),):
         raise ValueError(f"{name} does not fit the tensors of {weight}")
-    grid = ("nf4", GROUP, "float32") if about.get("quant_type") == "nf4" and block == GROUP else None
+    whole = block == GROUP and numel % block == 0
+    grid = ("nf4", GROUP, "float32") if about.get("quant_type") == "nf4" and whole else None
     return Form("bitsandbytes", shape, parts, about, grid)  # type: ignore[arg-type]
 
 
 def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[str, Any]) -> Form:
     parts = {role: f"{stem}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx") if f"{stem}.{role}" in names}
     bits, group = said.get("bits", said.get("w_bit", 4)), said.get("group_size", said.get("q_group_size", 128))
-    if bits not in (4, 8) or (method == "awq" and bits != 4) or type(group) is not int:
+    sizes = (4, 8) if method == "gptq" else (4,)
+    if type(bits) is not int or bits not in sizes or type(group) is not int:
         raise ValueError(f"{stem} has {bits!r:.20} bits in groups of {group!r:.20}; 4 and 8 bits are read (awq: 4)")
+    for key, known in LAYOUTS[method].items():
+        if str(said.get(key) or known[0]).lower() not in known:
+            raise ValueError(f"{key} of config.json is {said[key]!r:.40}; {', '.join(known)} are read")
     lacks = [role for role in ("qweight", "qzeros", "scales") if role not in parts]
     if lacks:
         raise ValueError(f"{stem} lacks {lacks[0]}")
@@ -125,11 +138,14 @@ def _bnb(form: Form, get: "Get") -> "tuple[torch.Tensor, tuple[torch.Tensor, tor
         outer = part["nested_absmax"].float().repeat_interleave(nested)[: absmax.numel()]
         absmax = part["nested_quant_map"].float()[absmax.long()] * outer + float(form.about["nested_offset"])
     absmax = absmax.float()
-    packed = part["weight"].view(-1)
-    q = torch.stack([packed >> 4, packed & 15], dim=1).view(-1, block)
+    packed, numel = part["weight"].contiguous().view(-1).view(torch.uint8), form.shape[0] * form.shape[1]
+    if len(packed) != -(-numel // 2):
+        raise ValueError(f"{form.parts['weight']} has {len(packed)} bytes for {numel} codes of 4 bits")
+    q = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[:numel]
+    q = torch.nn.functional.pad(q, (0, -numel % block)).view(-1, block)
     w = part["quant_map"].float()[q.int()] * absmax.unsqueeze(1)
     if form.grid is None:
-        return w.view(form.shape), (packed, absmax)
+        return w.view(-1)[:numel].view(form.shape), (packed, absmax)
     low, high = q.split(block // 2, dim=1)
     return w.view(form.shape), ((low | (high << 4)).reshape(-1), absmax)
 
@@ -158,7 +174,7 @@ def _packed_ints(form: Form, get: "Get") -> "tuple[torch.Tensor, torch.Tensor, t
     else:
         q = _unpack(part["qweight"], bits, 0)
         zeros = _unpack(part["qzeros"], bits, 1)
-        zeros = zeros if form.about["v2"] else zeros + 1
+        zeros = zeros if form.about["v2"] else (zeros + 1) & (2**bits - 1)
     groups = part.get("g_idx")
     groups = torch.arange(form.shape[1]) // form.about["group"] if groups is None else groups.long()
     if bool((groups < 0).any()) or int(groups.max()) >= len(zeros):
@@ -173,11 +189,17 @@ def _int4_codes(form: Form, get: "Get") -> "tuple[torch.Tensor, torch.Tensor]":
     _, q, zeros, groups = _packed_ints(form, get)
     expected = torch.arange(form.shape[1]) // form.about["group"]
     if not bool((zeros == 8).all()) or not torch.equal(groups, expected):
-        raise ValueError(f"{form.parts['qweight']} is not symmetric, though config.json says so")
-    scales = get(form.parts["scales"]).t().repeat_interleave(form.about["group"] // GROUP, dim=1)
+        raise ValueError(
+            f"{form.parts['qweight']} is not symmetric, though config.json says so, or its inputs are reordered; set "
+            "wire=null, and it is unpacked"
+        )
+    given = get(form.parts["scales"])
+    if not torch.equal(given.to(torch.float16).to(given.dtype), given):  # NaN too
+        raise ValueError(f"{form.parts['scales']} has scales that float16 cannot hold; set wire=null")
+    scales = given.to(torch.float16).t().repeat_interleave(form.about["group"] // GROUP, dim=1)
     rows = q.t().to(torch.uint8).reshape(-1, GROUP)
     low, high = rows.split(GROUP // 2, dim=1)
-    return (low | (high << 4)).reshape(-1), scales.to(torch.float16).reshape(-1)
+    return (low | (high << 4)).reshape(-1), scales.reshape(-1)
 
 
 def hidden(forms: Mapping[str, Form]) -> set[str]:

@@ -59,6 +59,10 @@ class Stored:
                 return open_shard(directory / self.file).get_codes(name)  # type: ignore[attr-defined]
             return self.of.codes(lambda part: self._part(directory, part))
 
+    def levels(self, directory: Path) -> "torch.Tensor | None":
+        """The file's own table of the numbers that codes stand for; None: it has none."""
+        return None if self.of is None else self.of.levels(lambda part: self._part(directory, part))
+
     def _part(self, directory: Path, name: str) -> "torch.Tensor":
         assert self.parts is not None
         return open_shard(directory / self.parts[name]).get_tensor(name)
@@ -221,6 +225,11 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         shard = open_shard(directory / file)
         for name in shard.keys():
             form = shard.form(name) if isinstance(shard, GGUFShard) else ""
+            if name in found:
+                raise UserError(
+                    f"model: {directory} holds {name} twice, in {found[name].file} and in {file}; remove the file that "
+                    "belongs to another save"
+                )
             found[name] = Stored(file, tuple(shard.get_slice(name).get_shape()), form, GRIDS.get(form))
     absent = [name for name in listed if name not in found] if isinstance(listed, dict) else []
     if absent:

@@ -170,6 +170,11 @@ def table(scores: Sequence[Score]) -> str:
     Console(file=out, width=110).print(made)
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
     cut = [f"{s.name}: {s.truncated} texts were too long and were cut" for s in scores if s.truncated]
+    cut += [
+        f"{s.name}: answers end after {s.shortened} tokens, half of what the model or max_length has room for"
+        for s in scores
+        if isinstance(s, AnswerScore) and s.shortened
+    ]
     more = [
         f"{s.name}: {', '.join(_number(*pair) for pair in s.metrics.items())}" for s in scores if len(s.metrics) > 1
     ]

@@ -7,7 +7,7 @@ token moves W bytes over the link once for the whole batch:
     bytes over the link = W * tokens of the longest answer * batches
 
 An answer ends at the model's end token, at the first of the task's stop strings, which is cut off, or after
-max_new_tokens. A prompt that leaves no room for an answer loses its beginning.
+max_new_tokens, at most half of the model's context. A prompt that leaves no room for an answer loses its beginning.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +40,7 @@ def generate_answers(
 ) -> tuple[list[str], int]:
     """The answers in the order of the questions, and how many prompts were cut."""
     longest = max_length or context_length(model.config)
+    max_new_tokens = answer_limit(max_new_tokens, longest)
     encoder = Encoder(model.tokenizer, None if longest is None else max(1, longest - max_new_tokens))
     prompts = encoder.prompts(list(questions))
     for question, ids in zip(questions, prompts, strict=True):
@@ -48,6 +49,11 @@ def generate_answers(
         model, prompts, max_new_tokens=max_new_tokens, stop=stop, batch_tokens=batch_tokens, watch=watch
     )
     return texts, encoder.truncated
+
+
+def answer_limit(asked: int, longest: int | None) -> int:
+    """The largest number of tokens of an answer. longest: of prompt and answer together; None: no limit."""
+    return asked if longest is None else max(1, min(asked, longest // 2))
 
 
 def continue_prompts(

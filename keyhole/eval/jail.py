@@ -197,10 +197,10 @@ def main() -> None:
     directory = os.path.realpath(os.getcwd())
     confine(directory, job["seconds"], job["memory_bytes"])
     sys.addaudithook(hook(directory))
-    write, leave = os.write, os._exit  # the program may replace them
+    write, leave, everything = os.write, os._exit, BaseException  # the program may replace them
     try:
         exec(compile(job["source"], "<program>", "exec", dont_inherit=True), {"__name__": "__main__"})
-    except BaseException as error:
+    except everything as error:
         write(pipe, FAILED)  # first: the rest calls methods of the program's exception
         try:
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -32,6 +32,7 @@ from keyhole.eval.jail import FAILED
 SECONDS, MEMORY_BYTES, CLEANING_SECONDS = 10.0, 2**30, 10.0
 JAIL = Path(__file__).with_name("jail.py")
 MOST_VERDICT = 4096
+UNCAUGHT = 1  # Python's exit status after an exception that nobody caught, which also ends by `exit`
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ def run_program(source: str, *, seconds: float = SECONDS, memory_bytes: int = ME
         clear(directory, time.monotonic() + CLEANING_SECONDS)
     if said is None:
         return Outcome(False, f"not done after {seconds:g} s")
-    if said == done:
+    if said == done and code != UNCAUGHT:
         return Outcome(True)
-    return Outcome(False, said.removeprefix(FAILED.decode()) or f"ended with {code}, before its end")
+    reason = "" if said == done else said.removeprefix(FAILED.decode())
+    return Outcome(False, reason or f"ended with {code}, before its end")
 
 
 def _confined(job: dict[str, object], directory: str, seconds: float) -> tuple[str | None, int]:

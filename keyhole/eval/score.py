@@ -24,7 +24,7 @@ from keyhole.data.tasks.spec import CHOICE, LIKELIHOOD
 from keyhole.errors import UserError
 from keyhole.eval import metrics
 from keyhole.eval.classes import ClassScore, score_classes
-from keyhole.eval.generate import generate_answers
+from keyhole.eval.generate import answer_limit, generate_answers
 from keyhole.eval.programs import run_program
 from keyhole.eval.rows import not_finite, score_rows
 from keyhole.eval.scoring import TaskScore, score_task
@@ -35,7 +35,8 @@ PROGRAMS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """The result of a task whose answers are generated; `answers` are the texts, `verdicts` the score of each."""
+    """The result of a task whose answers are generated; `answers` are the texts, `verdicts` the score of each.
+    shortened: the most tokens of an answer, if the model's context allows fewer than the task."""
 
     name: str
     questions: int
@@ -44,6 +45,7 @@ class AnswerScore:
     truncated: int
     answers: list[str]
     verdicts: list[Any]
+    shortened: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ def score(
     worth = verdicts(task, answers)
     means = {name: sum(values) / len(values) for name, values in worth.items()}
     rows = [{name: values[i] for name, values in worth.items()} for i in range(len(answers))]
-    return AnswerScore(task.name, len(answers), spec.metric, means, cut, answers, rows)
+    limit = answer_limit(spec.max_new_tokens, max_length or context_length(model.config))
+    shortened = limit if limit < spec.max_new_tokens else None
+    return AnswerScore(task.name, len(answers), spec.metric, means, cut, answers, rows, shortened)
 
 
 def value(result: Score) -> float:

@@ -150,7 +150,7 @@ def check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
-    labels_BT = batch["labels"].long()
+    labels_BT = batch["labels"].long()  # collators also return 32 bits
     next_BT = torch.full_like(labels_BT, IGNORED)
     next_BT[:, :-1] = labels_BT[:, 1:]
     flat = next_BT.flatten()

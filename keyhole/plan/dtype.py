@@ -1,7 +1,7 @@
 """Which dtype a model is computed in, and why.
 
-An explicit dtype is used as given. If it is null in the config, the dtype of the model's files is used, except where
-that would silently fail:
+An explicit dtype is used as given. If it is null in the config, the dtype that the model's config.json names is used
+(the start block says so if its files hold more bits), except where that would silently fail:
 
     float16, for a method without loss scaling    small gradients are rounded to 0 and sums overflow: bfloat16
     bfloat16, on a CPU without bf16 arithmetic    each product is emulated, a hundred times slower: float32
@@ -54,7 +54,7 @@ def choose_dtype(
         return DtypeChoice(wide, f"since the model's files hold float16 and {method} has no loss scaling for it")
     if asked == AUTO and _is_slow(stored, device):
         return DtypeChoice(torch.float32, f"since {SLOW}, in which the model's files are")
-    return DtypeChoice(stored, "as stored in the model's files")
+    return DtypeChoice(stored, "as the model's config.json says")
 
 
 SLOW = "this CPU has no arithmetic for bfloat16"

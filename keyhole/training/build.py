@@ -34,7 +34,7 @@ from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.skeleton import build, read_config
-from keyhole.model.weights.published import choose_format
+from keyhole.model.weights.published import choose_format, forget_what_is_read
 from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
 from keyhole.model.weights.save_parts import check_names
@@ -207,7 +207,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         method=method,
         saver=saver,
         journal=journal,
-        selection=_selection(config, origin, reports, job.judge.metric),
+        selection=_selection(config, origin, reports, job.judge),
         judge=job.judge,
         sample_answers=config.sample_answers,
     )
@@ -288,8 +288,9 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     hf_config, device = read_config(source, **_head(config, data)), choose_device(config.device)
     check_loss(hf_config)
     chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
-    module = build(hf_config, chosen.dtype, expert_units=config.expert_units)
     directory = Path(source) if Path(source).is_dir() else None
+    forget_what_is_read(hf_config, directory)
+    module = build(hf_config, chosen.dtype, expert_units=config.expert_units)
     formats, said = choose_format(module, directory, chosen.dtype, config.wire)
     layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))
     where = [start_block.device_line(config.device, device), str(chosen), *said]
@@ -300,16 +301,17 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     return [model, [*where, *placed.reasons, start_block.kernels()]]
 
 
-def _selection(config: TrainConfig, origin: Origin, reports: Reports, metric: str | None) -> Selection:
-    """The evaluations that the run in this directory has made so far. metric: the metric of its tasks."""
+def _selection(config: TrainConfig, origin: Origin, reports: Reports, judge: Judge) -> Selection:
+    """The evaluations that the run in this directory has made so far."""
     settings = SelectionSettings(
         best=config.load_best_model_at_end,
-        metric=config.metric_for_best_model or metric or "loss",
+        metric=config.metric_for_best_model or judge.metric or "loss",
         greater=config.greater_is_better,
         patience=config.early_stopping_patience,
         minutes=config.max_minutes,
     )
-    made = Selection(settings, None if origin.choice.state is None else origin.choice.state.selection)
+    saved = None if origin.choice.state is None else origin.choice.state.selection
+    made = Selection(settings, saved, [task.fingerprint for task in judge.dev])
     made.add_before(reports.metrics.kept, 0 if origin.choice.state is None else origin.choice.state.step)
     return made
 

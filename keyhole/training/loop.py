@@ -255,7 +255,7 @@ class Run:
         """The tasks' metrics on the test questions, with the current weights, which are those of this step. A signal
         aborts it, and the resumed run repeats it."""
         tested = self.reports.metrics.tested
-        if not self.judge.test or step in tested:
+        if not self.judge.test or self.judge.is_done(tested.get(step)):
             return
         self.flush()
         self.crew.call(Command.TEST)
@@ -316,7 +316,8 @@ class Run:
         if self.saver.settings.model:
             self.saver.publish(best)
             self.go_back(step, best)
-        self.test(best or step)
+        if best in (None, step) or self.saver.settings.model:  # else these weights are not the best step's
+            self.test(best or step)
         if self.gave_up:
             return self.leave(step)
         evaluated = "" if self.last_eval is None else f"; eval loss {self.last_eval['eval_loss']:.4f}"
@@ -328,7 +329,8 @@ class Run:
 
     def go_back(self, step: int, best: int | None) -> None:
         """Loads the published weights, if they are to be tested and are not those of this step."""
-        if best in (None, step) or not self.judge.test or best in self.reports.metrics.tested:
+        tested = self.reports.metrics.tested
+        if best in (None, step) or not self.judge.test or self.judge.is_done(tested.get(best)):
             return
         self.crew.call(Command.GO_BACK, best)
         take_weights(self.model, self.method, self.directory.root / f"checkpoint-{best}")

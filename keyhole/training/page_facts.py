@@ -12,6 +12,7 @@ step.
 from dataclasses import fields
 from typing import Any
 
+from keyhole.data.capacity import context_length
 from keyhole.data.dataset import Dataset
 from keyhole.data.marked import marked
 from keyhole.data.run import Data
@@ -30,7 +31,7 @@ from keyhole.training.run_page import RunPage
 
 TRACED = 3
 MOST_CHARACTERS = 600
-MOST_PROMPT, OPENING, NEW_TOKENS, ANSWER_TOKENS = 384, 12, 48, 4
+MOST_PROMPT, OPENING, NEW_TOKENS, LEAST_NEW, ANSWER_TOKENS = 384, 12, 48, 4, 4
 SHARE, LEAST_S, MOST_S = 0.05, 2.0, 30.0
 
 
@@ -143,12 +144,15 @@ def generated(model: Model, dataset: Dataset | None, step: int, count: int, sinc
         return none
     if ANSWER_TOKENS * step_s > allowed_s:
         return none
-    rows = [row for i in range(min(20 * count, len(dataset))) if (row := _asked(dataset, i)) is not None][:count]
+    longest = context_length(model.config) or MOST_PROMPT + NEW_TOKENS
+    found = (_asked(dataset, i) for i in range(min(20 * count, len(dataset))))
+    rows = [row for row in found if row is not None and len(row[0]) + LEAST_NEW <= longest][:count]
     while rows and not _fits(model, rows):
         rows.pop()
     if not rows:
         return none
-    new = min(NEW_TOKENS, max(len(expected) for _, expected in rows) + 4)
+    room = longest - max(len(prompt) for prompt, _ in rows)  # a position beyond a learned table ends in a CUDA error
+    new = min(NEW_TOKENS, max(len(expected) for _, expected in rows) + 4, room)
     texts = answer_prompts(model, [prompt for prompt, _ in rows], new, max_time=allowed_s)
     shown = []
     for (prompt, expected), said in zip(rows, texts, strict=True):

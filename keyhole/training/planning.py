@@ -28,6 +28,7 @@ from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.format import Wire
+from keyhole.model.weights.published import forget_what_is_read
 from keyhole.plan.dtype import AUTO, NAMES, choose_dtype
 from keyhole.plan.measure import known, rates_of
 from keyhole.plan.profiles import PROFILES
@@ -55,6 +56,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     """Reads the model's config, and determines the machine."""
     asked, config, batch, length = request.asked, request.config, request.batch, request.length
     hf_config = read_config(config.model)
+    forget_what_is_read(hf_config)
     rates, device, gpu_bytes, ram_bytes = _machine(request, say)
     named = request.is_config or any(word.startswith("method=") for word in (asked.model, *asked.overrides))
     choice = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)

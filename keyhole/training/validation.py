@@ -144,6 +144,14 @@ class Judge:
         """test_<metric> of the test questions; None if `stop` returned True midway."""
         return self._score(model, self.test, TEST, stop)
 
+    def is_done(self, entry: dict[str, Any] | None) -> bool:
+        """Whether an entry of the metrics file is a test of as many questions of the same tasks: a resumed run may
+        name others (num_eval, test_task)."""
+        found = {task.name: dict.fromkeys(task.spec.metrics, 0.0) for task in self.test if task.spec is not None}
+        wanted = _named(self.test, found, TEST)
+        count = f"{TEST}_questions"
+        return entry is not None and wanted.keys() <= entry.keys() and wanted[count] == entry[count]
+
     def _score(
         self, model: Model, tasks: Sequence[Task], prefix: str, stop: Callable[[], bool], keep: Keep = _forget
     ) -> dict[str, Any] | None:

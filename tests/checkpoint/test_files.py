@@ -117,7 +117,6 @@ UNTRUE = {
     "config": [1],
     "run": [1],
     "base": [[]],
-    "no such field": [1],
 }
 
 

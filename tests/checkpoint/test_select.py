@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from, and which are deleted."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import keyhole
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import About, save_checkpoint
+from keyhole.checkpoint.state import STATE, dump
 from keyhole.errors import UserError
 
 
@@ -100,3 +102,15 @@ def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch
     go.set()
     thread.join()
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"tomorrow": 1}], ids=["format", "key"])
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(root: Path, change: dict[str, int]) -> None:
+    """It is whole, and this version cannot read it: going on from an older one would lose its steps."""
+    path = root / "checkpoint-12" / STATE
+    content = json.loads(path.read_text())
+    del content["crc32"]
+    path.write_text(dump(content | change | {"versions": {"keyhole": "9.0"}}))
+    for word in ("last", str(path.parent)):
+        with pytest.raises(UserError, match=r"checkpoint-12 was written by another version of keyhole \(9\.0"):
+            select.choose(word, root)

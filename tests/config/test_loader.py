@@ -205,6 +205,8 @@ def test_a_key_given_twice_is_refused() -> None:
     """YAML would silently keep the last; both lines are named instead."""
     assert "line 7: max_steps: given twice, also in line 6" in faults_of(GOOD + "max_steps: 20\n")
     assert "zo.eps: given twice" in faults_of(GOOD + "zo:\n  eps: 1\nzo.eps: 2\n")
+    assert "`text` is given twice" in faults_of(GOOD + "columns: {text: a, text: b}\n")
+    assert "`think` is given twice" in faults_of(GOOD + "chat_template_kwargs: {a: {think: 1, think: 2}}\n")
 
 
 def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
@@ -275,3 +277,12 @@ def test_a_text_on_the_command_line_may_begin_with_a_brace(value: str) -> None:
         "not without its space"
     )
     assert parse_settings(["completion= ", "seed= 3"], ["completion", "seed"]) == {"completion": None, "seed": 3}
+
+
+def test_none_is_a_word_where_it_is_one() -> None:
+    """`lomo.activations: none` keeps everything for backward; it is no null, with or without quotes."""
+    for text in ("lomo: {activations: none}\n", "lomo: {activations: 'none'}\n"):
+        assert parse_config(GOOD + text)[0].lomo.activations == "none"
+    assert parse_config(GOOD, ["lomo.activations=none"])[0].lomo.activations == "none"
+    assert "lomo.activations: found null" in faults_of(GOOD, "lomo.activations=null")
+    assert parse_config(GOOD, ["gpu_memory=none"])[0].gpu_memory is None

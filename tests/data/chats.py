@@ -87,7 +87,8 @@ JOINING = (
 # Reads ahead, and writes the results of tools into the turn of the assistant that called them.
 AHEAD = (
     "{% for message in messages %}{% set here = loop.index0 %}{% if message.role != 'tool' %}"
-    "{{ '<|' + message.role + '|>' }}{% for call in message.tool_calls or [] %}{{ 'call:' + call.function.name }}"
+    "{{ '<|' + message.role + '|>' }}{% for call in message.tool_calls or [] %}"
+    "{{ 'call:' + call.function.name }}{{ call.function.arguments | tojson }}"
     "{% set next = messages[here + 1] %}{{ '<|system|>' + next.content + '<|end_header_id|>' }}{% endfor %}"
     "{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

@@ -101,3 +101,23 @@ def test_the_users_cache_is_the_default_of_a_run(
     load_data(settings(tiny_model, tiny_data, data_cache="auto"))
     assert len(entries(tmp_path / "own" / "data")) == 1
     assert again.train.fingerprint == first.train.fingerprint and "(data_cache)" in "\n".join(again.report)
+
+
+def test_a_file_that_changes_while_it_is_tokenised_makes_no_entry(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key has the bytes from before, the tokens may be of those after: the next run would read them."""
+    from keyhole.data import cache
+
+    def meanwhile(*args: Any) -> Any:
+        with file.open("a") as more:
+            more.write(json.dumps({"messages": chat("More", "no")}) + "\n")
+        return tokenise(*args)
+
+    tokenise = cache.tokenise
+    before = file.read_bytes()
+    monkeypatch.setattr(cache, "tokenise", meanwhile)
+    assert get(tmp_path / "cache", file).report.samples == 9 and not entries(tmp_path / "cache")
+    file.write_bytes(before)
+    monkeypatch.undo()
+    assert get(tmp_path / "cache", file).report.samples == 8 and len(entries(tmp_path / "cache")) == 1

@@ -66,7 +66,7 @@ def test_calls_that_a_template_drops_are_not_trained_as_an_empty_turn() -> None:
 def test_a_result_inside_the_assistants_turn_is_cut_out() -> None:
     """A template that writes the tool's result where the call stands does not make it an answer."""
     found, _ = trained(chats.AHEAD, talk())
-    assert found == ["call:weather", "<|end|>", "Sun.<|end|>"]
+    assert found == ['call:weather{"city": "Paris", "days": 2}', "<|end|>", "Sun.<|end|>"]
 
 
 def test_reasoning_is_trained_where_it_is_written_and_counted_where_it_is_not() -> None:
@@ -99,7 +99,7 @@ def test_a_template_that_marks_its_answers_is_believed() -> None:
     assert trained(bare, said)[0] == ["B."]
 
 
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"train": 0}, {"loss": False}, {"training": False}])
 def test_a_turn_is_taken_out_by_weight_or_train(flag: dict[str, Any]) -> None:
     """In messages and in ShareGPT's turns alike; the other answer is trained."""
     tok = tokenizer(chats.CHATML)
@@ -147,3 +147,128 @@ def test_texts_are_those_of_transformers() -> None:
             ours = ChatTemplate(tok).render(chat("Hi", " A.\n", "More?"), None, prompt)
             options = {"tokenize": False, "add_generation_prompt": prompt, "date_string": "26 Jul 2024"}
             assert ours == tok.apply_chat_template(chat("Hi", " A.\n", "More?"), **options), name
+
+
+MARKED_TURN = (
+    "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+)
+LATE_MARKS = {
+    "macro": "{% macro turn(m) %}" + MARKED_TURN + "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
+    "set": "{% for m in messages %}{% set t %}" + MARKED_TURN + "{% endset %}{{ t }}\n{% endfor %}",
+    "call": "{% macro w() %}[{{ caller() }}]{% endmacro %}{% for m in messages %}{% call w() %}"
+    + MARKED_TURN
+    + "{% endcall %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("place", LATE_MARKS)
+def test_marks_are_found_in_text_that_is_written_later(place: str) -> None:
+    """A macro or a set block makes its text before it is written; the mark is where the text ends up."""
+    found, lost = trained(LATE_MARKS[place], chat("Hi", "A.", "More?", "A."))
+    assert found == ["A.<|im_end|>", "A.<|im_end|>"] and not any(lost)
+
+
+def test_marked_text_that_is_changed_afterwards_is_refused() -> None:
+    changing = "{% for m in messages %}{% set t %}" + MARKED_TURN + "{% endset %}{{ t[:-2] }}{% endfor %}"
+    with pytest.raises(UserError, match="generation"):
+        trained(changing, chat("Hi", "A."))
+
+
+def test_nothing_is_trained_of_a_chat_in_which_the_template_marks_nothing() -> None:
+    """The template has marks, and none around this answer: it is counted, not guessed."""
+    unless_last = "{% for m in messages %}" + MARKED_TURN.replace("'assistant'", "'assistant' and not loop.last")
+    found, lost = trained(unless_last + "{% endfor %}", chat("Hi", "A."))
+    assert found == [] and lost.text == 1
+
+
+def test_a_chat_that_begins_with_an_answer_does_not_train_the_templates_system_prompt() -> None:
+    """The template writes a system prompt of its own at the first message; the assistant did not."""
+    begins = (
+        "{% for m in messages %}{% if loop.first %}<|im_start|>system\nBe good.<|im_end|>{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    said = [{"role": "assistant", "content": "Hello."}, *chat("Hi", "A.")]
+    assert trained(begins, said)[0] == ["Hello.<|im_end|>", "A.<|im_end|>"]
+
+
+def test_a_call_under_its_older_name_is_a_call() -> None:
+    turn = {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": ARGUMENTS}}
+    said = [talk()[0], turn, *talk()[2:]]
+    assert trained(chats.CALLING, said)[0] == [WRITTEN, "Sun.<|im_end|>"]
+    assert trained(chats.CHATML, said)[1].calls == 1
+
+
+@pytest.mark.parametrize("call", ["weather()", {"arguments": {}}, {"name": "weather", "parameters": ARGUMENTS}])
+def test_a_call_that_no_template_can_write_is_refused(call: Any) -> None:
+    """Without a name, or with its arguments under another key: they would be trained as {}."""
+    with pytest.raises(UserError, match=r"line 7: column messages\[1\].tool_calls\[0\]"):
+        trained(chats.CALLING, talk(tool_calls=[call]))
+
+
+def test_a_call_whose_arguments_are_not_written_is_lost() -> None:
+    only_names = chats.CALLING.replace("call.function.arguments", "1")
+    assert trained(chats.CALLING, talk())[1].calls == 0
+    assert trained(only_names, talk())[1].calls == 1
+
+
+@pytest.mark.parametrize("role", ["model", "Assistant", "gpt"])
+def test_an_assistant_by_another_name_is_refused(role: str) -> None:
+    """Its turns would be read and never trained on."""
+    with pytest.raises(UserError, match="expected assistant"):
+        trained(chats.CHATML, [*chat("Hi", "A."), {"role": role, "content": "B."}])
+    assert trained(chats.CHATML, [*chat("Hi", "A."), {"role": role, "content": "B.", "weight": 0}])
+
+
+def test_what_a_turn_says_under_keys_of_its_own_is_counted() -> None:
+    """Text that the template does not know; a turn that has nothing else is not trained as an empty answer."""
+    said = chat("Hi", "A.")
+    found, lost = trained(chats.CHATML, [said[0], said[1] | {"thought": "hm", "id": None}])
+    assert found == ["A.<|im_end|>"] and lost.keys == ("thought",)
+    found, lost = trained(chats.CHATML, [said[0], {"role": "assistant", "content": "", "refusal": "No."}])
+    assert found == [] and lost.keys == ("refusal",)
+    found, lost = trained(chats.CHATML, [said[0] | {"train": True}, {"role": "assistant", "content": ""}])
+    assert found == ["<|im_end|>"] and lost.empty == 1 and lost.unheard == 1
+
+
+def test_reasoning_in_a_part_of_the_content_is_no_text() -> None:
+    parts = [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "A."}]
+    with pytest.raises(UserError, match="expected text"):
+        trained(chats.CHATML, chat("Hi", parts))
+    assert trained(chats.CHATML, chat("Hi", parts[1:]))[0] == ["A.<|im_end|>"]
+
+
+def test_a_header_is_given_though_the_prompt_goes_on_with_a_thought() -> None:
+    """The role is plain text behind a special token, and the prompt opens a thought that old answers have lost."""
+    opens = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    found, lost = trained(opens, chat("Hi", "<think>\nhm</think>A.", "More?", "<think>\nhm</think>B."))
+    assert found == ["A.<|im_end|>", "hm</think>B.<|im_end|>"] and lost.reasoning == 1
+    assert trained(opens, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
+
+
+def test_a_remark_after_the_last_answer_is_not_trained() -> None:
+    """The answer is closed inside the loop; what the template says afterwards the assistant did not write."""
+    remark = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_start|>system\nOver.<|im_end|>{% endif %}"
+    )
+    assert trained(remark, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
+
+
+def test_an_empty_answer_that_is_not_written_is_counted() -> None:
+    written = "{% for m in messages if m.content %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    found, lost = trained(written + prompt, chat("Hi", "", "More?", "A."))
+    assert found == ["A.<|im_end|>"] and lost.empty == 1
+
+
+def test_a_flag_that_nobody_reads_is_named() -> None:
+    """`mask: true` may have meant that the turn is not trained on."""
+    said = chat("Hi", "A.")
+    assert trained(chats.CHATML, [said[0], said[1] | {"mask": True, "train": 1}])[1].keys == ("mask",)

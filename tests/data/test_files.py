@@ -366,3 +366,29 @@ def test_a_directory_with_the_name_of_a_file_is_said(tmp_path: Path) -> None:
             resolve([str(source)])
     with pytest.raises(UserError, match=r"holds train\.jsonl/; directories, not files, are called train\.jsonl"):
         load_task("sst2", str(tmp_path), Numbers())
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, suffix: str) -> None:
+    """A row has one value per name: the second column would replace the first."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["prompt", "text", "text"])
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+            out.write_table(table)
+    with pytest.raises(UserError, match="two columns are called text"):
+        rows(str(path))
+
+
+def test_a_map_in_parquet_is_read(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    parquet.write_table(pyarrow.table({"text": ["a"], "m": pyarrow.array([[("k", 1)]], kind)}), tmp_path / "a.parquet")
+    assert rows(str(tmp_path / "a.parquet")) == [{"text": "a", "m": [("k", 1)]}]

@@ -154,3 +154,38 @@ def test_packing_loses_no_token(tmp_path_factory: pytest.TempPathFactory, sizes:
     assert all(len(row.input_ids) <= max_length for row in packed) and len(packed) <= len(alone)
     assert packed.fingerprint != alone.fingerprint
     assert any(x.startswith(f"packed into {len(packed):,} rows of {max_length} tokens") for x in packed.report.lines())
+
+
+def test_a_row_of_another_layout_than_the_first_is_refused(tmp_path: Path) -> None:
+    """It has a chat, and would be read as the plain text that the first row has."""
+    both = {"text": "b", "messages": chat("Hi", "A.")}
+    source = write(tmp_path / "a.jsonl", [{"text": "a b"}, both])
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: .* data format messages.*data_format=text"):
+        prepare(source, tokenizer(chats.CHATML))
+    assert prepare(source, tokenizer(chats.CHATML), data_format="text").report.samples == 2
+
+
+def test_a_system_column_begins_every_chat(tmp_path: Path) -> None:
+    """Unless the chat has the same text itself; a contradiction is refused."""
+    said, system = chat("Hi", "A."), {"role": "system", "content": "Be good."}
+    tok = tokenizer(chats.CHATML)
+    own = prepare(write(tmp_path / "own.jsonl", [{"messages": [system, *said]}]), tok)
+    for row in ({"messages": said}, {"messages": [system, *said]}, {"prompt": said[:1], "completion": said[1:]}):
+        column = prepare(write(tmp_path / "column.jsonl", [{"system": "Be good.", **row}]), tok)
+        assert column.ids.tolist() == own.ids.tolist()
+    with pytest.raises(UserError, match="column system differs"):
+        prepare(write(tmp_path / "two.jsonl", [{"system": "Be bad.", "messages": [system, *said]}]), tok)
+
+
+def test_weights_that_make_too_many_rows_are_refused(pairs: str) -> None:
+    """A billion rows per epoch of eight samples would end in no memory."""
+    with pytest.raises(UserError, match="train_weights: 8,000,000,000 rows per epoch of 8 samples"):
+        prepare([pairs], tokenizer(), weights=[1e9])
+    assert len(prepare([pairs], tokenizer(), weights=[1000])) == 8000
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_variables_that_belong_to_the_rows_cannot_be_set(pairs: str, name: str) -> None:
+    """add_generation_prompt: true would end every trained chat with the beginning of another answer."""
+    with pytest.raises(UserError, match=f"chat_template_kwargs: {name} comes from the data"):
+        prepare(pairs, tokenizer(), chat_template_kwargs={name: True})

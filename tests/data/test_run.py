@@ -159,3 +159,16 @@ def test_the_template_of_a_setting_is_a_text_or_a_regular_file(
             load_data(settings(tiny_model, tiny_data, chat_template=str(tmp_path / name)))
     with pytest.raises(UserError, match="/dev/zero: not a regular file"):
         load_data(settings(tiny_model, tiny_data, chat_template="/dev/zero"))
+
+
+def test_held_out_samples_that_are_trained_on_are_counted(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """By their tokens, whatever the file is called; other rows are none of them."""
+    lines = tiny_data.read_text().splitlines(keepends=True)
+    other = lines[0].replace("1", "9")
+    (tmp_path / "held.jsonl").write_text("".join([*lines[:3], other]))
+    (tmp_path / "apart.jsonl").write_text(other)
+    for packing in (False, True):
+        data = load_data(settings(tiny_model, tiny_data, eval_data=str(tmp_path / "held.jsonl"), packing=packing))
+        assert any("eval:  warning: 3 of the 4 samples are also in train_data" in line for line in data.report)
+    data = load_data(settings(tiny_model, tiny_data, eval_data=str(tmp_path / "apart.jsonl")))
+    assert not any("also in train_data" in line for line in data.report)

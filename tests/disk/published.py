@@ -15,7 +15,7 @@ INSIDE = {
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14}
+TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 
 
 def half(x: float) -> bytes:
@@ -36,6 +36,18 @@ def block_of(w: list[float], form: str) -> tuple[bytes, list[float]]:
         (m,), (d,) = struct.unpack("<e", half(min(w))), struct.unpack("<e", half((max(w) - min(w)) / 15))
         q = [max(0, min(15, round((x - m) / d))) for x in w]
         return half(d) + half(m) + bytes(q[j] | q[j + 16] << 4 for j in range(16)), [d * i + m for i in q]
+    if form in ("Q5_0", "Q5_1"):
+        (m,) = struct.unpack("<e", half(min(w))) if form == "Q5_1" else (0.0,)
+        (d,) = struct.unpack("<e", half((max(w) - m) / 31 if m else max(w, key=abs) / -16))
+        q = [max(0, min(31, round((x - m) / d) + (0 if m else 16))) for x in w]
+        raw = (
+            half(d) + (half(m) if form == "Q5_1" else b"") + struct.pack("<I", sum((q[i] >> 4) << i for i in range(32)))
+        )
+        return raw + bytes(q[j] & 15 | (q[j + 16] & 15) << 4 for j in range(16)), [
+            d * (i if form == "Q5_1" else i - 16) + m for i in q
+        ]
+    if form in ("Q4_K", "Q5_K"):
+        return _block_of_runs(w, 4 if form == "Q4_K" else 5)
     assert form == "Q6_K", form
     (d,) = struct.unpack("<e", half(max(map(abs, w)) / 31 / 49))
     scales = [64 - i for i in range(16)]
@@ -49,12 +61,29 @@ def block_of(w: list[float], form: str) -> tuple[bytes, list[float]]:
     return raw, [d * scales[i // 16] * (code - 32) for i, code in enumerate(q)]
 
 
+def _block_of_runs(w: list[float], bits: int) -> tuple[bytes, list[float]]:
+    """256 weights in eight runs, each with a scale and a minimum of 6 bits."""
+    runs, most = [w[i : i + 32] for i in range(0, 256, 32)], 2**bits - 1
+    lows = [max(0.0, -min(run)) for run in runs]
+    steps = [(max(run) + low) / most for run, low in zip(runs, lows, strict=True)]
+    (d,), (e,) = (struct.unpack("<e", half(max(x) / 63)) for x in (steps, lows))
+    s, m = [round(x / d) for x in steps], [round(x / e) for x in lows]
+    q = [max(0, min(most, round((x + e * m[i // 32]) / (d * s[i // 32])))) for i, x in enumerate(w)]
+    head = bytes(s[i] | (s[i + 4] >> 4) << 6 for i in range(4)) + bytes(m[i] | (m[i + 4] >> 4) << 6 for i in range(4))
+    head += bytes(s[i + 4] & 15 | (m[i + 4] & 15) << 4 for i in range(4))
+    fifth = bytes(sum((q[32 * run + at] >> 4) << run for run in range(8)) for at in range(32)) if bits == 5 else b""
+    pairs = [(64 * i + at, 64 * i + 32 + at) for i in range(4) for at in range(32)]
+    codes = bytes(q[a] & 15 | (q[b] & 15) << 4 for a, b in pairs)
+    numbers = [d * s[i // 32] * code - e * m[i // 32] for i, code in enumerate(q)]
+    return half(d) + half(e) + head + fifth + codes, numbers
+
+
 def packed(w: torch.Tensor, form: str) -> tuple[bytes, torch.Tensor]:
     """All blocks of a tensor, and its numbers."""
     if form in ("F32", "F16"):
         kept = w.float() if form == "F32" else w.half()
         return kept.numpy().tobytes(), kept.float()
-    size = 256 if form == "Q6_K" else 32
+    size = 256 if form.endswith("_K") else 32
     found = [block_of(row, form) for row in w.float().reshape(-1, size).tolist()]
     return b"".join(raw for raw, _ in found), torch.tensor([x for _, xs in found for x in xs]).view(w.shape)
 
@@ -149,27 +178,31 @@ def _pack_rows(q: torch.Tensor) -> torch.Tensor:
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
 
-def write_ints(source: Path, target: Path, method: str, sym: bool, group: int = 32) -> dict[str, torch.Tensor]:
-    """GPTQ or AWQ in 4 bits; sym: all zero points are 8."""
+def write_ints(
+    source: Path, target: Path, method: str, sym: bool, group: int = 32, reorder: bool = False
+) -> dict[str, torch.Tensor]:
+    """GPTQ or AWQ in 4 bits; sym: all zero points are 8. reorder: inputs belong to groups in another order (GPTQ)."""
 
     def layer(name: str, w: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        stem, w_GgO = name.removesuffix(".weight"), w.t().reshape(-1, group, w.shape[0])
-        scale_GO = (w_GgO.abs().amax(1) / 7).half()
         generator = torch.Generator().manual_seed(len(name))
-        zero_GO = torch.full(scale_GO.shape, 8) if sym else torch.randint(5, 11, scale_GO.shape, generator=generator)
+        order = torch.randperm(w.shape[1], generator=generator) if reorder else torch.arange(w.shape[1])
+        back = torch.argsort(order)
+        stem, w_GgO = name.removesuffix(".weight"), w[:, order].t().reshape(-1, group, w.shape[0])
+        scale_GO = (w_GgO.abs().amax(1) / 7).half()
+        zero_GO = torch.full(scale_GO.shape, 8) if sym else torch.randint(0, 16, scale_GO.shape, generator=generator)
         q = (torch.round(w_GgO / scale_GO.float().unsqueeze(1)) + zero_GO.unsqueeze(1)).clamp(0, 15)
-        held = (scale_GO.float().unsqueeze(1) * (q - zero_GO.unsqueeze(1))).reshape(-1, w.shape[0]).t().contiguous()
-        q_IO = q.reshape(-1, w.shape[0]).int()
+        held = (scale_GO.float().unsqueeze(1) * (q - zero_GO.unsqueeze(1))).reshape(-1, w.shape[0])[back].t()
+        held, q_IO = held.contiguous(), q.reshape(-1, w.shape[0]).int()[back]
         made = {f"{stem}.scales": scale_GO}
         if method == "gptq":
             made[f"{stem}.qweight"] = _pack_rows(q_IO)
-            made[f"{stem}.qzeros"] = _pack_rows((zero_GO - 1).int().t().contiguous()).t().contiguous()
-            made[f"{stem}.g_idx"] = (torch.arange(len(q_IO)) // group).int()
+            made[f"{stem}.qzeros"] = _pack_rows(((zero_GO - 1) % 16).int().t().contiguous()).t().contiguous()
+            made[f"{stem}.g_idx"] = (back // group).int()
         else:
             order = [8 * i + j for i in range(w.shape[0] // 8) for j in (0, 2, 4, 6, 1, 3, 5, 7)]
             made[f"{stem}.qweight"] = _pack_rows(q_IO[:, order].t().contiguous()).t().contiguous()
             made[f"{stem}.qzeros"] = _pack_rows(zero_GO.int()[:, order].t().contiguous()).t().contiguous()
         return made, held
 
-    said = {"quant_method": method, "bits": 4, "group_size": group, "sym": sym, "desc_act": False}
+    said = {"quant_method": method, "bits": 4, "group_size": group, "sym": sym, "desc_act": reorder}
     return _write(source, target, layer, said)

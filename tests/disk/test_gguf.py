@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.disk.gguf import GGUFShard, gguf_files, unpacked
+from keyhole.disk.gguf import GGUFShard, gguf_files
+from keyhole.disk.gguf_blocks import unpacked
 from keyhole.disk.weight_files import open_shard, stored_tensors, weight_files
 from keyhole.errors import UserError
 from tests.disk.published import packed, text, write_gguf
 
 
-@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_blocks_mean_their_numbers(form: str) -> None:
     """As packed number by number; near what was given."""
     w = torch.randn(512, generator=torch.Generator().manual_seed(0))

@@ -39,6 +39,7 @@ BNB: dict[str, Callable[[Tensors], object]] = {
     "short table": lambda t: t.update({f"{Q}.weight.quant_map": torch.zeros(2)}),
     "short scales": lambda t: t.update({f"{Q}.weight.absmax": torch.zeros(3, dtype=torch.uint8)}),
     "no weight": lambda t: t.pop(f"{Q}.weight"),
+    "wider bytes": lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].to(torch.int32)}),
 }
 GPTQ: dict[str, Callable[[Tensors], object]] = {
     "no scales": lambda t: t.pop(f"{Q}.scales"),
@@ -64,7 +65,12 @@ def test_damage_is_refused(kind: str, harm: str, tiny_model: Path, tmp_path: Pat
         stored_tensors(tmp_path / "in")[name].read(tmp_path / "in", name)
 
 
-@pytest.mark.parametrize("changes", [{"quant_method": "exl2"}, {"bits": 3}, {"group_size": "x"}, {"bits": [4]}])
+@pytest.mark.parametrize(
+    "changes", [
+        {"quant_method": "exl2"}, {"bits": 3}, {"group_size": "x"}, {"bits": [4]}, {"bits": 4.0},
+        {"checkpoint_format": "marlin"}, {"quant_method": "awq", "version": "gemv"},
+    ],
+)  # fmt: skip
 def test_what_is_not_read_is_said(changes: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     write_ints(tiny_model, tmp_path / "in", "gptq", sym=True)
     config = json.loads((tmp_path / "in" / "config.json").read_text())
@@ -72,3 +78,23 @@ def test_what_is_not_read_is_said(changes: dict[str, Any], tiny_model: Path, tmp
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="are read"):
         stored_tensors(tmp_path / "in")
+
+
+@pytest.mark.parametrize("shape, store", [((10, 30), torch.uint8), ((16, 64), torch.bfloat16), ((3, 5), torch.uint8)])
+def test_codes_of_bitsandbytes_in_any_number_and_storage(
+    shape: tuple[int, int], store: torch.dtype, tmp_path: Path
+) -> None:
+    """The last block may be short; the bytes may be called numbers of another dtype (bnb_4bit_quant_storage)."""
+    numel, generator = shape[0] * shape[1], torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (numel,), generator=generator)
+    levels, absmax = torch.rand(16, generator=generator), torch.rand(-(-numel // 64), generator=generator)
+    codes = [*q.tolist(), 0][: numel + numel % 2]
+    raw = torch.tensor([high << 4 | low for high, low in zip(codes[::2], codes[1::2], strict=True)], dtype=torch.uint8)
+    about = json.dumps({"quant_type": "nf4", "blocksize": 64, "shape": list(shape)}).encode()
+    tensors = {"l.weight": raw.view(store).unsqueeze(1), "l.weight.absmax": absmax, "l.weight.quant_map": levels}
+    tensors["l.weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(about), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    found = stored_tensors(tmp_path)["l.weight"].read(tmp_path, "l.weight")
+    expected = [float(levels[code] * absmax[i // 64]) for i, code in enumerate(q.tolist())]
+    assert found.tolist() == torch.tensor(expected).view(shape).tolist()

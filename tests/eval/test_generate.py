@@ -7,7 +7,7 @@ import torch
 
 import keyhole
 from keyhole.data.tasks.question import Question
-from keyhole.eval.generate import cut_at, generate_answers
+from keyhole.eval.generate import answer_limit, cut_at, generate_answers
 
 PROMPTS = ["The soup", "A", "Bread was warm and", "Stamp: red, blue,"]
 
@@ -53,3 +53,16 @@ def test_a_long_prompt_leaves_room_for_its_answer(tiny_model: Path) -> None:
     model.generate = lambda ids, mask, **options: seen.append(ids.shape) or generate(ids, mask, **options)
     _, cut = generate_answers(model, [Question("x" * 300, ("y",), 0)], max_new_tokens=10)
     assert cut == 1 and seen == [torch.Size([1, 246])]
+
+
+def test_an_answer_longer_than_the_context(tiny_model: Path) -> None:
+    """It takes half of the context at most, so that the question keeps the other half and no position is missing."""
+    model = keyhole.load(tiny_model, device="cpu")
+    seen: list[tuple[int, int]] = []
+    generate = model.generate
+    model.generate = lambda ids, mask, **options: (
+        seen.append((ids.shape[1], options["max_new_tokens"]))
+        or generate(ids, mask, **(options | {"max_new_tokens": 1}))
+    )
+    _, cut = generate_answers(model, [Question("x" * 300, ("y",), 0)], max_new_tokens=400)
+    assert cut == 1 and seen == [(128, 128)] and answer_limit(400, None) == 400

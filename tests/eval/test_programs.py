@@ -42,6 +42,7 @@ def test_right_programs_pass(source: str) -> None:
         ("exit()", "NameError"),
         ("import sys; sys.exit(0)", "SystemExit"),
         ("import os; os._exit(0)", "before its end"),
+        ("import builtins\nbuiltins.BaseException = ValueError\nassert False", "AssertionError"),
         ("def f(): f()\nf()", "RecursionError"),
         ("input()", "EOFError"),
         ("x = 'a' * 2**34", "MemoryError"),

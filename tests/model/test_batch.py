@@ -137,3 +137,13 @@ def test_left_padding_is_no_packing() -> None:
     hole = two_samples(0) | {"attention_mask": torch.tensor([[1] * 5 + [0] + [1] * 7])}
     with pytest.raises(UserError, match="hides tokens before the end of a row"):
         to_device(hole, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_integers_of_any_width_are_a_batch(dtype: torch.dtype) -> None:
+    """A loss takes 64 bits alone; 32 ended in a traceback of torch."""
+    whole = batch()
+    model = keyhole.load(config("llama"), init="random", device="cpu")
+    narrow = {name: x.to(dtype) for name, x in whole.items()}
+    assert model.nll(narrow)[0].equal(model.nll(whole)[0])
+    assert keyhole.LOMO(model, lr=1e-3).step(narrow) > 0

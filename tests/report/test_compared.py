@@ -73,7 +73,7 @@ def test_runs_are_told_apart(tmp_path: Path) -> None:
     [
         (["nothing"], "no run is here"),
         (["run-a", "-o", "run-a"], "is a directory; name a file"),
-        (["run-a", "-o", "no/such/page.html"], "is not there, or not writable"),
+        (["run-a", "-o", "no/such/page.html"], "cannot be written: No such file"),
     ],
 )
 def test_mistakes_are_named(

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from keyhole.config.loader import parse_config
+from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods.work import experts_share
 from keyhole.plan import measure
@@ -15,6 +17,8 @@ from keyhole.plan.profiles import PROFILES
 from keyhole.training.plan_request import Asked, check_plan
 from keyhole.training.planning import ask
 from keyhole.training.start import train
+from tests.disk.published import write_ints
+from tests.training.runs import Make
 
 
 @pytest.fixture
@@ -38,6 +42,22 @@ def test_options_replace_the_numbers_of_a_machine(mixture: Path) -> None:
     assert question.rates.up == question.rates.down == 10e9 and not question.rates.measured
     assert question.dtype == torch.bfloat16 and found.method is None
     assert "estimates from data sheets" in " ".join(found.lines)
+
+
+def test_models_that_were_published_quantised_are_planned_and_tried(
+    make: Make, tiny_model: Path, tmp_path: Path
+) -> None:
+    """As they are trained: their config says that they are quantised, and that does not matter before the load. What
+    the config says of plain weights is still refused by a dry run."""
+    write_ints(tiny_model, tmp_path / "in", "gptq", sym=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, tmp_path / "in")
+    assert ask(check_plan(Asked(str(tmp_path / "in"), machine="4090"))).question.module is not None
+    own = {"method": "zo", "max_steps": 1, "model": str(tmp_path / "in")}
+    assert train(make("out", **own), dry_run=True) == 0
+    shutil.copy(tiny_model / "model.safetensors", tmp_path / "in")
+    with pytest.raises(UserError, match="quantization_config"):
+        train(make("out", **own), dry_run=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -6,17 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import keyhole
 from keyhole.config import TrainConfig, resolve
 from keyhole.config.schema import OffloadConfig
+from keyhole.data.dataset import Dataset
 from keyhole.errors import NonFinite
 from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
 from keyhole.report.story import Story, read_story
 from keyhole.report.view import View, read_view
 from keyhole.training import loop, run_page
+from keyhole.training.page_facts import generated
 from keyhole.training.run_page import EVERY_S, RunPage
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
@@ -191,3 +195,17 @@ def test_chats_and_texts_are_answered(
     assert train(config) == 0
     (answer,) = story(config).answers[0].rows
     assert prompt in answer.prompt and expected not in answer.prompt and answer.expected == expected
+
+
+@pytest.mark.parametrize(("length", "told"), [(20, 1), (250, 1), (255, 0)])
+def test_answers_stay_within_the_context(tiny_model: Path, length: int, told: int) -> None:
+    """A row as long as the context has no room for an answer: a position too many is a CUDA error, which no page is
+    worth."""
+    model, seen = keyhole.load(tiny_model, device="cpu"), []
+    generate = model.generate
+    model.generate = lambda ids, mask, **options: (
+        seen.append(ids.shape[1] + options["max_new_tokens"]) or generate(ids, mask, **options)
+    )
+    dataset = Dataset([np.full(256, 5, dtype=np.int32)], [np.arange(256) >= length])
+    answers = generated(model, dataset, 1, 1, 0.0, 0.0)
+    assert len(answers.rows) == len(seen) == told and all(width <= 256 for width in seen)

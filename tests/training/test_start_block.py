@@ -46,7 +46,7 @@ def test_gives_reasons(tiny_model: Path) -> None:
     lines = start.machine_lines("cpu", asked, keyhole.ZO(asked))
     assert lines[:2] == ["device: cpu, as asked", "dtype: float32, as asked"]
     lines = start.machine_lines(None, found, keyhole.ZO(found))
-    assert lines[1] == "dtype: float32, as stored in the model's files"
+    assert lines[1] == "dtype: float32, as the model's config.json says"
     assert lines[0] == "device: cpu, no GPU here" and any(line.startswith("placement: resident") for line in lines)
 
 

@@ -85,3 +85,37 @@ def test_another_draw_is_refused_on_resume(make: Make, tasks: dict, tmp_path: Pa
         train(make(**tasks | {"num_train": 9}), resume="")
     (tmp_path / "data").rename(tmp_path / "moved")
     assert train(make(**tasks | {"task_data": str(tmp_path / "moved")}), resume="") == 0
+
+
+def test_a_finished_run_is_tested_again_on_other_questions(make: Make, tasks: dict) -> None:
+    """num_eval may change on resume: the old score is of other questions, and is not printed as that of the new."""
+    tasks |= {"task": "sst2", "max_steps": 2, "load_best_model_at_end": True, "eval_steps": 1}
+    counts = []
+    for num_eval in (6, 6, 9):
+        run = make(**tasks, num_eval=num_eval)
+        assert train(run, resume="" if counts else None) == 0
+        counts.append([entry["test_questions"] for entry in metrics(run) if "test_questions" in entry])
+    assert counts == [[6], [6], [6, 9]]
+
+
+def test_the_last_weights_are_not_tested_as_the_best(make: Make, tasks: dict) -> None:
+    """Without a saved model the best step is tested when it is reached; a resumed run cannot go back to it."""
+    tasks |= {"task": "sst2", "max_steps": 3, "load_best_model_at_end": True, "eval_steps": 1, "save_model": False}
+    tasks |= {"save_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
+    assert train(make(**tasks, num_eval=6)) == 0
+    run = make(**tasks, num_eval=9)
+    assert train(run, resume="") == 0
+    tested = [(entry["step"], entry["test_questions"]) for entry in metrics(run) if "test_questions" in entry]
+    assert tested == [(1, 6)]
+
+
+def test_other_dev_questions_are_refused_on_resume(make: Make, tasks: dict, tmp_path: Path) -> None:
+    """Where dev is a file of its own, the rows to train on do not tell that it has changed."""
+    tasks |= {"task": "sst2", "task_splits": {"train": "train[:15]", "dev": "more", "test": "dev"}, "max_steps": 2}
+    dev = tmp_path / "data" / "sst2" / "more.jsonl"
+    dev.write_text((tmp_path / "data" / "sst2" / "train.jsonl").read_text().replace("sst2", "other"))
+    assert train(make(**tasks, load_best_model_at_end=True, save_steps=1)) == 0
+    dev.write_text(dev.read_text().replace("other", "another"))
+    with pytest.raises(UserError, match="the dev questions are not those of the run so far"):
+        train(make(**tasks | {"max_steps": 4}, load_best_model_at_end=True), resume="")
+    assert train(make(**tasks | {"max_steps": 3}, load_best_model_at_end=False), resume="") == 0

@@ -164,6 +164,13 @@ def test_a_checkpoint_within_a_period_can_be_loaded(make: Make, tmp_path: Path, 
         state.write_text(re.sub(rf"{words.split(':')[0]}: \d+", words, text))
         with pytest.raises(UserError, match="zo.rank|edited"):
             keyhole.load(str(path), device="cpu")
+    edits = [('refresh": 2', 'refresh": 0'), ('"gaussian"', '"lognormal"'), ('"stochastic"', '"upwards"')]
+    edits += [] if fold else [('step_count": 3', 'step_count": 1')]  # and a period is kept, of 2 steps
+    for words, others in edits:
+        assert words in text
+        state.write_text(text.replace(words, others))
+        with pytest.raises(UserError, match="edited|kept periods after 1 steps"):
+            keyhole.load(str(path), device="cpu")
     state.write_text(text)
     for harm in (b"", content[:9], content[:-5], b"\xff" * 64):
         tensors.write_bytes(harm)

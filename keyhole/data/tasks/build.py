@@ -36,12 +36,15 @@ def _names(record: Record, spec: TaskSpec) -> dict[str, Any]:
 def _choice(record: Record, spec: TaskSpec) -> Question:
     row = _names(record, spec)
     raw = _candidates(row, spec)
-    right = _right(row, raw, spec)
     texts = [spec.candidate.run({**row, "candidate": text}) if spec.candidate else text for text in raw]
+    value = None if spec.value is None else number_of(row[spec.value], spec.value)
+    nearest = [] if value is None else [abs(number_of(text, "candidates") - value) for text in texts]
+    named = spec.right is not None or spec.has_label
+    right = _right(row, raw, spec) if named else [nearest.index(min(nearest))]
     prompt = spec.prompt.run(row)
+    _different(texts)
     given = tuple(text.run(row) for text in spec.texts)
     check_text("\n".join([prompt, *texts, *given]), "the row")
-    value = None if spec.value is None else _number(row[spec.value], spec.value)
     return Question(prompt, tuple(texts), right[0], record.where, tuple(right[1:]), value=value, texts=given)
 
 
@@ -50,6 +53,10 @@ def _candidates(row: dict[str, Any], spec: TaskSpec) -> list[str]:
     texts = list(found) if isinstance(found, tuple | list) else []
     if not 2 <= len(texts) <= MOST_CANDIDATES or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"candidates: expected 2 to {MOST_CANDIDATES} texts, found {found!r:.80}")
+    return _different(texts)
+
+
+def _different(texts: list[str]) -> list[str]:
     if len(set(texts)) < len(texts):
         raise UserError(f"candidates: two of them are the same: {listed(texts)}")
     return texts
@@ -97,7 +104,8 @@ def _free(record: Record, spec: TaskSpec) -> Question | None:
 MARK = "\N{SYMBOL FOR SUBSTITUTE}completion\N{SYMBOL FOR SUBSTITUTE}"  # the place of the model's text in a program
 
 
-def _number(value: Any, column: str) -> float:
+def number_of(value: Any, column: str) -> float:
+    """A finite number; an error otherwise."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -6,7 +6,8 @@ lists opened     `rows: [data, data.paragraphs]`: the row is repeated for each i
 names            `question: [question, passage.questions.question]`: the first that exists; dots lead into
                  objects, unless a column has exactly this name
 no label         rows whose label is missing, -1, - or empty (the test sets of benchmarks, MNLI's disputed pairs)
-                 are left out and counted
+                 are left out and counted; unless the task file lists -1 or - as a label, or its candidates are
+                 numbers that begin at -1 or below
 """
 
 from collections import Counter
@@ -25,14 +26,30 @@ NO_LABEL = ("", "-", "-1", "none", "null")
 def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
     """Rows with only the task's columns. left_out: counts rows without a label."""
     column = spec.value or "label"
+    unlabelled = _unlabelled(spec)
     for record in records:
         opened = _opened([record.row], spec.rows)
         for part, row in enumerate(opened, 1):
             picked = _pick(replace(record, row=row, part=part if len(opened) > 1 else 0), spec)
-            if column in spec.columns and spelled(picked.row[column]) in NO_LABEL and column not in spec.optional:
+            if column in spec.columns and spelled(picked.row[column]) in unlabelled and column not in spec.optional:
                 left_out["without a label"] += 1
             else:
                 yield picked
+
+
+def _unlabelled(spec: TaskSpec) -> set[str]:
+    """The spellings that mean that a row has no label."""
+    known = {word for words in spec.labels for word in words}
+    if spec.value is not None and isinstance(spec.candidates, tuple):
+        known |= {"-1"} if any(_is_negative(text) for text in spec.candidates) else set()
+    return set(NO_LABEL) - known
+
+
+def _is_negative(text: str) -> bool:
+    try:
+        return float(text) <= -1
+    except ValueError:
+        return False  # refused where questions are built
 
 
 def spelled(value: Any) -> str:

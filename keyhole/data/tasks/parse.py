@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from keyhole.data.tasks.columns import spelled
 from keyhole.data.tasks.expressions import Expression, Text
 from keyhole.data.tasks.spec import (
     CHOICE,
@@ -84,8 +85,16 @@ def _fault(spec: TaskSpec) -> str:
         return f"metric: {spec.metric} {other}"
     if spec.kind != CHOICE and spec.answer is None:
         return f"answer: missing; {spec.metric} needs an answer in free text"
-    if spec.kind == CHOICE and spec.right is None and "label" not in spec.columns and "label" not in spec.let:
+    strange = ("answer", "references", "extract") if spec.kind == CHOICE else ("candidate", "labels", "right")
+    if extra := [key for key in strange if getattr(spec, key)]:
+        other = "answers in free text" if spec.kind == CHOICE else "candidates"
+        return f"{listed(extra)}: for tasks with {other}, not with metric {spec.metric}; remove it"
+    if spec.kind == CHOICE and spec.right is None and spec.value is None and not spec.has_label:
         return "columns: label is missing (or say `right:`): it names the right candidate"
+    if spec.right is not None and spec.labels:
+        return "labels: of no use beside `right`, which names the right candidate itself; remove one of them"
+    if isinstance(spec.candidates, tuple) and "f1" in spec.metrics and len(spec.candidates) > 2:
+        return f"metric: f1 is that of the second of two candidates, and there are {len(spec.candidates)}; use macro_f1"
     if spec.labels and isinstance(spec.candidates, tuple) and len(spec.labels) != len(spec.candidates):
         return f"labels: {len(spec.labels)} of them for {len(spec.candidates)} candidates; give one list for each"
     spellings = [word for words in spec.labels for word in words]
@@ -131,7 +140,7 @@ def _candidates(value: Any, key: str) -> tuple[str, ...] | Expression:
 def _labels(value: Any, key: str) -> tuple[tuple[str, ...], ...]:
     if not isinstance(value, list):
         raise UserError(f"{key}: expected a list with the spellings of each label, found {value!r:.60}")
-    return tuple(tuple(word.strip().lower() for word in _texts(words, key)) for words in value)
+    return tuple(tuple(spelled(word) for word in _texts(words, key)) for words in value)
 
 
 def _mapping(value: Any, key: str) -> dict[str, Any]:
@@ -148,7 +157,7 @@ def _hub(value: Any, key: str) -> dict[str, str]:
 
 
 def _splits(value: Any, key: str) -> tuple[dict[str, tuple[str, ...]], ...]:
-    layouts = [_mapping(item, key) for item in (value if isinstance(value, list) else [value])]
+    layouts = [_mapping(item, key) for item in (value if isinstance(value, list) and value else [value])]
     for layout in layouts:
         if not layout.keys() <= set(SPLITS) or "test" not in layout:
             raise UserError(f"{key}: expected train, test and perhaps dev, found {listed(layout)}")

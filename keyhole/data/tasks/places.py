@@ -1,12 +1,14 @@
 """Where the rows of a task are: `<task>/` under the setting `task_data`, or a data set of the hub.
 
     task_data/sst2/train.tsv, task_data/SST-2/dev.tsv      the folder by the task's name; case, - and _ do not matter
+    task_data/sst2/data/train-00000-of-00001.parquet       one folder deeper, if that is the only one with a split
     task_data/train.tsv                                    the folder itself, if it has no folder of that name
 
 A split is a name with an optional slice: `train`, `validation`, `val[:2270]`, `val[-1000:]`, `train[:80%]`. A sum of
 names is both files, and its slice applies to each (`plot+quote[:-1000]`). A name is matched, in this order, by
 
-    the exact name         train.jsonl, a folder train/, or with its suffix: val.jsonl[:2270]
+    the exact name         train.jsonl, a folder train/ (also as `save_to_disk` of `datasets` writes it), or with its
+                           suffix: val.jsonl[:2270]
     its parts              train-00000-of-00002.parquet
     a version or prefix    train-v1.1.json, drop_dataset_train.json
 
@@ -22,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from keyhole.assets import TRAIN
-from keyhole.data.files import only_files, read_hub
+from keyhole.data.files import only_files, read_hub, saved_files
 from keyhole.data.readers import Record
 from keyhole.data.tasks.columns import pick_all
 from keyhole.data.tasks.spec import TaskSpec, plain
@@ -127,18 +129,37 @@ def _rows(spec: TaskSpec, names: tuple[str, ...], left_out: Counter[str]) -> Ite
 def _folder(spec: TaskSpec, root: Path) -> Path:
     if not os.path.isdir(root):
         raise UserError(f"task_data: {root}: no such directory (from {Path.cwd()})")
-    wanted = [plain(name) for name in (spec.name, *spec.folders)]
+    wanted = dict.fromkeys(plain(name) for name in (spec.name, *spec.folders))
     inside = [path for path in sorted(root.iterdir()) if path.is_dir()]
     found = [path for name in wanted for path in inside if plain(path.name) == name]
+    alike = [path.name for path in found if plain(path.name) == plain(found[0].name)]
+    if len(alike) > 1:
+        raise UserError(f"task_data: {root}: {listed(alike)} could all be the folder of task {spec.name}; rename one")
     if found:
-        return found[0]
-    own = {word for layout in spec.splits for names in layout.values() for name in names for word in _parts(name)[0]}
-    if any(suffix_of(path) or path.name in own for path in root.iterdir() if path.is_file()):
+        return _inner(spec, found[0])
+    if any(suffix_of(path) for path in root.iterdir() if path.is_file()) or _has_split(spec, root):
         return root
     names = listed([path.name for path in inside]) or "no folder"
     raise UserError(
         f"task_data: {root} has no folder {spec.name}/ with the files of task {spec.name}; it holds {names}"
     )
+
+
+def _inner(spec: TaskSpec, folder: Path) -> Path:
+    """The task's folder, or the one inside that has its files: data/, or one named like the hub's config (main/)."""
+    if _has_split(spec, folder):
+        return folder
+    inside = [path for path in sorted(folder.iterdir()) if path.is_dir() and _has_split(spec, path)]
+    named = [path for path in inside if path.name == spec.hub.get("config")]
+    chosen = named or inside
+    return chosen[0] if len(chosen) == 1 else folder
+
+
+def _has_split(spec: TaskSpec, folder: Path) -> bool:
+    try:
+        return any(_find(folder, names, split) for layout in spec.splits for split, names in layout.items())
+    except UserError:  # several files could be the split: reported when it is read
+        return True
 
 
 def _find(folder: Path, names: tuple[str, ...], split: str) -> Split | None:
@@ -171,12 +192,14 @@ def _files(folder: Path, word: str, split: str) -> list[Path]:
     if os.path.isfile(folder / word):
         return [folder / word]
     if os.path.isdir(folder / word):
+        if saved := saved_files(folder / word):
+            return [Path(name) for name in saved]
         return sorted(path for path in (folder / word).iterdir() if suffix_of(path) and not path.is_dir())
     files = sorted(path for path in folder.iterdir() if suffix_of(path) and not path.is_dir())
     stems = {path: path.name.lower().removesuffix(".gz") for path in files}
     stems = {path: name.removesuffix(suffix_of(path)) for path, name in stems.items()}
     own = re.escape(word.lower())
-    for pattern in (own, rf"{own}[-_.]\d+(-of-\d+)?", rf"{own}-v[\d.]+|\w+[-_]{own}"):
+    for pattern in (own, rf"{own}[-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?", rf"{own}-v[\d.]+|\w+[-_]{own}"):
         found = [path for path, stem in stems.items() if re.fullmatch(pattern, stem)]
         if len(found) > 1 and "of" not in pattern:
             both = listed([path.name for path in found])

@@ -20,7 +20,8 @@ Further keys:
     candidates   also one Jinja expression: a list of texts that differs from row to row
     candidate    Jinja for one candidate, over the columns and `candidate`
     right        Jinja expression: the right candidate, or a list of them (instead of a label)
-    value        the column with the number that `pearson` compares; candidates are then numbers
+    value        the column with the number that `pearson` compares; candidates are then numbers, and without a label
+                 the nearest one is right
     answer       Jinja: the answer in free text, which is trained on (instead of candidates)
     references   Jinja expression: all answers that count as right; default: the answer
     extract      a regular expression; its last match is the part of an answer that is compared
@@ -95,6 +96,11 @@ class TaskSpec:
     def metric(self) -> str:
         """The task's main metric."""
         return self.metrics[0]
+
+    @property
+    def has_label(self) -> bool:
+        """Whether the right candidate is named by a label."""
+        return "label" in self.columns or "label" in self.let
 
     @property
     def fingerprint(self) -> str:

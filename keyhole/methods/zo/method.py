@@ -24,7 +24,7 @@ Legend: q directions, m micro-batches; a look is a perturbed point (estimators/b
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ class ZO(Method):
             compile_forward(model, compile if isinstance(compile, str) else "inductor")
         self.model, self.eps, self.directions = model, eps, directions
         self.estimator = ESTIMATORS[estimator](directions, eps, clip, beta)
-        self.search = RateSearch(self.estimator) if lr == AUTO_RATE else None
+        self.search = RateSearch(self.estimator, rank) if lr == AUTO_RATE else None
         self.lr = 1.0 if lr == AUTO_RATE else checked_rate(usual.learning_rate if lr == USUAL else lr)
         self.weight_decay, self.deferred_update = weight_decay, deferred_update
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
@@ -162,7 +162,11 @@ class ZO(Method):
         if self.step_count == self.fp8_steps and self.model.formats.codec is not None and not self.light:
             warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # in a user's own loop
         self.update.begin()
-        nll = self.run_passes(looks) if searches else self.recorded.run(looks)
+        if searches:
+            with nullcontext() if self.factors is None else self.factors.another_v(self.step_count):
+                nll = self.run_passes(looks)
+        else:
+            nll = self.recorded.run(looks)
         loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
         if not self.deferred_update:
             self.flush()

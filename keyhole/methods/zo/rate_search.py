@@ -19,6 +19,20 @@ certain of both. The curvature of the mean is then arbitrary: for stories15M on 
 any rate, but the run diverges at 3e-5. The magnitude of a row's curvature, 1.25e5 there, shows how far a step may go
 until slopes change, and is the same from eps = 3e-4 to 3e-3.
 
+Reach. Slopes and curvatures are those within eps of w, and say nothing of points much further away. So a step is at
+most REACH eps long, root mean square over the weights (Estimator.length), however flat the surface seems. On the
+embedded model the slope is 8 and the curvature 110: the formula alone has 2e-3 to 3.4e-3, steps of 16 to 27 eps, at
+which 5 of 6 runs of 300 steps diverge (LOG.md).
+
+Directions of low rank (zo.rank). c_i^2 and z^T H z are not independent, as the formula above has it: both are large
+where z has much of the same few inputs and outputs. For one matrix with H = S x C (S of outputs, C of inputs), z =
+U V^T / sqrt(r), and a and b the shares of tr C and tr S along the gradient,
+
+    E[g^2 z^T H z] = |G|^2 tr H (1 + 2 a b + (2 / r) (a + b + a b))        dense: without the last term
+
+For a = b = 1/4 the best rate is r / (r + 1) of a dense one; for a = b = 1, r / (r + 2). The search uses r / (r + 1).
+Each of its steps has a V of its own (those of the first periods), because the curvature differs from V to V.
+
 Cost: 3 forward passes in each of STEPS steps: w + eps z, w - eps z and w. With small noisy batches `signal` is the
 least accurate number: its share of the power is clamped between LEAST_SHARE and 1. Rounding in the losses adds to the
 curvature, which errs towards small rates. A gradient shrinks while a model learns and the noise of the rows does not,
@@ -38,7 +52,7 @@ from keyhole.methods.zo.estimators.base import Estimator, Pair
 from keyhole.methods.zo.parts import sample_count, split
 from keyhole.model.batch import Batch, DeviceBatch, loss_rows
 
-CAUTION, LEAST_SHARE = 0.3, 0.1
+CAUTION, LEAST_SHARE, REACH = 0.3, 0.1, 8.0
 
 
 class RateSearch:
@@ -47,8 +61,8 @@ class RateSearch:
     remembers = 4  # steps, and sums of a b, g^2, h^2
     pairs = [Pair(0), Pair(0, "nothing", 0.0)]
 
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimator, self.taken = estimator, 0
+    def __init__(self, estimator: Estimator, rank: int | None = None) -> None:
+        self.estimator, self.rank, self.taken = estimator, rank, 0
         self.found: float | None = None
         self.why = ""
         self.lines: list[str] = []
@@ -98,7 +112,7 @@ class RateSearch:
         steps, *sums = tally.tolist()
         self.taken = int(steps)
         if self.taken >= STEPS:
-            self.found, self.why = chosen_rate(self.estimator, *(total / steps for total in sums))
+            self.found, self.why = chosen_rate(self.estimator, *(total / steps for total in sums), self.rank)
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
@@ -113,13 +127,25 @@ class RateSearch:
         return told
 
 
-def chosen_rate(estimator: Estimator, product: float, square: float, bend: float) -> tuple[float, str]:
-    """(rate, reason), from the means of a b, g^2 and h^2."""
+def rate_share(rank: int) -> float:
+    """The rate of directions of low rank, as a share of that of dense ones."""
+    return rank / (rank + 1)
+
+
+def chosen_rate(
+    estimator: Estimator, product: float, square: float, bend: float, rank: int | None = None
+) -> tuple[float, str]:
+    """(rate, reason), from the means of a b, g^2 and h^2. rank: of the directions, if it is low."""
     power, curvature = max(square, 1e-30), math.sqrt(max(bend, 1e-30))
     share = min(max(product / power, LEAST_SHARE), 1.0)
-    rate = CAUTION * estimator.ideal_rate(share * power, power, curvature)
+    rate, far = CAUTION * estimator.ideal_rate(share * power, power, curvature), REACH * estimator.eps
+    short = rate * estimator.length(power) > far
+    rate = far / estimator.length(power) if short else rate
+    end = f"a step of {REACH:g} eps" if short else f"{CAUTION:g} of the rate at which the loss falls fastest"
+    low = "" if rank is None else f", times {rate_share(rank):.2f} for directions of rank {rank}"
+    rate *= 1.0 if rank is None else rate_share(rank)
     why = (
         f"slope {math.sqrt(power):.3g}, of whose square {share:.0%} is shared by both halves of the rows; curvature "
-        f"of a row {curvature:.3g}; {CAUTION:g} of the rate at which the loss falls fastest"
+        f"of a row {curvature:.3g}; {end}{low}"
     )
     return rate, why

@@ -37,7 +37,7 @@ class ZOConfig:
     fp8_steps: Count = USUAL_STEPS
     """wire: fp8: maximum number of steps of a run; updates are rounded to 8 bits, which adds noise that grows with the steps (docs/methods.md)."""  # noqa: E501
     rank: Annotated[int, Limit(1, 256)] | None = None
-    """Rank of low-rank directions in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), trained as factors; weights are read once per step for all passes, and not written within a period; null = full rank."""  # noqa: E501
+    """Rank of low-rank directions in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), trained as factors; weights are read once per step for all passes, and not written within a period; needs a lower learning_rate, rank / (rank + 1) of a dense one or less; null = full rank."""  # noqa: E501
     refresh: Count = 50
     """zo.rank: number of steps of a period, for which V is kept (U is drawn every step)."""
     fold: bool = True

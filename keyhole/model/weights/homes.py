@@ -16,7 +16,7 @@ from keyhole.errors import UserError
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Layout, Unit
 from keyhole.model.weights.format import PACKED, Wire
 from keyhole.model.weights.frozen import is_matrix
-from keyhole.ops.lowbit import Grid
+from keyhole.ops.lowbit import Grid, table
 
 PIECE = 1 << 26
 Write = Callable[[torch.Tensor], None]
@@ -142,7 +142,16 @@ class Homes:
         at_home = frozen is not None and self.is_packed(tensor) and is_matrix(tensor.shape)
         return at_home and grid is not None and Grid(*grid) == frozen.grid and tensor.shape.numel() % ALIGN == 0
 
-    def put_codes(self, tensor: FlatTensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Stores the codes and scales of such weights."""
-        unit = self.unit_of(tensor)
+    def put_codes(
+        self, tensor: FlatTensor, codes: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor | None = None
+    ) -> None:
+        """Stores the codes and scales of such weights. levels: the numbers that the codes stand for, by their file."""
+        unit, grid = self.unit_of(tensor), self.formats.frozen.grid
+        if not bool(torch.isfinite(scales).all()):
+            raise UserError(f"wire: {tensor.name} has scales with NaN or infinity; the file is damaged")
+        if levels is not None and not torch.equal(levels.float().cpu(), table(torch.device("cpu"))[:16]):
+            raise UserError(
+                f"wire: the codes of {tensor.name} have a table of their own, which is not that of {grid.name}; set "
+                "wire=null, and they are unpacked"
+            )
         self.formats.frozen.put_codes(unit, tensor, self.flats[unit.index], codes, scales)

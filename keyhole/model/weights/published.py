@@ -19,8 +19,10 @@ from keyhole.errors import UserError
 from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.weights.format import FROZEN, Wire
 from keyhole.model.weights.frozen import is_matrix
-from keyhole.model.weights.read import match_names
+from keyhole.model.weights.read import match_names, refuse_unmatched
 from keyhole.ops.lowbit import Grid
+
+READ = ("gptq", "awq", "bitsandbytes")  # quant_method in config.json
 
 
 def forms_in(directory: Path | None) -> dict[str, Stored]:
@@ -42,7 +44,10 @@ def choose_format(
         to = str(dtype).removeprefix("torch.") if wire is None else wire
         return Wire(dtype, wire), [f"weights: published as {kinds}; unpacked, and rounded once to {to}"]
     layout = find_layout(module)
-    names = match_names(module, layout, stored_tensors(directory)) or {}
+    stored = stored_tensors(directory)
+    if (names := match_names(module, layout, stored)) is None:
+        refuse_unmatched(directory, stored)
+        names = {}
     inside = [t for u in layout.of_kind("block") for t in u.tensors if is_matrix(t.shape)]
     grids = {_grid(forms.get(names.get(t.name, "")), t.shape) for t in inside}
     found = grids.pop() if len(grids) == 1 else None
@@ -59,6 +64,15 @@ def choose_format(
 def _grid(stored: Stored | None, shape: torch.Size) -> Grid | None:
     fits = stored is not None and stored.grid is not None and shape.numel() % ALIGN == 0
     return Grid(*stored.grid) if fits else None  # type: ignore[union-attr, misc]
+
+
+def forget_what_is_read(config: Any, directory: Path | None = None) -> None:
+    """The same if weights of this kind are read: as the files in a directory are, or by what the config says."""
+    said = getattr(config, "quantization_config", None) or {}
+    method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
+    known = str(getattr(method, "value", method)).lower() in READ
+    if (known and directory is None) or forms_in(directory):
+        forget_quantization(config)
 
 
 def forget_quantization(config: Any) -> None:

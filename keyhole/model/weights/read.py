@@ -6,6 +6,7 @@ way (Transformers merges the experts of some models while loading) goes through 
 tensor by tensor; each tensor is freed after its copy.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from keyhole.machine.progress import tell
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.skeleton import auto_class, saved_buffers
+from keyhole.model.weights.twice import check_ties, names_of, untied
 from keyhole.model.weights.unused import find_unused, unused_line
 
 Target = FlatTensor | torch.Tensor
@@ -30,10 +32,13 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
     may_lack = _head_names(model.module) if fresh_head else frozenset()
     names = match_names(model.module, model.layout, stored, may_lack)
     if names is None:
+        refuse_unmatched(directory, stored)
         return _fill_by_transformers(model, directory, dtype, may_lack)
     check_shapes(model.layout, stored, names, directory)
+    check_ties(model.module, model.layout, stored, directory)
     _say(model, unused_line(find_unused(model.module, stored, names, directory)))
     targets: dict[str, Target] = {t.name: t for t in model.layout.tensors} | saved_buffers(model.module)
+    wider: Counter[str] = Counter()
     done, total = 0, sum(tensor.shape.numel() for tensor in model.layout.tensors) * dtype.itemsize
     for file in sorted({stored[name].file for name in names.values()}):
         shard = open_shard(directory / file)
@@ -43,14 +48,26 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
                 continue
             if source.file == file:
                 if isinstance(target, FlatTensor) and model.homes.takes_codes(target, source.grid):
-                    model.homes.put_codes(target, *source.codes(directory, in_file))
+                    model.homes.put_codes(target, *source.codes(directory, in_file), source.levels(directory))
                 else:
                     found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
                     _check_numbers(target, found, f"{directory / file} holds {in_file}")
                     _fill(model, target, found)
+                    wider.update([_name(found.dtype)] if _is_wider(target, found, dtype) else ())
                 done += target.shape.numel() * dtype.itemsize
                 tell("reading weights", done, max(done, total), "bytes")
+    said = ", ".join(f"{count:,} in {name}" for name, count in wider.items())
+    _say(model, [f"weights: tensors of the files are rounded to {_name(dtype)}: {said}"] if wider else [])
     return [tensor for tensor in model.layout.tensors if tensor.name not in names]
+
+
+def _is_wider(target: Target, found: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a weight has more bits in the files than it is computed with."""
+    return isinstance(target, FlatTensor) and found.dtype.itemsize > max(dtype.itemsize, target.param.dtype.itemsize)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _say(model: Model, lines: list[str]) -> None:
@@ -62,10 +79,9 @@ def _say(model: Model, lines: list[str]) -> None:
 def _check_numbers(target: Target, found: torch.Tensor, what: str) -> None:
     """UserError if a file has integers for a weight: codes of a format that is not supported."""
     if not found.is_floating_point() and (isinstance(target, FlatTensor) or target.is_floating_point()):
-        kind = str(found.dtype).removeprefix("torch.")
         raise UserError(
-            f"model: {what} in {kind}: codes of quantised weights, in a format that is not read here; dequantize the "
-            "model first, or fetch it in 16 bits"
+            f"model: {what} in {_name(found.dtype)}: codes of quantised weights, in a format that is not read here; "
+            "dequantize the model first, or fetch it in 16 bits"
         )
 
 
@@ -93,22 +109,28 @@ def match_names(
 ) -> dict[str, str] | None:
     """Name in the module -> name in the files; None if a parameter has no match, and Transformers must load the model.
     may_lack: parameters that are left out if they have no match."""
-    aliases: dict[int, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(param), []).append(name)
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     names: dict[str, str] = {}
-    for tensor in layout.tensors:
-        known = aliases[id(tensor.param)]
-        known = [tensor.name, *known, *(n.removeprefix(prefix) for n in known), *(prefix + n for n in known)]
+    for own, known in names_of(module, layout):
         found = next((name for name in known if name in stored), None)
-        if found is None and tensor.name not in may_lack:
+        if found is None and own not in may_lack:
             return None
-        names |= {} if found is None else {tensor.name: found}
+        names |= {} if found is None else {own: found}
     for name in saved_buffers(module):
         found = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
         names |= {} if found is None else {name: found}
     return names
+
+
+def refuse_unmatched(directory: Path, stored: Mapping[str, Stored]) -> None:
+    """UserError if quantised weights have names that only Transformers could match: it would need the packages of their
+    format, and would not unpack them."""
+    if kinds := sorted({one.form for one in stored.values() if one.form}):
+        raise UserError(
+            f"model: {directory} is published as {', '.join(kinds)} under other names than those of the model (experts "
+            "one by one, where the model has stacks of them), which is not read; dequantize it first, or fetch it in "
+            "16 bits and pack it here (wire=int4)"
+        )
 
 
 def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, str], directory: Path) -> None:
@@ -128,8 +150,10 @@ def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head
     files = len({one.file for one in stored.values()})
     count = f"{len(stored)} tensors in {files} {'file' if files == 1 else 'files'}"
     if names is None:
+        refuse_unmatched(directory, stored)
         return [f"weights: {count}, whose names Transformers will have to match; not checked further"]
     check_shapes(layout, stored, names, directory)
+    check_ties(module, layout, stored, directory)
     left = unused_line(find_unused(module, stored, names, directory))
     drawn = [t.name for t in layout.tensors if t.name not in names]
     rest = f"complete but for {', '.join(drawn)}, drawn by the seed," if drawn else "complete"
@@ -151,6 +175,10 @@ def _fill_by_transformers(
         raise UserError(f"model: {directory} lacks {missing[0]} ({len(missing)} tensors); is it the right checkpoint?")
     _say(model, unused_line(sorted(info["unexpected_keys"])))
     theirs = dict(other.named_parameters(remove_duplicate=False))
+    for own, names in names_of(model.module, model.layout):
+        for name in (name for name in names if name in theirs):
+            if theirs[name] is not theirs[own] and not torch.equal(theirs[name], theirs[own]):
+                raise untied(directory, own, name)
     for tensor in (t for t in model.layout.tensors if t.name not in fresh):
         source = theirs.pop(tensor.name)
         _fill(model, tensor, source.data)

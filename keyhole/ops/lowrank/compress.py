@@ -1,11 +1,14 @@
 """A low-rank sum in fewer terms: M = sum_j a_j v_j^T, j < k, by the m largest of its singular triples.
 
-No matrix of the size of M is computed. Only the Gram matrices of the factors' rows are needed, k x k numbers:
+Only the Gram matrices of the factors' rows are needed, k x k numbers:
 
     v v^T = E^T diag(d) E            eigenvectors as rows: E v has orthogonal rows, of squared norms d
     b = diag(sqrt d) E a             M = b^T q, with q = diag(1 / sqrt d) E v, whose rows are orthonormal
     b b^T = diag(sqrt d) E (a a^T) E^T diag(sqrt d) = F^T diag(s^2) F
     a' = F b,  v' = F q              M = a'^T v' still; rows of a' are orthogonal with norms s, the singular values of M
+
+If there are more terms than the shorter side of M has elements, M itself is computed instead, as min(O, I) terms with
+unit vectors on that side (`fewest`): k, whose cube the eigenvectors cost, is never above it.
 
 The m rows with the largest s are kept; the Frobenius norm of the rest is sqrt(sum of s_i^2, i >= m), by Eckart and
 Young the smallest error of any m terms. Rows of v that depend on others (d below NOTHING of the largest) are left out:
@@ -30,6 +33,16 @@ from keyhole.ops.lowrank.exact import exact_product
 NOTHING = 1e-11
 TOGETHER_BYTES = {"cpu": 2**20, "cuda": 2**25}  # of k x k numbers: fits the cache; enough to keep a GPU busy
 COLUMNS = 2**14
+
+
+def fewest(a_kO: torch.Tensor, v_kI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same sum in min(O, I) terms at most, accurate to float64 as far as exact.py is."""
+    (k, outputs), inputs = a_kO.shape, v_kI.shape[1]
+    if k <= min(outputs, inputs):
+        return a_kO, v_kI
+    if inputs <= outputs:
+        return exact_product(v_kI.t(), a_kO.t()), torch.eye(inputs, dtype=torch.float64, device=v_kI.device)
+    return torch.eye(outputs, dtype=torch.float64, device=a_kO.device), exact_product(a_kO.t(), v_kI.t())
 
 
 def gram(x_kN: torch.Tensor, k: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from keyhole.data.readers import Record
 from keyhole.data.tasks.build import build
 from keyhole.data.tasks.columns import NO_LABEL, pick_all, spelled
 from keyhole.data.tasks.draw import Numbers, load_task
-from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.parse import parse_spec, read_spec
 from keyhole.data.tasks.spec import task_names
 from keyhole.errors import UserError
 
@@ -123,3 +123,61 @@ def test_the_documentation_names_the_spellings_of_labels() -> None:
     assert true == {name for name, labels in spellings.items() if any("true" in words for words in labels)}
     without_words = {name for name, labels in spellings.items() if all(len(words) == 1 for words in labels)}
     assert numbers == without_words | {name for name in task_names() if read_spec(name).value}
+
+
+OWN = """
+columns: {text: text, label: label}
+prompt: "{{ text }}"
+candidates: [bad, mixed, good]
+labels: [[-1.0], [0.0], [1.0, "-"]]
+metric: accuracy
+"""
+
+
+def test_a_listed_label_is_a_label(tmp_path: Path) -> None:
+    """-1 and - usually mean no label; where the task file lists them, they are one. 1.0 there is 1 in the data."""
+    spec = parse_spec(OWN, "my", "my.yaml")
+    left_out: Counter[str] = Counter()
+    rows = [
+        Record("a", "line", i, {"text": "x", "label": label}) for i, label in enumerate((-1, 0, "1", "-", "", None))
+    ]
+    found = [build(record, spec) for record in pick_all(rows, spec, left_out)]
+    assert [question.answer for question in found] == [0, 1, 2, 2] and left_out == {"without a label": 2}
+
+
+REGRESSION = """
+columns: {text: text, score: score}
+prompt: "{{ text }}"
+candidates: ["-2", "-0.5", "1"]
+value: score
+metric: pearson
+"""
+
+
+def test_a_number_needs_no_label() -> None:
+    """The nearest candidate is right; -1 is a number where the candidates reach that far, and no label elsewhere."""
+    rows = [Record("a", "line", i, {"text": "x", "score": score}) for i, score in enumerate((-1, "0.9", -9.5, None))]
+    found: dict[str, list[tuple[int, float | None]]] = {}
+    for name, text in (("wide", REGRESSION), ("narrow", REGRESSION.replace("-2", "-0.9"))):
+        spec = parse_spec(text, "my", "my.yaml")
+        questions = [build(record, spec) for record in pick_all(rows, spec, Counter())]
+        found[name] = [(question.answer, question.value) for question in questions]
+    assert found == {"wide": [(1, -1.0), (2, 0.9), (0, -9.5)], "narrow": [(2, 0.9), (0, -9.5)]}
+    with pytest.raises(UserError, match="candidates: expected a number, found 'low'"):
+        build(rows[0], parse_spec(REGRESSION.replace("-2", "low"), "my", "my.yaml"))
+
+
+def test_candidates_that_become_the_same_are_refused() -> None:
+    """A query without a gap, or choices that differ in case only, leave no choice."""
+    row = {"premise": "It rains.", "choice1": "A dog", "choice2": "a dog", "question": "cause", "label": 0}
+    with pytest.raises(UserError, match="candidates: two of them are the same:  a dog,  a dog"):
+        build(Record("a", "line", 1, row), read_spec("copa"))
+
+
+def test_nought_is_an_answer() -> None:
+    """As a number as well as a text; an empty text is none."""
+    row = {"passage": "p", "question": "q", "spans": [], "date": None}
+    found = [
+        build(Record("a", "line", 1, row | {"number": number}), read_spec("drop")) for number in (0, "0", "", None)
+    ]
+    assert [question and question.references for question in found] == [("0",), ("0",), None, None]

@@ -37,9 +37,16 @@ WRONG = [
     (GOOD + "splits: {train: a}", "splits: expected train, test"),
     (GOOD + 'let: {a: "1 +"}', "let.a: not valid Jinja"),
     (GOOD + 'extract: "("', "not a regular expression"),
+    (GOOD + "splits: []", "splits: expected names with values"),
+    (GOOD + "answer: x", "answer: for tasks with answers in free text"),
+    (GOOD + 'right: "text"', "of no use beside `right`"),
+    (GOOD.replace("[no, yes]", "[a, b, c]").replace("[yes, 1]]", "[yes], [1]]").replace("accuracy", "f1"),
+     "there are 3; use macro_f1"),
+    (GOOD.replace("candidates: [no, yes]", 'answer: "x"').replace("accuracy", "exact_match"),
+     "labels: for tasks with candidates"),
     ("- a list", "expected `key: value` lines"),
     ("a: [", "not valid YAML"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "says"), WRONG)

@@ -51,6 +51,56 @@ def test_the_folder_itself_and_a_folder_per_split(tmp_path: Path) -> None:
     assert [Path(name).name for name in found["train"].names] == ["a.jsonl", "b.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("task", "names", "train", "test"),
+    [
+        ("sst2", ("sst2/data/train-00000-of-00001.json", "sst2/data/validation-00000-of-00001.json", "sst2/README.md"),
+         "train-00000-of-00001.json", "validation-00000-of-00001.json"),
+        ("gsm8k", ("gsm8k/main/train.json", "gsm8k/main/test.json", "gsm8k/socratic/train.json"), "train.json",
+         "test.json"),
+        ("alpaca", ("alpaca/data/train-00000-of-00001-a09b74b3ef9c3b56.json",),
+         "train-00000-of-00001-a09b74b3ef9c3b56.json", "train-00000-of-00001-a09b74b3ef9c3b56.json"),
+        ("sst2", ("train/a.json", "validation/b.json"), "a.json", "b.json"),
+        ("cola", ("cola_public/raw/in_domain_train.tsv", "cola_public/raw/in_domain_dev.tsv",
+                  "cola_public/raw/out_of_domain_dev.tsv", "cola_public/tokenized/in_domain_train.tsv"),
+         "in_domain_train.tsv", "in_domain_dev.tsv out_of_domain_dev.tsv"),
+        ("mnli", tuple(f"multinli_1.0/multinli_1.0_{name}" for name in (
+            "train.jsonl", "train.txt", "dev_matched.jsonl", "dev_matched.txt", "dev_mismatched.jsonl")),
+         "multinli_1.0_train.jsonl", "multinli_1.0_dev_matched.jsonl"),
+        ("drop", ("drop_dataset/drop_dataset_train.json", "drop_dataset/drop_dataset_dev.json"),
+         "drop_dataset_train.json", "drop_dataset_dev.json"),
+    ],
+)  # fmt: skip
+def test_folders_of_downloads(tmp_path: Path, task: str, names: tuple[str, ...], train: str, test: str) -> None:
+    """Whole downloads, and snapshots of the hub, as they are unpacked: files one folder deeper, or in two formats."""
+    for name in names:
+        files_of((tmp_path / name).parent, Path(name).name)
+    found = find_splits(read_spec(task), str(tmp_path))
+    assert [" ".join(Path(name).name for name in found[split].names) for split in ("train", "test")] == [train, test]
+
+
+def test_a_data_set_that_save_to_disk_wrote(tmp_path: Path) -> None:
+    """Its files in their order; the descriptions beside them are no rows."""
+    for split in ("train", "validation"):
+        files_of(tmp_path / "sst2" / split, "data-0.arrow", "data-1.arrow", "dataset_info.json")
+        state = {"_data_files": [{"filename": f"data-{i}.arrow"} for i in (1, 0)]}
+        (tmp_path / "sst2" / split / "state.json").write_text(json.dumps(state))
+    (tmp_path / "sst2" / "dataset_dict.json").write_text("{}")
+    found = find_splits(read_spec("sst2"), str(tmp_path))
+    assert [Path(name).name for name in found["test"].names] == ["data-1.arrow", "data-0.arrow"]
+
+
+def test_another_task_is_not_taken_for_the_one_that_is_missing(tmp_path: Path) -> None:
+    """The folder of another task, the only one there, is never read as this one."""
+    files_of(tmp_path / "rte", "train.jsonl", "val.jsonl")
+    with pytest.raises(UserError, match="no folder sst2/"):
+        find_splits(read_spec("sst2"), str(tmp_path))
+    files_of(tmp_path / "SST-2", "train.jsonl", "val.jsonl")
+    files_of(tmp_path / "sst2", "train.jsonl", "val.jsonl")
+    with pytest.raises(UserError, match="SST-2, sst2 could all be the folder of task sst2; rename one"):
+        find_splits(read_spec("sst2"), str(tmp_path))
+
+
 def test_parts_of_a_file(tmp_path: Path) -> None:
     """`val[:3]` and `val[-2:]` are slices of its rows, and the report says so."""
     (tmp_path / "val.jsonl").write_text("".join(ROW.replace("good", str(i)) for i in range(6)))

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank import kept as kept_module
 from keyhole.methods.zo.memory import factor_bytes, kept_terms
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending
@@ -71,6 +73,26 @@ def test_a_bound_that_cannot_be_met_keeps_the_terms() -> None:
     list(method.replay(known_updates(4)))
     kept = method.factors.kept
     assert set(kept.last.ranks) == {8} and kept.last.error < 1e-5
+
+
+def test_the_decomposition_is_never_larger_than_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """120 terms beside matrices with a side of 16: eigenvectors cost the cube of 16, not of 120."""
+    sizes = []
+    cuts = kept_module.cuts
+    monkeypatch.setattr(kept_module, "cuts", lambda a, v: (sizes.append(a.shape[1]), cuts(a, v))[1])
+    method = keyhole.ZO(narrow("llama"), 1e-2, seed=SEED, rank=40, refresh=1, fold=False, fold_periods=3)
+    list(method.replay(known_updates(3)))
+    assert set(sizes) == {16} and method.factors.kept.last.before == 120 * len(method.factors.parts.matrices)
+
+
+def test_folds_that_would_take_hours_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the terms that come together, where the matrices are as wide; the setting that helps is named. Factors that
+    are folded into the weights have no such limit."""
+    monkeypatch.setattr(kept_module, "MOST_TERMS", 12)
+    with pytest.raises(UserError, match="zo.fold_periods: 8 periods of rank 2 are 16 terms.*zo.fold_periods=6"):
+        keyhole.ZO(narrow("llama"), 1e-2, **KEEP, fold_periods=8)
+    keyhole.ZO(narrow("llama"), 1e-2, **KEEP, fold_periods=6)
+    keyhole.ZO(narrow("llama"), 1e-2, rank=2)
 
 
 @in_every_run(lambda name, dtype: (name == "gpt2") == (dtype == "float32"))

@@ -7,7 +7,7 @@ import keyhole
 from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
-from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, chosen_rate
+from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, REACH, chosen_rate, rate_share
 from keyhole.model.batch import loss_rows, to_device
 from keyhole.model.objective import loss_sum
 from tests.matrix import in_every_run
@@ -52,9 +52,54 @@ def test_the_ideal_rate_falls_fastest(name: str) -> None:
 def test_noise_lowers_the_rate_to_a_floor() -> None:
     """Where halves disagree the signal is small, but never taken for nothing; agreement above 1 is chance."""
     estimator = ESTIMATORS["mezo"](1, 1e-3)
-    rates = [chosen_rate(estimator, product, 4.0, 100.0)[0] for product in (8.0, 4.0, 2.0, -3.0)]
-    expected = [CAUTION * share / 10 for share in (1.0, 1.0, 0.5, LEAST_SHARE)]
+    rates = [chosen_rate(estimator, product, 4.0, 1e8)[0] for product in (8.0, 4.0, 2.0, -3.0)]
+    expected = [CAUTION * share / 1e4 for share in (1.0, 1.0, 0.5, LEAST_SHARE)]
     assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_no_step_goes_far_beyond_what_was_measured(name: str) -> None:
+    """On a surface that seems flat, an update at the chosen rate moves a weight by REACH eps, root mean square, or less
+    where the estimator's bound is not sharp; the reason says so."""
+    q, eps, slope, generator = 7, 1e-3, 3.0, torch.Generator().manual_seed(0)
+    estimator = ESTIMATORS[name](q, eps)
+    rate, why = chosen_rate(estimator, slope**2, slope**2, 1e-8)
+    g = slope * torch.randn(4000, q, generator=generator, dtype=torch.float64)
+    if name == "fzoo":
+        looks = torch.cat([eps * g[:, :1], torch.zeros(4000, 1), eps * g[:, 1:]], dim=1)
+    else:
+        looks = eps * torch.stack([g, -g], dim=2).flatten(1) / (q if estimator.splits else 1)
+    memory = torch.tensor([slope**2, 1.0], dtype=torch.float64)[: estimator.remembers]
+    found = [estimator.estimate(one, memory).coefficients.square().sum() for one in looks]
+    moved = rate * float(torch.stack(found).mean()) ** 0.5  # z has variance 1
+    assert moved <= 1.1 * REACH * eps and (name == "grzo" or moved > 0.8 * REACH * eps) and "8 eps" in why
+
+
+@pytest.mark.parametrize("rank", [1, 2, 8])
+def test_low_rank_bends_more_where_it_is_steep(rank: int) -> None:
+    """E[g^2 z^T z] over directions of 4 x 4 is 18 |G|^2 if they are dense and 18 (1 + 1 / r) |G|^2 for rank r, as the
+    essay's formula has it with a = b = 1/4; so the best rate is r / (r + 1) of the dense one."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(400_000, 4, rank, generator=generator) for _ in range(2))
+    z = (u @ v.mT / rank**0.5).flatten(1)
+    bend = float((z[:, 0].square() * z.square().sum(1)).mean())
+    assert bend == pytest.approx(18 / rate_share(rank), rel=0.06)
+    estimator = ESTIMATORS["mezo"](1, 1e-3)
+    dense, low = chosen_rate(estimator, 4.0, 4.0, 100.0)[0], chosen_rate(estimator, 4.0, 4.0, 100.0, rank)
+    assert low[0] == pytest.approx(dense * rank / (rank + 1)) and f"rank {rank}" in low[1]
+
+
+def test_every_step_of_a_search_has_a_v_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curvature differs from V to V: one V for the whole search would measure its luck. After each step the V of
+    the period is back, which what is kept of the period belongs to."""
+    monkeypatch.setattr(rate_search, "STEPS", 3)
+    opt, seen = keyhole.ZO(load(), "auto", rank=2, refresh=2, fold=False), []
+    run = opt.run_passes
+    monkeypatch.setattr(opt, "run_passes", lambda looks: (seen.append(opt.factors.v.clone()), run(looks))[1])
+    for step in range(3):
+        opt.step(batch(rows=4))
+        assert torch.equal(opt.factors.v, opt.factors.draw_v((step + 1) // 2))
+    assert all(torch.equal(v, opt.factors.draw_v(step)) for step, v in enumerate(seen)) and len(seen) == 3
 
 
 @pytest.mark.parametrize("candidates", [False, True])

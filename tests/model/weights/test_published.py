@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import keyhole
@@ -19,6 +20,7 @@ WRITERS: dict[str, Write] = GGUF | {
     "bnb": lambda a, b: write_bnb(a, b, nested=False),
     "bnb nested": write_bnb,
     "gptq": lambda a, b: write_ints(a, b, "gptq", sym=False),
+    "gptq reordered": lambda a, b: write_ints(a, b, "gptq", sym=False, reorder=True),
     "gptq sym": lambda a, b: write_ints(a, b, "gptq", sym=True, group=64),
     "awq": lambda a, b: write_ints(a, b, "awq", sym=False),
 }
@@ -80,6 +82,39 @@ def test_zero_points_that_contradict_the_config_are_found(source: Path, tmp_path
     (tmp_path / "in" / "config.json").write_text(text.replace('"sym": false', '"sym": true'))
     with pytest.raises(UserError, match="not symmetric, though config.json says so"):
         keyhole.load(tmp_path / "in", device="cpu", wire="int4")
+
+
+PROJ = "model.layers.0.self_attn.q_proj"
+HARMS = {  # (name of the format, the tensor, its new value, what the message says)
+    "scales of NaN": ("gptq sym", f"{PROJ}.scales", lambda t: t * float("nan"), "float16 cannot hold"),
+    "finer scales": ("gptq sym", f"{PROJ}.scales", lambda t: t.float() * 1.0001, "float16 cannot hold"),
+    "infinite scales": ("gptq sym", f"{PROJ}.scales", lambda t: t + float("inf"), "NaN or infinity"),
+    "scales of bnb": ("bnb", f"{PROJ}.weight.absmax", lambda t: t * float("nan"), "NaN or infinity"),
+    "another table": ("bnb", f"{PROJ}.weight.quant_map", lambda t: t * 0.9, "table of their own"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_codes_are_taken_over_only_if_the_grid_is_theirs(harm: str, source: Path, tmp_path: Path) -> None:
+    """What a grid cannot hold to the bit is refused, with a reason."""
+    name, tensor, change, reason = HARMS[harm]
+    WRITERS[name](source, tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors[tensor] = change(tensors[tensor])
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=reason):
+        keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=EXACT[name])
+
+
+@pytest.mark.parametrize("wire", [None, "int4"])
+def test_names_that_only_transformers_knows_are_refused(wire: str | None, source: Path, tmp_path: Path) -> None:
+    """Experts that were quantised one by one, for a model with stacks: no package is asked for that would not help."""
+    write_ints(source, tmp_path / "in", "gptq", sym=True, group=64)
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    other = {name.replace("mlp.up_proj", "mlp.experts.0.w3"): tensor for name, tensor in tensors.items()}
+    save_file(other, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="published as GPTQ 4 under other names"):
+        keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
 
 
 def test_lora_trains_over_a_published_base(source: Path, tmp_path: Path) -> None:

@@ -46,3 +46,38 @@ def test_codes_are_not_taken_for_weights(tiny_model: Path, tmp_path: Path) -> No
     eight = {name: w.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
     with pytest.raises(UserError, match=f"{name}_scale_inv beside {name}, which is quantised"):
         said(altered(tiny_model, tmp_path / "f", eight))
+
+
+def test_a_tied_tensor_with_two_values_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """config.json ties head and embedding, and the files have one of each: Transformers would not tie them."""
+    table = load_file(tiny_model / "model.safetensors")["model.embed_tokens.weight"]
+    tie = {"tie_word_embeddings": True}
+    same = altered(tiny_model, tmp_path / "same", {"lm_head.weight": table.clone()}, **tie)
+    assert keyhole.load(same, device="cpu").layout.tied
+    other = altered(tiny_model, tmp_path / "other", {}, **tie)
+    with pytest.raises(UserError, match=r"lm_head\.weight with different values"):
+        keyhole.load(other, device="cpu")
+
+
+def test_a_tensor_in_two_shards_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """The index names one file for it; the other would have been read, or not, by the order of their names."""
+    shutil.copytree(tiny_model, tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    files, names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"), list(weights)
+    halves = names[::2], names[1::2]
+    save_file({name: weights[name] for name in halves[0]}, tmp_path / "m" / files[0])
+    save_file({name: weights[name] for name in (*halves[1], names[0])}, tmp_path / "m" / files[1])
+    index = {"weight_map": {name: file for file, half in zip(files, halves, strict=True) for name in half}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"{names[0]} twice"):
+        keyhole.load(tmp_path / "m", device="cpu")
+
+
+def test_weights_that_are_rounded_are_said(tiny_model: Path, tmp_path: Path) -> None:
+    """config.json says float32, the files hold float64: the model is not "as stored"."""
+    weights = load_file(tiny_model / "model.safetensors")
+    wide = altered(tiny_model, tmp_path / "w", {name: tensor.double() for name, tensor in weights.items()})
+    (line,) = [line for line in keyhole.load(wide, device="cpu").describe() if "rounded" in line]
+    assert "rounded to float32" in line and f"{len(weights)} in float64" in line
+    assert not [line for line in keyhole.load(tiny_model, device="cpu").describe() if "rounded" in line]

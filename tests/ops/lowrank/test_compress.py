@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from keyhole.ops.lowrank.compress import Cut, combine, cuts, gram
+from keyhole.ops.lowrank.compress import Cut, combine, cuts, fewest, gram
 from keyhole.ops.lowrank.eigen import eigen, root, tournament
 from keyhole.ops.lowrank.exact import LONGEST, exact_product
 
@@ -37,6 +37,19 @@ def test_equals_the_svd(k: int, outputs: int, inputs: int, falls: float) -> None
         assert most == 0.0 or float(singular[m - 1 :].norm()) > most * cut.norm  # no fewer would do
         made = combine(cut.by_a_kk[:m], a, 0.125).double().t() @ combine(cut.by_v_kk[:m], v, 8.0).double()
         assert float((made - whole).norm()) == pytest.approx(lost, rel=1e-5, abs=2e-6 * cut.norm)
+
+
+@pytest.mark.parametrize("outputs, inputs", [(8, 30), (30, 8), (8, 8)])
+def test_no_more_terms_than_the_shorter_side(outputs: int, inputs: int) -> None:
+    """Many terms of a small matrix are the same matrix in min(O, I) terms, and its singular values are those of all of
+    them; few terms stay as they are."""
+    a, v = factors(60, outputs, inputs, 0.9)
+    whole, (few_a, few_v) = a.double().t() @ v.double(), fewest(a, v)
+    assert len(few_a) == len(few_v) == 8
+    torch.testing.assert_close(few_a.t() @ few_v, whole, rtol=0, atol=1e-10 * float(whole.norm()))
+    found = torch.tensor(cut_of(few_a, few_v, 8).singular, dtype=torch.float64)
+    torch.testing.assert_close(found, torch.linalg.svdvals(whole), rtol=1e-8, atol=1e-9 * float(whole.norm()))
+    assert fewest(a[:8], v[:8])[0].data_ptr() == a.data_ptr()
 
 
 def test_nothing_learned_is_a_sum_of_nothing() -> None:

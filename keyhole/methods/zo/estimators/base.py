@@ -75,6 +75,11 @@ class Estimator:
         the whole loss; power: mean square of a projected gradient; curvature: z^T H z."""
         raise NotImplementedError  # abstract
 
+    def length(self, power: float) -> float:
+        """The root mean square change of a weight by an update at the rate 1, for projected gradients of this mean
+        square: sqrt(sum_i E[c_i^2])."""
+        raise NotImplementedError  # abstract
+
     def antithetic(self, losses: torch.Tensor) -> torch.Tensor:
         """g_i = (l_i+ - l_i-) / (2 eps), clipped."""
         losses_q2 = losses.view(self.directions, 2)

@@ -31,6 +31,9 @@ class FZOO(Estimator):
         scaled = rise / (self.directions * spread)
         return Estimate(rise / self.eps, torch.where(spread > 0, scaled, torch.zeros_like(scaled)), memory)
 
+    def length(self, power: float) -> float:
+        return self.directions**-0.5
+
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
         """MeZO's, times the spread of slopes; the curvature in each l_i - l_0 adds to the power of the update."""
         bent = (self.eps * curvature / 2) ** 2

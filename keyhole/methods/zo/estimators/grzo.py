@@ -37,6 +37,10 @@ class GRZO(Estimator):
         """The sum of the parts' losses, averaged over both signs."""
         return losses.view(self.directions, 2).sum(dim=0).mean()
 
+    def length(self, power: float) -> float:
+        """At most; less where the gradient is more signal than noise."""
+        return power**0.5
+
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
         """More directions divide the signal's share of the update's power; the share of the noise stays."""
         return signal / ((signal / self.directions + max(power - signal, 0.0)) * curvature)

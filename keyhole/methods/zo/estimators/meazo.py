@@ -26,6 +26,9 @@ class MEAZO(Estimator):
         scaled = projected / (self.directions * root)
         return Estimate(projected, torch.where(root > 0, scaled, torch.zeros_like(scaled)), moments)
 
+    def length(self, power: float) -> float:
+        return self.directions**-0.5
+
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
         """MeZO's, times the root of the second moment."""
         return self.directions * signal / (power**0.5 * curvature)

@@ -20,6 +20,9 @@ class MeZO(Estimator):
         projected = self.antithetic(losses)
         return Estimate(projected, projected / self.directions, memory)
 
+    def length(self, power: float) -> float:
+        return (power / self.directions) ** 0.5
+
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
         """For c_i = g_i / q: sum c_i g_i is the signal, sum c_i^2 is power / q."""
         return self.directions * signal / (power * curvature)

@@ -39,6 +39,7 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.parts import Matrix, Parts, Vector, find_parts, vector_at
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
+from keyhole.methods.zo.rate_search import rate_share
 from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
 from keyhole.model.model import Model
@@ -84,7 +85,7 @@ class Factors:
         self.now = torch.zeros(self.parts.numel, device=device)
         wide = -(-self.parts.numel // ALIGN) * ALIGN  # aligns every look for wide memory accesses
         self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
-        self.kept = Kept(self.parts, model.dtype, fold_periods, fold_error)
+        self.kept = Kept(self.parts, model.dtype, None if fold else fold_periods, fold_error)
         self.fold: Fold | None = None
         self.steps, self.v = 0, self.draw_v(0)  # number of steps done; v of the period that they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
@@ -117,6 +118,15 @@ class Factors:
         """V / sqrt(r) of all layers, in the dtype of compute."""
         where = {"offset": self.parts.v_start, "step": period, "device": self.model.device}
         return ops.draw_noise(self.parts.v_numel, **where, **self.noise).mul_(self.rank**-0.5).to(self.model.dtype)
+
+    @contextmanager
+    def another_v(self, period: int) -> Iterator[None]:
+        """A context in which passes use the V of another period, for a search that changes nothing."""
+        self.v.copy_(self.draw_v(period))
+        try:
+            yield
+        finally:
+            self.v.copy_(self.draw_v(self.steps // self.refresh))
 
     def perturb(self, perturbations: list[dict[str, Any]]) -> None:
         """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
@@ -280,6 +290,7 @@ class Factors:
         if not self.folds and (kept := self.kept).every is not None:
             end += f"; after every {kept.every} periods in as few terms as lose {kept.most:g} of its norm at most"
         when = f"every {self.refresh} steps a new V, and what was learned is {end}"
+        when += f"; the best rate is about {rate_share(self.rank):.2f} of that of dense directions, or less"
         passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
         return [f"{what}, {learned}; {when}", f"passes: {passes}"]
 

@@ -28,10 +28,12 @@ from typing import Any
 
 import torch
 
+from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.parts import Matrix, Parts
-from keyhole.ops.lowrank.compress import Cut, combine, cuts, gram, together
+from keyhole.ops.lowrank.compress import Cut, combine, cuts, fewest, gram, together
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
+MOST_TERMS = 2048  # of a matrix between two folds
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,13 @@ class Kept:
 
     def __init__(self, parts: Parts, dtype: torch.dtype, periods: int | None, error: float) -> None:
         self.parts, self.dtype, self.every, self.most = parts, dtype, periods, error
+        side, terms = max(min(m.inputs, m.outputs) for m in parts.matrices), (periods or 0) * parts.rank
+        if min(side, terms) > MOST_TERMS:  # minutes for a large model on a GPU; the time grows with the cube
+            raise UserError(
+                f"zo.fold_periods: {periods} periods of rank {parts.rank} are {terms} terms of a matrix, and a fold "
+                f"of more than {MOST_TERMS} takes too long; set zo.fold_periods={MOST_TERMS // parts.rank}, or lower "
+                "zo.rank"
+            )
         self.here: list[Rows] = []  # by matrix, on the device, as passes use them
         self.periods: list[torch.Tensor] = []  # all A of each period since the last fold, on the host
         self.sums: list[Rows] = []  # by matrix, on the host
@@ -105,11 +114,12 @@ class Kept:
     def fold(self, steps: int) -> None:
         """Folds everything into one sum per matrix, some matrices at a time."""
         before = [len(a) for a, _ in self.here]
-        k, every = max(before), range(len(before))
+        sides = [min(matrix.inputs, matrix.outputs) for matrix in self.parts.matrices]
+        k, every = max(map(min, before, sides)), range(len(before))
         size, sums, errors = together(k, self.here[0][0].device), [], []
         for begin in every[::size]:
             group = every[begin : begin + size]
-            grams = (torch.stack([gram(self.learned(i)[side], k) for i in group]) for side in (0, 1))
+            grams = (torch.stack([gram(fewest(*self.learned(i))[side], k) for i in group]) for side in (0, 1))
             for i, cut in zip(group, cuts(*grams), strict=True):
                 rows, lost = self._cut(i, cut)
                 self.lost[i] += lost * lost
@@ -124,7 +134,7 @@ class Kept:
         """The terms of a matrix that the bound requires, on the host, and the norm that is lost."""
         most = self.most * cut.norm
         m, lost = cut.rank_within(math.sqrt(max(0.0, most * most - self.lost[index])))
-        (a_KO, v_KI), m = self.learned(index), max(1, m)
+        (a_KO, v_KI), m = fewest(*self.learned(index)), max(1, m)
         scale = _scale(self.parts.matrices[index], self.parts.rank)
         a_mO, v_mI = combine(cut.by_a_kk[:m], a_KO, 1 / scale), combine(cut.by_v_kk[:m], v_KI, scale)
         return (a_mO.cpu(), v_mI.cpu()), lost

@@ -69,8 +69,17 @@ def _read(directory: Path, config: dict[str, Any], method: dict[str, Any]) -> Sa
     own = {name: config[f"{ZO.section}.{name}"] for name in names if f"{ZO.section}.{name}" in config}
     seed, steps, light = method.get("seed"), method.get("step_count"), bool(method.get("light"))
     numbers = (own.get("rank"), own.get("refresh", 1), seed, steps)
-    if not all(type(number) is int and 0 <= number < 2**32 for number in numbers) or not 0 < own["rank"] <= 256:
+    whole = all(type(number) is int and 0 <= number < 2**32 for number in numbers)
+    if not whole or not 0 < own["rank"] <= 256 or own.get("refresh", 1) < 1:
         raise UserError(f"model: {directory / STATE} was edited: rank, refresh, seed and steps cannot be {numbers}")
+    known = {
+        "distribution": (None, "gaussian", "rademacher"),
+        "rounding": ("stochastic", "nearest"),
+        "fold": (True, False),
+    }
+    for name, values in known.items():
+        if name in own and own[name] not in values:
+            raise UserError(f"model: {directory / STATE} was edited: zo.{name} cannot be {own[name]!r:.40}")
     if light and not isinstance(config.get("model"), str):
         raise UserError(f"model: {directory} holds no weights, and {STATE} does not say whose factors these are")
     try:

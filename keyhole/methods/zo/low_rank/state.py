@@ -65,6 +65,8 @@ def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> 
     factors.kept = Kept(factors.parts, kept.dtype, kept.every, kept.most)
     factors.kept.take_sums(state, factors.now.device)
     periods = state["kept"] if "kept" in state else ()
+    if len(periods) > steps // factors.refresh:
+        raise ValueError(f"{len(periods)} kept periods after {steps} steps, of {factors.refresh} steps each")
     for period, a in enumerate(periods, steps // factors.refresh - len(periods)):
         factors.kept.add(a.to(factors.now), factors.draw_v(period))
     factors.v.copy_(factors.draw_v(steps // factors.refresh))

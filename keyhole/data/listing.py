@@ -1,0 +1,80 @@
+"""What is remarkable about the files that a list of sources names; one line for each, in the report.
+
+The list says `data/` or `part-*.parquet`; which files these are is found on the disk, and a mistake there trains on
+other data without any error:
+
+    not read     files of a directory that no reader knows (a .zst beside the .jsonl), and its directories
+    incomplete   `train-00002-of-00005.parquet` without all five parts
+    twice        a file that two sources name, or one source through two links
+    splits       a directory with files of several splits (train, test), which are all read
+"""
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+from keyhole.data.readers import SUFFIXES, kind_of
+from keyhole.errors import listed
+
+PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")
+SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"}
+SPLITS |= {"dev": "validation", "eval": "validation"}
+SAID_BY_NAME = ("readme", "license", "licence", "changelog", "citation", "notice")
+SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` of `datasets`
+
+
+def remarks(sources: list[str], names: list[str]) -> list[str]:
+    """Lines about these sources, which were resolved to these files."""
+    folders = [path for path in (Path(source).expanduser() for source in sources) if path.is_dir()]
+    plain = [path for path in folders if not any((path / name).is_file() for name in SAVED)]
+    return [*map_lines(_unread, plain), *map_lines(_splits, plain), *_incomplete(names), *_twice(names)]
+
+
+def map_lines(tell: Callable[[Path], str], folders: list[Path]) -> list[str]:
+    """The lines about each directory that has one."""
+    return [line for line in map(tell, folders) if line]
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether a file is not meant to be listed: `.part.jsonl`, or `._part.jsonl`, which macOS writes beside a copy."""
+    return path.name.startswith(".")
+
+
+def _unread(folder: Path) -> str:
+    left = [path for path in sorted(folder.iterdir()) if not is_hidden(path)]
+    files = [path.name for path in left if not path.is_dir() and not kind_of(path)]
+    others = [name for name in files if not name.lower().startswith(SAID_BY_NAME)]
+    others += [f"{path.name}/" for path in left if path.is_dir()]
+    return f"{folder}: not read: {listed(others)} (only {', '.join(SUFFIXES)})" if others else ""
+
+
+def _splits(folder: Path) -> str:
+    """A word of a file's name that is the name of a split: `train-00000-of-00001.parquet`, `sst2.test.csv`."""
+    files = [path.name for path in folder.iterdir() if path.is_file() and kind_of(path) and not is_hidden(path)]
+    found = {SPLITS[word] for name in files for word in re.split(r"[\W_]+", name.lower()) if word in SPLITS}
+    if len(found) < 2:
+        return ""
+    return (
+        f"{folder}: files of {', '.join(sorted(found))} are all read; for one of them write a pattern, such as *train*"
+    )
+
+
+def _incomplete(names: list[str]) -> list[str]:
+    """Parts `-i-of-n` of which some are missing; parts are counted from 0 or from 1."""
+    groups: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for name in names:
+        if match := PART.fullmatch(Path(name).name):
+            groups[str(Path(name).parent / match[1]), match[3], match[4]].add(int(match[2]))
+    return [
+        f"{front}*-of-{count}{end}: only {len(parts):,} of {int(count):,} parts are read"
+        for (front, count, end), parts in groups.items()
+        if len(parts) < int(count)
+    ]
+
+
+def _twice(names: list[str]) -> list[str]:
+    count = Counter(os.path.realpath(name) if Path(name).is_file() else name for name in names)
+    again = [f"{name} ({number} times)" for name, number in count.items() if number > 1]
+    return [f"read more than once, so trained on more often: {listed(again)}"] if again else []

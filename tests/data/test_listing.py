@@ -1,0 +1,68 @@
+"""A list of sources that names other files than it seems to: one line for each mistake."""
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.data.files import resolve
+from keyhole.data.listing import remarks
+from keyhole.data.prepare import prepare
+from keyhole.errors import UserError
+from tests.data.chats import tokenizer
+
+
+def make(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).write_text('{"text": "a b"}\n')
+    return folder
+
+
+def told(*sources: str) -> list[str]:
+    return remarks(list(sources), resolve(list(sources)))
+
+
+def test_hidden_files_of_a_directory_are_not_read(tmp_path: Path) -> None:
+    """macOS writes `._a.jsonl` beside `a.jsonl`; a pattern leaves such files out too."""
+    make(tmp_path, "a.jsonl", ".a.jsonl", "._a.jsonl")
+    assert resolve([str(tmp_path)]) == resolve([f"{tmp_path}/*.jsonl"]) == [str(tmp_path / "a.jsonl")]
+    assert told(str(tmp_path)) == []
+
+
+def test_what_is_not_read_of_a_directory_is_named(tmp_path: Path) -> None:
+    make(tmp_path, "a.jsonl", "b.jsonl.zst", "README.md")
+    (tmp_path / "more").mkdir()
+    (line,) = told(str(tmp_path))
+    assert "not read: b.jsonl.zst, more/" in line
+    assert told(f"{tmp_path}/a.jsonl") == []
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    make(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", "y-00001-of-00001.jsonl")
+    (line,) = told(f"{tmp_path}/*.jsonl")
+    assert "x-*-of-00003.jsonl: only 2 of 3 parts are read" in line
+
+
+def test_a_file_that_is_read_twice_is_named(tmp_path: Path) -> None:
+    make(tmp_path, "a.jsonl", "b.jsonl")
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "a.jsonl")
+    (line,) = told(f"{tmp_path}/b.jsonl", f"{tmp_path}/*.jsonl")
+    assert "a.jsonl (2 times)" in line and "b.jsonl (2 times)" in line
+
+
+def test_a_directory_with_several_splits_is_named(tmp_path: Path) -> None:
+    """Training on the test set is reported; the line is part of the report of the data."""
+    make(tmp_path, "train-0.jsonl", "sst2.test.jsonl", "contest.jsonl")
+    (line,) = told(str(tmp_path))
+    assert "files of test, train are all read" in line
+    report = prepare(str(tmp_path), tokenizer()).report.lines()
+    assert f"warning: {line}" in report
+    assert told(f"{tmp_path}/*train*") == []
+
+
+@pytest.mark.parametrize("state", ['{"_data_files": [{"filename": "gone.arrow"}]}'])
+def test_a_saved_data_set_without_one_of_its_files_is_refused(tmp_path: Path, state: str) -> None:
+    """The files that are left would be trained on as if they were all."""
+    (tmp_path / "state.json").write_text(state)
+    make(tmp_path, "a.jsonl")
+    with pytest.raises(UserError, match=r"without gone\.arrow"):
+        resolve([str(tmp_path)])
