@@ -81,9 +81,9 @@ class KeyholeMixin:
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[Any] = []
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
-        embedding = self.keyhole.module.get_input_embeddings()
         super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
-        if self.model is not self.keyhole.module or self.model.get_input_embeddings() is not embedding:
+        rows = len(self.keyhole.module.get_input_embeddings().weight)
+        if self.model is not self.keyhole.module or rows != self.keyhole.layout.table.shape[0]:
             raise UserError(
                 "model: the Trainer has replaced or resized it, and keyhole would not train the new weights; save a "
                 "model with the tokens it needs first, and leave out what wraps it"

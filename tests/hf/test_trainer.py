@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from transformers import AutoConfig, TrainerCallback
+from transformers import AutoConfig, Trainer, TrainerCallback
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.hf import KeyholeArguments, KeyholeTrainer
+from keyhole.hf import KeyholeArguments, KeyholeMixin, KeyholeTrainer
 from keyhole.training.schedule import Schedule
 from tests.matrix import in_every_run
 
@@ -233,6 +233,19 @@ def test_a_loaded_model_is_not_placed_again(tiny_model: Path, tmp_path: Path, ke
     args = KeyholeArguments(str(tmp_path), method="lomo", use_cpu=True, report_to=[], **{key: value})
     with pytest.raises(UserError, match=f"{key}: the model is loaded already"):
         KeyholeTrainer(keyhole.load(str(tiny_model), device="cpu"), args)
+
+
+def test_a_trainer_that_resizes_the_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """As TRL does for a chat template with tokens of its own: the new rows would not be trained."""
+
+    class Resizes(Trainer):
+        def __init__(self, model: Any, **options: Any) -> None:
+            model.resize_token_embeddings(model.config.vocab_size + 2, mean_resizing=False)
+            super().__init__(model=model, **options)
+
+    args = KeyholeArguments(str(tmp_path), method="lomo", use_cpu=True, report_to=[], learning_rate=1e-2)
+    with pytest.raises(UserError, match="the Trainer has replaced or resized it"):
+        type("Both", (KeyholeMixin, Resizes), {})(str(tiny_model), args)
 
 
 class SetsRate(TrainerCallback):
