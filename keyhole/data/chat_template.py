@@ -233,7 +233,7 @@ class ChatTemplate:
 
     def _written(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering) -> list[Span]:
         """The spans that the template wrote for turn i, after the given text."""
-        parts = [(a, b) for a, b, owner in done.segments if owner == i]
+        parts = self._own_parts(i, done)
         if not parts:
             return []
         last = i + 1 == len(turns)
@@ -246,6 +246,14 @@ class ChatTemplate:
                 break
             parts = self._without_result(turns[k]["content"].strip(), k, parts, done)
         return parts
+
+    @staticmethod
+    def _own_parts(i: int, done: Rendering) -> list[Span]:
+        """The segments of turn i; of a template that loops over the messages several times (first for a list of the
+        roles, say) those of the last loop: behind all segments of earlier turns."""
+        own = [(a, b) for a, b, owner in done.segments if owner == i]
+        earlier = [a for a, _, owner in done.segments if owner < i and own and a < own[-1][0]]
+        return [(a, b) for a, b in own if a > max(earlier, default=-1)]
 
     def _end_of_last(self, text: str, end: int) -> int:
         """The last answer ends with the text: the template closes it after its loop. If it is closed already, only
@@ -341,7 +349,7 @@ def _after_last_turn(done: Rendering) -> str:
 
 def _missing(turn: Turn, said: str) -> Lost:
     """The parts of a turn that are missing in its rendered text."""
-    calls = any(name not in said for name in called_names(turn))
+    calls = any(not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", said) for name in called_names(turn))
     thought, spoken = reasoning(turn), words(turn)
     keys = [key for key, texts in further_texts(turn).items() if any(text not in said for text in texts)]
     empty = not thought and not spoken and not turn.get("tool_calls")

@@ -11,6 +11,7 @@ On a GPU a batch is copied on a stream of its own. The host is usually far ahead
 arrived when they need it; on the compute stream the copy would queue behind waits for uploads of weights.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -128,6 +129,17 @@ def check_alike(batches: list[Batch]) -> None:
         raise UserError(
             f"batch: {by_candidates} of {len(batches)} micro-batches are trained by candidates (question, answer), the "
             "others by tokens; a step has one loss: give all of them question and answer, or none"
+        )
+
+
+def warn_if_untrained(batches: list[Batch]) -> None:
+    """Warns of a step without a trained token. GPU tensors are not looked at: reading them would synchronize."""
+    labels = [batch["labels"] for batch in batches]
+    if labels and all(x.device.type == "cpu" and bool((x[:, 1:] == IGNORED).all()) for x in labels):
+        warnings.warn(
+            f"batch: no token is trained (all labels after the first are {IGNORED}): its loss of 0 means nothing, and "
+            "a step on it learns nothing; were the answers cut off, or all labels masked?",
+            stacklevel=5,
         )
 
 

@@ -272,3 +272,20 @@ def test_a_flag_that_nobody_reads_is_named() -> None:
     """`mask: true` may have meant that the turn is not trained on."""
     said = chat("Hi", "A.")
     assert trained(chats.CHATML, [said[0], said[1] | {"mask": True, "train": 1}])[1].keys == ("mask",)
+
+
+def test_a_loop_that_only_lists_the_turns_writes_no_answer() -> None:
+    """The template loops twice; what it says of an answer in the first loop is not the answer."""
+    lists = (
+        "Roles:{% for m in messages %} {{ m.role }}{% endfor %}\n"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert trained(lists, chat("Hi", "A.", "More?", "B."))[0] == ["A.<|im_end|>", "B.<|im_end|>"]
+
+
+def test_a_short_name_of_a_call_is_sought_as_a_word() -> None:
+    """`a` stands in every answer; the template writes the first of two calls alone."""
+    first = chats.CALLING.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]")
+    two = [{"function": {"name": name, "arguments": {}}} for name in ("weather", "a")]
+    assert first != chats.CALLING and trained(first, talk(tool_calls=two))[1].calls == 1

@@ -1,5 +1,6 @@
 """Batches on their way to the device: what is predicted from where, found on the host."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -147,3 +148,16 @@ def test_integers_of_any_width_are_a_batch(dtype: torch.dtype) -> None:
     narrow = {name: x.to(dtype) for name, x in whole.items()}
     assert model.nll(narrow)[0].equal(model.nll(whole)[0])
     assert keyhole.LOMO(model, lr=1e-3).step(narrow) > 0
+
+
+def test_a_step_without_a_trained_token_is_warned_of() -> None:
+    """Labels that are all masked give a loss of 0; one micro-batch without labels beside others is nothing unusual."""
+    masked, usual = batch(seed=0), batch(seed=1)
+    masked["labels"] = torch.full_like(masked["labels"], -100)
+    masked["labels"][:, 0] = 3  # nothing predicts the first token
+    method = keyhole.LOMO(keyhole.load(config("llama"), init="random", dtype="float32"), 1e-2)
+    with pytest.warns(UserWarning, match="no token is trained"):
+        assert float(method.step(masked)) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        method.step([masked, usual])

@@ -76,6 +76,7 @@ class Head:
         for batch in batches:
             checks.check(batch, row_count)
         checks.check_alike(batches)
+        checks.warn_if_untrained(batches)
 
     def to_device(self, batch: Batch, device: torch.device) -> DeviceBatch:
         """Copies a checked batch to the device."""
