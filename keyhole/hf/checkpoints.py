@@ -12,6 +12,7 @@ were. keyhole reads no pickle: the scheduler's file is loaded with weights_only.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,29 @@ from keyhole.checkpoint.state import STATE, Damaged, State, verify
 from keyhole.disk.tensors import write_tensors
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
-from keyhole.methods.base import Method
+from keyhole.methods.base import Method, Traits
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import save_model
 
-METHOD, RATE = "method", "learning_rate"
+METHOD, RATE, SETTINGS = "method", "learning_rate", "settings"
 LAST = ("rng_state.pth", "trainer_state.json")  # what the Trainer writes last
 
 
-def save_method(directory: Path, method: Method, step: int) -> None:
-    """Writes the state, with the checksums of the files that are there already: the model's and the scheduler's."""
+def save_method(directory: Path, method: Method, step: int, own: Any) -> None:
+    """Writes the state, the method's own settings, and the checksums of the files that are there already: the model's
+    and the scheduler's."""
     tensors, scalars = split_state(method.state_dict())
     if method.model.factors is not None:  # factors are part of the state, so that a run resumes within a period
         save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, tensors)
-    about = {METHOD: method.name, RATE: method.param_groups[0]["lr"]}
+    about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(own)}
     write_state(directory, About(step, {}, about, versions()), scalars)
 
 
-def verified(directory: Path, name: str) -> State:
-    """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method."""
+def verified(directory: Path, row: Traits, own: Any) -> State:
+    """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method or settings."""
     if not directory.is_dir():
         raise UserError(f"resume_from_checkpoint: there is no directory {directory}")
     if not (directory / STATE).exists():
@@ -57,8 +59,15 @@ def verified(directory: Path, name: str) -> State:
     except Damaged as error:
         raise UserError(f"resume_from_checkpoint: {directory}: {error}; go on from an older one") from error
     made_by = state.config.get(METHOD)
-    if made_by != name:
-        raise UserError(f"resume_from_checkpoint: {directory} was made by method={made_by}, this run has {name}")
+    if made_by != row.name:
+        raise UserError(f"resume_from_checkpoint: {directory} was made by method={made_by}, this run has {row.name}")
+    before = state.config.get(SETTINGS, {})  # older checkpoints do not hold them
+    for key, value in asdict(own).items():
+        if key in before and before[key] != value and key not in row.may_change:
+            raise UserError(
+                f"resume_from_checkpoint: {directory} was made with {key}={before[key]} of {row.name}, this run has "
+                f"{value}; give the same settings"
+            )
     return state
 
 
@@ -95,7 +104,12 @@ def load_weights(directory: Path, model: Model) -> None:
     """Reads the weights of a checkpoint into the model, in place."""
     model.apply_deferred()
     model.engine.wait_for_homes()
-    fill_from(model, directory, model.dtype)
+    try:
+        fill_from(model, directory, model.dtype)
+    except RuntimeError as error:
+        raise UserError(
+            f"resume_from_checkpoint: the weights in {directory} are not those of this model: {error}"
+        ) from error
     model.engine.invalidate()
 
 

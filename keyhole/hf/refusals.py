@@ -149,6 +149,15 @@ def warn_of_rate(args: TrainingArguments, row: Traits, own: Any, model: Any) -> 
         )
 
 
+def check_loaded(args: TrainingArguments, given: dict[str, Any]) -> None:
+    """A model that keyhole.load has placed already is not placed again."""
+    late = [name for name in ("placement", "gpu_memory", "dtype", "wire") if given[name] is not None]
+    late += [key for key in ("gpu_memory", "wire", "model_dtype") if getattr(args, key, None) is not None]
+    late += ["placement"] if getattr(args, "placement", "resident") != "resident" else []
+    if late:
+        raise UserError(f"{', '.join(dict.fromkeys(late))}: the model is loaded already; give them to keyhole.load")
+
+
 def check_best(args: TrainingArguments, method: Method) -> None:
     """The best checkpoint cannot be loaded again if what was learned beside the weights is not in it."""
     beside = method.addon is not None or method.model.factors is not None

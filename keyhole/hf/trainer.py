@@ -60,12 +60,8 @@ class KeyholeMixin:
         given = {name: options.pop(name, None) for name in OWN}
         if rest:
             raise UserError("KeyholeTrainer: give everything after model and args by name")
-        if isinstance(model, Model) and any(
-            given[name] is not None for name in ("placement", "gpu_memory", "dtype", "wire")
-        ):
-            raise UserError(
-                "placement, gpu_memory, dtype, wire: the model is loaded already; give them to keyhole.load"
-            )
+        if isinstance(model, Model):
+            refusals.check_loaded(args, given)
         refusals.check_class(type(self), KeyholeMixin)
         asked = self._wanted = wanted(args, given)
         self._own = own_settings(asked, args)
@@ -85,9 +81,9 @@ class KeyholeMixin:
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[Any] = []
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
-        embedding = self.keyhole.module.get_input_embeddings()
         super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
-        if self.model is not self.keyhole.module or self.model.get_input_embeddings() is not embedding:
+        rows = len(self.keyhole.module.get_input_embeddings().weight)
+        if self.model is not self.keyhole.module or rows != self.keyhole.layout.table.shape[0]:
             raise UserError(
                 "model: the Trainer has replaced or resized it, and keyhole would not train the new weights; save a "
                 "model with the tokens it needs first, and leave out what wraps it"
@@ -194,10 +190,10 @@ class KeyholeMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints.save_scheduler(Path(output_dir), self.lr_scheduler, SCHEDULER_NAME)
-        checkpoints.save_method(Path(output_dir), self.method, self.state.global_step)
+        checkpoints.save_method(Path(output_dir), self.method, self.state.global_step, self._own)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted.method)
+        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted.row, self._own)
         if not self._wanted.row.keeps_base:  # adapters are completely in the method's state
             checkpoints.load_weights(Path(resume_from_checkpoint), self.keyhole)
 
@@ -224,7 +220,8 @@ class KeyholeMixin:
         if not self._wanted.row.keeps_base:
             checkpoints.load_weights(Path(best), self.keyhole)
         if self.method.addon is not None or self.keyhole.factors is not None:
-            checkpoints.load_method(Path(best), checkpoints.verified(Path(best), self.method.name), self.method)
+            state = checkpoints.verified(Path(best), self._wanted.row, self._own)
+            checkpoints.load_method(Path(best), state, self.method)
 
 
 class Shell(nn.Module):

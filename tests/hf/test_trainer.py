@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from transformers import TrainerCallback
+from transformers import AutoConfig, Trainer, TrainerCallback
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.hf import KeyholeArguments, KeyholeTrainer
+from keyhole.hf import KeyholeArguments, KeyholeMixin, KeyholeTrainer
 from keyhole.training.schedule import Schedule
 from tests.matrix import in_every_run
 
@@ -206,6 +206,46 @@ def test_a_checkpoint_of_another_method_is_refused(tiny_model: Path, tmp_path: P
     other = trainer(tiny_model, tmp_path, batches, method="adalomo", max_steps=2)
     with pytest.raises(UserError, match="was made by method=lomo, this run has adalomo"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_checkpoint_of_other_settings_or_another_model_is_refused(
+    tiny_model: Path, tmp_path: Path, batches: list[Any]
+) -> None:
+    """Without `rank` the factors of the checkpoint would be left out, in silence. What may change, may."""
+    how = {"method": "zo", "learning_rate": 1e-4, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer(tiny_model, tmp_path, batches, settings={"rank": 2}, **how).train()
+    goes_on = {**how, "max_steps": 2}
+    with pytest.raises(UserError, match="was made with rank=2 of zo, this run has None"):
+        trainer(tiny_model, tmp_path, batches, **goes_on).train(resume_from_checkpoint=True)
+    again = trainer(tiny_model, tmp_path, batches, settings={"rank": 2, "clip": 5.0}, **goes_on)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    narrow = AutoConfig.from_pretrained(tiny_model, intermediate_size=16)
+    args = KeyholeArguments(str(tmp_path), method="zo", method_settings={"rank": 2}, use_cpu=True, report_to=[])
+    with pytest.raises(UserError, match="gate_proj.weight with shape .*64, 32"):
+        KeyholeTrainer(narrow, args, train_dataset=batches).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("key", ["gpu_memory", "wire", "model_dtype", "placement"])
+def test_a_loaded_model_is_not_placed_again(tiny_model: Path, tmp_path: Path, key: str) -> None:
+    """By arguments of either kind."""
+    value = {"gpu_memory": "1GiB", "wire": "bf16", "model_dtype": "bfloat16", "placement": "stream"}[key]
+    args = KeyholeArguments(str(tmp_path), method="lomo", use_cpu=True, report_to=[], **{key: value})
+    with pytest.raises(UserError, match=f"{key}: the model is loaded already"):
+        KeyholeTrainer(keyhole.load(str(tiny_model), device="cpu"), args)
+
+
+def test_a_trainer_that_resizes_the_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """As TRL does for a chat template with tokens of its own: the new rows would not be trained."""
+
+    class Resizes(Trainer):
+        def __init__(self, model: Any, **options: Any) -> None:
+            model.resize_token_embeddings(model.config.vocab_size + 2, mean_resizing=False)
+            super().__init__(model=model, **options)
+
+    args = KeyholeArguments(str(tmp_path), method="lomo", use_cpu=True, report_to=[], learning_rate=1e-2)
+    with pytest.raises(UserError, match="the Trainer has replaced or resized it"):
+        type("Both", (KeyholeMixin, Resizes), {})(str(tiny_model), args)
 
 
 class SetsRate(TrainerCallback):
