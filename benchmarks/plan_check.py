@@ -354,8 +354,8 @@ def main() -> None:
     print("\n".join(rates.lines()))
     rows = ", ".join(f"{rows}: {rate / 1e12:.3g}" for rows, rate in rates.products.items())
     print(f"products by rows: {rows} TFLOP/s; device memory {rates.device_memory / 1e9:.0f} GB/s; ", end="")
-    kinds = (rates.launch, rates.called, rates.reversed)
-    print(f"launch, called, reversed {' '.join(f'{1e6 * each:.1f}' for each in kinds)} us; {time.perf_counter() - begin_s:.0f} s so far", flush=True)
+    kinds = " ".join(f"{1e6 * each:.1f}" for each in (rates.launch, rates.called, rates.reversed))
+    print(f"launch, called, reversed {kinds} us; {time.perf_counter() - begin_s:.0f} s so far", flush=True)
     print(f"{'case':50} {'GPU GiB planned, measured':25}  |  {'host GiB':23}  |  seconds per step", flush=True)
     for case in cases:
         answer = next(found)
