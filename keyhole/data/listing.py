@@ -76,5 +76,5 @@ def _incomplete(names: list[str]) -> list[str]:
 
 def _twice(names: list[str]) -> list[str]:
     count = Counter(os.path.realpath(name) if Path(name).is_file() else name for name in names)
-    again = [f"{name} ({number} times)" for name, number in count.items() if number > 1]
+    again = [f"{Path(name).name} ({number} times)" for name, number in count.items() if number > 1]
     return [f"read more than once, so trained on more often: {listed(again)}"] if again else []

@@ -30,7 +30,8 @@ class Native(Method):
         max_grad_norm: float | None = None,
         **options: Any,
     ) -> None:
-        self.module, self.device, self.max_grad_norm = model.module, model.device, max_grad_norm
+        self.model, self.lr, self.max_grad_norm = model, lr, max_grad_norm
+        self.module, self.device = model.module, model.device
         self.module.train()
         if checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})

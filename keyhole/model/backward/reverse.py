@@ -242,7 +242,7 @@ class Reverse:
                 "backward(loss): the weights have changed since this loss was computed, by another backward or step; "
                 "compute it after them"
             ) from error
-        if not self._handed_over:
+        if not self._handed_over and any(tensor.param.requires_grad for tensor in self.layout.tensors):
             raise UserError(
                 "backward(loss): no weight of this model received a gradient: the loss is not computed from it"
             )
