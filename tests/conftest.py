@@ -24,7 +24,8 @@ from tests.matrix import mark_the_rest
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # tests trace and generate no code: no pool of processes
 gc.disable()  # until all is imported: imports make no garbage worth a walk through all that is there
-settings.register_profile("keyhole", deadline=None)  # the machine may be busy; slow is not wrong
+# No deadline: the machine may be busy, and slow is not wrong. Runs draw other examples each time.
+settings.register_profile("keyhole", deadline=None, max_examples=50)
 settings.load_profile("keyhole")
 
 CHAT_TEMPLATE = (

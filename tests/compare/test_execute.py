@@ -19,7 +19,6 @@ from keyhole.disk import weight_files
 from keyhole.errors import NonFinite, UserError
 from keyhole.training import loop
 from tests.compare.comparisons import TEXT, cell, run, table, write
-from tests.matrix import in_every_run
 from tests.training.children import draw_nothing, server
 
 
@@ -109,7 +108,7 @@ def test_killed_in_the_middle_and_resumed(undisturbed: tuple[Path, dict[str, int
     assert table(out) == table(undisturbed[0])
 
 
-@in_every_run(lambda stop: stop == 14)
+@pytest.mark.matrix
 @pytest.mark.parametrize("stop", [3, 14])
 def test_interrupted_and_resumed(
     undisturbed: tuple[Path, dict[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int

@@ -9,6 +9,7 @@ import torch
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.training.start import train as train_alone
+from tests.matrix import in_every_run
 from tests.ranks.test_training import run
 from tests.training.runs import Make, metrics, weights
 
@@ -19,6 +20,7 @@ SETTINGS |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_grad_nor
 SIZES = {"lomo": (2, 4), "adalomo": (2,), "lomo-lora": (2,), "adam-offload": (2,), "lsp": (4,)}
 
 
+@in_every_run(lambda method: method in ("lomo", "adam-offload"))
 @pytest.mark.parametrize("method", SIZES)
 def test_a_run_on_parts_is_saved_whole_and_resumed_on_any_number(
     make: Make, tiny_data: Path, tmp_path: Path, method: str

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from keyhole.ranks import Ranks
+from tests.matrix import in_every_run
 from tests.ranks.launch import Launch
 from tests.ranks.workers import ZO_CASES, write_zo_results, zo_results
 
 SIZES = (2, 4)
 
 
+@in_every_run(lambda part: part == "of every kind")
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ZO_CASES)
 def test_ranks_have_the_bits_of_one_process_on_twelve_families(part: str, tmp_path: Path) -> None:

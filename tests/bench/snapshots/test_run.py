@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from keyhole.bench.snapshots.report import none_of
 from keyhole.bench.snapshots.run import IN_MEMORY, MODES, STREAMED, bench_snapshots
 
 
+@pytest.mark.matrix
 def test_runs_on_a_cpu(tmp_path: Path) -> None:
     """All modes of two sizes and a replay: JSON and Markdown are written, and nothing is left in the scratch place."""
     scratch = tmp_path / "scratch"

@@ -55,7 +55,7 @@ def test_what_is_kept_changes_nothing(activations: str) -> None:
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
-@in_every_run(lambda micro: micro == 2)
+@pytest.mark.matrix
 @pytest.mark.parametrize("clip, micro", [(None, 1), (0.5, 2)])
 def test_compiled_blocks_stream_too(clip: float | None, micro: int) -> None:
     """Traced by torch.compile (without a compiler here): streamed, in whole blocks or cut, == resident, and torch's SGD

@@ -183,6 +183,7 @@ def test_what_was_decided_is_said() -> None:
     assert any("experts" in line for line in LSP(load("mixtral"), **SMALL).describe())
 
 
+@pytest.mark.matrix
 def test_compiled_blocks() -> None:
     """Traced by torch.compile (no compiler here): the steps of plain blocks within rounding, also accumulated."""
     for micro in (1, 2):

@@ -151,6 +151,7 @@ def test_outside_of_the_lockstep_all_is_ordinary(calls: Calls) -> None:
     assert calls.within == 0 < calls.apart
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("epilogue")
 def test_compiled_blocks_are_the_compilers(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler sees the same operations as without, in as many graphs: all blocks share the code as before."""
