@@ -18,7 +18,7 @@ CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test
 	tests/compare/test_page.py tests/bench/zo/test_cases.py tests/cli/test_arguments.py tests/cli/test_train.py \
 	tests/hostile/test_settings.py tests/pages tests/hf/test_refusals.py tests/hub/test_push.py tests/harness/test_run.py
 # Bytecode is kept whatever the environment says: both workers, and every process that a test starts, import the same files
-PYTEST := PYTHONDONTWRITEBYTECODE= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test check matrix run-tests lint style types fix docs setup clean
 
