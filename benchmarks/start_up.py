@@ -12,7 +12,7 @@ Without --model a random model of SmolLM2-135M's shape is made, with a tokenizer
     second run  the same command again
 
 Seconds are counted from the start of the process to a line of its output: the start block, step 1, and the last step.
-The phases are the start block's own. The target is for the second run: step 1 at most 5 s after the imports (issue 17).
+The phases are the start block's own. The target is for the second run: step 1 at most 5 s after the imports.
 """
 
 import argparse

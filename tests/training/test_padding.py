@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.checkpoint.state import dump
 from keyhole.data.padding import Padding
 from keyhole.errors import UserError
 from keyhole.training.loop import Run
 from keyhole.training.start import train
-from tests.training.runs import Make, metrics, same, weights
+from tests.training.runs import Make, forget_setting, metrics, same, weights
 
 
 @pytest.fixture
@@ -57,10 +56,7 @@ def test_a_checkpoint_of_before_the_setting_goes_on_by_eight(
     assert train(old) == 0
     stop_after(3)
     assert train(stopped) == 130
-    file = Path(stopped.output_dir) / "checkpoint-3" / "keyhole_state.json"
-    state = json.loads(file.read_text())
-    del state["crc32"], state["config"]["pad_to_multiple_of"], state["loader"]["padding"]
-    file.write_text(dump(state))
+    forget_setting(stopped, 3, "pad_to_multiple_of", "padding")
     assert train(replace(stopped, pad_to_multiple_of="auto"), resume="") == 0
     assert same(weights(old.output_dir), weights(stopped.output_dir)) and metrics(old) == metrics(stopped)
     assert set(paddings) == {(Padding(8), Padding(8))}

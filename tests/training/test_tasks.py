@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
 from keyhole.training.start import train
 from tests.matrix import in_every_run
-from tests.training.runs import Make, metrics, same, weights
+from tests.training.runs import Make, forget_setting, metrics, same, weights
 
 
 @pytest.fixture
@@ -60,10 +59,7 @@ def test_a_checkpoint_of_before_stratified_batches_goes_on_in_its_order(
     assert train(old) == 0
     stop_after(3)
     assert train(stopped) == 130
-    file = Path(stopped.output_dir) / "checkpoint-3" / "keyhole_state.json"
-    state = json.loads(file.read_text())
-    del state["crc32"], state["config"]["stratify"], state["loader"]["stratified"]
-    file.write_text(dump(state))
+    forget_setting(stopped, 3, "stratify", "stratified")
     assert train(replace(stopped, stratify="auto"), resume="") == 0
     assert same(weights(old.output_dir), weights(stopped.output_dir)) and metrics(old) == metrics(stopped)
     with pytest.raises(UserError, match="stratify: the run has false, the config now says true"):
