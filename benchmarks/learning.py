@@ -9,8 +9,8 @@ as it is there, with the dev metric by step and the median seconds per step. Run
 --only: the run of this name, or runs whose name begins so; --seeds: others than the table's. key=value: settings for
 all runs, such as loss=candidates.
 
-All runs: float32 weights with products in TF32 (sst2-zo-bf16, -rank and -int4: bfloat16), batches of 16, 1,000
-examples, the loss over candidates (RTE and Alpaca by first-order methods: over tokens), linear decay, the step that is
+All runs: float32 weights with products in TF32, batches of 16 (sst2-zo-bf16, -rank, -int4 and -sweep: bfloat16,
+batches of 64; sst2-zo-128: batches of 128), 1,000 examples, the loss over candidates (RTE and Alpaca by first-order methods: over tokens), linear decay, the step that is
 best on dev is tested.
 """
 
@@ -51,6 +51,8 @@ ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
 PARTS = ZO | {"zo": {"estimator": "grzo", "directions": 16, "rank": 4, "refresh": 50}}  # a direction per row
 BF16 = {"dtype": "bfloat16"}
 RANK = {"rank": 2, "refresh": 50}
+LARGE = ZO | BF16 | {"batch_size": 64, "max_steps": 2000, "eval_steps": 400}  # less noise for nearly the same seconds
+SHORT = {"max_steps": 800, "eval_steps": 400}
 TOKENS = {"loss": "tokens"}
 METRICS = ("eval_loss", "eval_accuracy")  # the latter where there is one
 FZOO = ZO | {"learning_rate": 1e-3, "zo": {"estimator": "fzoo"}}
@@ -67,18 +69,29 @@ def first_order(epochs: int, steps_per_epoch: int = 63) -> dict[str, Any]:
 
 
 RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
-    "sst2-zo": ("sst2", [0, 1, 2], ZO | {"learning_rate": 4e-5}),
+    "sst2-zo": ("sst2", [0, 1, 2], ZO | {"learning_rate": 2.5e-5}),
+    "sst2-zo-directions": ("sst2", [0, 1, 2], ZO | {"learning_rate": 1e-4, "zo": {"directions": 4}}),
+    "sst2-zo-128": ("sst2", [0, 1, 2], ZO | {"learning_rate": [1e-4, 2e-4], "batch_size": 128}),
     "sst2-zo-constant": ("sst2", [0], ZO | {"learning_rate": 2e-5, "lr_scheduler_type": "constant"}),
     "sst2-zo-long": ("sst2", [0], ZO | {"learning_rate": 2e-5, "max_steps": 12000, "eval_steps": 1000}),
     "sst2-zo-high": ("sst2", [0], ZO | {"learning_rate": 8e-5}),
     "sst2-zo-tokens": ("sst2", [0], ZO | {"learning_rate": 4e-5} | TOKENS),
-    "sst2-zo-bf16": ("sst2", [0, 1, 2], ZO | BF16 | {"learning_rate": 4e-5}),
-    "sst2-zo-rank": ("sst2", [0, 1, 2], ZO | BF16 | {"learning_rate": 1.5e-5, "zo": RANK}),
+    "sst2-zo-bf16": ("sst2", [0, 1, 2], LARGE | {"learning_rate": [5e-5, 1e-4]}),
+    "sst2-zo-rank": ("sst2", [0, 1, 2], LARGE | {"learning_rate": [2.5e-5, 5e-5], "zo": RANK}),
     "sst2-zo-int4": (
         "sst2",
         [0, 1, 2],
-        ZO | BF16 | {"learning_rate": 1.5e-5, "zo": RANK | {"fold": False}, "wire": "int4"},
+        LARGE | {"learning_rate": [2.5e-5, 5e-5], "zo": RANK | {"fold": False}, "wire": "int4"},
     ),
+    **{
+        f"sst2-zo-sweep-{rank}x{refresh}": (
+            "sst2",
+            [0],
+            LARGE | SHORT | {"learning_rate": 4e-5, "zo": {"rank": rank, "refresh": refresh}},
+        )
+        for rank in (1, 2, 4, 8)
+        for refresh in (1, 10, 50, 100)
+    },
     "sst2-zo-fzoo": ("sst2", [0], FZOO | {"max_steps": 666, "eval_steps": 222}),
     "sst2-zo-2000": ("sst2", [0], FZOO | {"learning_rate": [5e-4, 1e-3, 2e-3], "max_steps": 222, "eval_steps": 111}),
     "sst2-zo-parts": ("sst2", [0], PARTS | {"learning_rate": [5e-5, 1e-4, 2e-4], "max_steps": 1000, "eval_steps": 250}),
