@@ -16,7 +16,7 @@ its inputs and its output, as the fused kernels of a GPU do. A block whose code 
 without them: then there are no counts, and the formulas use those of a Llama block.
 
 A model of the same class, config and dtype has the same counts: a process counts once (a tenth of a second, or more
-where products of 16 bit are slow). A module that something has patched since it was built is counted by itself.
+where products of 16 bit are slow). A module with a forward of its own (an adapter's) is counted by itself.
 """
 
 from collections.abc import Iterator
@@ -61,16 +61,19 @@ def block_counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
 
 
 def _likeness(module: nn.Module, block: nn.Module) -> tuple[Any, ...] | None:
-    """Equal for modules that run the same code on the same shapes; None if the module is not as its class made it."""
+    """Equal for modules that run the same code on the same shapes; None if part of the code is not that of a class.
+    Hooks are known by their names: those of a model (model/forward/) do nothing outside of its passes."""
     parts = dict(module.named_modules())
-    if any("forward" in part.__dict__ or part._forward_pre_hooks or part._forward_hooks for part in parts.values()):
+    if any("forward" in part.__dict__ or part._forward_hooks for part in parts.values()):
         return None
+    pairs = ((name, hook) for name, part in parts.items() for hook in part._forward_pre_hooks.values())
+    hooks = tuple((name, getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) for name, hook in pairs)
     name = next(name for name, part in parts.items() if part is block)
     kinds = tuple((name, type(part), part.training) for name, part in block.named_modules())
     tensors = (*block.named_parameters(), *block.named_buffers())
     shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors)
     attention = getattr(module.config, "_attn_implementation", None)
-    return type(module), config_text(module), attention, name, kinds, shapes, next(module.parameters()).device
+    return type(module), config_text(module), attention, name, hooks, kinds, shapes, next(module.parameters()).device
 
 
 def _counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
