@@ -16,7 +16,7 @@ def test_fewer_spans_cover_all_of_them(found: list[tuple[float, float]], most: i
     """Joining loses no busy time, moves neither end, and keeps the order."""
     kept = fewer(found, most)
     assert len(kept) == min(most, len(found))
-    assert [begin for begin, _ in kept] == sorted(begin for begin, _ in kept)  # ends are rounded where spans were joined
+    assert [begin for begin, _ in kept] == sorted(begin for begin, _ in kept)  # joined ends are rounded
     assert busy(kept) >= busy(found) - 1e-6
     assert kept[0][0] == found[0][0]
     assert max(b + d for b, d in kept) == pytest.approx(max(b + d for b, d in found))
