@@ -13,7 +13,8 @@ unpack   one block of that shape from int4, int8 and nf4 to bfloat16, beside a c
 175B     OPT-175B's shape, all 96 blocks, int4, packed piece by piece from the generator, never in 16 bits (350 GB):
          low-rank zeroth-order steps over it (1 x 2048 tokens) in 8 and in 7.5 GiB of GPU memory, whose losses must be
          equal, with seconds per step and the peaks of GPU and host memory
-         (70B: the same with Llama-3-70B's shape, in 8 and 4 GiB)
+         (70B: the same with Llama-3-70B's shape, in 8 and 4 GiB). Floor: max(compute, link), where compute is the
+         resident step of 2 and of 8 blocks, continued to all of them
 
 --quick: the same on tiny shapes, also on a CPU. Seconds are of timed steps after one warm-up step; every case frees its
 memory before the next.
@@ -21,6 +22,7 @@ memory before the next.
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -161,29 +163,44 @@ class _Clock:
 
 
 def case_whole(name: str, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """All blocks of a model in 4 bits, zeroth-order steps of low rank over it, in two budgets."""
+    """All blocks of a model in 4 bits, zeroth-order steps of low rank over it, in two budgets, and their floor."""
     length = 16 if args.quick else 2048
     config = opt_config("175B", length, quick=args.quick) if name == "175B" else llama(name, args.quick)
-    own = {"rank": 2, "refresh": 100, "fold": False}
+    blocks, few = config.num_hidden_layers, (2, 3) if args.quick else (2, 8)
     rows = []
     for budget in ("8GiB", "7.5GiB") if name == "175B" else ("8GiB", "4GiB"):
-        row = METHODS["zo"]
-        work = keyhole.Workload("zo", tokens=length, passes=2, settings=row.fill(row.settings(**own)), length=length)
-        how = {"wire": "int4", "placement": "stream", "gpu_memory": None if args.quick else budget}
-        clean_up(device)
-        model = keyhole.load(config, init="random", dtype="bfloat16", device=device, workload=work, **how)
-        loaded = host_memory()
-        method = keyhole.ZO(model, lr=1e-7, **own)
-        batch = random_batch(1, length, model.config.vocab_size)
-        found = measured(model, lambda method=method, batch=batch: method.step(batch), device, args.steps)
-        weights = sum(model.formats.home_bytes(unit) for unit in model.layout.units)
-        about = {"weights": weights, "host_loading": loaded, "blocks": model.layout.block_count, "tokens": (1, length)}
-        rows.append({"case": name, "name": f"int4, rank 2, {budget}", **about, **found})
+        how = {"placement": "stream", "gpu_memory": None if args.quick else budget}
+        rows.append({"case": name, "name": f"int4, rank 2, {budget}", **low_rank_steps(config, how, args, device)})
         say(rows[-1])
-        model.close()
-        del model, method
-        clear_device(device)
-    return rows
+    resident = []
+    for count in few:  # what a block takes if it is resident: t(blocks) is a straight line
+        config.num_hidden_layers = count
+        resident.append(low_rank_steps(config, {"placement": "resident"}, args, device)["step_s"])
+    per_block = (resident[1] - resident[0]) / (few[1] - few[0])
+    compute = resident[0] + (blocks - few[0]) * per_block
+    print(
+        f"{name}, resident: {resident[0]:.4f} and {resident[1]:.4f} s for {few} blocks, so {compute:.3f} s for {blocks}"
+    )
+    return [row | {"compute_s": compute} for row in rows]
+
+
+def low_rank_steps(config: Any, how: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Steps of rank 2 over a base in 4 bits: seconds, bytes, losses."""
+    length, own, row = 16 if args.quick else 2048, {"rank": 2, "refresh": 100, "fold": False}, METHODS["zo"]
+    work = keyhole.Workload("zo", tokens=length, passes=2, settings=row.fill(row.settings(**own)), length=length)
+    clean_up(device)
+    begin_s = time.monotonic()
+    model = keyhole.load(config, init="random", dtype="bfloat16", device=device, workload=work, wire="int4", **how)
+    loaded, load_s = host_memory(), time.monotonic() - begin_s
+    method = keyhole.ZO(model, lr=1e-7, **own)
+    batch = random_batch(1, length, model.config.vocab_size)
+    found = measured(model, partial(method.step, batch), device, args.steps)
+    weights = sum(model.formats.home_bytes(unit) for unit in model.layout.units)
+    found |= {"weights": weights, "host_loading": loaded, "load_s": load_s, "blocks": model.layout.block_count}
+    model.close()
+    del model, method
+    clear_device(device)
+    return found | {"tokens": (1, length)}
 
 
 def table(rows: list[dict[str, Any]], link: dict[str, float]) -> list[str]:
@@ -197,7 +214,8 @@ def table(rows: list[dict[str, Any]], link: dict[str, float]) -> list[str]:
         count = row["tokens"][0] * row["tokens"][1]
         same = f"{row['name'].partition(',')[0]}, resident, blocks run twice"  # what a small budget has no room to keep
         resident = next((r for r in rows if r["name"] == same), None)
-        floor = max(resident["step_s"] if resident else 0.0, row["bytes_up"] / up if up else 0.0)
+        compute = resident["step_s"] if resident else row.get("compute_s", 0.0)
+        floor = max(compute, row["bytes_up"] / up if up else 0.0)
         ratio = f"{row['step_s'] / floor:.2f}" if floor and "resident" not in row["name"] else ""
         gained = f"{peft / row['step_s']:.2f}" if peft and row["case"] == "lora" else ""
         memory = f"{row['gpu'] / GIB:.1f} GiB | {row['host'] / GIB:.1f} GiB | {row['bytes_up'] / 1e9:.2f} GB"

@@ -10,8 +10,8 @@ as it is there, with the dev metric by step and the median seconds per step. Run
 all runs, such as loss=candidates.
 
 All runs: float32 weights with products in TF32, batches of 16 (sst2-zo-bf16, -rank, -int4 and -sweep: bfloat16,
-batches of 64; sst2-zo-128: batches of 128), 1,000 examples, the loss over candidates (RTE and Alpaca by first-order methods: over tokens), linear decay, the step that is
-best on dev is tested.
+batches of 64; sst2-zo-128: batches of 128), 1,000 examples, the loss over candidates (RTE and Alpaca by first-order
+methods: over tokens), linear decay, the step that is best on dev is tested.
 """
 
 import argparse
