@@ -24,11 +24,7 @@ def test_without_fusing_it_is_torch_sgd_to_the_bit(name: str) -> None:
     assert all(torch.equal(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
-@in_every_run(
-    lambda name, micro, clip: (
-        (name == "llama" and clip != 1e3) or (name, micro) in {("qwen2", 1), ("gpt2", 4), ("mixtral", 4)}
-    )
-)
+@in_every_run(lambda name, micro: name == "llama" or (name, micro) in {("qwen2", 1), ("gpt2", 4), ("mixtral", 4)})
 @pytest.mark.parametrize(
     "name, micro, clip, direct",
     [(name, *how) for how in [(1, None, True), (4, 0.5, False)] for name in SIX]
