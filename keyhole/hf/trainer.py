@@ -13,7 +13,9 @@ The loop is the Trainer's. What differs:
     grad_norm         the method's own: the norm of the whole gradient before clipping
     evaluation        the loss in chunks of the vocabulary, with each unit uploaded once per batch; full logits only if
                       compute_metrics needs them
-    saving, resuming  keyhole writes the model, tensor by tensor, and the method's state beside it (checkpoints.py)
+    saving, resuming  keyhole writes the model, tensor by tensor, and the method's state beside it (checkpoints.py).
+                      Between the update and the Trainer's count of it (on_pre_optimizer_step), nothing is saved: a
+                      checkpoint that is asked for there is written when the step is counted
     the model         is neither wrapped nor moved: `trainer.model` is the Hugging Face module, whose parameters stay
                       where keyhole placed them, and `trainer.keyhole` is keyhole's model
 
@@ -30,6 +32,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from keyhole.checkpoint.state import State
 from keyhole.errors import UserError
@@ -80,6 +83,7 @@ class KeyholeMixin:
         ):
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[Any] = []
+        self._uncounted: int | None = None  # steps counted at the last update
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
         super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
         rows = len(self.keyhole.module.get_input_embeddings().weight)
@@ -91,7 +95,7 @@ class KeyholeMixin:
 
     def train(self, *args: Any, **options: Any) -> Any:
         """The Trainer's; micro-batches of a step that an earlier call did not finish are dropped."""
-        self._collected = []
+        self._collected, self._uncounted = [], None
         return super().train(*args, **options)  # type: ignore[misc]
 
     # -- the model is not moved ------------------------------------------------------------------------------------
@@ -124,6 +128,7 @@ class KeyholeMixin:
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
+        self._uncounted = self.state.global_step
         return self.method.step(batches).detach().to(self.args.device)
 
     def _batch(self, inputs: Any) -> dict[str, torch.Tensor]:
@@ -187,6 +192,14 @@ class KeyholeMixin:
         """The Trainer's, with the method in place of the Trainer's optimizer."""
         super().create_model_card(*args, **options)  # type: ignore[misc]
         card.state_method(Path(self.args.output_dir) / "README.md", self._wanted, self.keyhole)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The Trainer's; once the step is counted, if its update is made already: resuming would repeat it."""
+        if self._uncounted == self.state.global_step:
+            self.control.should_save = True
+            checkpoints.drop_begun(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self._uncounted}"))
+            return
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints.save_scheduler(Path(output_dir), self.lr_scheduler, SCHEDULER_NAME)

@@ -347,6 +347,44 @@ def test_an_incomplete_checkpoint_is_refused(
         again.train(resume_from_checkpoint=True)
 
 
+def test_a_checkpoint_that_was_written_twice_is_resumed(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """A script that is run again in its directory replaces the checkpoint of each step, and can go on from them."""
+    how = {"save_strategy": "steps", "save_steps": 2}
+    for method in ("adamw", "lomo"):  # the first leaves a file that the second does not write
+        full = trainer(tiny_model, tmp_path, batches, method=method, **how)
+        full.train()
+    again = trainer(tiny_model, tmp_path, batches, **how)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not (tmp_path / "checkpoint-2" / "optimizer.safetensors").exists()
+    ours, theirs = weights_of(full.keyhole), weights_of(again.keyhole)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("moment", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_a_checkpoint_on_a_signal_is_resumed(tiny_model: Path, tmp_path: Path, batches: list[Any], moment: str) -> None:
+    """enable_jit_checkpoint: at none of its moments is a step lost or repeated."""
+
+    class Asks(TrainerCallback):
+        """Asks as the signal's timer does; it comes before the Trainer's own callback."""
+
+    def ask(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 2:
+            manager.is_checkpoint_requested = True
+
+    setattr(Asks, moment, ask)
+    made = trainer(tiny_model, tmp_path / "out", batches, enable_jit_checkpoint=True)
+    manager = next(each.jit_manager for each in made.callback_handler.callbacks if hasattr(each, "jit_manager"))
+    made.callback_handler.callbacks.insert(0, Asks())
+    made.train()
+    assert 2 <= made.state.global_step < STEPS
+    again, full = (trainer(tiny_model, tmp_path / name, batches) for name in ("out", "full"))
+    again.train(resume_from_checkpoint=True)
+    full.train()
+    assert losses_of(again)[-2:] == losses_of(full)[-2:]
+    ours, theirs = weights_of(full.keyhole), weights_of(again.keyhole)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 def test_a_callback_sees_the_weights_after_the_step(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
     """zo defers its update; a callback that calls the module must not see weights from before it."""
     seen: list[tuple[float, float]] = []
