@@ -1,6 +1,7 @@
 """KeyholeTrainer: the Trainer's loop with keyhole's steps."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from transformers import AutoConfig, Trainer, TrainerCallback
+from transformers import AutoConfig, LlamaConfig, LlamaForSequenceClassification, Trainer, TrainerCallback
 
 import keyhole
 from keyhole.errors import UserError
@@ -329,6 +330,45 @@ def test_the_best_model_has_the_adapters_of_its_step(
     made.train()
     first = next(entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry)
     assert made.evaluate()["eval_loss"] == first
+
+
+def test_a_best_checkpoint_that_is_gone_is_told(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """The weights stay those of the last step, which is not what was asked for."""
+
+    class Deletes(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            shutil.rmtree(tmp_path / f"checkpoint-{state.global_step}")
+
+    made = trainer(
+        tiny_model, tmp_path, batches, eval_dataset=batches[:1], eval_strategy="steps", eval_steps=1, max_steps=1,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True, callbacks=[Deletes],
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="load_best_model_at_end: the best checkpoint, .*checkpoint-1, is gone"):
+        made.train()
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"), [(1, None), (3, None), (3, "regression"), (3, "multi_label_classification")]
+)
+def test_predictions_need_no_labels(tmp_path: Path, batches: list[Any], labels: int, problem: str | None) -> None:
+    """Logits of every kind of classifier are the module's own."""
+    module = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=labels,
+            problem_type=problem,
+            pad_token_id=0,
+        )  # fmt: skip
+    ).eval()
+    module.save_pretrained(tmp_path / "model")
+    asked = {name: x for name, x in batches[0].items() if name != "labels"}
+    found = trainer(tmp_path / "model", tmp_path, batches).predict([asked]).predictions
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(found), module(**asked).logits, rtol=1e-5, atol=1e-6)
 
 
 @in_every_run(lambda name, half: half or name == "scheduler.pt")
