@@ -97,7 +97,9 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
     for key, node in root.value:
         where = f"line {key.start_mark.line + 1}"
         name = key.value if isinstance(key, yaml.ScalarNode) else show(key)
-        if name in KEYS:
+        if name in nodes:
+            faults.append(Finding(name, f"given twice, also in {nodes[name].where}", where))
+        elif name in KEYS:
             nodes[name] = LocatedNode(node, where)
         else:
             inside = "; a setting of all runs stands under `common`" if name in settings() else nearest(name, KEYS)

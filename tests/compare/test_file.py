@@ -81,6 +81,7 @@ def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
     "change, says",
     [
         (("models: [demo]", "modells: [demo]"), "line 2: modells: unknown key; did you mean `models`"),
+        (("seeds: [0, 1]", "common: {max_steps: 3}"), "line 8: common: given twice, also in line 7"),
         (("seeds: [0, 1]", "seeds: [0, 0]"), "seeds: expected different whole numbers"),
         (("seeds: [0, 1]", "choose_by: luck"), "choose_by: found `luck`, expected first-seed or all-seeds"),
         (("seeds: [0, 1]", "batch_size: 3"), "batch_size: unknown key; a setting of all runs stands under `common`"),
