@@ -12,7 +12,15 @@ The first three overlap, so a step takes about as long as the slowest. Overlappe
 units have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the overlapped
 seconds is added, and UNIT_S for every streamed unit, which the host waits for, releases and sends on:
 
-    step = max(parts) + HIDDEN (sum(parts) - max(parts)) + UNIT_S x streamed units x sweeps + exposed
+    step = max(parts) + HIDDEN (sum(parts) - max(parts)) + UNIT_S x streamed units x sweeps + exposed + host
+
+    host = HIDDEN min(busy, launches) + LATE max(0, min(link, launches) - busy)
+
+The host launches while the device computes, but here and there the device waits for a small kernel: HIDDEN again. And
+copies are issued by the host as it goes through the units. If it is ahead of the device, they are issued early; if it
+is slower than the device, they start late, and slots hold only a few units to make up for it: the share LATE of its
+delay is seen (`zo` on a Llama-3.5B in 4 GiB with 512 tokens: link 0.069 s, host 0.058, device 0.025, step 0.099; `lomo`
+streamed 0.215, 0.131, 0.04, step 0.257; benchmarks/plan_check_h200_2026-11-16_b.json).
 
 HIDDEN = 0.1 fits streamed `zo` (link 0.457 s, compute 0.207 s, step 0.485 s) on an H200
 (benchmarks/zo_h200_2026-11-16.md).
@@ -27,6 +35,9 @@ link above,
 its backward pass, which uploads for 0.24: 0.59 s, measured 0.574 (benchmarks/lomo_h200_2026-11-16.md); compiled 0.51
 and 0.507.
 
+Updates of adam-offload overlap with the backward pass alone; its lane's copies are part of its updates, so they are not
+counted as hidden once more (methods/adam_offload/memory.py).
+
 A whole step that is one CUDA graph costs the host nothing, but its small kernels do not fill the GPU, start and drain:
 `zo` on OPT-1.3B with 512 tokens took 12.4 ms for 8.2 of products and bytes, with some 600 kernels
 (benchmarks/plan_check_h200_2026-11-16.json); on SmolLM2-135M 21.9 ms for 4, with 2,500 (benchmarks/README.md). NODE_S
@@ -39,6 +50,7 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.work import StepWork
 
 HIDDEN = 0.1
+LATE = 0.5
 UNIT_S = 20e-6
 NODE_S = 6e-6
 
@@ -46,7 +58,8 @@ NODE_S = 6e-6
 @dataclass(frozen=True)
 class StepSeconds:
     """The parts of a step, and the whole. phases: compute and link, overlapped within the forward and the backward
-    pass; None for a step of one phase."""
+    pass; None for a step of one phase; alone: the first of them, if updates do not overlap with it; host: what launches
+    add."""
 
     compute: float
     link: float
@@ -55,11 +68,14 @@ class StepSeconds:
     bound_by: str
     exposed: float = 0.0
     phases: float | None = None
+    host: float = 0.0
+    alone: float = 0.0
 
     @property
     def total(self) -> float:
-        parts = (self.compute, self.link, self.cpu) if self.phases is None else (self.phases, self.cpu)
-        return max(parts) + HIDDEN * (sum(parts) - max(parts)) + self.units + self.exposed
+        parts = (self.compute, self.link, self.cpu) if self.phases is None else (self.phases - self.alone, self.cpu)
+        hidden = min(self.compute, self.cpu) if self.alone else sum(parts) - max(parts)
+        return self.alone + max(parts) + HIDDEN * hidden + self.host + self.units + self.exposed
 
 
 def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, units: int = 0) -> StepSeconds:
@@ -75,17 +91,30 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
         "link": link,
         "CPU": max(arithmetic, traffic),
     }
-    phases = None
+    phases, alone = None, 0.0
     if work.begin is not None:
         first, launched = _device_seconds(work.begin, rates, rows, itemsize)
         before = rates.link_seconds(work.begin.up, work.begin.down)
-        phases = max(first, launched, before) + max(busy - first, launching - launched, link - before)
+        alone = max(first, launched, before)
+        phases = alone + max(busy - first, launching - launched, link - before)
+    host = HIDDEN * min(busy, launching) + LATE * max(0.0, min(link, launching) - busy)
+    alone = alone if work.updates_in_reverse else 0.0
     bound = max(parts, key=lambda name: parts[name])
     if bound == "CPU" and traffic > arithmetic:
         bound = "memory"
     if bound == "compute" and launching > busy:
         bound = "CPU"
-    return StepSeconds(parts["compute"], link, parts["CPU"], units * UNIT_S, bound, exposed, phases)
+    return StepSeconds(
+        parts["compute"],
+        link,
+        parts["CPU"],
+        units * UNIT_S,
+        bound,
+        exposed,
+        phases,
+        host,
+        alone,
+    )
 
 
 def _device_seconds(work: StepWork, rates: Rates, rows: int, itemsize: int) -> tuple[float, float]:
