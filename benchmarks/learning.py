@@ -71,17 +71,17 @@ def first_order(epochs: int, steps_per_epoch: int = 63) -> dict[str, Any]:
 RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo": ("sst2", [0, 1, 2], ZO | {"learning_rate": 2.5e-5}),
     "sst2-zo-directions": ("sst2", [0, 1, 2], ZO | {"learning_rate": 1e-4, "zo": {"directions": 4}}),
-    "sst2-zo-128": ("sst2", [0, 1, 2], ZO | {"learning_rate": [1e-4, 2e-4], "batch_size": 128}),
+    "sst2-zo-128": ("sst2", [0, 1, 2], ZO | {"learning_rate": 1.5e-4, "batch_size": 128}),
     "sst2-zo-constant": ("sst2", [0], ZO | {"learning_rate": 2e-5, "lr_scheduler_type": "constant"}),
     "sst2-zo-long": ("sst2", [0], ZO | {"learning_rate": 2e-5, "max_steps": 12000, "eval_steps": 1000}),
     "sst2-zo-high": ("sst2", [0], ZO | {"learning_rate": 8e-5}),
     "sst2-zo-tokens": ("sst2", [0], ZO | {"learning_rate": 4e-5} | TOKENS),
-    "sst2-zo-bf16": ("sst2", [0, 1, 2], LARGE | {"learning_rate": [5e-5, 1e-4]}),
-    "sst2-zo-rank": ("sst2", [0, 1, 2], LARGE | {"learning_rate": [2.5e-5, 5e-5], "zo": RANK}),
+    "sst2-zo-bf16": ("sst2", [0, 1, 2], LARGE | {"learning_rate": 8e-5}),
+    "sst2-zo-rank": ("sst2", [0, 1, 2], LARGE | {"learning_rate": 4e-5, "zo": RANK}),
     "sst2-zo-int4": (
         "sst2",
         [0, 1, 2],
-        LARGE | {"learning_rate": [2.5e-5, 5e-5], "zo": RANK | {"fold": False}, "wire": "int4"},
+        LARGE | {"learning_rate": 4e-5, "zo": RANK | {"fold": False}, "wire": "int4"},
     ),
     **{
         f"sst2-zo-sweep-{rank}x{refresh}": (

@@ -210,6 +210,7 @@ def test_no_graph_is_built() -> None:
     assert not nll_B.requires_grad
 
 
+@in_every_run(lambda wire, dtype: dtype == "bfloat16" or wire == "bf16")
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wire_format_of_its_own(wire: str, dtype: str, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.bench.shapes import opt_config
+from keyhole.bench.shapes import llama_config, opt_config
+from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
+from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
 from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import build
@@ -59,3 +61,23 @@ def test_a_larger_budget_streams_less_and_spreads_it() -> None:
         if budget_gib == 16:  # as many bytes on each side: they take turns
             assert "sss" not in pattern and "...." not in pattern
     assert away == sorted(away, reverse=True) and len(set(away)) == 4
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_activations_of_all_blocks_count_if_none_is_recomputed(micro_batches: int) -> None:
+    """activations=none: a budget in which recomputed blocks fit is refused before anything is loaded."""
+    module, device, formats = (
+        build(llama_config("3.5B"), torch.bfloat16, False),
+        torch.device("cpu"),
+        Wire(torch.bfloat16, None),
+    )
+    own = METHODS["lomo"].settings
+    again, kept = (Workload("lomo", 4096, micro_batches, settings=own(activations=how)) for how in ("block", "none"))
+    layout, placed = place(module, "resident", None, formats, device, again)
+    fits = placed.device_bytes.total
+    assert place(module, "resident", fits + 2**20, formats, device, again)[1].device_bytes.total == fits
+    with pytest.raises(UserError, match="gpu_memory"):
+        place(module, "resident", fits + 2**20, formats, device, kept)
+    more = place(module, "resident", None, formats, device, kept)[1].device_bytes.total - fits
+    saved = 2 * 4096 * layout.counts.saved * micro_batches * layout.block_count
+    assert 0.9 * saved < more < saved

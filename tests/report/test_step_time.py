@@ -1,7 +1,7 @@
 """The drawing of a step: shares are those of the spans, however many are drawn."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keyhole.report.step_time import busy, fewer, step_time
@@ -11,10 +11,12 @@ spans = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), min_size=1, max
 
 
 @given(spans, st.integers(1, 40))
+@example([(0.0, 0.0), (4.0, 0.9), (4.0, 0.9), (4.0, 0.9)], 3)
 def test_fewer_spans_cover_all_of_them(found: list[tuple[float, float]], most: int) -> None:
     """Joining loses no busy time, moves neither end, and keeps the order."""
     kept = fewer(found, most)
-    assert len(kept) == min(most, len(found)) and kept == sorted(kept)
+    assert len(kept) == min(most, len(found))
+    assert [begin for begin, _ in kept] == sorted(begin for begin, _ in kept)  # joined ends are rounded
     assert busy(kept) >= busy(found) - 1e-6
     assert kept[0][0] == found[0][0]
     assert max(b + d for b, d in kept) == pytest.approx(max(b + d for b, d in found))

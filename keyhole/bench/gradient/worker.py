@@ -82,7 +82,7 @@ def load_trial(
     trial: Trial, device: torch.device, length: int, quick: bool = False, graphs: bool = True
 ) -> keyhole.Model:
     """The trial's model, with random weights, placed as the trial says."""
-    work = Workload(trial.system, trial.batch * length, 1)
+    work = Workload(trial.system, trial.batch * length, trial.micro_batches)
     if trial.system != NATIVE:
         kind = METHODS[trial.system].settings
         names = {f.name for f in dataclasses.fields(kind)}

@@ -54,9 +54,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     """The device peak of a step."""
     own: LoRAConfig = work.settings or LoRAConfig()
     numbers = own.r * adapted_sides(layout, own.target_modules)
-    found = reverse_bytes(layout, streamed, work, room, updates=16 * numbers)
-    kept = layout.block_count if own.activations == "none" else 0
-    return replace(found, gradients=0, activations=max(1, kept) * found.activations)
+    return replace(reverse_bytes(layout, streamed, work, room, updates=16 * numbers), gradients=0)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:

@@ -8,6 +8,7 @@ For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, wi
     gradients    one matrix and its neighbour in flight; with m > 1 those of one block      b x ...
                  (lsp: methods/lsp/memory.py)
     kept         block inputs: L m M H on the device, or three of them if they wait in host memory
+                 if no block is recomputed: also what the graphs of the others keep         b M (L m - 1) saved
     activations  of one block that is recomputed with its graph, and gradients in flight    b M (saved + 2 H + (u+1) W)
     logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
     workspace    reserved by cuBLAS
@@ -77,11 +78,18 @@ def block_numel(layout: Layout, trained: bool = True) -> float:
     hidden = layout.table.shape[1]
     shapes = [t.matrix for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
     wide = max((max(shape[-2:]) for shape in shapes), default=hidden)
-    found = layout.counts
-    if found is None:
+    if layout.counts is None:
         return HIDDEN * hidden + WIDE * wide
     widening = sum(shape[-2] == wide for shape in shapes) // max(1, layout.block_count)
-    return (found.saved if trained else found.saved_frozen) + 2 * hidden + (max(1, widening) + 1) * wide
+    return saved_numel(layout, trained) + 2 * hidden + (max(1, widening) + 1) * wide
+
+
+def saved_numel(layout: Layout, trained: bool = True) -> float:
+    """The same between the block's forward and its backward pass: what autograd keeps."""
+    found = layout.counts
+    if found is None:
+        return block_numel(layout)
+    return found.saved if trained else found.saved_frozen
 
 
 def reverse_bytes(
@@ -94,8 +102,10 @@ def reverse_bytes(
     formats: Wire,
     workspace_bytes: int,
     updates: int = 0,
+    keeps: float = 0.0,
 ) -> ReverseBytes:
-    """The device peak of a step. on_host: block inputs wait in host memory; updates: bytes that the method adds."""
+    """The device peak of a step. on_host: block inputs wait in host memory; updates: bytes that the method adds;
+    keeps: the share of what autograd saves that every block keeps, 0 if blocks are recomputed."""
     b, hidden = formats.dtype.itemsize, layout.table.shape[1]
     blocks = layout.of_kind("block")
     matrices = [t for u in blocks for t in u.tensors if len(t.shape) > 1]
@@ -103,8 +113,9 @@ def reverse_bytes(
     block = sum(u.numel for u in blocks) // max(1, layout.block_count)
     rows = min(CHUNK_ROWS, layout.table.shape[0])
     at_once = min(tokens, HEAD_TOKENS)
-    kept_blocks = 3 if on_host else layout.block_count
+    kept_blocks = 3 if on_host or keeps else layout.block_count
     kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * block_numel(layout))
+    kept += (layout.block_count * passes - 1) * int(keeps * b * tokens * saved_numel(layout))
     at_work = (of_a_block(layout) + HELD) * layout.largest_unit_numel if layout.has_expert_units else block
     scratch = b * at_work if formats.packs or formats.plain != formats.dtype else 0
     return ReverseBytes(

@@ -50,7 +50,7 @@ class Tried:
 def mark_use(module: nn.Module) -> str:
     """Marks and freezes the parameters that no forward pass on tokens uses, and marks modules that read the matrices of
     submodules directly. If the forward could not be run, marks nothing and returns the reason."""
-    key = type(module), json.dumps(module.config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
+    key = type(module), config_text(module)
     if key not in _tried:
         _tried[key] = _try(module)
     found = _tried[key]
@@ -66,6 +66,11 @@ def mark_use(module: nn.Module) -> str:
     for name in found.readers:
         module.get_submodule(name).keyhole_reads_inside = True
     return found.why
+
+
+def config_text(module: nn.Module) -> str:
+    """A module's config, whatever directory it was read from."""
+    return json.dumps(module.config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
 
 
 def _try(module: nn.Module) -> Tried:

@@ -12,11 +12,13 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.offload.workers import WorkerFailed
+from tests.matrix import in_every_run
 from tests.methods.adam_offload.test_method import HOW, load, micro, same, weights
 from tests.model.decoders import batch
 from tests.model.streaming import streamed
 
 
+@in_every_run(lambda place, schedule: (place == "streamed") == (schedule == "layerwise"))
 @pytest.mark.parametrize("schedule", ["layerwise", "monolithic"])
 @pytest.mark.parametrize("place", ["resident", "streamed"])
 def test_a_step_that_is_not_finite_changes_nothing(place: str, schedule: str) -> None:

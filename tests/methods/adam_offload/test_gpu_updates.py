@@ -16,6 +16,7 @@ from keyhole.methods.base import Room, Workload
 from keyhole.model.weights.format import Wire
 from keyhole.offload import arena
 from keyhole.offload.workers import WorkerFailed
+from tests.matrix import in_every_run
 from tests.methods.adam_offload.test_failures import spoilt
 from tests.methods.adam_offload.test_method import HOW, load, micro, same, trained, weights
 from tests.model.decoders import batch, config
@@ -132,6 +133,7 @@ def test_the_plan_counts_what_the_lane_takes() -> None:
         method.close()
 
 
+@in_every_run(lambda place, clip: (place == "streamed") == (clip is None))
 @pytest.mark.parametrize("clip", [0.5, None])
 @pytest.mark.parametrize("place", ["resident", "streamed"])
 def test_a_bad_gradient_is_met_in_every_part(place: str, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tests.methods.lomo.loops import SIX, close, load, micro_batches, rate, torc
 from tests.model.decoders import batch, config
 
 
+@in_every_run(lambda name: name not in ("opt", "gpt_neox"))
 @pytest.mark.parametrize("name", SIX)
 def test_without_fusing_it_is_torch_sgd_to_the_bit(name: str) -> None:
     """Eight steps with weight decay and a schedule."""
@@ -23,7 +24,7 @@ def test_without_fusing_it_is_torch_sgd_to_the_bit(name: str) -> None:
     assert all(torch.equal(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
-@in_every_run(lambda name, micro, direct: name in ("llama", "qwen2") or (micro == 4 and name in ("gpt2", "mixtral")))
+@in_every_run(lambda name, micro: name == "llama" or (name, micro) in {("qwen2", 1), ("gpt2", 4), ("mixtral", 4)})
 @pytest.mark.parametrize(
     "name, micro, clip, direct",
     [(name, *how) for how in [(1, None, True), (4, 0.5, False)] for name in SIX]

@@ -25,9 +25,11 @@ def test_streamed_equals_resident(name: str) -> None:
     assert equal(weights(resident), weights(whole))
 
 
-@in_every_run(
-    lambda name: name in (*TWELVE, "falcon_alibi", "gpt_oss", "deepseek_v3", "qwen3_next", "recurrent_gemma", "mamba")
-)
+CUT = ["llama", "qwen2", "gpt2", "opt", "bloom", "mixtral", "gemma3"]  # of the twelve, those whose layers differ
+CUT += ["falcon_alibi", "gpt_oss", "deepseek_v3", "qwen3_next", "recurrent_gemma", "mamba"]
+
+
+@in_every_run(lambda name: name in CUT)
 @pytest.mark.parametrize("name", NAMES)
 def test_cut_units_equal_whole_blocks(name: str) -> None:
     """Every matrix a unit of its own, two slots: still the same bits."""

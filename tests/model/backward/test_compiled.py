@@ -16,6 +16,12 @@ from tests.model.streaming import streamed
 TWO = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    """After a model of other shapes, sizes would be compiled as symbols: seconds."""
+    torch._dynamo.reset()
+
+
 @in_every_run(lambda name: name != "qwen2")
 @pytest.mark.parametrize("name, count", [("llama", 2), ("qwen2", 1), ("opt", 1)])
 def test_gradients_are_those_of_autograd(name: str, count: int) -> None:

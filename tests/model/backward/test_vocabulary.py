@@ -7,12 +7,14 @@ import keyhole
 from keyhole.model.backward import vocabulary as vocabulary_module
 from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.structure import layout as layout_module
+from tests.matrix import in_every_run
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, joined, load
 from tests.model.decoders import batch, hf_nll
 
 BATCHES = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
 
 
+@in_every_run(lambda rows: rows != 64)
 @pytest.mark.parametrize("name", ["llama", "opt", "phi"])  # phi: the head has a bias
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rows", [16, 64, 1000])
@@ -49,6 +51,7 @@ def test_chunks_are_surveyed_before_they_are_handed_over(tied: bool, monkeypatch
     assert_same(joined(sink.found), by_autograd(model, BATCHES))
 
 
+@in_every_run(lambda rows, tied: (rows == 40) == tied)
 @pytest.mark.parametrize("rows", [40, 1000])
 @pytest.mark.parametrize("name, tied", [("llama", True), ("phi", False)])
 def test_kept_logits_give_the_same_bits(name: str, tied: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

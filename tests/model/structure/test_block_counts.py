@@ -12,7 +12,7 @@ from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from tests.model.decoders import config
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def counts(made: object, dtype: torch.dtype = BF16) -> BlockCounts:
@@ -77,6 +77,22 @@ def test_a_block_that_reads_values_has_no_counts() -> None:
     for block in find_blocks(module):
         block.__class__ = Reads
     assert find_layout(module).counts is None
+
+
+def test_models_alike_are_counted_once() -> None:
+    """A second module of the config has the same counts; another dtype or attention, and a forward of one's own, do
+    not."""
+    module, alike, other = build(config("llama"), BF16), build(config("llama"), BF16), build(config("llama"), FP32)
+    found = block_counts(module, find_blocks(module)[1])
+    assert block_counts(alike, find_blocks(alike)[1]) is found
+    assert block_counts(other, find_blocks(other)[1]) != found
+    eager = build(config("llama"), BF16)
+    eager.config._attn_implementation = "eager"
+    assert block_counts(eager, find_blocks(eager)[1]).forward_kernels > found.forward_kernels
+    block = find_blocks(alike)[1]
+    usual = block.forward
+    block.forward = lambda *args, **kwargs: usual(*args, **kwargs) * 2
+    assert block_counts(alike, block).forward_kernels == found.forward_kernels + 1
 
 
 def test_counting_changes_nothing() -> None:
