@@ -70,6 +70,7 @@ class Record:
     options: dict[str, Any] = field(default_factory=dict)
     clips: bool = False
     link: dict[str, float] | None = None
+    micro_batches: int = 1
     moved: tuple[int, int] = (0, 0)
 
 
@@ -122,7 +123,8 @@ def _gradient(each: dict[str, Any], trial: dict[str, Any], everything: bool) -> 
     return Record(
         trial["name"], llama_config(trial["shape"]), method, (trial["batch"], trial["length"]), placement,
         _measured(each), trial["gpu_memory"], None, torch.bfloat16, options,
-        trial["options"].get("max_grad_norm") is not None, each.get("link"), _moved(each),
+        trial["options"].get("max_grad_norm") is not None, each.get("link"), trial.get("micro_batches") or 1,
+        _moved(each),
     )  # fmt: skip
 
 
@@ -181,7 +183,7 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
     budget = int(Bytes.parse(record.gpu_memory)) if record.gpu_memory else None
     limit = budget if budget is not None else int(USABLE * (rates.gpu_bytes or 0))
     asked = Question(
-        module, record.dtype, rates, limit, 2**50, batch, length, steps=STEPS, clips=record.clips,
+        module, record.dtype, rates, limit, 2**50, batch, length, record.micro_batches, STEPS, record.clips,
         settings={record.method: own}, is_budget=budget is not None,
     )  # fmt: skip
     layout, streamed = asked.find(module), set[int]()

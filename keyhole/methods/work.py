@@ -40,7 +40,7 @@ from keyhole.methods.launches import (
 from keyhole.methods.memory import reverse_bytes
 from keyhole.model.backward.kept_blocks import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
-from keyhole.model.forward.memory import launched_as_graphs
+from keyhole.model.forward.memory import SLOT_COUNT, launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
 
@@ -55,11 +55,10 @@ GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Lla
 class StepWork:
     """One step. adam: parameters that the CPU updates; exposed_adam: those of them whose update begins after the
     backward pass and ends before the next forward pass, so that nothing hides it; exposed_bytes: of their gradients and
-    steps, each way; through_host: bytes that updates read and write in host memory,
-    on the CPU or the GPU; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
+    steps, each way; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
     kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
     passes whose rows share one product; forwards: forward passes over a block per micro-batch, with recomputation;
-    recorded: blocks run as CUDA graphs; updates_in_reverse: those of the
+    recorded: blocks run as CUDA graphs; slots: those that streamed units go through; updates_in_reverse: those of the
     CPU overlap with the backward pass alone; begin: the part of it that ends before the backward pass begins."""
 
     products: float = 0.0
@@ -69,7 +68,6 @@ class StepWork:
     adam: float = 0.0
     exposed_adam: float = 0.0
     exposed_bytes: float = 0.0
-    through_host: float = 0.0
     kernels: float = 0.0
     called: float = 0.0
     reversed: float = 0.0
@@ -80,6 +78,7 @@ class StepWork:
     together: int = 1
     forwards: float = 1.0
     recorded: bool = False
+    slots: int = SLOT_COUNT
     updates_in_reverse: bool = False
     begin: "StepWork | None" = None
 
@@ -290,6 +289,7 @@ def reverse_work(
         kept_bytes=extra,
         forwards=1 + reverses * again,
         recorded=recorded,
+        slots=slot_count(layout),
     ).launching(work.passes * (begun + reverses * (again * first + last)) + around)
 
 

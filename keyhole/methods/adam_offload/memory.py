@@ -51,7 +51,7 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel
 
-LANE, BESIDE_LANE, BESIDE_COPIES = 0.68, 0.4, 0.5
+LANE, BESIDE_LANE, BESIDE_COPIES = 0.68, 0.36, 0.5
 WAITING = 512 * MIB
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
