@@ -27,10 +27,11 @@ All other constants of the host are here too. Beside the block's own operations:
 
 Their origin is `python -m benchmarks.host_work`: steps of models of 16 numbers' width on one core, where nothing is
 computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods, give these
-numbers in operations of the same machine (Neoverse N1: launch 6.2 us, called 29, reversed 18). The host of an H200
-(7.4, 24 and 25 us) with them: `sgd` on OPT-1.3B 0.050 s for 0.055 and 0.057 measured in two runs, `lora` 0.180 for
-0.189, `lomo-lora` 0.36 for 0.348 and 0.357, `apollo-mini` 0.46 for 0.451 and 0.435 (benchmarks/plan_check_h200_*).
-Three were chosen by those runs: which part of ADAPTED is `reversed`, TENSOR (1.5 on the N1), and PLAIN (1.3 there).
+numbers in operations of the same machine (Neoverse N1: launch 7 us, called 29, reversed 18). The host of an H200
+(7.4, 24 and 25 us) with them: `sgd` on OPT-1.3B 0.050 s for 0.055 and 0.057 measured in two runs, `lora` 0.175 for
+0.189, `lomo-lora` 0.35 for 0.348 and 0.357, `apollo-mini` 0.45 for 0.451 and 0.435 (benchmarks/plan_check_h200_*).
+Three were chosen by those runs: which part of ADAPTED is `reversed` (on the N1 all of it is worth 25 `called`), TENSOR
+(0.4 to 1.4 there), and PLAIN (1.1 to 1.3 there).
 
 A block that runs as CUDA graphs costs RECORDED launches, whatever it holds: one graph each for the forward pass, for
 the backward pass and for the updates of a unit, copies of inputs, and the sweep's own work (SmolLM2-135M, 30 blocks:
@@ -46,8 +47,8 @@ LLAMA_CALLS = 73, 165  # of its forward and backward pass
 PER_CALL = 33 / 69, 66 / 161
 UNRECORDED = 0.7
 TENSOR, MATRIX, VECTOR = 1.2, 15, 8
-UPDATE = 7, 9
-ADAPTED = 8, 15, 6.6
+UPDATE = 10, 6
+ADAPTED = 7, 15, 6
 VISIT, UNIT = 7.5, 12
 STEP = 150, 290
 PLAIN = 1.6

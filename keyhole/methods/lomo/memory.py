@@ -9,8 +9,7 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and writes 2 bytes more.
 launches    an update per tensor (methods/launches.py). More than that, measured in the same way
             (benchmarks/host_work.py): adalomo SUMMED operations per matrix and per vector for its sums; apollo-mini
-            SKETCHED per matrix, for norms, the sketch and its moments, and ADAM launches per vector. lomo-lora: its
-            adapters'
+            SKETCHED per matrix, for norms, the sketch and its moments, and ADAM per vector. lomo-lora: its adapters'
 products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss. adalomo sums over a
             table of several chunks before it uses the first: logits and the gradient of the head are computed twice
             more
@@ -30,8 +29,8 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
 SUMS, SURVEYS = 5, 2
-SUMMED = 12, 6
-SKETCHED, ADAM = 60, 9
+SUMMED = 9, 8
+SKETCHED, ADAM = 46, 10
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
@@ -69,7 +68,7 @@ def _more_launches(layout: Layout, method: str) -> Launches:
         return Launches(called=SUMMED[0] * matrices + SUMMED[1] * vectors)
     if method in (LOMO.name, LOMO_LORA.name):
         return Launches()
-    return Launches(called=SKETCHED * matrices, kernels=ADAM * vectors)
+    return Launches(called=SKETCHED * matrices + ADAM * vectors)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
