@@ -1,5 +1,6 @@
 """The planner against peaks and seconds that were measured on an H200 (benchmarks/), and what its parts say."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.plan_check import ratio, summary
-from benchmarks.plan_recorded import CHECKS, HERE, checks, plan, records
+from benchmarks.plan_recorded import CHECKS, HERE, _gradient, checks, plan, records
 from keyhole.bench.shapes import opt_config
 from keyhole.machine.rates import Rates
 from keyhole.methods import METHODS
@@ -70,6 +71,19 @@ def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) ->
             assert shares["gpu"] >= 1, (case.name, shares)
     right = summary([each for _, each in found])[-1]
     assert float(right.rpartition(", ")[2].rstrip("%")) >= 95, right
+
+
+def test_the_micro_batches_of_a_recorded_trial_are_planned() -> None:
+    """Three of them take nearly three times as long; the weights are updated once."""
+    path = HERE / "lomo_h200_2026-11-16.json"
+    once = next(record for record in records(path, False) if record.name.endswith("7B lomo"))
+    assert once.micro_batches == 1
+    each = json.loads(path.read_text())["records"]
+    trial = next(one for one in each if (one.get("trial") or {}).get("name") == "7B lomo")
+    thrice = _gradient(trial, trial["trial"] | {"micro_batches": 3}, False)
+    assert thrice is not None and thrice.micro_batches == 3
+    first, second = (plan(record, H200, MODULES)["planned"]["seconds"] for record in (once, thrice))
+    assert 2.5 * first < second < 3 * first
 
 
 @cache
