@@ -11,8 +11,9 @@ Without --model a random model of SmolLM2-135M's shape is made, with a tokenizer
     first run   `keyhole train`, 16 ragged rows per step, with an empty cache of data and of Triton's kernels
     second run  the same command again
 
-Seconds are counted from the start of the process to a line of its output: the start block, step 1, and the last step.
-The phases are the start block's own. The target is for the second run: step 1 at most 5 s after the imports.
+Each is printed as soon as it is known, the table last. Seconds are counted from the start of the process to a line of
+its output: the start block, step 1, and the last step. The phases are the start block's own. The target is for the
+second run: step 1 at most 5 s after the imports.
 """
 
 import argparse
@@ -102,6 +103,7 @@ def run_twice(method: str, settings: list[str], steps: int, scratch: Path) -> li
         if "last step" not in times:
             raise SystemExit(f"{' '.join(command)} failed:\n{said}")
         phases = next((line.strip() for line in said.splitlines() if line.strip().startswith("start:")), "")
+        print(f"{method}, {which} run: {', '.join(f'{name} {at:.1f} s' for name, at in times.items())}", flush=True)
         found.append({**times, "phases": phases})
     return found
 
@@ -139,6 +141,7 @@ def main() -> None:
             make_task(scratch / "tasks")
         settings = [f"model={asked.model or scratch / 'model'}", f"task_data={asked.task_data or scratch / 'tasks'}"]
         imports = imports_s(dict(os.environ))
+        print(f"imports alone: {imports:.1f} s", flush=True)
         wrong = scratch / "wrong.yaml"
         wrong.write_text(
             f"method: zo\nmodel: demo\ntrain_data: {scratch}/absent.jsonl\nmax_steps: 1\noutput_dir: {scratch}/x\n"

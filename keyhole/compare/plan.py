@@ -3,10 +3,10 @@
     group    SmolLM2-135M, sst2, adamw      points    learning_rate=1e-05; learning_rate=3e-05      runs    point x seed
 
 All configs are made, and so all mistakes found, before the first run begins. A run is identified by a hash of its
-settings (only those that differ from their defaults and affect its numbers, not paths or printing), with the content of
-the model instead of its path; and, once the data are read, by a hash of the drawn rows and of the task file
-(with_data). So a comparison that is started again recognises its finished runs, also after lines were added to its
-file, and does not reuse results of other data.
+settings (only those that differ from their first defaults and affect its numbers, not paths or printing: a new setting
+changes no id, a changed default does), with the content of the model instead of its path; and, once the data are read,
+by a hash of the drawn rows and of the task file (with_data). So a comparison that is started again recognises its
+finished runs, also after lines were added to its file, and does not reuse results of other data.
 """
 
 import hashlib
@@ -34,6 +34,9 @@ NO_NUMBER = {
     "model", "output_dir", "logging_steps", "report_to", "sample_answers", "save_model", "save_steps",
     "save_total_limit", "background_save", "journal_sync", "data_cache",
 }  # fmt: skip
+# Settings whose default has changed, or which changed what runs without them do, with what held before: results of then
+# are not taken for runs of now
+BEFORE = {"stratify": False}
 Point = tuple[tuple[str, str], ...]
 
 
@@ -144,7 +147,8 @@ def settings_hash(config: TrainConfig, content: str | None) -> str:
     own = METHODS[config.method].section
     flat = {key: value for key, value in values.items() if key not in sections()}
     flat |= {f"{own}.{key}": value for key, value in values[own].items()}
-    told = {key: value for key, value in flat.items() if key not in NO_NUMBER and value != settings()[key].default}
+    usual = {key: BEFORE.get(key, settings()[key].default) for key in flat}
+    told = {key: value for key, value in flat.items() if key not in NO_NUMBER and value != usual[key]}
     told["model"] = content or config.model
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

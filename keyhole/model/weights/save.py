@@ -42,6 +42,9 @@ from keyhole.model.weights.format import PACKED
 def save_model(model: Any, path: Path, merged: bool = True) -> None:
     """model is a keyhole Model; its weights are at their homes (methods flush before they save). merged: as in
     Model.named_tensors. NonFinite if one of them is NaN or infinity: nothing is written, and old files stay."""
+    in_the_way = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None)
+    if in_the_way is not None:
+        raise UserError(f"{in_the_way} is a file, so the model is not saved to {path}; choose a directory")
     bad = first_bad_tensor(model.named_tensors(merged))
     if bad is not None:
         raise NonFinite(f"{bad} holds NaN or infinity, so the model is not saved to {path}")

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
+from keyhole.errors import UserError
 from keyhole.model.weights import save as hf
 
 
@@ -44,6 +45,16 @@ def test_saving_beside_other_files_replaces_only_the_model(
     model.save_pretrained(tmp_path)
     assert hf.INDEX not in names(tmp_path) and list(tmp_path.glob("model*")) == [tmp_path / "model.safetensors"]
     assert "run" in names(tmp_path) and not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+def test_a_file_where_the_model_should_go_is_kept(model: keyhole.Model, tmp_path: Path) -> None:
+    """As the directory itself, or as one above it."""
+    notes = tmp_path / "notes"
+    notes.write_text("mine")
+    for path in (notes, notes / "model", notes / "deep" / "model"):
+        with pytest.raises(UserError, match="notes is a file.*choose a directory"):
+            model.save_pretrained(path)
+    assert notes.read_text() == "mine" and list(tmp_path.iterdir()) == [notes]
 
 
 def test_saving_keeps_the_users_own_weights(model: keyhole.Model, tmp_path: Path) -> None:
