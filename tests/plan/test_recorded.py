@@ -79,8 +79,8 @@ def test_the_micro_batches_of_a_recorded_trial_are_planned() -> None:
     once = next(record for record in records(path, False) if record.name.endswith("7B lomo"))
     assert once.micro_batches == 1
     each = json.loads(path.read_text())["records"]
-    trial = next(one for one in each if (one.get("trial") or {}).get("name") == "7B lomo")
-    thrice = _gradient(trial, trial["trial"] | {"micro_batches": 3}, False)
+    trial = next(one for one in each if "step_s" in one and (one.get("case") or one["trial"])["name"] == "7B lomo")
+    thrice = _gradient(trial, (trial.get("case") or trial["trial"]) | {"micro_batches": 3}, False)
     assert thrice is not None and thrice.micro_batches == 3
     first, second = (plan(record, H200, MODULES)["planned"]["seconds"] for record in (once, thrice))
     assert 2.5 * first < second < 3 * first
