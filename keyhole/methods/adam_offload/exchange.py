@@ -195,8 +195,8 @@ class Exchange:
             self.engine.changed(self.rewritten.pop(), None)
 
     def finish(self) -> None:
-        """Ends the worker after the updates that are under way, and stops being the gate. After an update that failed it
-        stays the gate, so that whoever reads the weights gets the error. (Ranks flush first: they gather together.)"""
+        """Ends the worker after the updates that are under way, and stops being the gate. If an update failed, it stays
+        the gate, so that whoever reads the weights gets the error. (Ranks flush first: they gather together.)"""
         if not self.pool.finish():
             return
         if self.cuda:
