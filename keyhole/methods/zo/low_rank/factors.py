@@ -132,8 +132,8 @@ class Factors:
         """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
         if self.model.factors is not self:
             raise UserError(
-                "zo.rank: another method was made on this model since, and what the factors had learned was merged into "
-                "its weights: the layers do not see them any more. Make a new ZO to train on"
+                "zo.rank: another method was made on this model since, and what the factors had learned was merged "
+                "into its weights: the layers do not see them any more. Make a new ZO to train on"
             )
         for p, how in enumerate(perturbations):
             moved = ops.ZOStep(self.parts.start, **self.noise, **how)
