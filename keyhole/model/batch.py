@@ -67,8 +67,12 @@ def loss_rows(nll: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
 
 
 def sum_by_row(x_N: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-    """[B] sums over the trained tokens of each row, in a fixed order (index_add_ on a GPU has none)."""
-    return _in_row(batch).to(x_N.dtype) @ x_N
+    """[B] sums over the trained tokens of each row, in a fixed order (index_add_ on a GPU has none). A number that is
+    not finite stays in its row: times 0 it would be NaN in all others."""
+    in_row_BN, nothing = _in_row(batch), x_N.new_zeros(())
+    finite_N = torch.isfinite(x_N)
+    sum_B = in_row_BN.to(x_N.dtype) @ torch.where(finite_N, x_N, nothing)
+    return sum_B + torch.where(in_row_BN & ~finite_N, x_N, nothing).sum(dim=1)
 
 
 def count_by_row(batch: DeviceBatch) -> torch.Tensor:

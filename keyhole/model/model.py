@@ -107,6 +107,7 @@ class Model:
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
         self.lens: Lens | None = None  # set within `seen_through`
         self._has_graph = False  # the module was called by itself, with gradients, since the last step
+        self.steps = 0  # by all methods: one that keeps a copy of the weights sees that another has changed them
         self.addon: Addon | None = None
         self.factors: Factors | None = None  # low-rank factors trained beside the weights of linear layers
         self.factored: set[int] = set()  # ids of modules whose forward adds them
@@ -375,6 +376,7 @@ class Model:
                 "coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
             )
         self.apply_deferred()
+        self.engine.wait_for_homes()  # the new method may read them at once; another one may still be writing them
         if self.factors is not None:
             self.factors.settle()
         if self.placed is not None:
@@ -412,6 +414,7 @@ class Model:
 
     def weights_changed(self) -> None:
         """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
+        self.steps += 1
         if self._has_graph:
             increment_version([tensor.param for tensor in self.layout.tensors])
             self._has_graph = False

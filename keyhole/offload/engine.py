@@ -257,9 +257,17 @@ class Engine:
             )
         slot = self.free.take(page, reuse=self._may_reuse(page))
         slot.page = page
+        if not (slot.intact and slot.last_page == page):  # else the slot still holds the page
+            try:
+                self._fill(page, slot)
+            except BaseException:  # out of memory, an interrupt: the slot holds nothing that may be used
+                slot.intact = False
+                self.free.add(slot)
+                raise
         self.ahead.append(slot)
-        if slot.intact and slot.last_page == page:
-            return  # the slot still holds the page
+
+    def _fill(self, page: int, slot: Slot) -> None:
+        """Copies the page's home into the slot."""
         self.bytes_up += self._crossing_bytes(page)
         if not self.reuse_slots:
             slot.buffer = self._new_buffer()

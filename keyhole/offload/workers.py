@@ -105,6 +105,19 @@ class Workers:
         """Blocks until no unfinished job is left."""
         self._wait_until(lambda: self._state.pending.total() == 0)
 
+    def finish(self) -> bool:
+        """Ends the threads after the last job. False: a job has failed, or this is one of the threads (which may run
+        Python's collector, and cannot wait for itself): nothing is closed."""
+        if threading.current_thread() in self._threads:
+            return False
+        state = self._state
+        with state.changed:
+            state.changed.wait_for(lambda: state.error is not None or state.closed or state.pending.total() == 0)
+            if state.error is not None:
+                return False
+        self.close()
+        return True
+
     def close(self) -> None:
         """Drops the jobs that have not started and ends the threads. Safe to call again."""
         self._end()

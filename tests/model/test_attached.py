@@ -85,6 +85,25 @@ def test_methods_that_take_turns_see_each_others_steps(other: Any) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("first", [keyhole.ZO, keyhole.LOMO, keyhole.AdamOffload])
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_masters_follow_the_steps_of_another_method(place: str, first: Any) -> None:
+    """adam-offload at the rate 0 leaves the weights as the method before has left them, although its fp32 copy is
+    older; and so does the other one after that."""
+    model = load() if place == "resident" else streamed(load())
+    one, second = first(model, 1e-2), keyhole.AdamOffload(model, 0.0)
+    one.step(batch(seed=1))
+    one.flush()
+    between = homes(model)
+    second.step(batch(seed=2))
+    second.flush()
+    assert same(homes(model), between)
+    one.lr = 0.0
+    one.step(batch(seed=3))
+    one.flush()
+    assert same(homes(model), between)
+
+
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.3}, {"optimizer_on": "cpu"}])
 def test_lsp_without_a_flush_is_seen_after_its_last_step(options: dict[str, Any]) -> None:
     """Evaluating and reading apply what LSP owes to every unit, the embedding included."""

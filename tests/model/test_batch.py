@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.model.batch import as_list, check, to_device
+from keyhole.model.batch import as_list, check, sum_by_row, to_device
 from tests.model.decoders import batch, config
 
 CPU = torch.device("cpu")
@@ -161,3 +161,14 @@ def test_a_step_without_a_trained_token_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         method.step([masked, usual])
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_loss_that_is_not_finite_stays_in_its_row(bad: float) -> None:
+    """One row that overflows says nothing of the others of its batch."""
+    one = to_device(batch(rows=3), torch.device("cpu"))
+    nll_N = torch.arange(1.0, one.token_count + 1)
+    good_B = sum_by_row(nll_N, one)
+    nll_N[one.row_N == 1] = bad
+    found_B = sum_by_row(nll_N, one)
+    assert torch.equal(found_B[::2], good_B[::2]) and not found_B[1].isfinite()

@@ -6,6 +6,7 @@ delayed at random on top, so that any missing event shows as a wrong value.
 
 import gc
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -353,6 +354,29 @@ def test_a_write_back_that_breaks_off_leaves_no_page_to_be_taken_for_the_one_at_
         assert engine.acquire(0).tolist() == [0.0] * 4
         engine.release(0)
     assert engine.bytes_down == 0
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("broken", range(5))
+def test_an_upload_that_breaks_off_leaves_no_slot_to_be_taken_for_the_page(broken: int, slots: int) -> None:
+    """Out of memory or interrupted in the n-th upload, by prefetch or by acquire: the next sweep uploads the page."""
+    engine, uploads = make(slot_count=slots), []
+    copy_up = engine._copy_up
+
+    def breaks(page: int, slot: Any) -> None:
+        uploads.append(page)
+        if len(uploads) == broken + 1:
+            raise MemoryError
+        copy_up(page, slot)
+
+    engine._copy_up = breaks
+    plan = [("a", sorted(STREAMED), [(page, "change") for page in sorted(STREAMED)], True)]
+    with pytest.raises(MemoryError), engine.sweep("a", sorted(STREAMED)):
+        for page in sorted(STREAMED):
+            engine.acquire(page, changes=False)
+            engine.release(page)
+    assert not engine.held and len(engine.free) + len(engine.ahead) == engine.slot_count
+    run_and_compare(engine, plan * 2)
 
 
 def test_too_few_slots_are_the_users_error() -> None:

@@ -188,8 +188,22 @@ class Exchange:
         for page in sorted(self.incomplete):
             self.complete(page)
         self.incomplete.clear()
+        self._report()
+
+    def _report(self) -> None:
         while self.rewritten:
             self.engine.changed(self.rewritten.pop(), None)
+
+    def finish(self) -> None:
+        """Ends the worker after the updates that are under way, and stops being the gate. If an update failed, it stays
+        the gate, so that whoever reads the weights gets the error. (Ranks flush first: they gather together.)"""
+        if not self.pool.finish():
+            return
+        if self.cuda:
+            self.up.synchronize()
+        self._report()
+        if self.engine.gate is self:  # not a later method's
+            self.engine.gate = None
 
     def close(self) -> None:
         """Ends the worker; jobs that have not started are dropped."""

@@ -110,7 +110,7 @@ class AdamOffload(Method):
         again = {"slices": slices, "complete": partial(make_whole, model, slices)} if slices else {}
         most = waiting_bytes(model.layout, model.dtype.itemsize)
         self.exchange = Exchange(model.engine, pages, self.pool, masters, most_bytes=most, **again)
-        self._end = weakref.finalize(self, _end, self.pool, model.engine)
+        self._end = weakref.finalize(self, self.exchange.finish)
         for unit in self.state.units:
             self.state.start(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))
         self.lane, self.who = open_lane(self.state, self.exchange, model.dtype) if helped else (None, "")
@@ -120,12 +120,14 @@ class AdamOffload(Method):
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are adjacent
         self.current: AdamStep | None = None
         self.parts = AdamParts(model, self) if model.sharded else None
+        self.as_of = model.steps  # the masters are those of the weights after so many steps of all methods
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
+        self._follow_others()
         first, count, weight = 0, None, 1.0
         if self.parts is None:
             batches = self.model.to_device(batch)
@@ -139,6 +141,7 @@ class AdamOffload(Method):
                 self.parts.begin()
             self._settle()  # the forward has waited for every unit, so the last step is complete
             self._update(lambda: self.reverse.reverse(self.parts or self))
+        self.as_of = self.model.steps + 1
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -146,9 +149,23 @@ class AdamOffload(Method):
         for the updates, since your forward would not. (After step(batch), call flush() before such a forward.)"""
         self.reverse.check_loss(loss)
         self.flush()
+        self._follow_others()
         self.exchange.wait_s = self.updates.host_s = 0.0
         self._update(lambda: self.reverse.walk(loss, self, in_chunks=True))
         self.flush()
+        self.as_of = self.model.steps + 1
+
+    def _follow_others(self) -> None:
+        """If another method has stepped since, the masters take over its weights; and the engine waits for this one's
+        updates again."""
+        engine = self.model.engine
+        if self.as_of == self.model.steps and engine.gate is self.exchange:
+            return
+        engine.wait_for_homes()
+        self.flush()
+        for unit in self.state.units:
+            self.state.follow(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))
+        engine.gate = self.exchange
 
     def _update(self, reverse: Callable[[], None]) -> None:
         norms_K = torch.zeros(len(self.slots), device=self.model.device)
@@ -266,12 +283,8 @@ class AdamOffload(Method):
                 self.exchange.will_change(unit.index)
         self.exchange.drain()
         self.model.engine.invalidate()
+        self.as_of = self.model.steps
 
     def close(self) -> None:
-        """Ends the worker. Flush first."""
+        """Ends the worker, after the updates that are under way; so does deleting the method. (Ranks flush first.)"""
         self._end()
-
-
-def _end(pool: Workers, engine: Any) -> None:
-    pool.close()
-    engine.gate = None

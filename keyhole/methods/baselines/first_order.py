@@ -134,8 +134,9 @@ class TorchMethod(ByTorch):
             if name not in self.params:
                 raise UserError(f"the optimizer state names {name}, which this model does not train")
             param = self.params[name]
-            on_device = key != "step" and isinstance(value, torch.Tensor)
-            self.optimizer.state[param][key] = value.to(param.device) if on_device else value
+            if isinstance(value, torch.Tensor):  # a copy, because the caller's may be a live state
+                value = value.to(value.device if key == "step" else param.device, copy=True)
+            self.optimizer.state[param][key] = value
 
 
 @contextmanager

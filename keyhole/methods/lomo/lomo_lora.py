@@ -146,4 +146,5 @@ class LOMOLoRA(LOMO):
             param.data.copy_(state[f"{name}/adapter"])
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 if (value := state.get(f"{name}/adam_{key}")) is not None:
-                    self.optimizer.state[param][key] = value if key == "step" else value.to(param.device)
+                    where = value.device if key == "step" else param.device
+                    self.optimizer.state[param][key] = value.to(where, copy=True)  # the caller's may be a live state

@@ -152,9 +152,11 @@ class LoRA(ByTorch):
         self.dropout.load_state_dict(state)
         for name, param in self.params.items():
             param.data.copy_(state[f"{name}/adapter"])
+            self.optimizer.state.pop(param, None)  # a state from before the first update has no moments
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 if (value := state.get(f"{name}/{key}")) is not None:
-                    self.optimizer.state[param][key] = value if key == "step" else value.to(param.device)
+                    where = value.device if key == "step" else param.device
+                    self.optimizer.state[param][key] = value.to(where, copy=True)  # the caller's may be a live state
 
     def _base_hash(self) -> str:
         """A hash of the bits of the frozen weights. They never change, so it is computed once."""

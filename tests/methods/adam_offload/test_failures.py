@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.adam_offload import state
 from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.offload.workers import WorkerFailed
 from tests.matrix import in_every_run
@@ -170,3 +171,78 @@ def test_the_worker_ends_with_the_model() -> None:
     method.flush()
     model.close()
     assert method.pool._threads[0] not in threading.enumerate()
+
+
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Updates wait for this event."""
+    release, update = threading.Event(), state.host_adamw_
+
+    def after(*args: Any, **options: Any) -> None:
+        assert release.wait(20)
+        update(*args, **options)
+
+    monkeypatch.setattr(state, "host_adamw_", after)
+    return release
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_updates_under_way_are_made_when_the_method_is_dropped(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are those after the last step, though nobody flushed: never gradients in their place."""
+    models = [load(), load()]
+    models = [streamed(m) for m in models] if place == "streamed" else models
+    flushed = AdamOffload(models[0], **HOW)
+    flushed.step(batch())
+    flushed.flush()
+    release = held(monkeypatch)
+    dropped = AdamOffload(models[1], **HOW)
+    dropped.step(batch())
+    weakref.finalize(dropped, release.set)
+    del dropped
+    gc.collect()
+    assert release.is_set() and models[1].engine.gate is None
+    assert same(weights(models[0]), weights(models[1]))
+
+
+def test_a_method_that_is_dropped_leaves_the_next_ones_gate() -> None:
+    """`opt = AdamOffload(model)` once more: the engine still waits for the updates of the new one."""
+    model = streamed(load())
+    method = AdamOffload(model, **HOW)
+    method = AdamOffload(model, **HOW)
+    gc.collect()
+    assert model.engine.gate is method.exchange
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_a_new_method_begins_after_updates_under_way(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fp32 weights are those after the last step of the method before, not gradients that wait in their place."""
+    model = load() if place == "resident" else streamed(load())
+    first, release, wait = AdamOffload(model, **HOW), held(monkeypatch), model.engine.wait_for_homes
+    first.step(batch())
+
+    def released(*pages: Any) -> None:
+        release.set()
+        wait(*pages)
+
+    model.engine.wait_for_homes = released
+    second = AdamOffload(model, **HOW)
+    release.set()
+    first.flush()
+    masters = second.state_dict()
+    assert all(torch.equal(masters[f"{name}/master"], tensor) for name, tensor in weights(model).items())
+
+
+def test_after_an_update_that_failed_the_weights_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the method is gone: homes may hold gradients, and whoever reads them gets the cause."""
+    model = streamed(load())
+    method, release = AdamOffload(model, **HOW), threading.Event()
+
+    def fail(*args: Any, **options: Any) -> None:
+        assert not release.wait(20), "the host is full"
+
+    monkeypatch.setattr(state, "host_adamw_", fail)
+    method.step(batch())
+    weakref.finalize(method, release.set)
+    del method
+    gc.collect()
+    with pytest.raises(WorkerFailed):
+        weights(model)

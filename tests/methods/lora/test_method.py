@@ -1,5 +1,6 @@
 """LoRA by peft: the model stays frozen, what is saved is an ordinary model, and resume is exact."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -162,6 +163,33 @@ def test_resume_is_exact(dropout: float) -> None:
     for key in whole.params:
         assert torch.equal(whole.params[key], after.params[key])
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("make", [LoRA, keyhole.LOMOLoRA, keyhole.AdamW])
+def test_a_loaded_state_is_a_copy(make: type) -> None:
+    """state_dict returns live moments: a method that loads them must not share them with the one that has them."""
+    first, second, third = (make(load(), 1e-2) for _ in range(3))
+    first.step(batch(seed=1))
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(copy.deepcopy(first.state_dict()))
+    first.step(batch(seed=2))
+    for method in (second, third):
+        method.step(batch(seed=3))
+    shared, apart = (
+        {n: x for n, x in one.state_dict().items() if isinstance(x, torch.Tensor)} for one in (second, third)
+    )
+    assert all(torch.equal(shared[name], apart[name]) for name in apart)
+
+
+def test_a_state_from_before_the_first_step_has_no_moments() -> None:
+    """Loaded into a method that has stepped: the next step is a first one."""
+    used, fresh = LoRA(load(), 1e-2), LoRA(load(), 1e-2)
+    begin = copy.deepcopy(used.state_dict())
+    used.step(batch(seed=1))
+    used.load_state_dict(begin)
+    for method in (used, fresh):
+        method.step(batch(seed=2))
+    assert all(torch.equal(param, fresh.params[name]) for name, param in used.params.items())
 
 
 def test_a_state_on_top_of_merged_weights_is_refused(tmp_path: Path) -> None:

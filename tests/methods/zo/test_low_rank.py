@@ -213,6 +213,17 @@ def test_another_method_finds_all_in_the_weights() -> None:
     assert model.factors is None and equal(weights(model), expected)
 
 
+def test_factors_that_were_merged_are_not_trained_on() -> None:
+    """Once another method is made, layers do not see the factors: a step of theirs would learn nothing, in silence."""
+    model = load()
+    first = keyhole.ZO(model, 1e-3, rank=2)
+    first.step(batch())
+    keyhole.ZO(model, 1e-3)
+    for rows in (batch(), lambda: 1.0):
+        with pytest.raises(UserError, match="a new ZO"):
+            first.step(rows)
+
+
 def test_a_closure() -> None:
     """A loss from the outside is measured at the same looks as a batch, and gives the same step up to rounding."""
     ours, theirs = load("opt"), load("opt")

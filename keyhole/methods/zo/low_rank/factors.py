@@ -130,6 +130,11 @@ class Factors:
 
     def perturb(self, perturbations: list[dict[str, Any]]) -> None:
         """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
+        if self.model.factors is not self:
+            raise UserError(
+                "zo.rank: another method was made on this model since, and what the factors had learned was merged "
+                "into its weights: the layers do not see them any more. Make a new ZO to train on"
+            )
         for p, how in enumerate(perturbations):
             moved = ops.ZOStep(self.parts.start, **self.noise, **how)
             ops.zo_flat_(self.now, self.looks[2 * p], self.looks[2 * p + 1], moved)
