@@ -17,6 +17,7 @@ from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, Traits
 
+MASTER = "/master"  # the end of a name in a method's state: the fp32 copy of a weight
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 OFF: dict[str, str] = {  # arguments that must be off, and why
     "fp16": "keyhole scales no loss by a GradScaler; load the model with dtype float16 for a method that can (lomo), "
@@ -158,10 +159,16 @@ def check_loaded(args: TrainingArguments, given: dict[str, Any]) -> None:
         raise UserError(f"{', '.join(dict.fromkeys(late))}: the model is loaded already; give them to keyhole.load")
 
 
+def learns_beside(method: Method) -> bool:
+    """Whether the next step depends on more than the model's weights and moments: on adapters, factors, or the method's
+    own copy of the weights, which it rounds to the model's."""
+    beside = method.addon is not None or method.model.factors is not None
+    return beside or any(name.endswith(MASTER) for name in method.state_dict())
+
+
 def check_best(args: TrainingArguments, method: Method) -> None:
     """The best checkpoint cannot be loaded again if what was learned beside the weights is not in it."""
-    beside = method.addon is not None or method.model.factors is not None
-    if args.save_only_model and args.load_best_model_at_end and beside:
+    if args.save_only_model and args.load_best_model_at_end and learns_beside(method):
         raise UserError(
             f"save_only_model: load_best_model_at_end needs the state of {method.name}, which has learned beside the "
             "weights; set save_only_model=False, or load_best_model_at_end=False"

@@ -228,7 +228,7 @@ class KeyholeMixin:
         self.method.flush()
         if not self._wanted.row.keeps_base:
             checkpoints.load_weights(Path(best), self.keyhole)
-        if self.method.addon is not None or self.keyhole.factors is not None:
+        if refusals.learns_beside(self.method):
             state = checkpoints.verified(Path(best), self._wanted.row, self._own)
             checkpoints.load_method(Path(best), state, self.method)
 

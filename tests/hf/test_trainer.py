@@ -332,6 +332,29 @@ def test_the_best_model_has_the_adapters_of_its_step(
     assert made.evaluate()["eval_loss"] == first
 
 
+@pytest.mark.parametrize("method", ["adam-offload", "adamw"])
+def test_training_goes_on_from_the_best_model(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], method: str
+) -> None:
+    """Also if the method has a copy of the weights of its own: a step at no rate leaves the best weights."""
+    args = KeyholeArguments(
+        str(tmp_path), method=method, use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4, learning_rate=5e-4,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="count", greater_is_better=False, remove_unused_columns=False,
+        per_device_train_batch_size=1, per_device_eval_batch_size=1, model_dtype="bfloat16",
+    )  # fmt: skip
+    made = FirstIsBest(
+        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:2], data_collator=lambda rows: dict(rows[0])
+    )
+    made.train()
+    best = weights_of(made.keyhole)
+    made.method.param_groups[0]["lr"] = 1e-30
+    made.method.step([batches[0]])
+    made.method.flush()
+    after = weights_of(made.keyhole)
+    assert all(torch.equal(best[name], after[name]) for name in best)
+
+
 def test_a_best_checkpoint_that_is_gone_is_told(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
     """The weights stay those of the last step, which is not what was asked for."""
 
