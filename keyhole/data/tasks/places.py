@@ -9,7 +9,7 @@ names is both files, and its slice applies to each (`plot+quote[:-1000]`). A nam
 
     the exact name         train.jsonl, a folder train/ (also as `save_to_disk` of `datasets` writes it), or with its
                            suffix: val.jsonl[:2270]
-    its parts              train-00000-of-00002.parquet
+    its parts              train-00000-of-00002.parquet, of which all must be there
     a version or prefix    train-v1.1.json, drop_dataset_train.json
 
 and validation is also called val, valid and dev. Without `task_data` the data come from the hub, through `datasets`.
@@ -199,7 +199,7 @@ def _files(folder: Path, word: str, split: str) -> list[Path]:
     stems = {path: path.name.lower().removesuffix(".gz") for path in files}
     stems = {path: name.removesuffix(suffix_of(path)) for path, name in stems.items()}
     own = re.escape(word.lower())
-    parts = rf"{own}[-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?"
+    parts = rf"{own}[-_.](\d+)(?:-of-(\d+)(?:-[0-9a-f]{{16}})?)?"
     for pattern in (own, parts, rf"{own}-v[\d.]+|\w+[-_]{own}"):
         found = [path for path, stem in stems.items() if re.fullmatch(pattern, stem)]
         if len(found) > 1 and pattern != parts:
@@ -207,9 +207,26 @@ def _files(folder: Path, word: str, split: str) -> list[Path]:
             raise UserError(
                 f"{folder}: {both} could all be `{word}`; name one: task_splits: {{{split}: {found[0].name}}}"
             )
+        if found and pattern == parts:
+            _check_parts(folder, split, {path: re.fullmatch(parts, stems[path]) for path in found})
         if found:
             return found
     return []
+
+
+def _check_parts(folder: Path, split: str, found: dict[Path, re.Match[str]]) -> None:
+    """Refuses parts (00000-of-00002) that are not all there, or of which one is there twice."""
+    totals = {match[2] for match in found.values()}
+    if totals == {None}:
+        return  # their names do not say how many there are
+    numbers, count = sorted(int(match[1]) for match in found.values()), len(found)
+    whole = [list(range(first, first + count)) for first in (0, 1)]
+    if {None if each is None else int(each) for each in totals} != {count} or numbers not in whole:
+        files = [path.name for path in found]
+        raise UserError(
+            f"{folder}: {listed(files)}: not one of each part; complete them, or name what is to be read: task_splits: "
+            f"{{{split}: {files[0]}}}"
+        )
 
 
 def _hub_splits(spec: TaskSpec, given: dict[str, str]) -> dict[str, Split]:

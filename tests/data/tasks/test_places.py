@@ -147,6 +147,20 @@ def test_two_files_of_one_name_are_never_both_read(tmp_path: Path, names: tuple[
         find_splits(read_spec("sst2"), str(tmp_path), {"train": "proof"})
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("train-00001-of-00002.json",), (f"train-0-of-{'9' * 40}.json",), ("train-00000-of-00001.json", "train-00000-of-00002.json"),
+     ("train-00000-of-00001.json", "train-00000-of-00001.jsonl"), ("train-00000-of-00001.json", "train-1.json")],
+)  # fmt: skip
+def test_parts_that_are_missing_or_there_twice_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """A split of which half is not there is not the split; a file that is named is read alone."""
+    files_of(tmp_path / "sst2", *names, "test.jsonl")
+    with pytest.raises(UserError, match=f"not one of each part; .* task_splits: {{train: {names[0]}}}"):
+        find_splits(read_spec("sst2"), str(tmp_path))
+    found = find_splits(read_spec("sst2"), str(tmp_path), {"train": names[0]})
+    assert [Path(name).name for name in found["train"].names] == [names[0]]
+
+
 def test_no_directory_and_no_folder(tmp_path: Path) -> None:
     """task_data must exist and hold the task's folder."""
     with pytest.raises(UserError, match="no such directory"):
