@@ -149,7 +149,8 @@ def test_two_files_of_one_name_are_never_both_read(tmp_path: Path, names: tuple[
 
 @pytest.mark.parametrize(
     "names",
-    [("train-00001-of-00002.json",), (f"train-0-of-{'9' * 40}.json",), ("train-00000-of-00001.json", "train-00000-of-00002.json"),
+    [("train-00001-of-00002.json",), (f"train-0-of-{'9' * 40}.json",),
+     ("train-00000-of-00001.json", "train-00000-of-00002.json"),
      ("train-00000-of-00001.json", "train-00000-of-00001.jsonl"), ("train-00000-of-00001.json", "train-1.json")],
 )  # fmt: skip
 def test_parts_that_are_missing_or_there_twice_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
