@@ -168,6 +168,7 @@ class Conversation:
         longest = context_length(self.model.config)
         room = min(self.max_new_tokens, longest - ids.shape[1]) if longest else self.max_new_tokens
         options: dict[str, Any] = {"max_new_tokens": room, "logits_processor": [_Guard()]}
+        options |= {"tokenizer": self.tokenizer, "return_dict_in_generate": False}  # the first, for stop_strings
         settings = self.model.module.generation_config
         if settings.eos_token_id is None and self.tokenizer.eos_token_id is not None:
             options["eos_token_id"] = self.tokenizer.eos_token_id

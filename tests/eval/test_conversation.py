@@ -70,7 +70,7 @@ def test_without_a_template_the_model_goes_on_from_the_line(tiny_model: Path) ->
 
 
 def test_the_generation_config_is_honoured(tiny_model: Path, tmp_path: Path) -> None:
-    """Length, sampling, stop tokens and beams come from generation_config.json."""
+    """Length, sampling, stop tokens, stop strings and beams come from generation_config.json."""
     plain = load(tiny_model)
     prompt = plain.tokenizer("<|user|>Hi<|end|><|assistant|>", return_tensors="pt").input_ids
     first = plain.generate(prompt, max_new_tokens=3)[0, prompt.shape[1] :].tolist()
@@ -79,6 +79,9 @@ def test_the_generation_config_is_honoured(tiny_model: Path, tmp_path: Path) -> 
     assert short.answer("Hi", io.StringIO()) == plain.tokenizer.decode(first[:2])
     stops = Conversation(load(copy(tiny_model, tmp_path / "stops", eos_token_id=[257, first[0]])))
     assert len(stops.model.tokenizer(stops.answer("Hi", io.StringIO())).input_ids) <= 1
+    word = plain.tokenizer.decode(first[:1])
+    words = copy(tiny_model, tmp_path / "words", stop_strings=[word], return_dict_in_generate=True)
+    assert Conversation(load(words)).answer("Hi", io.StringIO()) == word
     beams, out = Conversation(load(copy(tiny_model, tmp_path / "beams", num_beams=3)), max_new_tokens=4), io.StringIO()
     assert beams.answer("Hi", out) + "\n" == out.getvalue()
 
