@@ -62,14 +62,14 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def _runs_in(path: Path) -> list[Path]:
     for place in (path / "run", path):
-        if (place / METRICS).is_file():
+        if os.path.isfile(place / METRICS):  # Path.is_file raises if a directory may not be searched
             return [place]
     try:
         below = sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
     except OSError as error:
         raise UserError(f"{printable(path)} cannot be read: {error.strerror}") from error
     below = [*below, *(each for each in _listed(path / "runs"))]
-    return [each / "run" for each in below if (each / "run" / METRICS).is_file()]
+    return [each / "run" for each in below if os.path.isfile(each / "run" / METRICS)]
 
 
 def _listed(path: Path) -> list[Path]:

@@ -1,9 +1,12 @@
 """Runs side by side: what is told of each, whatever their files hold, and what the command does with them."""
 
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole.cli import main
+from keyhole.errors import UserError
 from keyhole.report import compared
 from keyhole.report import page as run_page
 from keyhole.report.compared import cells, name_runs, table
 from keyhole.report.curves import Curves
 from keyhole.report.story import Story, write_story
-from keyhole.report.view import View, read_view
+from keyhole.report.view import View, find_runs, read_view
 
 EVIL = "<script>alert(1)</script>\"'&"
 NAMES = st.sampled_from(
@@ -117,3 +121,26 @@ def test_no_torch_is_needed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "2.0000 -> 1.0000" in done.stdout and (tmp_path / "p.html").exists()
+
+
+def test_a_directory_that_may_not_be_read_is_passed_over(tmp_path: Path) -> None:
+    """Beside runs it holds none; alone it is named. (Root may read everything: so a child without its rights.)"""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become nobody")
+    run = made(tmp_path, "a", [1.0])
+    locked = tmp_path / "lost+found"
+    locked.mkdir(mode=0o700)
+    for place in (tmp_path, *tmp_path.parents):
+        if place.stat().st_uid == 0 and str(place).startswith(tempfile.gettempdir() + os.sep):
+            place.chmod(0o755)
+
+    def look() -> None:
+        os.setuid(65534)
+        with pytest.raises(UserError, match=r"lost\+found cannot be read"):
+            find_runs([locked])
+        assert find_runs([tmp_path]) == [run / "run"]
+
+    child = multiprocessing.get_context("fork").Process(target=look)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
