@@ -25,7 +25,7 @@ import keyhole
 from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, plan, push, replay, report, train
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
-from keyhole.machine.text import printable_lines
+from keyhole.machine.text import printable, printable_lines
 from keyhole.ranks.join import refuse_several
 from keyhole.training.display import open_missing_streams
 
@@ -86,7 +86,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("keyhole: interrupted", file=sys.stderr)
         return 130
-    except Exception:
+    except Exception as error:
+        if isinstance(error, PermissionError) and error.filename:  # even looking for a file may not be allowed
+            told = f"{printable(error.filename)}: {error.strerror}; ask for access to it, or name another path"
+            print(f"keyhole: {told}", file=sys.stderr)
+            return 2
         print(printable_lines(traceback.format_exc()), file=sys.stderr)
         print(
             "keyhole: this is our mistake, not yours. Please report it with the text above and the output of "

@@ -1,6 +1,8 @@
 """The command as a whole: a frozen surface, exit codes that mean something, a start without torch."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -217,6 +219,21 @@ def test_our_error_keeps_its_traceback_and_asks_for_env(monkeypatch: Any, capsys
     assert main(["env"]) == 1
     message = capsys.readouterr().err
     assert "ZeroDivisionError" in message and "Traceback" in message and "keyhole env" in message
+
+
+def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """A directory of somebody else, as on a shared machine: one message, whichever verb looks into it."""
+    real, locked = os.stat, str(tmp_path / "locked")
+
+    def stat(path: Any, *args: Any, **how: Any) -> os.stat_result:
+        if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(locked):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return real(path, *args, **how)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert main(["compare", f"{locked}/a.yaml"]) == 2
+    message = capsys.readouterr().err
+    assert f"{locked}/a.yaml: Permission denied" in message and "Traceback" not in message
 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (UserError("bad"), 2), (SystemExit(7), 7)])
