@@ -102,12 +102,17 @@ def evaluate(
         say(line)
     options = {"max_length": max_length, "watch": _progress}
     scores: list[Score] = []
-    for source in sources:
-        if isinstance(source, Task):
-            scores.append(score(model, source, allow_code_execution=allow_code_execution, **options))
-        else:
-            how = {"columns": columns, "prompt": prompt, "completion": completion}
-            scores.append(score_data(model, source, limit, how, **options))
+    try:
+        for source in sources:
+            if isinstance(source, Task):
+                scores.append(score(model, source, allow_code_execution=allow_code_execution, **options))
+            else:
+                how = {"columns": columns, "prompt": prompt, "completion": completion}
+                scores.append(score_data(model, source, limit, how, **options))
+    except BaseException:  # also Ctrl-C: what took hours is not lost
+        for line in table(scores).splitlines() if scores else ():
+            say(line)
+        raise
     shown = table(scores)
     if json_path is not None:
         _write_json(Path(json_path), directory, model, scores, shown)

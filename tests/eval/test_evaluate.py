@@ -89,6 +89,16 @@ def test_what_was_cut_is_said(tiny_model: Path, task: str) -> None:
     assert "sums/val: 3 texts were too long and were cut" in text.splitlines()[-1]
 
 
+def test_what_was_scored_before_an_error_is_shown(tiny_model: Path, task: str, tmp_path: Path) -> None:
+    """The second file cannot be scored, which only its tokens show; the numbers of the first are not lost."""
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "a", "candidates": ["b" * 5000, "c"], "answer": 0}) + "\n")
+    lines: list[str] = []
+    with pytest.raises(UserError, match="a candidate has"):
+        evaluate(str(tiny_model), [task, str(long)], device="cpu", say=lines.append)
+    assert any(line.startswith("| sums/val |") and "accuracy" in line for line in lines)
+
+
 def test_mistakes_come_before_the_model(tmp_path: Path, task: str) -> None:
     """A bad task file is reported even where the model does not exist: nothing was loaded."""
     bad = tmp_path / "bad.jsonl"
