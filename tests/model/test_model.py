@@ -228,6 +228,17 @@ def test_a_wire_format_of_its_own(wire: str, dtype: str, tmp_path: Path) -> None
     assert torch.equal(back.generate(one["input_ids"], max_new_tokens=4, do_sample=False), tokens[0])
 
 
+def test_a_step_after_an_evaluation_in_inference_mode() -> None:
+    """Memory that an evaluation is the first to need may be written outside of torch.inference_mode too."""
+    losses = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        model = load(wire="fp32", dtype="bfloat16")
+        with mode():
+            model.nll(batch())
+        losses.append(float(keyhole.LOMO(model, 1e-2).step(batch())))
+    assert losses[0] == losses[1]
+
+
 def test_a_narrow_wire_moves_fewer_bytes() -> None:
     """bf16 on the link is half of fp32, fp8 blocks about a quarter; the loss stays close."""
     moved, losses = {}, {}
