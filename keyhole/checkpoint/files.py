@@ -16,7 +16,7 @@ unknown), which identifies a model directory that was moved. `selection` has the
 the run so far, from which the best step is selected. Checkpoints before version 0.2 have none of the three.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,16 @@ def split_state(method_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def write_state(
-    directory: Path, about: About, scalars: dict[str, Any], sums: dict[str, list[Span]] | None = None
+    directory: Path,
+    about: About,
+    scalars: dict[str, Any],
+    sums: dict[str, list[Span]] | None = None,
+    leave_out: Collection[str] = (),
 ) -> None:
     """Completes a checkpoint, for both writers: writes keyhole_state.json with the checksums of all other files, and
-    flushes everything to the disk. sums: known checksums of pieces of the files."""
-    inventory = _inventory(directory, sums or {})
+    flushes everything to the disk. sums: known checksums of pieces of the files; leave_out: files that are none of the
+    checkpoint's."""
+    inventory = {name: row for name, row in _inventory(directory, sums or {}).items() if name not in leave_out}
     its_own = {"run": about.run, "base": about.base, "selection": about.selection}
     state = State(about.step, about.loader, scalars, about.config, about.versions, inventory, **its_own)
     (directory / STATE).write_text(dump(asdict(state)), encoding="utf-8")

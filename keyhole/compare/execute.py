@@ -240,24 +240,30 @@ class Execution:
             if train(trial.config, resume="last", parts=parts) == EXIT_INTERRUPTED:
                 return None
             result = summarise(trial, self.kept.load_data(data_settings(trial.config)))
-        except ONE_RUN as error:
-            result = blank(trial)
-            result.error, result.kind = " ".join(str(error).split()) or type(error).__name__, REFUSED
-        except torch.AcceleratorError:
-            raise  # the device is lost: no later run can work
         except Exception as error:
-            result = blank(trial)
-            result.error, result.kind = f"{type(error).__name__}: {error}", CRASH
-            with suppress(OSError):
-                (self.root / "results").mkdir(exist_ok=True)
-                write_text(self.root / "results" / f"{trial.id}.error.txt", traceback.format_exc())
+            result = self._failed(blank(trial), error)
         free_memory()
+        self.results[result.id] = result
         self._keep(result)
         self._clean(trial)
         self.say(
             f"[{self.progress.count()}] {trial.label}: {self._line(result)}, {duration(time.monotonic() - began_s)}"
         )
         self._write()
+        return result
+
+    def _failed(self, result: Result, error: Exception) -> Result:
+        """The result of a run, or of a model without training, that ended with this error; the other runs continue."""
+        if isinstance(error, ONE_RUN):
+            result.error, result.kind = " ".join(str(error).split()) or type(error).__name__, REFUSED
+            return result
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # the device is lost: no later run can work
+        result.error, result.kind = f"{type(error).__name__}: {error}", CRASH
+        with suppress(OSError):
+            (self.root / "results").mkdir(exist_ok=True)
+            told = "".join(traceback.format_exception(error))
+            write_text(self.root / "results" / f"{result.id}.error.txt", told)
         return result
 
     def _line(self, result: Result) -> str:
@@ -269,7 +275,6 @@ class Execution:
         return f"dev {result.dev_metric} {dev}, test {result.test_metric or ''} {test} ({best}{size})"
 
     def _keep(self, result: Result) -> None:
-        self.results[result.id] = result
         try:
             write_result(self.root, result)
         except OSError as error:
@@ -297,7 +302,7 @@ class Execution:
                 self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
                 found = self._score(trial, made)
                 free_memory()
-                write_result(self.root, found)
+                self._keep(found)
                 self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {self._line_untrained(found)}")
             self.zero_shot[place] = found
 
@@ -328,8 +333,8 @@ class Execution:
             finally:
                 model.close()
             made.test, made.dev = made.tests.get(f"test_{made.test_metric}"), dev.get(f"eval_{made.dev_metric}")
-        except ONE_RUN as error:
-            made.error, made.kind = " ".join(str(error).split()), REFUSED
+        except Exception as error:
+            return self._failed(made, error)
         return made
 
     def cells(self) -> list[Cell]:

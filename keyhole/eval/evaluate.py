@@ -36,10 +36,12 @@ from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
 from keyhole.eval.score import AnswerScore, DataScore, Score, check_code, data_score, score
 from keyhole.eval.tasks import is_task, read_task, task_name
 from keyhole.loading import load
+from keyhole.machine.text import printable
 from keyhole.methods.base import Workload
 from keyhole.model.model import Model
 
 NUM_EVAL = Numbers.test
+UNBOUNDED = 10_000  # columns: a narrower table would shorten numbers in favour of long names
 
 
 def evaluate(
@@ -159,15 +161,16 @@ def table(scores: Sequence[Score]) -> str:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     columns = ("name", "rows", "result", "chance", "by sum", "margin", "loss", "perplexity")
     made = Table(box=box.MARKDOWN)
     for column in columns:
         made.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)
     for each in scores:
-        made.add_row(*_cells(each))
+        made.add_row(*(Text(printable(cell)) for cell in _cells(each)))  # a name in brackets is no markup
     out = io.StringIO()
-    Console(file=out, width=110).print(made)
+    Console(file=out, width=UNBOUNDED).print(made)
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
     cut = [f"{s.name}: {s.truncated} texts were too long and were cut" for s in scores if s.truncated]
     cut += [

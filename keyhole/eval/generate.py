@@ -10,11 +10,12 @@ An answer ends at the model's end token, at the first of the task's stop strings
 max_new_tokens, at most half of the model's context. A prompt that leaves no room for an answer loses its beginning.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria
+from transformers import GenerationConfig, StoppingCriteria
 
 from keyhole.data.capacity import check_ids, context_length
 from keyhole.data.tasks.encode import Encoder
@@ -24,8 +25,7 @@ from keyhole.eval.rows import BATCH_TOKENS, not_finite
 from keyhole.model.model import Model
 
 MOST_ROWS = 64
-PLAIN = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
-PLAIN |= {"repetition_penalty": 1.0}
+PLAIN = {"do_sample": False, "num_beams": 1}  # greedy; the model's own generation_config.json is then put aside
 
 
 def generate_answers(
@@ -117,11 +117,22 @@ def answer_prompts(
     options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
     options |= {} if max_time is None else {"max_time": max_time}
     try:
-        made = model.generate(ids, mask, **options)[:, width:]
+        with _without_own(model.module) if settings is PLAIN else nullcontext():
+            made = model.generate(ids, mask, **options)[:, width:]
     except NonFinite as error:
         raise not_finite(model, str(error)) from None
     texts = tokenizer.batch_decode(made, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return [cut_at(text, stop) for text in texts]
+
+
+@contextmanager
+def _without_own(module: Any) -> Iterator[None]:
+    """Puts the model's generation settings aside: every one that a call does not give would be filled in from them."""
+    own, module.generation_config = module.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        module.generation_config = own
 
 
 class _Stops(StoppingCriteria):

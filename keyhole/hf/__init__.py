@@ -4,6 +4,7 @@ trainer.py     KeyholeTrainer, a transformers.Trainer whose step is a keyhole me
                other subclass of Trainer (TRL's SFTTrainer)
 arguments.py   KeyholeArguments: TrainingArguments with method, placement and budget
 loading.py     loads the model and creates the method for the arguments
+batches.py     the batches of a data collator as keyhole's model takes them
 refusals.py    unsupported arguments, with the reasons
 card.py        the method in the Trainer's model card
 checkpoints.py the method's state in a Trainer's checkpoint

@@ -7,6 +7,9 @@
                                                             the files above
                     rng_state.pth, trainer_state.json       the Trainer's, written last
 
+The directory may hold files already: those of an earlier checkpoint of this step, which are replaced, and the Trainer's
+mark of a checkpoint that it began after a signal (enable_jit_checkpoint), which it removes at the end.
+
 A checkpoint is verified before anything of it is loaded, so a run that cannot go on is refused with its weights as they
 were. keyhole reads no pickle: the scheduler's file is loaded with weights_only.
 """
@@ -30,18 +33,28 @@ from keyhole.model.weights.save import save_model
 
 METHOD, RATE, SETTINGS = "method", "learning_rate", "settings"
 LAST = ("rng_state.pth", "trainer_state.json")  # what the Trainer writes last
+MARK = "checkpoint-is-incomplete.txt"  # the Trainer's, of a checkpoint that a signal asked for
 
 
 def save_method(directory: Path, method: Method, step: int, own: Any) -> None:
     """Writes the state, the method's own settings, and the checksums of the files that are there already: the model's
     and the scheduler's."""
+    for name in (STATE, TENSORS, *LAST):  # of an earlier checkpoint of this step
+        (directory / name).unlink(missing_ok=True)
     tensors, scalars = split_state(method.state_dict())
     if method.model.factors is not None:  # factors are part of the state, so that a run resumes within a period
         save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, tensors)
     about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(own)}
-    write_state(directory, About(step, {}, about, versions()), scalars)
+    write_state(directory, About(step, {}, about, versions()), scalars, leave_out=(MARK,))
+
+
+def drop_begun(directory: Path) -> None:
+    """Removes a checkpoint of which there is only the Trainer's mark."""
+    if directory.is_dir() and [path.name for path in directory.iterdir()] == [MARK]:
+        (directory / MARK).unlink()
+        directory.rmdir()
 
 
 def verified(directory: Path, row: Traits, own: Any) -> State:

@@ -13,7 +13,9 @@ The loop is the Trainer's. What differs:
     grad_norm         the method's own: the norm of the whole gradient before clipping
     evaluation        the loss in chunks of the vocabulary, with each unit uploaded once per batch; full logits only if
                       compute_metrics needs them
-    saving, resuming  keyhole writes the model, tensor by tensor, and the method's state beside it (checkpoints.py)
+    saving, resuming  keyhole writes the model, tensor by tensor, and the method's state beside it (checkpoints.py).
+                      Between the update and the Trainer's count of it (on_pre_optimizer_step), nothing is saved: a
+                      checkpoint that is asked for there is written when the step is counted
     the model         is neither wrapped nor moved: `trainer.model` is the Hugging Face module, whose parameters stay
                       where keyhole placed them, and `trainer.keyhole` is keyhole's model
 
@@ -23,6 +25,7 @@ any other Trainer, as the first base: `class MyTrainer(KeyholeMixin, SFTTrainer)
 
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +33,19 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from keyhole.checkpoint.state import State
 from keyhole.errors import UserError
 from keyhole.hf import card, checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments
+from keyhole.hf.batches import no_labels, tensors_of
 from keyhole.hf.loading import load_model, make_method, own_settings, wanted
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.plan.dtype import NAMES
 
 OWN = ("method", "settings", "placement", "gpu_memory", "dtype", "wire", "weight_decay_on", "max_length")
-# Redundant for packed samples: position_ids say the same
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-SWITCHES = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")  # they change no loss
 
 
 class KeyholeMixin:
@@ -80,6 +82,7 @@ class KeyholeMixin:
         ):
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[Any] = []
+        self._uncounted: int | None = None  # steps counted at the last update
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
         super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
         rows = len(self.keyhole.module.get_input_embeddings().weight)
@@ -91,7 +94,7 @@ class KeyholeMixin:
 
     def train(self, *args: Any, **options: Any) -> Any:
         """The Trainer's; micro-batches of a step that an earlier call did not finish are dropped."""
-        self._collected = []
+        self._collected, self._uncounted = [], None
         return super().train(*args, **options)  # type: ignore[misc]
 
     # -- the model is not moved ------------------------------------------------------------------------------------
@@ -120,19 +123,12 @@ class KeyholeMixin:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Collects a micro-batch; at the last one of the step, makes the update."""
-        self._collected.append(self._batch(inputs))
+        self._collected.append(tensors_of(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
+        self._uncounted = self.state.global_step
         return self.method.step(batches).detach().to(self.args.device)
-
-    def _batch(self, inputs: Any) -> dict[str, torch.Tensor]:
-        """The inputs of the model; keyhole refuses unknown ones."""
-        said = PACKED if "position_ids" in inputs else ()
-        given = {name: x for name, x in inputs.items() if x is not None and name not in said and name not in SWITCHES}
-        if other := [f"{name} is a {type(x).__name__}" for name, x in given.items() if not isinstance(x, torch.Tensor)]:
-            raise UserError(f"batch: {', '.join(other)}; data_collator must return tensors, of what the model is given")
-        return {name: x.cpu() for name, x in given.items()}
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
         """The norm before clipping; the step has already clipped."""
@@ -154,10 +150,10 @@ class KeyholeMixin:
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Loss, logits and labels of a batch; logits only if needed."""
-        batch = self._batch(inputs)
+        batch = tensors_of(inputs)
         device, labels = self.args.device, batch.get("labels")
         if self.keyhole.classifies:
-            any_labels = torch.zeros(len(batch["input_ids"]), dtype=torch.long) if labels is None else labels
+            any_labels = no_labels(self.keyhole.config, len(batch["input_ids"])) if labels is None else labels
             ((logits, nll_B),) = self.keyhole.logits([batch | {"labels": any_labels}])
             loss = None if labels is None else nll_B.mean().to(device)
             if prediction_loss_only:
@@ -188,6 +184,14 @@ class KeyholeMixin:
         super().create_model_card(*args, **options)  # type: ignore[misc]
         card.state_method(Path(self.args.output_dir) / "README.md", self._wanted, self.keyhole)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The Trainer's; once the step is counted, if its update is made already: resuming would repeat it."""
+        if self._uncounted == self.state.global_step:
+            self.control.should_save = True
+            checkpoints.drop_begun(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self._uncounted}"))
+            return
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints.save_scheduler(Path(output_dir), self.lr_scheduler, SCHEDULER_NAME)
         checkpoints.save_method(Path(output_dir), self.method, self.state.global_step, self._own)
@@ -215,6 +219,11 @@ class KeyholeMixin:
         """Loads the weights of the best checkpoint, and what the method has learned beside them."""
         best = self.state.best_model_checkpoint
         if best is None or not os.path.isdir(best):
+            warnings.warn(
+                f"load_best_model_at_end: the best checkpoint, {best}, is gone; the weights stay those of "
+                f"step {self.state.global_step}",
+                stacklevel=2,
+            )
             return
         self.method.flush()
         if not self._wanted.row.keeps_base:

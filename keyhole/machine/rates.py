@@ -24,7 +24,7 @@ from keyhole.machine.sizes import GIB, MIB
 
 FP32_SHARE = 1 / 12  # of the 16-bit rate of products, on GPUs, if it was not measured
 VERSION = 1  # of the saved file
-CALLED, REVERSED = 5.7, 2.9  # launches that such an operation takes, if it was not measured (methods/launches.py)
+CALLED, REVERSED = 3.3, 3.4  # launches that such an operation takes, if it was not measured: as on the host of an H200
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,9 @@ class Rates:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> "Rates":
-        """ValueError if the dict does not describe a machine. Rates that were kept before `called` and `reversed` were
-        measured have the double of a launch."""
+        """ValueError if the dict does not describe a machine, or was kept before `called` and `reversed` were measured:
+        a launch was another measurement then."""
         try:
-            if isinstance(found, dict) and "called" not in found:
-                launch = found["launch"] / 2
-                found = found | {"launch": launch, "called": CALLED * launch, "reversed": REVERSED * launch}
             values = {each.name: found[each.name] for each in fields(cls)}
             values["products"] = {int(rows): float(rate) for rows, rate in found["products"].items()}
         except (KeyError, TypeError, AttributeError) as error:

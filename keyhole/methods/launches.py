@@ -1,36 +1,57 @@
-"""What the host does per block and pass: operations that it launches, by kind (machine/rates.py).
+"""What the host does per block and pass, in operations by kind (machine/rates.py).
 
     called      of the forward pass, called from Python by the modules of a block while autograd records them
     reversed    of the backward pass, called by autograd from C++
     kernels     launches without either: of an optimizer, of a CUDA graph
 
-A block's own operations are counted (model/structure/block_counts.py). Beside them, in operations of these kinds:
+The rates of the first two are those of a tiny Llama block in float32, divided by its kernels (plan/measure.py). It
+makes 69 calls for 33 kernels in its forward pass and 161 for 66 in its backward pass, and the host pays for views too.
+So the calls of another block are counted (model/structure/block_counts.py), and PER_CALL converts them: an OPT block
+has only 12 and 26 kernels, but 37 and 101 calls, which are worth 18 and 41 operations.
 
+All other constants of the host are here too. Beside the block's own operations:
+
+    UNRECORDED  the share of a forward pass that is left without autograd's record (the first one of a sweep that
+                recomputes blocks, and those of zo)
     TENSOR      per trained tensor under plain autograd: its gradient is accumulated, and it is in the lists of the
-                optimizer's foreach kernels; 1.2 `reversed`
-    MATRIX      per matrix in a reverse sweep: hooks, the offer of its gradient, product, update, each with Python code
-                around it; 14 `called`
-    VECTOR      per vector in a reverse sweep: a hook and an update; 2 `called`
-    ADAPTED     per adapted layer: 2 casts and 2 products in each forward pass, 11 operations in the backward pass
+                optimizer's foreach kernels
+    MATRIX      per matrix in a reverse sweep: hooks, the offer of its gradient, the product; each with Python around it
+    VECTOR      per vector in a reverse sweep: a hook and its gradient
+    UPDATE      per matrix and per vector that is updated at once by our own kernels (lomo, lsp; not adam-offload)
+    ADAPTED     per adapted layer: in each forward pass, in the backward pass, and in its AdamW
                 (methods/lora/adapted_linear.py)
+    VISIT       per block and pass in lockstep (model/forward/lockstep.py): a turn, hooks, weights that are bound
+    UNIT        per unit in lockstep: acquired, perturbed, committed, released
+    STEP        per step: embedding, head and loss, batch and bookkeeping; plain, and in a sweep or in lockstep
+    PLAIN       launches per operation of an optimizer that allocates its result (the measured one adds in place)
 
-The constants are fitted to two hosts. One had launches of 7 us: SmolLM2-135M, 30 Llama blocks in short batches, 268 ms
-of host time in `lomo` eagerly, 37 ms as CUDA graphs, 93 ms in plain SGD (LOG.md, "Short batches"); 10 ms in a forward
-pass of OPT-1.3B. The other had launches of 11.6 us (benchmarks/plan_check_h200_2026-11-16.json): `sgd` 57 ms, `lora`
-189, `lomo-lora` 357 on OPT-1.3B, all bound by the host; `lomo` on Llama-3.5B 246 at most. One forward operation is then
-worth 5.7 launches, one of a backward pass 2.9.
+Their origin is `python -m benchmarks.host_work`: steps of models of 16 numbers' width on one core, where nothing is
+computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods, give these
+numbers in operations of the same machine (Neoverse N1: launch 7 us, called 29, reversed 18). The host of an H200
+(7.4, 24 and 25 us) with them: `sgd` on OPT-1.3B 0.050 s for 0.055 and 0.057 measured in two runs, `lora` 0.175 for
+0.189, `lomo-lora` 0.35 for 0.348 and 0.357, `apollo-mini` 0.45 for 0.451 and 0.435 (benchmarks/plan_check_h200_*).
+Three were chosen by those runs: which part of ADAPTED is `reversed` (on the N1 all of it is worth 25 `called`), TENSOR
+(0.4 to 1.4 there), and PLAIN (1.1 to 1.3 there).
 
 A block that runs as CUDA graphs costs RECORDED launches, whatever it holds: one graph each for the forward pass, for
-the backward pass and for the updates of a unit, copies of inputs, and the sweep's own work. Experts: per expert.
+the backward pass and for the updates of a unit, copies of inputs, and the sweep's own work (SmolLM2-135M, 30 blocks:
+37 ms with launches of 7 us; LOG.md, "Short batches"). Experts: per expert.
 """
 
 from dataclasses import dataclass
 
 from keyhole.model.structure.layout import Layout
 
-LLAMA_KERNELS = 37, 70  # of a block, forward and backward, where they cannot be counted
-TENSOR, MATRIX, VECTOR = 1.2, 14, 2
-ADAPTED = 4, 11
+LLAMA_KERNELS = 37  # of a block's forward pass in bfloat16, where it cannot be counted
+LLAMA_CALLS = 73, 165  # of its forward and backward pass
+PER_CALL = 33 / 69, 66 / 161
+UNRECORDED = 0.7
+TENSOR, MATRIX, VECTOR = 1.2, 15, 8
+UPDATE = 10, 6
+ADAPTED = 7, 15, 6
+VISIT, UNIT = 7.5, 12
+STEP = 150, 290
+PLAIN = 1.6
 
 
 @dataclass(frozen=True)
@@ -61,26 +82,46 @@ def tensors_of_blocks(layout: Layout) -> tuple[int, int]:
     return matrices, len(found) - matrices
 
 
+def forward_kernels(layout: Layout) -> int:
+    """Kernels of a forward pass over all blocks."""
+    return layout.block_count * (layout.counts.forward_kernels if layout.counts else LLAMA_KERNELS)
+
+
 def of_forward(layout: Layout) -> Launches:
-    """A forward pass over all blocks, operation by operation."""
-    each = layout.counts.forward_kernels if layout.counts else LLAMA_KERNELS[0]
-    return Launches(called=layout.block_count * each)
+    """A forward pass over all blocks, operation by operation, recorded by autograd."""
+    each = layout.counts.forward_calls if layout.counts else LLAMA_CALLS[0]
+    return Launches(called=layout.block_count * PER_CALL[0] * each)
 
 
 def of_backward(layout: Layout) -> Launches:
     """A backward pass over all blocks, without what is done with gradients."""
-    each = layout.counts.backward_kernels if layout.counts else LLAMA_KERNELS[1]
-    return Launches(reversed=layout.block_count * each)
+    each = layout.counts.backward_calls if layout.counts else LLAMA_CALLS[1]
+    return Launches(reversed=layout.block_count * PER_CALL[1] * each)
 
 
 def of_gradients(layout: Layout, plain: bool) -> Launches:
-    """What is done with the gradients of all blocks: by plain autograd, or in a reverse sweep."""
+    """What is done with the gradients of all blocks: by plain autograd with its optimizer, or in a reverse sweep
+    without updates."""
     matrices, vectors = tensors_of_blocks(layout)
     if plain:
-        return Launches(reversed=TENSOR * (matrices + vectors))
+        return Launches(called=TENSOR * (matrices + vectors))
     return Launches(called=MATRIX * matrices + VECTOR * vectors)
 
 
-def of_adapters(layers: int, forwards: float) -> Launches:
-    """A backward pass and this many forward passes of adapted layers."""
-    return Launches(called=forwards * ADAPTED[0] * layers, reversed=ADAPTED[1] * layers)
+def of_updates(layout: Layout) -> Launches:
+    """Updates of all tensors of the blocks by our own kernels, as their gradients are handed over."""
+    matrices, vectors = tensors_of_blocks(layout)
+    return Launches(called=UPDATE[0] * matrices + UPDATE[1] * vectors)
+
+
+def of_adapters(layers: int, forwards: float, passes: int) -> Launches:
+    """A step of adapted layers: `forwards` forward passes and a backward pass for each of `passes` micro-batches, and
+    their update."""
+    called = passes * forwards * ADAPTED[0] + ADAPTED[2]
+    return Launches(called=called * layers, reversed=passes * ADAPTED[1] * layers)
+
+
+def of_lockstep(layout: Layout, passes: int) -> Launches:
+    """Forward passes in lockstep over all blocks, operation by operation."""
+    passing = UNRECORDED * of_forward(layout) + Launches(called=VISIT * layout.block_count)
+    return passes * passing + Launches(called=UNIT * len(layout.units))

@@ -26,11 +26,21 @@ from typing import Any
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.launches import EXPERT, RECORDED, Launches, of_backward, of_forward, of_gradients
+from keyhole.methods.launches import (
+    EXPERT,
+    RECORDED,
+    STEP,
+    UNRECORDED,
+    Launches,
+    of_backward,
+    of_forward,
+    of_gradients,
+    of_lockstep,
+)
 from keyhole.methods.memory import reverse_bytes
 from keyhole.model.backward.kept_blocks import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
-from keyhole.model.forward.memory import launched_as_graphs
+from keyhole.model.forward.memory import SLOT_COUNT, launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
 
@@ -45,10 +55,11 @@ GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Lla
 class StepWork:
     """One step. adam: parameters that the CPU updates; exposed_adam: those of them whose update begins after the
     backward pass and ends before the next forward pass, so that nothing hides it; exposed_bytes: of their gradients and
-    steps, each way; through_host: bytes that updates read and write in host memory,
-    on the CPU or the GPU; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
+    steps, each way; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
     kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
-    passes whose rows share one product; begin: the part of it that ends before the backward pass begins."""
+    passes whose rows share one product; forwards: forward passes over a block per micro-batch, with recomputation;
+    recorded: blocks run as CUDA graphs; slots: those that streamed units go through; updates_in_reverse: those of the
+    CPU overlap with the backward pass alone; begin: the part of it that ends before the backward pass begins."""
 
     products: float = 0.0
     touched: float = 0.0
@@ -57,7 +68,6 @@ class StepWork:
     adam: float = 0.0
     exposed_adam: float = 0.0
     exposed_bytes: float = 0.0
-    through_host: float = 0.0
     kernels: float = 0.0
     called: float = 0.0
     reversed: float = 0.0
@@ -66,6 +76,10 @@ class StepWork:
     saved_bytes: int = 0
     kept_bytes: int = 0
     together: int = 1
+    forwards: float = 1.0
+    recorded: bool = False
+    slots: int = SLOT_COUNT
+    updates_in_reverse: bool = False
     begin: "StepWork | None" = None
 
     def plus(self, **more: float) -> "StepWork":
@@ -152,12 +166,13 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
     """Forward passes in lockstep: every streamed unit is uploaded once, whatever the number of passes."""
     recorded = rates.gpu_bytes is not None and launched_as_graphs(layout, work.tokens)
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
-    launches = layout.block_count * RECORDED[0] if recorded else of_forward(layout)
+    launches = work.passes * layout.block_count * RECORDED[0] if recorded else of_lockstep(layout, work.passes)
     return StepWork(
         products=work.passes * forward_flops(layout, work),
         touched=work.passes * share * activation_bytes(layout, work, room),
         up=met_bytes(layout, streamed, work, room),
-    ).launching(work.passes * (kernels * launches + _expert_launches(layout, work)[0]))
+        recorded=recorded,
+    ).launching(kernels * launches + work.passes * _expert_launches(layout, work)[0] + Launches(called=STEP[1]))
 
 
 def _block_numel(layout: Layout) -> int:
@@ -245,10 +260,15 @@ def reverse_work(
         last += of_gradients(layout, plain)
     if recorded:
         first, last = (layout.block_count * each for each in RECORDED)
+    begun = (UNRECORDED * again + 1 - again) * first
+    if recorded:
+        begun = first
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     home = met_bytes(layout, streamed, work, room)
     expert_first, expert_last = (Launches(), Launches()) if plain else _expert_launches(layout, work)
-    first, last = kernels * first + expert_first, kernels * last + expert_last
+    begun, first = kernels * begun + expert_first, kernels * first + expert_first
+    last = kernels * last + expert_last
+    around = Launches(called=STEP[0 if plain else 1])
     largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
     held = min(home, (slot_count(layout) - 1) * largest)
     kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
@@ -258,7 +278,7 @@ def reverse_work(
         touched=work.passes * share * elements,
         up=home - held,
         down=float(kept),
-    ).launching(work.passes * first)
+    ).launching(work.passes * begun + 0.5 * around)
     return StepWork(
         begin=begin,
         products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
@@ -267,7 +287,10 @@ def reverse_work(
         down=float(kept),
         host_bytes=kept,
         kept_bytes=extra,
-    ).launching(work.passes * (first + reverses * (again * first + last)))
+        forwards=1 + reverses * again,
+        recorded=recorded,
+        slots=slot_count(layout),
+    ).launching(work.passes * (begun + reverses * (again * first + last)) + around)
 
 
 def unpacked_bytes(unit: Unit, room: Room) -> int:

@@ -189,6 +189,8 @@ def _place(
     room = Room(formats, workspace_bytes(device), _limit_bytes(budget, device), budget is not None)
     costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
+    if device.type == "cuda":
+        whole.count()  # kept by the module; later a method may have replaced the blocks' forward by graphs
     resident = Placement(
         set(), 0, costs.of(whole, set()), work, formats, room.workspace_bytes, budget, room.limit_bytes
     )

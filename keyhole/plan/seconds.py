@@ -3,7 +3,7 @@
     compute   max(products / rate + touched / device memory + kernels in a step's graph x NODE_S, launches)
     launches  the host's operations of each kind (methods/launches.py) x the seconds of one
     link      bytes up and down over the rates of the link (machine/rates.py)
-    CPU       max(parameters that the CPU updates / its rate, bytes of updates / host memory)
+    CPU       parameters that the CPU updates / its rate; bound by host memory where the link uses it too
     exposed   the same of updates that nothing hides: of `lsp` the embedding's, if its moments are in host memory,
               because its gradient is the last and its weights are used first; of adam-offload with schedule=monolithic
               all of them
@@ -12,7 +12,19 @@ The first three overlap, so a step takes about as long as the slowest. Overlappe
 units have nothing to overlap with, and copies take memory bandwidth from kernels. So the share HIDDEN of the overlapped
 seconds is added, and UNIT_S for every streamed unit, which the host waits for, releases and sends on:
 
-    step = max(parts) + HIDDEN (sum(parts) - max(parts)) + UNIT_S x streamed units x sweeps + exposed
+    step = max(parts) + HIDDEN (sum(parts) - max(parts) + min(busy, launches)) + UNIT_S x streamed units x sweeps
+           + exposed
+
+The host launches while the device is busy, but here and there the device waits for a small kernel: hence the last term
+of the sum. Copies are issued by the host too, as it goes through the units, and slots let it be only a few units ahead
+of the link. Units differ in size and in their launches, so if both take about as long, each waits for the other at
+times; if one is much faster, or if there are many slots, it is always ahead. A step through n slots takes at least
+
+    (link^p + launches^p)^(1/p) + HIDDEN busy        p = (n + 1) / 2
+
+which decides on short batches. `zo` on a Llama-3.5B in 4 GiB with 512 tokens (3 slots; link 0.069 s, host 0.058, device
+0.025) took 0.099 s, streamed `lomo` (5 slots; 0.215, 0.131, 0.045) 0.257; this gives 0.094 and 0.236
+(benchmarks/plan_check_h200_2026-11-16_b.json). `lora` on an 8B in 4 GiB (11 slots; 0.55, 0.29) took 0.567.
 
 HIDDEN = 0.1 fits streamed `zo` (link 0.457 s, compute 0.207 s, step 0.485 s) on an H200
 (benchmarks/zo_h200_2026-11-16.md).
@@ -26,6 +38,9 @@ link above,
 `lomo` on Llama-7B in 4 GiB uploads for 0.22 s in its forward pass, which computes for 0.1, and computes for 0.37 s in
 its backward pass, which uploads for 0.24: 0.59 s, measured 0.574 (benchmarks/lomo_h200_2026-11-16.md); compiled 0.51
 and 0.507.
+
+Updates of adam-offload overlap with the backward pass alone; its lane's copies are part of its updates, so they are not
+counted as hidden once more (methods/adam_offload/memory.py).
 
 A whole step that is one CUDA graph costs the host nothing, but its small kernels do not fill the GPU, start and drain:
 `zo` on OPT-1.3B with 512 tokens took 12.4 ms for 8.2 of products and bytes, with some 600 kernels
@@ -46,7 +61,8 @@ NODE_S = 6e-6
 @dataclass(frozen=True)
 class StepSeconds:
     """The parts of a step, and the whole. phases: compute and link, overlapped within the forward and the backward
-    pass; None for a step of one phase."""
+    pass; None for a step of one phase; alone: the first of them, if updates do not overlap with it; host: the
+    hidden part of launches; late: the least that copies issued by the host take."""
 
     compute: float
     link: float
@@ -55,11 +71,16 @@ class StepSeconds:
     bound_by: str
     exposed: float = 0.0
     phases: float | None = None
+    host: float = 0.0
+    alone: float = 0.0
+    late: float = 0.0
 
     @property
     def total(self) -> float:
-        parts = (self.compute, self.link, self.cpu) if self.phases is None else (self.phases, self.cpu)
-        return max(parts) + HIDDEN * (sum(parts) - max(parts)) + self.units + self.exposed
+        parts = (self.compute, self.link, self.cpu) if self.phases is None else (self.phases - self.alone, self.cpu)
+        hidden = min(self.compute, self.cpu) if self.alone else sum(parts) - max(parts)
+        step = self.alone + max(parts) + HIDDEN * (hidden + self.host)
+        return max(step, self.late) + self.units + self.exposed
 
 
 def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, units: int = 0) -> StepSeconds:
@@ -67,25 +88,39 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
     busy, launching = _device_seconds(work, rates, rows, itemsize)
     link = rates.link_seconds(work.up, work.down)
     late = work.exposed_adam / work.adam if work.adam else 0.0
-    arithmetic, traffic = work.adam / rates.adam, work.through_host / rates.host_memory
-    exposed = late * max(arithmetic, traffic) + work.exposed_bytes * (1 / rates.up + 1 / rates.down)
-    arithmetic, traffic = (1 - late) * arithmetic, (1 - late) * traffic
+    updates = work.adam / rates.adam
+    exposed = late * updates + work.exposed_bytes * (1 / rates.up + 1 / rates.down)
     parts = {
         "compute": max(busy, launching),
         "link": link,
-        "CPU": max(arithmetic, traffic),
+        "CPU": (1 - late) * updates,
     }
-    phases = None
+    phases, alone = None, 0.0
     if work.begin is not None:
         first, launched = _device_seconds(work.begin, rates, rows, itemsize)
         before = rates.link_seconds(work.begin.up, work.begin.down)
-        phases = max(first, launched, before) + max(busy - first, launching - launched, link - before)
+        alone = max(first, launched, before)
+        phases = alone + max(busy - first, launching - launched, link - before)
+    host, power = min(busy, launching), (work.slots + 1) / 2
+    copied = (link**power + launching**power) ** (1 / power) + HIDDEN * busy if units else 0.0
+    alone = alone if work.updates_in_reverse else 0.0
     bound = max(parts, key=lambda name: parts[name])
-    if bound == "CPU" and traffic > arithmetic:
+    if bound == "CPU" and work.updates_in_reverse and rates.gpu_bytes is not None:  # the link shares it
         bound = "memory"
     if bound == "compute" and launching > busy:
         bound = "CPU"
-    return StepSeconds(parts["compute"], link, parts["CPU"], units * UNIT_S, bound, exposed, phases)
+    return StepSeconds(
+        parts["compute"],
+        link,
+        parts["CPU"],
+        units * UNIT_S,
+        bound,
+        exposed,
+        phases,
+        host,
+        alone,
+        copied,
+    )
 
 
 def _device_seconds(work: StepWork, rates: Rates, rows: int, itemsize: int) -> tuple[float, float]:

@@ -73,7 +73,10 @@ class Selection:
         for entry in entries:
             if entry["step"] > after and "seconds" in entry:
                 self.seconds_before += entry["seconds"] or 0.0
-            if any(key.startswith("eval_") for key in entry) and (value := self._find(entry)) is not None:
+            if not any(key.startswith("eval_") for key in entry):
+                continue
+            numbers = {key: math.nan if value is None else value for key, value in entry.items()}  # null: not finite
+            if (value := self._find(numbers)) is not None:
                 self.values[entry["step"]] = value
 
     def start_clock(self) -> None:

@@ -81,6 +81,29 @@ def test_nothing_but_numbers_stays(undisturbed: tuple[Path, dict[str, int]]) -> 
     assert {path.name for path in out.iterdir()} >= {"table.json", "table.md", "report.html", "runs", "results"}
 
 
+@pytest.mark.parametrize(
+    ("error", "says"), [(MemoryError(), "MemoryError"), (RuntimeError("no\nroom"), "RuntimeError: no\nroom")]
+)
+def test_a_model_that_cannot_be_scored_untrained_stops_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+) -> None:
+    """Whatever the error is, and also if it has no text, the row says so and the next command tries again."""
+    real, left = execute.Judge.test_metrics, [error]
+
+    def test_metrics(self: Any, *args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return real(self, *args)
+
+    monkeypatch.setattr(execute.Judge, "test_metrics", test_metrics)
+    path, out = write(tmp_path / "a.yaml"), tmp_path / "out"
+    words = ("seeds=0", "methods=lomo", "learning_rate=1e-3", "max_steps=1")
+    assert run(path, out, *words) == FAILED
+    assert cell(out, "zero-shot")["errors"] == [says] and cell(out, "lomo")["mean"] is not None
+    assert run(path, out, *words) == 0
+    assert cell(out, "zero-shot")["mean"] is not None
+
+
 def killed(path: Path, out: Path, at: int) -> None:
     """A comparison whose process dies before this step of all its steps."""
     real, steps = loop.Run.step, []

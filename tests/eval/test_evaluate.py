@@ -12,6 +12,7 @@ from keyhole.data.loader import collate
 from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from keyhole.eval.evaluate import evaluate, score_data, table
+from keyhole.eval.score import DataScore
 from tests.model.decoders import hf_nll
 
 
@@ -120,6 +121,15 @@ def test_json_goes_nowhere_else(task: str, tmp_path: Path) -> None:
 def test_an_empty_table_has_a_header() -> None:
     """Columns are there before rows are."""
     assert "result" in table([]) and "perplexity" in table([])
+
+
+@pytest.mark.parametrize("name", ["a" * 120 + "/val", "data/[ab]*", "[/b]", "two\nlines"])
+def test_every_number_is_shown_whatever_the_name(name: str) -> None:
+    """A long name takes no room from the numbers, and brackets in a name are no markup."""
+    found = DataScore(name, 1234, 5678, 1.23456, 3.4371, 0, metrics={"perplexity": 3.4371})
+    *_, row = table([found]).splitlines()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == [name.replace("\n", "\\n"), "1,234", "-", "-", "-", "-", "1.2346", "3.437"]
 
 
 def test_the_word_demo_is_the_embedded_model_and_task() -> None:

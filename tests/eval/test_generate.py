@@ -28,6 +28,25 @@ def test_answers_are_those_of_one_prompt_at_a_time(tiny_model: Path, placement: 
     assert answers == [alone(model, prompt, 6) for prompt in PROMPTS] and cut == 0
 
 
+@pytest.mark.parametrize(
+    "own",
+    [{"min_new_tokens": 6}, {"no_repeat_ngram_size": 1}, {"bad_words_ids": [[0]]}, {"max_time": 1e-9},
+     {"do_sample": True, "num_return_sequences": 2}, {"return_dict_in_generate": True}],
+)  # fmt: skip
+def test_answers_are_greedy_whatever_the_model_prefers(tiny_model: Path, own: dict) -> None:
+    """Every setting of the model's generation_config.json is put aside, and is there again afterwards."""
+    model = keyhole.load(tiny_model, device="cpu")
+    first = int(model.generate(model.tokenizer(PROMPTS[0], return_tensors="pt").input_ids, max_new_tokens=1)[0, -1])
+    config = model.module.generation_config
+    if "min_new_tokens" in own:
+        config.eos_token_id = first  # the answer is empty, unless it must be longer
+    question = [Question(PROMPTS[0], ("x",), 0)]
+    wanted = generate_answers(model, question, max_new_tokens=6)
+    config.update(**own | ({"bad_words_ids": [[first]]} if "bad_words_ids" in own else {}))
+    assert generate_answers(model, question, max_new_tokens=6) == wanted
+    assert model.module.generation_config is config
+
+
 def test_an_answer_ends_at_a_stop_string(tiny_model: Path) -> None:
     """Generation of a row ends there, and the stop is cut off."""
     model = keyhole.load(tiny_model, device="cpu")

@@ -1,6 +1,7 @@
 """KeyholeTrainer: the Trainer's loop with keyhole's steps."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from transformers import AutoConfig, Trainer, TrainerCallback
+from transformers import AutoConfig, LlamaConfig, LlamaForSequenceClassification, Trainer, TrainerCallback
 
 import keyhole
 from keyhole.errors import UserError
@@ -331,6 +332,45 @@ def test_the_best_model_has_the_adapters_of_its_step(
     assert made.evaluate()["eval_loss"] == first
 
 
+def test_a_best_checkpoint_that_is_gone_is_told(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """The weights stay those of the last step, which is not what was asked for."""
+
+    class Deletes(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            shutil.rmtree(tmp_path / f"checkpoint-{state.global_step}")
+
+    made = trainer(
+        tiny_model, tmp_path, batches, eval_dataset=batches[:1], eval_strategy="steps", eval_steps=1, max_steps=1,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True, callbacks=[Deletes],
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="load_best_model_at_end: the best checkpoint, .*checkpoint-1, is gone"):
+        made.train()
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"), [(1, None), (3, None), (3, "regression"), (3, "multi_label_classification")]
+)
+def test_predictions_need_no_labels(tmp_path: Path, batches: list[Any], labels: int, problem: str | None) -> None:
+    """Logits of every kind of classifier are the module's own."""
+    module = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_labels=labels,
+            problem_type=problem,
+            pad_token_id=0,
+        )  # fmt: skip
+    ).eval()
+    module.save_pretrained(tmp_path / "model")
+    asked = {name: x for name, x in batches[0].items() if name != "labels"}
+    found = trainer(tmp_path / "model", tmp_path, batches).predict([asked]).predictions
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(found), module(**asked).logits, rtol=1e-5, atol=1e-6)
+
+
 @in_every_run(lambda name, half: half or name == "scheduler.pt")
 @pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth", "trainer_state.json", "keyhole_state.json"])
 @pytest.mark.parametrize("half", [False, True])
@@ -345,6 +385,44 @@ def test_an_incomplete_checkpoint_is_refused(
     again = trainer(tiny_model, tmp_path, batches, **(how | {"max_steps": 2}))
     with pytest.raises(UserError, match=f"resume_from_checkpoint: .*{name}"):
         again.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_that_was_written_twice_is_resumed(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """A script that is run again in its directory replaces the checkpoint of each step, and can go on from them."""
+    how = {"save_strategy": "steps", "save_steps": 2}
+    for method in ("adamw", "lomo"):  # the first leaves a file that the second does not write
+        full = trainer(tiny_model, tmp_path, batches, method=method, **how)
+        full.train()
+    again = trainer(tiny_model, tmp_path, batches, **how)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert not (tmp_path / "checkpoint-2" / "optimizer.safetensors").exists()
+    ours, theirs = weights_of(full.keyhole), weights_of(again.keyhole)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("moment", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_a_checkpoint_on_a_signal_is_resumed(tiny_model: Path, tmp_path: Path, batches: list[Any], moment: str) -> None:
+    """enable_jit_checkpoint: at none of its moments is a step lost or repeated."""
+
+    class Asks(TrainerCallback):
+        """Asks as the signal's timer does; it comes before the Trainer's own callback."""
+
+    def ask(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 2:
+            manager.is_checkpoint_requested = True
+
+    setattr(Asks, moment, ask)
+    made = trainer(tiny_model, tmp_path / "out", batches, enable_jit_checkpoint=True)
+    manager = next(each.jit_manager for each in made.callback_handler.callbacks if hasattr(each, "jit_manager"))
+    made.callback_handler.callbacks.insert(0, Asks())
+    made.train()
+    assert 2 <= made.state.global_step < STEPS
+    again, full = (trainer(tiny_model, tmp_path / name, batches) for name in ("out", "full"))
+    again.train(resume_from_checkpoint=True)
+    full.train()
+    assert losses_of(again)[-2:] == losses_of(full)[-2:]
+    ours, theirs = weights_of(full.keyhole), weights_of(again.keyhole)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_a_callback_sees_the_weights_after_the_step(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:

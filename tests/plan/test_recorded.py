@@ -1,5 +1,6 @@
 """The planner against peaks and seconds that were measured on an H200 (benchmarks/), and what its parts say."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -8,13 +9,25 @@ import pytest
 import torch
 
 from benchmarks.plan_check import ratio, summary
-from benchmarks.plan_recorded import HERE, checks, plan, records
+from benchmarks.plan_recorded import CHECKS, HERE, _gradient, checks, plan, records
 from keyhole.bench.shapes import opt_config
 from keyhole.machine.rates import Rates
 from keyhole.methods import METHODS
-from keyhole.methods.adam_offload.memory import waiting_bytes
+from keyhole.methods.adam_offload.memory import BESIDE_COPIES, waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.base import Room, Workload
+from keyhole.methods.launches import (
+    ADAPTED,
+    MATRIX,
+    PLAIN,
+    STEP,
+    TENSOR,
+    UNRECORDED,
+    UPDATE,
+    VECTOR,
+    of_backward,
+    of_forward,
+)
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
@@ -43,20 +56,34 @@ def test_planned_as_measured(name: str, only: str) -> None:
                 assert each["planned"][part] == pytest.approx(each["measured"][part], rel=limit), (record.name, part)
 
 
-def test_a_check_on_a_gpu_planned_by_the_code_of_today() -> None:
-    """The 19 cases of plan_check.py with the rates of their run. A streamed lsp with moments on the host takes longer
-    than planned (LOG.md); it must not get worse."""
-    found = list(checks(HERE / "plan_check_h200_2026-11-16.json", MODULES))
-    assert len(found) == 19
+@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18), strict=True))
+def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) -> None:
+    """The cases of plan_check.py with the rates of their run. A streamed lsp with moments on the host takes longer than
+    planned, and adam-offload differs between runs (LOG.md); they must not get worse."""
+    found = list(checks(HERE / f"{name}.json", MODULES))
+    assert len(found) == count
     for case, each in found:
         shares = {part: ratio(each, part) for part in ("gpu", "host", "seconds")}
-        late = 0.20 if case.method == "lsp" and case.placement == "stream" else 0.15
+        late = {"lsp": 0.20, "adam-offload": 0.25}.get(case.method, 0.15) if case.placement == "stream" else 0.15
         assert shares == pytest.approx({"gpu": 1, "host": 1, "seconds": 1}, rel=late), case.name
         assert max(abs(shares["gpu"] - 1), abs(shares["host"] - 1)) <= 0.10, (case.name, shares)
         if case.gpu_memory is not None:  # a budget is never exceeded
             assert shares["gpu"] >= 1, (case.name, shares)
     right = summary([each for _, each in found])[-1]
     assert float(right.rpartition(", ")[2].rstrip("%")) >= 95, right
+
+
+def test_the_micro_batches_of_a_recorded_trial_are_planned() -> None:
+    """Three of them take nearly three times as long; the weights are updated once."""
+    path = HERE / "lomo_h200_2026-11-16.json"
+    once = next(record for record in records(path, False) if record.name.endswith("7B lomo"))
+    assert once.micro_batches == 1
+    each = json.loads(path.read_text())["records"]
+    trial = next(one for one in each if "step_s" in one and (one.get("case") or one["trial"])["name"] == "7B lomo")
+    thrice = _gradient(trial, (trial.get("case") or trial["trial"]) | {"micro_batches": 3}, False)
+    assert thrice is not None and thrice.micro_batches == 3
+    first, second = (plan(record, H200, MODULES)["planned"]["seconds"] for record in (once, thrice))
+    assert 2.5 * first < second < 3 * first
 
 
 @cache
@@ -83,15 +110,19 @@ def test_gradients_and_activations_of_a_baseline_are_not_added() -> None:
 
 
 def test_baselines_recompute_nothing_unless_asked() -> None:
-    """Three products per matrix and as many launches fewer; galore with activations=block recomputes every block."""
+    """Three products per matrix, and a forward pass of launches fewer; galore with activations=block recomputes every
+    block, after a pass that autograd does not record."""
     kept, again = (
         METHODS["galore"].planned_work(opt(), set(), work("galore", activations=how), ROOM, H200)
         for how in ("none", "block")
     )
     plain = METHODS["sgd"].planned_work(opt(), set(), work("sgd"), ROOM, H200)
-    assert plain.called == kept.called == 24 * 12 and again.called == 2 * kept.called
-    assert plain.reversed == kept.reversed == again.reversed > 24 * 26
-    assert plain.kernels == 0 and kept.kernels == again.kernels == 13 * 388 + 3 * 144  # torch's update is a few kernels
+    once = of_forward(opt()).called
+    assert plain.called == kept.called == pytest.approx(once + TENSOR * 384 + STEP[0])
+    assert again.called == pytest.approx(kept.called + UNRECORDED * once)
+    assert plain.reversed == kept.reversed == again.reversed == of_backward(opt()).reversed
+    assert plain.kernels == 0  # torch's update is a few kernels
+    assert kept.kernels == again.kernels == pytest.approx(PLAIN * (13 * 388 + 3 * 144))
     assert plain.products == kept.products == pytest.approx(0.75 * again.products)
 
 
@@ -107,7 +138,8 @@ def test_waiting_gradients_are_those_of_two_blocks() -> None:
 
 
 def test_updates_that_nothing_hides_are_added_to_the_step() -> None:
-    """All of adam-offload's if monolithic; of lsp the embedding's, if its moments are on the host."""
+    """All of adam-offload's if monolithic, when the CPU has host memory to itself; of lsp the embedding's, if its
+    moments are on the host."""
 
     def seconds(method: str, own: Any) -> Any:
         asked = METHODS[method].planned_work(opt(), set(), replace(work(method), settings=own), ROOM, H200)
@@ -115,8 +147,8 @@ def test_updates_that_nothing_hides_are_added_to_the_step() -> None:
 
     layerwise = seconds("adam-offload", AdamOffloadConfig(gpu_updates=False))
     monolithic = seconds("adam-offload", AdamOffloadConfig(schedule="monolithic"))
-    assert layerwise.exposed == 0 and monolithic.cpu == 0 and monolithic.exposed == pytest.approx(layerwise.cpu)
-    assert monolithic.total > layerwise.total
+    assert layerwise.exposed == 0 and monolithic.cpu == 0
+    assert monolithic.exposed == pytest.approx(BESIDE_COPIES * layerwise.cpu)
     on_gpu, on_cpu = (seconds("lsp", LSPConfig(optimizer_on=where)) for where in ("gpu", "cpu"))
     table = sum(unit.numel for unit in opt().of_kind("table"))
     assert on_gpu.exposed == 0 and on_cpu.exposed > table / (2 * H200.adam)
@@ -149,13 +181,18 @@ def test_launches_by_what_is_trained() -> None:
     )
     kept = METHODS["lora"].planned_work(opt(), set(), work("lora", activations="none"), ROOM, H200)
     matrices, vectors = 6 * 24, 10 * 24
-    assert lomo.called == 2 * 24 * 12 + 14 * matrices + 2 * vectors
-    assert lora.called == 2 * 24 * 12 + 8 * matrices and both.called == lomo.called + 8 * matrices
-    assert lomo.reversed == 24 * 26 and both.reversed == lora.reversed == 24 * 26 + 11 * matrices
-    assert kept.called == lora.called / 2 and kept.reversed == lora.reversed
+    once, back = of_forward(opt()).called, of_backward(opt()).reversed
+    assert once == pytest.approx(24 * 37 * 33 / 69) and back == pytest.approx(24 * 101 * 66 / 161)
+    frozen, adapters = (1 + UNRECORDED) * once + STEP[1], (2 * ADAPTED[0] + ADAPTED[2]) * matrices
+    hooks = (MATRIX + UPDATE[0]) * matrices + (VECTOR + UPDATE[1]) * vectors
+    assert lomo.called == pytest.approx(frozen + hooks) and lora.called == pytest.approx(frozen + adapters)
+    assert both.called == pytest.approx(frozen + hooks + adapters)
+    assert lomo.reversed == back and both.reversed == lora.reversed == pytest.approx(back + ADAPTED[1] * matrices)
+    assert lora.called - kept.called == pytest.approx(UNRECORDED * once + ADAPTED[0] * matrices)
+    assert kept.reversed == lora.reversed
     assert lora.kernels == lomo.kernels == both.kernels == 0
     short = METHODS["lomo"].planned_work(opt(), set(), replace(work("lomo"), tokens=512), ROOM, H200)
-    assert short.called == short.reversed == 0 < short.kernels
+    assert short.called == STEP[1] and short.reversed == 0 < short.kernels
 
 
 LORAS = "lora", "lomo", "lomo-lora"
@@ -218,10 +255,11 @@ def test_adapters_are_part_of_the_device_bytes() -> None:
 
 
 def test_rates_kept_before_operations_had_kinds() -> None:
-    """Their launch is the double of one; the other kinds follow from it."""
+    """Their launch was another measurement: the machine is measured again."""
     old = {name: value for name, value in H200.to_dict().items() if name not in ("called", "reversed")}
-    found = Rates.from_dict(old | {"launch": 2 * H200.launch})
-    assert found == H200 and H200.launch < H200.reversed < H200.called
+    with pytest.raises(ValueError, match="called"):
+        Rates.from_dict(old)
+    assert Rates.from_dict(H200.to_dict()) == H200 and H200.launch < H200.called < H200.reversed
 
 
 def test_an_operation_of_each_kind_is_measured() -> None:

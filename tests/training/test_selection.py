@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keyhole.checkpoint import select
 from keyhole.errors import UserError
 from keyhole.training import loop
+from keyhole.training.metrics import _line
 from keyhole.training.selection import Selection, SelectionSettings
 from keyhole.training.start import train
 from tests.matrix import in_every_run
@@ -168,3 +169,16 @@ def test_best_and_patience_equal_the_textbook_loop(values: list[float], patience
         assert selection.best_steps()[:1] == ([] if best_step is None else [best_step])
         ends = best is not None and waited >= patience
         assert (selection.out_of_patience() is not None) == ends
+
+
+@given(NUMBERS, st.integers(1, 4))
+def test_the_metrics_file_says_what_a_checkpoint_says(values: list[float], patience: int) -> None:
+    """Evaluations after the last checkpoint are known from the file only, where a number that is not finite is null."""
+    settings = SelectionSettings(metric="accuracy", patience=patience)
+    straight, resumed = Selection(settings), Selection(settings)
+    for step, found in stepwise(values):
+        straight.note(step, found)
+    lines = [_line({"step": step, **found}) for step, found in stepwise(values)]
+    resumed.add_before([json.loads(line) for line in lines], 0)
+    assert resumed.best_steps() == straight.best_steps()
+    assert resumed.out_of_patience() == straight.out_of_patience()

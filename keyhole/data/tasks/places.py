@@ -199,9 +199,10 @@ def _files(folder: Path, word: str, split: str) -> list[Path]:
     stems = {path: path.name.lower().removesuffix(".gz") for path in files}
     stems = {path: name.removesuffix(suffix_of(path)) for path, name in stems.items()}
     own = re.escape(word.lower())
-    for pattern in (own, rf"{own}[-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?", rf"{own}-v[\d.]+|\w+[-_]{own}"):
+    parts = rf"{own}[-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?"
+    for pattern in (own, parts, rf"{own}-v[\d.]+|\w+[-_]{own}"):
         found = [path for path, stem in stems.items() if re.fullmatch(pattern, stem)]
-        if len(found) > 1 and "of" not in pattern:
+        if len(found) > 1 and pattern != parts:
             both = listed([path.name for path in found])
             raise UserError(
                 f"{folder}: {both} could all be `{word}`; name one: task_splits: {{{split}: {found[0].name}}}"

@@ -12,17 +12,30 @@ so 12 + b in all, 14 in 16 bit, wherever the model lives.
 
 Per step gradients are copied D2H (b per parameter) and new weights H2D (4 for a resident unit; a streamed one is
 uploaded in the next forward pass). CPU and GPU share the updates; each takes the next one when it is free. So with c
-and g parameters per second the GPU's share is g / (c + g), where g is the rate of its lane over the link: 12 + b bytes
-H2D and 12 D2H, at LANE of the bidirectional rate (7B on an H200: 86 % of the parameters in 1.98 s,
-benchmarks/lsp_h200_2026-11-15_7B_d.md). Both use host memory, 12 + b bytes read and 12 written, whose bandwidth is
-the upper bound; but its rate is measured with cores alone, which do not saturate it: with the link's copies beside
-them the same memory moves BESIDE as much (3.5B: 99 GB/s instead of 85, lsp_h200_2026-11-15_3.5B_d; 1.3B: 82 to 95
-instead of 73, plan_check_h200_2026-11-16; but 7B: 83 instead of 85, 7B_d, which is then planned 13 % too fast).
+and g parameters per second the GPU's share is g / (c + g). Both are slower together than alone, because both go through
+host memory, 12 + b bytes read and 12 written per parameter:
+
+    g = LANE both / (12 + b)      the lane: 12 + b bytes H2D and 12 D2H, at this share of the bidirectional rate
+    c = BESIDE_LANE adam          the CPU's own rate beside the lane; BESIDE_COPIES adam if the GPU updates nothing, and
+                                  only gradients and weights are copied
+
+Measured on an H200 from the bytes that crossed the link, in G parameters/s:
+
+                          g             c             c / adam      g + c
+    1.3B, two runs        2.0 to 2.5    0.9 to 1.4    0.27, 0.52    3.0 to 3.8    plan_check_h200_2026-11-16, _b
+    7B                    2.9           0.5           0.15          3.4           lsp_h200_2026-11-15_7B_d
+    3.5B                  2.3           1.9           0.6           4.2           lsp_h200_2026-11-15_3.5B_d
+
+LANE and BESIDE_LANE are about their means. The sum, which decides the time, is uncertain by 15 %, and no rate of host
+memory that was measured in the same run explains it: 73 GB/s belonged to 3.4 to 3.8, 100 GB/s to 3.0 to 3.3. Gradients
+come with the backward pass, and the next forward pass begins with the weights whose gradients came last: updates
+overlap with the backward pass alone.
 
 With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
@@ -38,8 +51,7 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel
 
-LANE = 0.87
-BESIDE = 1.22
+LANE, BESIDE_LANE, BESIDE_COPIES = 0.68, 0.36, 0.5
 WAITING = 512 * MIB
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
@@ -104,17 +116,18 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     numel = sum(u.numel for u in units)
     resident = sum(u.numel for u in units if u.index not in streamed)
     helped = rates.gpu_bytes is not None and own.schedule == "layerwise" and own.gpu_updates is not False
-    lane = LANE * rates.both / (12 + b)
-    share = lane / (lane + rates.adam) if helped else 0.0
+    overlaps = rates.gpu_bytes is not None and own.schedule == "layerwise"
+    lane = LANE * rates.both / (12 + b) if helped else 0.0
+    beside = (BESIDE_LANE if helped else BESIDE_COPIES if overlaps else 1.0) * rates.adam
+    share = lane / (lane + beside)
     by_gpu = share * numel
     found = reverse_work(layout, streamed, work, room, rates)
-    return found.plus(
+    return replace(found, updates_in_reverse=True).plus(
         touched=2 * b * numel + 28 * by_gpu,
-        up=((12 + b) * by_gpu + 4 * (1 - share) * resident) / (LANE if helped else 1.0),
-        down=b * numel + (12 * by_gpu + b * share * (numel - resident)) / (LANE if helped else 1.0),
-        adam=numel - by_gpu,
+        up=(12 + b) * by_gpu + 4 * (1 - share) * resident,
+        down=b * numel + 12 * by_gpu + b * share * (numel - resident),
+        adam=(numel - by_gpu) * rates.adam / beside,
         exposed_adam=numel if own.schedule == "monolithic" else 0.0,
-        through_host=(24 + b) * numel / (BESIDE if helped else 1.0),
         host_bytes=host_state_bytes(layout, streamed, b),
         saved_bytes=12 * numel,
     )

@@ -30,6 +30,7 @@ from typing import Any
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
+from keyhole.methods.launches import PLAIN
 from keyhole.methods.work import StepWork, reverse_work, trained_numel
 from keyhole.model.backward.memory import block_numel
 from keyhole.model.structure.layout import Layout
@@ -119,5 +120,5 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         own = work.settings or GALORE.settings()
         tensors = [t for t in layout.tensors if t.param.requires_grad]
         low = sum(min(shape) > own.rank for shape in _matrices(layout))
-        found = found.plus(kernels=GALORE_KERNELS[0] * len(tensors) + GALORE_KERNELS[1] * low)
+        found = found.plus(kernels=PLAIN * (GALORE_KERNELS[0] * len(tensors) + GALORE_KERNELS[1] * low))
     return found.plus(touched=per_weight * trained + moments, saved_bytes=state)

@@ -7,9 +7,9 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             0.03 to 0.04 s more than LOMO's for Llama-7B on an H200 (benchmarks/lomo_h200_2026-11-15_a.md, _f.md), where
             the bytes alone take 0.01; since it sums over whole tables, 0.056 for a 3.5B (plan_check_h200_2026-11-16)
             and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and writes 2 bytes more.
-launches    apollo-mini: 27 small operations per matrix, of norms, of the sketch and of its moments, which take as long
-            as SKETCHED of a forward pass (24 blocks of OPT-1.3B: 0.435 s, bound by the host,
-            benchmarks/plan_check_h200_2026-11-16.json); ADAM operations more per vector. lomo-lora: its adapters'
+launches    an update per tensor (methods/launches.py). More than that, measured in the same way
+            (benchmarks/host_work.py): adalomo SUMMED operations per matrix and per vector for its sums; apollo-mini
+            SKETCHED per matrix, for norms, the sketch and its moments, and ADAM per vector. lomo-lora: its adapters'
 products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss. adalomo sums over a
             table of several chunks before it uses the first: logits and the gradient of the head are computed twice
             more
@@ -20,7 +20,7 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.launches import Launches, of_adapters, tensors_of_blocks
+from keyhole.methods.launches import Launches, of_adapters, of_updates, tensors_of_blocks
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig
 from keyhole.methods.lora.memory import adapted_count, adapted_sides
 from keyhole.methods.memory import reverse_bytes
@@ -29,7 +29,8 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
 SUMS, SURVEYS = 5, 2
-SKETCHED, ADAM = 20, 9
+SUMMED = 9, 8
+SKETCHED, ADAM = 46, 10
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
@@ -44,9 +45,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         per_weight += SUMS * (2 * b + w)
     elif work.method not in (LOMO.name, LOMO_LORA.name):
         per_weight += b + w
-        if found.called:  # not as CUDA graphs
-            matrices, vectors = tensors_of_blocks(layout)
-            found = found.launching(Launches(called=SKETCHED * matrices, kernels=ADAM * vectors))
+    if not found.recorded:
+        found = found.launching(of_updates(layout) + _more_launches(layout, work.method))
     kahan = 2 * numel if own.rounding == "kahan" else 0
     found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
     if work.method == ADALOMO.name and len(layout.of_kind("head")) > 1:
@@ -55,9 +55,20 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         found = found.plus(products=SURVEYS * 4 * logits * layout.table.shape[1], touched=SURVEYS * again)
     if isinstance(own, LOMOLoRAConfig):
         found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
-        if found.called:
-            found = found.launching(work.passes * of_adapters(adapted_count(layout, own.target_modules), 2.0))
+        if not found.recorded:
+            layers = adapted_count(layout, own.target_modules)
+            found = found.launching(of_adapters(layers, found.forwards, work.passes))
     return found
+
+
+def _more_launches(layout: Layout, method: str) -> Launches:
+    """Of an update, beside those of LOMO's."""
+    matrices, vectors = tensors_of_blocks(layout)
+    if method == ADALOMO.name:
+        return Launches(called=SUMMED[0] * matrices + SUMMED[1] * vectors)
+    if method in (LOMO.name, LOMO_LORA.name):
+        return Launches()
+    return Launches(called=SKETCHED * matrices + ADAM * vectors)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:

@@ -20,7 +20,7 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.launches import of_adapters, of_forward
+from keyhole.methods.launches import of_adapters
 from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
@@ -63,10 +63,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     sides = adapted_sides(layout, own.target_modules)
     numbers = own.r * sides
     found = reverse_work(layout, streamed, work, room, rates, weight_products=0.0, trains=False)
-    if found.called:  # not as CUDA graphs
-        forwards = found.called / of_forward(layout).called  # of all micro-batches; more if blocks are recomputed
-        layers = adapted_count(layout, own.target_modules)
-        found = found.launching(of_adapters(layers * work.passes, forwards / work.passes))
+    if not found.recorded:
+        found = found.launching(of_adapters(adapted_count(layout, own.target_modules), found.forwards, work.passes))
     b, blocks = room.formats.dtype.itemsize, layout.of_kind("block")
     unpacked = 2 * sum(room.formats.home_bytes(u) + b * u.numel for u in blocks) if room.formats.packs else 0
     elements = (1 if own.activations == "none" else 2) * FORWARD + REVERSE

@@ -36,6 +36,7 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
+from keyhole.methods.launches import of_updates
 from keyhole.methods.lsp.traits import RULES, LSPConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
@@ -161,6 +162,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     full = sum(t.shape.numel() for t in matrices)
     seen = sum(torch.Size(min(side, own.d) for side in t.shape).numel() for t in matrices)
     found = reverse_work(layout, streamed, work, room, rates, weight_products=seen / max(1, full))
+    if not found.recorded:
+        found = found.launching(of_updates(layout))
     b, w, sides = room.formats.dtype.itemsize, room.formats.plain.itemsize, sum(sum(t.shape) for t in matrices)
     compressed = b * (1 + own.r) * work.passes * work.tokens * sides
     left = None if room.limit_bytes is None else room.limit_bytes - plan.without_state

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.launches import of_forward
+from keyhole.methods.launches import forward_kernels
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
 from keyhole.methods.zo.memory import device_bytes, kept_terms
 from keyhole.methods.zo.traits import ZO, ZOConfig
@@ -67,7 +67,7 @@ def _as_one_graph(
     asked = own.deferred_update and getattr(own, "whole_steps", True)  # plan_recorded.py: records of older code
     if not (asked and has_room and launched_as_graphs(layout, work.tokens)):
         return found
-    nodes = work.passes * of_forward(layout).called
+    nodes = work.passes * forward_kernels(layout)
     return replace(found, kernels=0.0, called=0.0, nodes=nodes, kept_bytes=int(2 * planned.homes * ALLOCATOR_SLACK))
 
 

@@ -139,6 +139,14 @@ def test_what_is_missing_is_named(tmp_path: Path, names: tuple[str, ...], given:
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("names", [("proof.jsonl", "proof.json"), ("dev_proof.jsonl", "old_proof.jsonl")])
+def test_two_files_of_one_name_are_never_both_read(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Also if the name has the letters `of`, as parts of a file do (train-00000-of-00002)."""
+    files_of(tmp_path / "sst2", *names, "test.jsonl")
+    with pytest.raises(UserError, match="could all be `proof`"):
+        find_splits(read_spec("sst2"), str(tmp_path), {"train": "proof"})
+
+
 def test_no_directory_and_no_folder(tmp_path: Path) -> None:
     """task_data must exist and hold the task's folder."""
     with pytest.raises(UserError, match="no such directory"):

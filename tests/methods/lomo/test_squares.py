@@ -9,9 +9,11 @@ from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.sink import NormSink
 from keyhole.methods.lomo.squares import Squares
+from tests.matrix import in_every_run
 from tests.methods.lomo.loops import load
 
 
+@in_every_run(lambda name, method: (name == "opt") == (method is LOMO))
 @pytest.mark.parametrize("method", [LOMO, AdaLOMO])
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_the_order_of_gradients_changes_no_bit(name: str, method: type) -> None:
