@@ -239,6 +239,19 @@ def test_a_step_after_an_evaluation_in_inference_mode() -> None:
     assert losses[0] == losses[1]
 
 
+def test_weights_in_8_bits_are_saved_exactly_beside_float16(tmp_path: Path) -> None:
+    """Small weights have values that float16 cannot hold: what is saved and loaded again must be the same model."""
+    how = {"device": "cpu", "dtype": "float16", "wire": "fp8"}
+    model = keyhole.load(config("llama", initializer_range=1e-3), init="random", **how)
+    model.save_pretrained(tmp_path)
+    back = keyhole.load(tmp_path, **how)
+    for unit in model.layout.of_kind("block"):
+        here, there = (torch.empty(unit.numel) for _ in range(2))
+        model.formats.decode(unit, model.engine.homes[unit.index], here)
+        back.formats.decode(unit, back.engine.homes[unit.index], there)
+        assert torch.equal(here, there)
+
+
 def test_a_narrow_wire_moves_fewer_bytes() -> None:
     """bf16 on the link is half of fp32, fp8 blocks about a quarter; the loss stays close."""
     moved, losses = {}, {}

@@ -130,7 +130,7 @@ def weight_specs(model: Any) -> list[Spec]:
     left_out = set(model.module._keys_to_ignore_on_save or ())
 
     def stored(dtype: torch.dtype) -> torch.dtype:
-        return model.dtype if dtype == PACKED else dtype
+        return model.formats.saved if dtype == PACKED else dtype
 
     homes = model.engine.homes
     units = {t.name: unit for unit in reversed(model.layout.units) for t in unit.tensors}
