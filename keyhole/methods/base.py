@@ -400,7 +400,7 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
         if args and args[0].model.lens is not None:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
         if args:
-            checked_rate(args[0].rate if isinstance(args[0].rate, float) else 0.0)
+            checked_rate(args[0].rate if isinstance(args[0].rate, int | float) else 0.0)
         with without_autocast():
             found = step(*args, **options)
         if args:

@@ -283,7 +283,8 @@ class Model:
         kind = "spine" if unit.kind == "spine" else f"unit {place}"
         if kind not in self._scratch:  # allocated once: parameters point into it
             numel = unit.numel if kind == "spine" else self.layout.largest_unit_numel
-            self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(False):  # an evaluation may be the first to need it, and a later step writes it
+                self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
         weights = self._scratch[kind][: unit.numel]
         if stored.dtype == PACKED:
             self.formats.decode(unit, stored, weights)

@@ -106,17 +106,16 @@ class Workers:
         self._wait_until(lambda: self._state.pending.total() == 0)
 
     def finish(self) -> bool:
-        """Ends the threads after the last job. False: a job has failed, or this is one of the threads (which may run
-        Python's collector, and cannot wait for itself): nothing is closed."""
+        """Ends the threads after the last job, or after one that failed. False: one has failed, and whoever asks for a
+        page gets the cause; or this is one of the threads (which may run Python's collector, and cannot wait for
+        itself), and nothing was done."""
         if threading.current_thread() in self._threads:
             return False
         state = self._state
         with state.changed:
             state.changed.wait_for(lambda: state.error is not None or state.closed or state.pending.total() == 0)
-            if state.error is not None:
-                return False
         self.close()
-        return True
+        return state.error is None
 
     def close(self) -> None:
         """Drops the jobs that have not started and ends the threads. Safe to call again."""

@@ -215,7 +215,7 @@ def test_an_error_before_the_first_gradient_leaves_no_trace() -> None:
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
-@pytest.mark.parametrize("rate", [-1.0, float("nan")])
+@pytest.mark.parametrize("rate", [-1.0, -1, float("nan")])
 def test_a_rate_that_no_step_can_have_is_refused(rate: float) -> None:
     """Set on the method or in its group, after it was made."""
     by_group, by_name = keyhole.LOMO(load("llama"), 1e-2), keyhole.LOMO(load("llama"), 1e-2)

@@ -228,6 +228,30 @@ def test_a_wire_format_of_its_own(wire: str, dtype: str, tmp_path: Path) -> None
     assert torch.equal(back.generate(one["input_ids"], max_new_tokens=4, do_sample=False), tokens[0])
 
 
+def test_a_step_after_an_evaluation_in_inference_mode() -> None:
+    """Memory that an evaluation is the first to need may be written outside of torch.inference_mode too."""
+    losses = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        model = load(wire="fp32", dtype="bfloat16")
+        with mode():
+            model.nll(batch())
+        losses.append(float(keyhole.LOMO(model, 1e-2).step(batch())))
+    assert losses[0] == losses[1]
+
+
+def test_weights_in_8_bits_are_saved_exactly_beside_float16(tmp_path: Path) -> None:
+    """Small weights have values that float16 cannot hold: what is saved and loaded again must be the same model."""
+    how = {"device": "cpu", "dtype": "float16", "wire": "fp8"}
+    model = keyhole.load(config("llama", initializer_range=1e-3), init="random", **how)
+    model.save_pretrained(tmp_path)
+    back = keyhole.load(tmp_path, **how)
+    for unit in model.layout.of_kind("block"):
+        here, there = (torch.empty(unit.numel) for _ in range(2))
+        model.formats.decode(unit, model.engine.homes[unit.index], here)
+        back.formats.decode(unit, back.engine.homes[unit.index], there)
+        assert torch.equal(here, there)
+
+
 def test_a_narrow_wire_moves_fewer_bytes() -> None:
     """bf16 on the link is half of fp32, fp8 blocks about a quarter; the loss stays close."""
     moved, losses = {}, {}

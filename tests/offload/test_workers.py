@@ -121,6 +121,16 @@ def test_the_thread_ends_with_its_owner() -> None:
     assert not thread.is_alive()
 
 
+def test_finish_waits_for_the_last_job_and_never_for_its_own_thread() -> None:
+    """All jobs are done when it returns, and the threads have ended; in a job it does nothing."""
+    pool, done, found = Workers(threads=1), [], []
+    pool.submit(lambda: found.append(pool.finish()))
+    for i in range(20):
+        pool.submit(lambda i=i: done.append(i))
+    assert pool.finish() and found == [False] and done == list(range(20))
+    assert not pool._threads[0].is_alive() and pool.finish()
+
+
 @pytest.mark.parametrize("helper", [False, True])
 def test_torch_threads_of_the_caller_stay(helper: bool) -> None:
     """The worker's number of threads is its own: not the caller's, nor that of threads begun later."""

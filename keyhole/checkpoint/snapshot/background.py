@@ -86,10 +86,10 @@ class Background:
         for unit in [] if self.method.light else model.layout.units:
             home = model.engine.homes[unit.index]
             packed = home.dtype == PACKED
-            element_bytes = (model.dtype if packed else home.dtype).itemsize
+            element_bytes = (model.formats.saved if packed else home.dtype).itemsize
             tensors = [(t.name, t.start, t.stop) for t in unit.tensors]
             segments = segments_of(tensors, unit.start, unit.stop, self.places, element_bytes)
-            unpacks = (unit.numel, model.dtype, partial(model.formats.decode, unit)) if packed else None
+            unpacks = (unit.numel, model.formats.saved, partial(model.formats.decode, unit)) if packed else None
             pages[unit.index] = Source(home, segments, unpacks, WAITING if self.method.owes(unit) else READY)
         return pages
 

@@ -161,12 +161,10 @@ class AdamState:
             moment.zero_()
 
     def follow(self, unit: Unit, weights: torch.Tensor) -> None:
-        """Sets the master to these weights where it does not round to them: another method has changed them. Elsewhere
-        it keeps its precision. Frozen tensors of the unit are left alone."""
-        for one in trained_in(unit):
-            begin, end = self.ours(one)
-            master, now = self.of(unit, begin, end)[0], weights[begin:end]
-            master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+        """Sets the master to these weights where it does not round to them, because another method has changed them.
+        Elsewhere it keeps its precision."""
+        master = self.of(unit)[0]
+        master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
 
     def parts(self, starts: list[int]) -> list[Part]:
         """The parts to update, for tensors with a gradient (by their first elements): adjacent tensors with equal

@@ -75,6 +75,12 @@ class Wire:
         self.rounds = self.frozen is not None and grid is None  # loading rounds the weights
 
     @property
+    def saved(self) -> torch.dtype:
+        """The dtype in which packed units are saved: that of compute, which holds every fp8 value unless it is float16,
+        whose exponents do not reach far enough. A resumed run must find the same weights."""
+        return torch.float32 if self.codec is not None and self.dtype == torch.float16 else self.dtype
+
+    @property
     def packs(self) -> bool:
         """Whether blocks are bytes at home, unpacked for every use."""
         return self.codec is not None or self.frozen is not None

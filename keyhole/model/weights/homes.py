@@ -78,14 +78,14 @@ class Homes:
         return bool(self.foreign) and self.unit_of(tensor).index in self.foreign
 
     def read(self, tensor: FlatTensor) -> torch.Tensor:
-        """The parameter at its home, in the dtype of its home; for a packed unit, an unpacked copy."""
+        """The parameter at its home, in the dtype of its home; for a packed unit, an unpacked copy, as it is saved."""
         unit = self.unit_of(tensor)
         flat = self.flats[unit.index]
         assert unit.index not in self.parts, f"{tensor.name} is sharded"
         if flat.dtype == PACKED and self.formats.frozen is not None:
             return self.formats.frozen.read(unit, tensor, flat, self.device)
         if flat.dtype == PACKED:
-            unpacked = torch.empty(unit.numel, dtype=self.formats.dtype, device=flat.device)
+            unpacked = torch.empty(unit.numel, dtype=self.formats.saved, device=flat.device)
             self.formats.codec.decode(flat, unpacked)
             return view(unpacked, tensor, unit.start)
         strides = torch.empty(tensor.shape, device="meta").stride()

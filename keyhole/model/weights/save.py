@@ -3,9 +3,10 @@
 `save_model` implements Model.save_pretrained: all files are written into a temporary directory, flushed, and moved
 into place. A target that does not exist is created by one rename. If the target exists (it may be a mount point, and
 hold run/, checkpoints and the user's files), the temporary directory is inside it, and files are moved one by one: the
-old index is removed first, then weights of the old model that the new one does not replace, and the new index is moved
-last. So a crash in between leaves a directory that does not load rather than one that mixes two models. Only weights
-that an older save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
+old config.json and index are removed first, weights of the old model that the new one does not replace later, and the
+new index and config.json are moved last. So a crash in between leaves a directory that does not load rather than one
+that mixes two models. Only weights that an older save wrote are deleted (disk/weights_hash.py `stored_weights`);
+everything else stays.
 
 Weights are written tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time. If
 Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its own
@@ -37,6 +38,8 @@ from keyhole.model.structure.generation_file import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.format import PACKED
+
+CONFIG = "config.json"
 
 
 def save_model(model: Any, path: Path, merged: bool = True) -> None:
@@ -130,7 +133,7 @@ def weight_specs(model: Any) -> list[Spec]:
     left_out = set(model.module._keys_to_ignore_on_save or ())
 
     def stored(dtype: torch.dtype) -> torch.dtype:
-        return model.dtype if dtype == PACKED else dtype
+        return model.formats.saved if dtype == PACKED else dtype
 
     homes = model.engine.homes
     units = {t.name: unit for unit in reversed(model.layout.units) for t in unit.tensors}
@@ -187,21 +190,23 @@ def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
 
 
 def move_into_place(temporary: Path, path: Path) -> None:
-    """One rename if the target does not exist; otherwise one rename per file, the index last."""
+    """One rename if the target does not exist; otherwise one rename per file, those without which it does not load
+    last."""
     if not path.exists():
         replace_directory(temporary, path)
         return
     names = {file.name for file in temporary.iterdir()}
-    stale = stored_weights(path) - names
-    (path / INDEX).unlink(missing_ok=True)
-    for name in sorted(names - {INDEX}):
+    stale, last = stored_weights(path) - names, [name for name in (INDEX, CONFIG) if name in names]
+    for name in {INDEX, *last}:
+        (path / name).unlink(missing_ok=True)
+    for name in sorted(names - set(last)):
         if (temporary / name).is_dir():  # further chat templates; a directory cannot be renamed over another
             remove(path / name)
         os.replace(temporary / name, path / name)
     for name in stale:
         (path / name).unlink()
-    if INDEX in names:
-        os.replace(temporary / INDEX, path / INDEX)
+    for name in last:
+        os.replace(temporary / name, path / name)
     flush(path)
 
 

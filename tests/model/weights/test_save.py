@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,49 @@ def test_a_crash_between_files_leaves_no_mixture(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", replace)
         model.save_pretrained(tmp_path)
-    with pytest.raises(OSError):
+    with pytest.raises((OSError, ValueError)):  # there is no config.json
         AutoModelForCausalLM.from_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+ONE = {"config.json", "model.safetensors", "tokenizer.json"}
+TWO = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", hf.INDEX, "vocab.json"}
+
+
+@pytest.mark.parametrize("new", [ONE, TWO])
+@pytest.mark.parametrize("old", [ONE, TWO])
+def test_a_crash_at_any_rename_leaves_no_mixture(
+    old: set[str], new: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the two models are stored in: the directory holds one of them whole, or nothing that loads."""
+    map_of_two = {name: name for name in TWO if name.startswith("model-")}
+    for die_at in range(12):
+        path, temporary = tmp_path / f"{die_at}", tmp_path / f"{die_at}.new"
+        for where, files, text in ((path, old, "old"), (temporary, new, "new")):
+            where.mkdir()
+            for name in files:
+                (where / name).write_text(json.dumps({"weight_map": map_of_two}) if name == hf.INDEX else text)
+        done: list[int] = []
+        real, unlink = os.replace, Path.unlink
+
+        def dies(act: Callable, done: list[int] = done, die_at: int = die_at) -> Callable:
+            def acts(*args: Path, **options: bool) -> None:
+                if len(done) == die_at:
+                    raise KeyboardInterrupt
+                done.append(1)
+                act(*args, **options)
+
+            return acts
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(os, "replace", dies(real))
+            patch.setattr(Path, "unlink", dies(unlink))
+            hf.move_into_place(temporary, path)
+        weights = {"model.safetensors"} if (path / "model.safetensors").exists() else set(map_of_two)
+        needed = {"config.json", *weights} | (set() if len(weights) == 1 else {hf.INDEX})
+        if needed <= names(path):
+            assert len({(path / name).read_text() for name in needed - {hf.INDEX}}) == 1, die_at
 
 
 @pytest.mark.parametrize("limit_bytes", [10**9, 50_000])
