@@ -72,7 +72,9 @@ def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str)
         if len(values) < len(asked) or not all(map(math.isfinite, values)):
             continue
         metric = next(result.dev_metric for result in found if result is not None)
-        loss = statistics.fmean(values) * (1 if lower_is_better(metric) else -1)
+        greater = group.trials[point, asked[0]].config.greater_is_better
+        greater = not lower_is_better(metric) if greater is None else greater
+        loss = statistics.fmean(values) * (-1 if greater else 1)
         best = min(best, (loss, i)) if best is not None else (loss, i)
     return None if best is None else group.points[best[1]]
 

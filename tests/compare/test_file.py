@@ -8,6 +8,8 @@ import pytest
 
 from keyhole.compare.file import comparisons, find_comparison, read_comparison
 from keyhole.compare.plan import BEFORE, NO_NUMBER, plan, settings_hash
+from keyhole.compare.result import blank
+from keyhole.compare.table import choose
 from keyhole.config import TrainConfig
 from keyhole.config.fields import settings
 from keyhole.errors import UserError
@@ -188,3 +190,24 @@ def test_a_changed_default_changes_the_ids_of_runs() -> None:
     config = TrainConfig(method="zo", model="demo", train_data="a.jsonl", max_steps=1, output_dir="out")
     hashes = [settings_hash(replace(config, stratify=how), None) for how in (False, "auto", True)]
     assert len(set(hashes)) == 3 and settings_hash(config, None) == hashes[1]
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater", "best"), [("accuracy", None, 1), ("accuracy", False, 0), ("loss", None, 0), ("loss", True, 1)]
+)
+def test_the_best_point_is_that_of_greater_is_better(
+    metric: str, greater: bool | None, best: int, tmp_path: Path
+) -> None:
+    """As within a run: the metric's own direction, unless the setting says another."""
+    group = plan(read_comparison(write(tmp_path / "small.yaml"), []), lambda model: "content")[0][0]
+    assert len(group.points) == 2
+    asked = {
+        place: replace(t, config=replace(t.config, greater_is_better=greater)) for place, t in group.trials.items()
+    }
+    group = replace(group, trials=asked)
+    results = {}
+    for value, point in zip((0.25, 0.75), group.points, strict=True):
+        result = blank(group.trials[point, 0])
+        result.dev, result.dev_metric = value, metric
+        results[result.id] = result
+    assert choose(group, [0], results, "first-seed") == group.points[best]
