@@ -34,8 +34,8 @@ Closure = Callable[[], Any]
 
 
 class Perturbed:
-    """The weights of a model at one look, for `Model.seen_through`. number: of the pair; side: of the look within the
-    pair."""
+    """The weights of a model at one look, as a lens (model/forward/device_weights.py). number: of the pair; side: of
+    the look within the pair."""
 
     def __init__(self, zo: ZO, number: int, pair: Pair, side: int) -> None:
         self.zo, self.number, self.pair, self.side = zo, number, pair, side
@@ -84,7 +84,7 @@ def closure_step(zo: ZO, closure: Closure) -> torch.Tensor:
     for number, pair in enumerate(zo.estimator.pairs):
         for side in range(pair.looks):
             look = nullcontext() if zo.factors is None else zo.factors.seen_at(2 * number + side)
-            with zo.model.seen_through(Perturbed(zo, number, pair, side)), look:
+            with zo.model.device_weights.seen_through(Perturbed(zo, number, pair, side)), look:
                 losses.append(_number(closure(), zo.model.device))
     found = torch.stack(losses)
     estimate = zo.estimator.estimate(found, zo.memory)
