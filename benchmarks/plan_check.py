@@ -41,7 +41,8 @@ from keyhole.machine.host import cpu_count
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, Bytes
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room, Traits, Workload
+from keyhole.methods.traits import Traits
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire

@@ -19,7 +19,7 @@ from transformers import (
 
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room, Workload
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire

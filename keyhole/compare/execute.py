@@ -45,7 +45,7 @@ from keyhole.errors import UserError
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.machine.probe import environment
 from keyhole.machine.text import duration, without_controls
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.training import rundir
 from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED

@@ -28,8 +28,8 @@ from keyhole.errors import UserError
 from keyhole.loading.device import choose_device
 from keyhole.loading.homes import make_engine
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
-from keyhole.methods.base import Workload
 from keyhole.methods.lora.saved_adapter import SavedAdapter
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.low_rank.saved import find_factors
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config

@@ -29,8 +29,9 @@ from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
-from keyhole.methods.base import DeviceBytes, Room, Traits, Workload, imported
 from keyhole.methods.memory import forward_bytes
+from keyhole.methods.traits import Traits, imported
+from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.backward import memory as backward
 from keyhole.model.forward.memory import SLOT_COUNT, evaluation_bytes, host_bytes
 from keyhole.model.structure.find import TILE_NUMEL

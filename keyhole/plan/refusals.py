@@ -15,7 +15,7 @@ from typing import Any
 from keyhole.errors import UserError
 from keyhole.machine.sizes import about, enough
 from keyhole.methods import METHODS, streaming_methods
-from keyhole.methods.base import DeviceBytes, Workload
+from keyhole.methods.workload import DeviceBytes, Workload
 
 
 class DoesNotFit(UserError):

@@ -36,8 +36,9 @@ from keyhole.errors import UserError
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room, Traits, Workload
+from keyhole.methods.traits import Traits
 from keyhole.methods.work import experts_share
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element

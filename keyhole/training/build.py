@@ -29,7 +29,9 @@ from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
-from keyhole.methods.base import AUTO_RATE, Method, Shared, Workload
+from keyhole.methods.base import Method, Shared
+from keyhole.methods.traits import AUTO_RATE
+from keyhole.methods.workload import Workload
 from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss

@@ -11,7 +11,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.structure import layout as layout_module
 from tests.matrix import in_every_run
 from tests.model.decoders import VOCAB, batch, config, hf_nll

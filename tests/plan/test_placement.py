@@ -9,7 +9,7 @@ from keyhole.bench.shapes import llama_config, opt_config
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire

@@ -31,8 +31,9 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.base import AUTO_RATE, Method, Shared, checked_rate
+from keyhole.methods.base import Method, Shared, checked_rate
 from keyhole.methods.dropout import dropout_rates
+from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.closure import takes_closure
 from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS

@@ -7,7 +7,7 @@ import torch
 
 from keyhole.bench.shapes import opt_config
 from keyhole.machine.sizes import GIB, MIB
-from keyhole.methods.base import Room, Workload
+from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.memory import device_bytes
 from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import find_layout
