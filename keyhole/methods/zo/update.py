@@ -99,7 +99,7 @@ class Update:
 
     def begin(self) -> None:
         """Called at the beginning of a sweep. If the sweep before was aborted, the units that it did not reach are
-        updated first: rows of the table are updated on the fly (method.py), all or none."""
+        updated first: rows of the table are updated on the fly (passes.py), all or none."""
         self.write_back.begin()
         if self.model.engine.shared and len(self.waiting) >= SHARED_EVERY:
             self.flush()
