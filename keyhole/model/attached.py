@@ -75,7 +75,7 @@ class Placed(Protocol):
     budget_bytes: int | None
 
     def check_method(self, method: str) -> None:
-        """Warns if the plan was made for another method than the one that is being attached."""
+        """Refuses a method that cannot train this model; warns if the plan was made for another one."""
 
 
 class AttachedMethods:

@@ -80,5 +80,5 @@ def warn_of_another_plan(budget: int, planned: str, method: str) -> None:
     warnings.warn(
         f"gpu_memory: {about(budget)} was planned for {planned}, and may not be enough for "
         f'{method}; load with workload=keyhole.Workload("{method}", tokens=...), the tokens of a batch',
-        stacklevel=5,
+        stacklevel=6,  # the caller of the method's constructor
     )
