@@ -35,7 +35,9 @@ from keyhole.methods import METHODS
 from keyhole.methods.workload import Room
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.placement import USABLE, Costs, fit
+from keyhole.plan.costs import Costs
+from keyhole.plan.fit import fit
+from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile
 from keyhole.plan.table import Question, make_row
 

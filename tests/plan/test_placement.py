@@ -14,7 +14,8 @@ from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import placement
-from keyhole.plan.placement import _spread, place
+from keyhole.plan.fit import _spread
+from keyhole.plan.placement import place
 
 
 def units_of(numels: list[int]) -> list[list[Unit]]:
