@@ -27,13 +27,13 @@ from keyhole.ops.lsp.projector import Projector, random_projector
 SHAPES = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 DIFFERENT, R, BLOCKS = tuple(sorted(set(SHAPES))), 4, 32
 ALPHA, KEEP, STEP = 3e-5, 0.999, 7
-NAMES = ("COLUMNS", "NUM_WARPS", "UNROLL", "STAGES", "REGISTERS")
-VARIANTS = [
-    (32, 2, 2, 2, None), (32, 2, 2, 2, 128), (32, 2, 2, 2, 104), (32, 2, 4, 2, None), (32, 2, 4, 2, 128),
-    (32, 2, 2, 3, 128), (32, 2, 8, 1, None), (32, 1, 2, 2, None), (32, 1, 2, 2, 168), (64, 4, 2, 2, None),
-    (64, 4, 2, 2, 128), (64, 4, 4, 2, 128), (64, 2, 2, 2, None), (64, 8, 2, 2, None), (16, 1, 2, 2, 128),
-]  # fmt: skip
 Variant = tuple[int | None, ...]
+NAMES = ("COLUMNS", "NUM_WARPS", "UNROLL", "STAGES", "REGISTERS")
+VARIANTS: list[Variant] = [
+    (32, 2, 4, 3, None), (32, 2, 4, 3, 128), (32, 2, 2, 3, None), (32, 2, 2, 3, 128), (32, 2, 2, 2, 128),
+    (32, 2, 1, 3, None), (32, 2, 1, 4, None), (32, 2, 8, 1, None), (32, 1, 2, 3, None), (32, 1, 4, 3, 168),
+    (64, 4, 4, 3, 128), (64, 4, 2, 3, 128), (64, 4, 1, 3, None), (64, 2, 2, 3, None), (16, 1, 4, 3, 128),
+]  # fmt: skip
 Weight = tuple[torch.Tensor, torch.Tensor, Projector, Projector]  # w, delta, P, Q
 
 

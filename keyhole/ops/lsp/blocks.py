@@ -16,10 +16,11 @@ of the first two sums. Here it stays, since the third sum is not finite then eit
 Columns of zeros add nothing, so the bits do not depend on the tile as long as the r columns of a block never straddle
 an instruction's 8: hence r that is not a power of two keeps the tile of 64 columns.
 
-The kernel is bound by instructions, about 35 per weight, and by latency. Therefore
+The kernel is bound by instructions, about 40 per weight, and by latency. Therefore
 
-    ahead      w, p and delta of the next lanes are copied to shared memory while this lane is computed (`STAGES`);
-               the compiler does not move a load above a store by itself
+    ahead      w, p and delta of the next iterations are copied to shared memory while this one is computed (`STAGES`;
+               with two iterations of four lanes, all are on their way at the start): the compiler does not move a load
+               above a store by itself
     lanes      `UNROLL` lanes per iteration, so that most of the choice of a lane's random bits is made at compile time
     layout     the random words are computed where the products' results are; otherwise each lane's would be exchanged
                through shared memory
@@ -44,10 +45,11 @@ from keyhole.ops.rounding.round import FLOAT32_MAX
 from keyhole.ops.rounding.store import Store, store_weight
 
 COLUMNS, NUM_WARPS = 32, 2  # of a tile of W, and for it
-UNROLL, STAGES = 2, 2  # lanes per iteration (2 | 4 | 8), and iterations under way at a time (their inputs are loaded)
+UNROLL, STAGES = 4, 3  # lanes per iteration (1 | 2 | 4 | 8), and iterations under way: STAGES - 1 are loaded ahead
 REGISTERS = None  # per thread at most; None: as many as the compiler likes
 WIDE = 64  # columns of a tile if r is not a power of two
 MOST = 64 * 64  # numbers of delta that one stage holds at a time, for WIDE columns
+LARGE = 16 * 64  # above so many numbers of delta per lane, less is loaded ahead: shared memory is small
 EXACT = "ieee" if torch.version.hip else "tf32x3"
 
 _LANE_ROWS, _LANES, _FLOAT32_MAX = tl.constexpr(LANE_ROWS), tl.constexpr(LANES), tl.constexpr(FLOAT32_MAX)
@@ -98,10 +100,12 @@ def _blocks_kernel(
     w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr,
     m, n, A, D, alpha, keep, offset, step, k0, k1,
     group_p: tl.constexpr, group_q: tl.constexpr, r_p: tl.constexpr, r_q: tl.constexpr,
-    DEPTH_P: tl.constexpr, DEPTH_Q: tl.constexpr, STOCHASTIC: tl.constexpr, ON_DEVICE: tl.constexpr,
-    PAIRS: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    DEPTH_P: tl.constexpr, DEPTH_Q: tl.constexpr, ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ON_DEVICE: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: a strip of some columns of W. ON_DEVICE: alpha, keep and step are pointers."""
+    """One program: a strip of some columns of W. ON_DEVICE: alpha, keep and step are pointers. ALIGNED: each lane
+    begins a block, or lies in one."""
     if ON_DEVICE:
         alpha, keep, step = tl.load(alpha), tl.load(keep), tl.load(step)
     strip, first = tl.program_id(1), tl.program_id(0) * COLUMNS
@@ -114,34 +118,42 @@ def _blocks_kernel(
     like = tl.dot(tl.zeros([_LANE_ROWS, DEPTH_Q], tl.float32), q, input_precision="tf32")
     words = strip_words(strip, column, n, offset, unsigned(step, k0, k1), STOCHASTIC, like)
     in_lane = lane_row[:, None] * n + column[None, :]
+    in_p, in_delta = lane_row[:, None] * r_p + (c_p % r_p)[None, :], c_p[:, None] * D + at_q[None, :]
     changes = no_changes(in_lane, w_ptr.dtype.element_ty, PAIRS)
     for i in tl.range(_LANES // UNROLL, num_stages=STAGES):
         some = some_lanes(words, i, UNROLL, STOCHASTIC)
         for j in tl.static_range(UNROLL):
             start = (strip * _LANES + i * UNROLL + j) * _LANE_ROWS
-            row, block_p, after = start + lane_row, start // group_p, (start + _LANE_ROWS - 1) // group_p + 1
-            same_p = (row // group_p)[:, None] == (c_p // r_p)[None, :] + block_p
-            p = tl.load(p_ptr + row[:, None] * r_p + (c_p % r_p)[None, :], same_p & (row < m)[:, None], 0.0)
-            at_p = block_p * r_p + c_p
-            inside = (at_p < tl.minimum(after * r_p, A))[:, None] & (at_q < D)[None, :]
-            delta = tl.load(delta_ptr + at_p.to(tl.int64)[:, None] * D + at_q[None, :], inside, 0.0).to(tl.float32)
-            mask, at = (row < m)[:, None] & (column < n)[None, :], start.to(tl.int64) * n + in_lane
+            rows, block_p = lane_row < m - start, start // group_p
+            if ALIGNED:
+                same_p = (lane_row // group_p)[:, None] == (c_p // r_p)[None, :]
+            else:
+                same_p = ((start + lane_row) // group_p - block_p)[:, None] == (c_p // r_p)[None, :]
+            p = tl.load(p_ptr + start * r_p + in_p, same_p & rows[:, None], 0.0)
+            depth_p = tl.minimum(((start + _LANE_ROWS - 1) // group_p + 1) * r_p, A) - block_p * r_p
+            inside = (c_p < depth_p)[:, None] & (at_q < D)[None, :]
+            delta = tl.load(delta_ptr + (block_p * r_p).to(tl.int64) * D + in_delta, inside, 0.0).to(tl.float32)
+            mask, at = rows[:, None] & (column < n)[None, :], start.to(tl.int64) * n + in_lane
             w, c_at = tl.load(w_ptr + at, mask, 0.0), c_ptr
             if c_ptr is not None:
                 c_at = c_ptr + at
             total = _product(_product(p, delta, PRECISION), q, PRECISION)
             bits = some[0]
-            if STOCHASTIC:
+            if STOCHASTIC and UNROLL > 1:
                 bits = vector_bits(some, j)
             changes = move(w_ptr + at, c_at, mask, w, total, (alpha, keep), bits, changes, STOCHASTIC, PAIRS)
     if changed_ptr is not None:
         tl.atomic_add(changed_ptr, tl.sum(tl.sum(changes.to(tl.int32), 1)).to(tl.int64))
 
 
+def is_aligned(p: Projector, width: int) -> bool:
+    """Whether each aligned tile of `width` rows begins a block, or lies in one."""
+    return width % p.group == 0 or p.group % width == 0
+
+
 def depth(p: Projector, width: int) -> int:
     """Columns of a projector of blocks in which an aligned tile of `width` rows can have entries, for tl.dot."""
-    aligned = width % p.group == 0 or p.group % width == 0
-    blocks = max(1, width // p.group) if aligned else (width - 2) // p.group + 2
+    blocks = max(1, width // p.group) if is_aligned(p, width) else (width - 2) // p.group + 2
     return power_of_two(blocks * p.r)
 
 
@@ -157,11 +169,12 @@ def blocks_triton_(
     (m, n), columns = w_mn.shape, COLUMNS if q.r & (q.r - 1) == 0 else WIDE
     tensors = (w_mn, how.compensation, delta_Ad, p.values_Rr, q.values_Rr, how.changed)
     numbers = (m, n, p.d, q.d, alpha, keep, how.offset, *key(how.seed, how.step))
-    flags = {"group_p": p.group, "group_q": q.group, "r_p": p.r, "r_q": q.r}
+    flags = {"group_p": p.group, "group_q": q.group, "r_p": p.r, "r_q": q.r, "ALIGNED": is_aligned(p, LANE_ROWS)}
     flags |= {"DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, columns), "COLUMNS": columns}
     flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "ON_DEVICE": is_on_device(alpha, keep, how.step)}
     flags |= {"PAIRS": how.compensation is None and counts_pairs(w_mn.dtype, w_mn.device), "PRECISION": EXACT}
-    options = {"UNROLL": UNROLL, "STAGES": STAGES, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    unroll, stages = (UNROLL, STAGES) if flags["DEPTH_P"] * flags["DEPTH_Q"] <= LARGE else (2, 2)
+    options = {"UNROLL": unroll, "STAGES": stages, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     if REGISTERS and torch.version.hip is None:
         options["maxnreg"] = REGISTERS
     grid = (-(-n // columns), -(-m // STRIP_ROWS))

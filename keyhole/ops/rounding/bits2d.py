@@ -62,21 +62,24 @@ def strip_words(strip, column, n, offset, key, STOCHASTIC: tl.constexpr, like=No
 
 
 @jit()
-def some_lanes(words, i, COUNT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The words of lanes i COUNT .. (i + 1) COUNT - 1, from the four of the strip. COUNT: 2 | 4 | 8."""
-    some = words
-    if STOCHASTIC:
-        w0, w1, w2, w3 = words
-        if COUNT == 2:
-            some = (tl.where(i < 2, tl.where(i == 0, w0, w1), tl.where(i == 2, w2, w3)),)
-        elif COUNT == 4:
-            some = (tl.where(i == 0, w0, w2), tl.where(i == 0, w1, w3))
-    return some
-
-
-@jit()
 def lane_bits(words, lane):
     """The bits of a lane (a scalar), from the four words of its strip."""
     w0, w1, w2, w3 = words
     word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
     return tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16)
+
+
+@jit()
+def some_lanes(words, i, COUNT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The words of lanes i COUNT .. (i + 1) COUNT - 1, from the four of the strip, for bits.vector_bits. COUNT: 1 (then
+    the bits themselves) | 2 | 4 | 8."""
+    some = words
+    if STOCHASTIC:
+        w0, w1, w2, w3 = words
+        if COUNT == 1:
+            some = (lane_bits(words, i),)
+        elif COUNT == 2:
+            some = (tl.where(i < 2, tl.where(i == 0, w0, w1), tl.where(i == 2, w2, w3)),)
+        elif COUNT == 4:
+            some = (tl.where(i == 0, w0, w2), tl.where(i == 0, w1, w3))
+    return some
