@@ -49,7 +49,7 @@ UNROLL, STAGES = 4, 3  # lanes per iteration (1 | 2 | 4 | 8), and iterations und
 REGISTERS = None  # per thread at most; None: as many as the compiler likes
 WIDE = 64  # columns of a tile if r is not a power of two
 MOST = 64 * 64  # numbers of delta that one stage holds at a time, for WIDE columns
-LARGE = 16 * 64  # above so many numbers of delta per lane, less is loaded ahead: shared memory is small
+LARGE = 16 * 64  # with more numbers of delta per lane, less is loaded ahead: shared memory and registers are few
 EXACT = "ieee" if torch.version.hip else "tf32x3"
 
 _LANE_ROWS, _LANES, _FLOAT32_MAX = tl.constexpr(LANE_ROWS), tl.constexpr(LANES), tl.constexpr(FLOAT32_MAX)
@@ -173,8 +173,10 @@ def blocks_triton_(
     flags |= {"DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, columns), "COLUMNS": columns}
     flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "ON_DEVICE": is_on_device(alpha, keep, how.step)}
     flags |= {"PAIRS": how.compensation is None and counts_pairs(w_mn.dtype, w_mn.device), "PRECISION": EXACT}
-    unroll, stages = (UNROLL, STAGES) if flags["DEPTH_P"] * flags["DEPTH_Q"] <= LARGE else (2, 2)
-    options = {"UNROLL": unroll, "STAGES": stages, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    if columns == COLUMNS and flags["DEPTH_P"] * flags["DEPTH_Q"] <= LARGE:
+        options = {"UNROLL": UNROLL, "STAGES": STAGES, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    else:
+        options = {"UNROLL": 2, "STAGES": 2, "num_warps": 4, "enable_fp_fusion": False}
     if REGISTERS and torch.version.hip is None:
         options["maxnreg"] = REGISTERS
     grid = (-(-n // columns), -(-m // STRIP_ROWS))
