@@ -125,11 +125,11 @@ def write(name: str, args: argparse.Namespace, minutes: float) -> list[str]:
 
 
 def told(directory: Path) -> list[str]:
-    """The dev metric by step of every run, and its median seconds per step."""
+    """The dev metric by step of every run (where it is finite), and its median seconds per step."""
     lines = []
     for file in sorted(directory.rglob("metrics.jsonl")):
         rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-        dev = {row["step"]: round(row[metric], 4) for row in rows for metric in METRICS if metric in row}
+        dev = {row["step"]: round(row[metric], 4) for row in rows for metric in METRICS if row.get(metric) is not None}
         seconds = [row["seconds"] for row in rows if "seconds" in row and "loss" in row]
         pace = f", {statistics.median(seconds):.4f} s per step" if seconds else ""
         lines.append(f"  {file.parent.parent.name}: dev {dev}{pace}")
