@@ -35,8 +35,27 @@ from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.page import make_page
 from keyhole.compare.plan import Group, Trial, plan, with_data
 from keyhole.compare.progress import Progress, Quiet
-from keyhole.compare.result import CRASH, REFUSED, Result, blank, path_of, read_result, summarise, write_result
-from keyhole.compare.table import Cell, cell_of, choose, number, to_json, to_markdown, zero_shot_cell
+from keyhole.compare.result import (
+    CRASH,
+    REFUSED,
+    Result,
+    blank,
+    finite_tests,
+    path_of,
+    read_result,
+    summarise,
+    write_result,
+)
+from keyhole.compare.table import (
+    Cell,
+    cell_of,
+    choose,
+    number,
+    seeds_of_grid,
+    to_json,
+    to_markdown,
+    zero_shot_cell,
+)
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.data.settings import today
@@ -197,7 +216,7 @@ class Execution:
     def _trials(self) -> Iterator[Trial]:
         """The runs in order; the second part depends on the results of the first."""
         seeds = self.comparison.seeds
-        first = seeds[:1] if self.comparison.choose_by == "first-seed" else seeds
+        first = seeds_of_grid(self.comparison)
         for seed in first:
             for group in self.groups:
                 yield from (group.trials[point, seed] for point in group.points)
@@ -316,8 +335,17 @@ class Execution:
         keys = ("task", "task_data", "task_splits", "num_train", "num_dev", "num_eval", "dtype", "max_length", "seed")
         told = [self.kept.model_hash(config.model) or config.model, *(getattr(config, key) for key in keys)]
         told.append(questions(self.kept.load_data(data_settings(config))))
+        told += [wire] if (wire := self._zero_shot_wire(trial)) is not None else []
         digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=6).hexdigest()
         return f"{trial.id.rsplit('-', 2)[0]}-{ZERO_SHOT}-{digest}"
+
+    def _zero_shot_wire(self, trial: Trial) -> str | None:
+        """None, the model as it is, unless every run of the task keeps its weights in another format: the model may
+        fit host memory in no other."""
+        place = (trial.model, trial.task)
+        groups = [group for group in self.groups if (group.model, group.task) == place]
+        wires = [other.config.wire for group in groups for other in group.trials.values()]
+        return None if None in wires else trial.config.wire
 
     def _score(self, trial: Trial, made: Result) -> Result:
         config, data = trial.config, self.kept.load_data(data_settings(trial.config))
@@ -325,10 +353,11 @@ class Execution:
         made.dev_metric, made.test_metric = judge.metric or "loss", common_metric(data.test)
         work = Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES)
         where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+        where |= {"wire": self._zero_shot_wire(trial)}
         try:
             model = self.kept.load(config.model, dtype=config.dtype or "auto", workload=work, **where)
             try:
-                made.tests = judge.test_metrics(model, lambda: False) or {}
+                made.tests = finite_tests(judge.test_metrics(model, lambda: False) or {})
                 dev = judge.dev_metrics(model, lambda: False) or {}
             finally:
                 model.close()

@@ -60,7 +60,7 @@ def _best(cells: Sequence[Cell]) -> Cell | None:
 
 
 def _lead(cells: Sequence[Cell]) -> str:
-    said = []
+    said, several = [], len({cell.model for cell in cells}) > 1
     for model, task in dict.fromkeys((cell.model, cell.task) for cell in cells):
         own = [cell for cell in cells if (cell.model, cell.task) == (model, task)]
         best, before = _best(own), next((cell for cell in own if cell.method == ZERO_SHOT), None)
@@ -69,7 +69,8 @@ def _lead(cells: Sequence[Cell]) -> str:
         start = (
             "" if before is None or before.mean is None else f", from {number(before.metric, before.mean)} untrained"
         )
-        said.append(f"<b>{escape(task)}</b>: {_leader(best, own)} {escape(best.metric or '')}{start}")
+        place = f"{task}, {model}" if several else task
+        said.append(f"<b>{escape(place)}</b>: {_leader(best, own)} {escape(best.metric or '')}{start}")
     return "; ".join(said) + "." if said else "No run is finished yet."
 
 
@@ -97,7 +98,7 @@ def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
         row = {cell.task: cell for cell in cells if cell.method == method}
         dot = f"<span class='dot b{colours[method]}'></span>" if method in colours else "<span class='dot'></span>"
         numbers = "".join(_cell(row.get(task), best[task], cells) for task in tasks)
-        numbers += f"<td class='mean'>{escape(average(list(row.values())))}</td>" if mean else ""
+        numbers += f"<td class='mean'>{escape(average([row.get(task) for task in tasks]))}</td>" if mean else ""
         sizes = [cell.gpu_gib for cell in row.values() if cell.gpu_gib is not None]
         seconds = [cell.seconds for cell in row.values() if cell.seconds]
         size = f"{max(sizes):.2f}" if sizes else "-"
