@@ -76,6 +76,17 @@ def test_a_link_leads_to_the_run_whatever_its_name(tmp_path: Path, name: str) ->
     assert Path(unquote(found.path)) == one / "run" / "report.html" and not found.query + found.fragment
 
 
+def test_a_name_that_is_not_utf_8_has_a_page(tmp_path: Path) -> None:
+    """In the table, in the curves and as the title."""
+    name = os.fsdecode(b"bad\xff")
+    for names in ([name], [name, "good"]):
+        views = [View(one, tmp_path / one / "run", Story(), Curves()) for one in names]
+        for view in views:
+            view.curves.add({"step": 1, "loss": 1.0})
+        assert "bad" in compared.make_page(views, tmp_path).encode().decode()
+        assert "bad?" in run_page.make_page(views[0]).encode().decode()
+
+
 def test_runs_are_told_apart(tmp_path: Path) -> None:
     """By as much of their paths as it takes; one that is named twice is one."""
     places = [tmp_path / "x" / "out" / "run", tmp_path / "y" / "out" / "run"]
