@@ -148,6 +148,8 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
     asked = args.only.split(",")
+    if unknown := [one for one in asked if not any(name.startswith(one) for name in RUNS)]:
+        parser.error(f"--only: no run is called {', '.join(unknown)}; --list shows them")
     names = [name for one in asked for name in ([one] if one in RUNS else RUNS) if name.startswith(one)]
     if args.list:
         print(*names, sep="\n")

@@ -129,11 +129,16 @@ def test_a_number_stands_under_its_own_task() -> None:
     assert html.count("<td class='mean'></td>") == 1 and html.count("<td class='mean'>70.0</td>") == 1
 
 
-def test_the_lead_names_the_model_where_there_are_several() -> None:
+def test_the_page_names_the_model_where_there_are_several() -> None:
+    """In its lead, with every run and every failure."""
     comparison = Comparison("a", "a", {"m": "dir", "n": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
-    made = [Cell(model, "t", "x", (), "matthews", 0.5, runs=[result("x")]) for model in "mn"]
+    good, bad = result("x"), result("x", error="oh")
+    made = [Cell(model, "t", "x", (), "matthews", 0.5, runs=[good], grid=[good, bad]) for model in "mn"]
     html = make_page(comparison, made, {}, ENVIRONMENT)
-    assert "<b>t, m</b>: x leads" in html and "<b>t, n</b>: x leads" in html
+    for model in "mn":
+        assert f"<b>t, {model}</b>: x leads" in html and f"<b>x</b> on t, {model}," in html
+        assert html.count(f"<td class='left'>t, {model}</td>") == 2
+    assert "t, m" not in make_page(comparison, made[:1], {}, ENVIRONMENT)
 
 
 def test_the_table_names_metrics() -> None:
