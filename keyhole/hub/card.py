@@ -11,6 +11,7 @@ a card of the user's own (README.md), it is used instead.
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from keyhole.data.readers import kind_of
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError, printable
 from keyhole.methods import METHODS
+from keyhole.methods.base import Traits
 
 README = "README.md"
 MOST_BYTES = 2**30  # limit of metrics.jsonl, which has a line per step
@@ -146,11 +148,19 @@ def _settings(config: dict[str, Any]) -> str:
         if key not in sections() and key not in NOT_TOLD and key in plain and value != plain[key].default
     }
     if own in config:
-        defaults = vars(sections()[own]())
-        changed = {key: value for key, value in config[own].items() if value != defaults.get(key)}
+        changed = _changed(METHODS[config["method"]], config[own])
         told |= {own: changed} if changed else {}
     body = dump({"method": config["method"]} | told)
     return f"## Settings\n\nThose that differ from the defaults:\n\n```yaml\n{body}```"
+
+
+def _changed(row: Traits, own: dict[str, Any]) -> dict[str, Any]:
+    """Own settings of a method that are neither their default nor what a null default stands for (`Traits.fill`)."""
+    plain = row.settings()
+    kept = {key: value for key, value in own.items() if vars(plain).get(key) is not None}
+    usual = vars(row.fill(replace(plain, **kept)))
+    defaults = {key: usual[key] if value is None else value for key, value in vars(plain).items()}
+    return {key: value for key, value in own.items() if value != defaults.get(key)}
 
 
 def _environment(run: Path | None) -> str:

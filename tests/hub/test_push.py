@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from keyhole.errors import UserError
 from keyhole.hub import push as pushing
 from keyhole.hub.card import card
 from keyhole.hub.push import push
+from keyhole.methods import METHODS
 from keyhole.model.structure import source
 from tests.hub.server import TOKEN, Hub, hub_here
 
@@ -80,6 +82,14 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
     ):
         assert says in body, says
     assert "secret-folder" not in text
+
+
+def test_a_card_leaves_out_what_a_default_stands_for(trained: Path) -> None:
+    """zo.eps of null is 1e-3, and so it is written to config.yaml."""
+    own = asdict(METHODS["zo"].fill(METHODS["zo"].settings()))
+    assert own["eps"] == 1e-3 and "eps" not in card(write_run(trained, method="zo", zo=own), "me/tuned")
+    text = card(write_run(trained, method="zo", zo=own | {"eps": 2e-3}), "me/tuned")
+    assert "eps: 0.002" in text and "directions" not in text
 
 
 def test_the_card_of_a_checkpoint_tells_of_its_own_steps(trained: Path) -> None:
