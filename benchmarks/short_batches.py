@@ -63,6 +63,9 @@ TINY = SMOLLM2 | {
 }
 
 
+KEEPS = {"activations": "auto"}  # what fits is kept, as a plain loop without checkpointing keeps everything
+
+
 @dataclass(frozen=True)
 class Shape:
     """What is trained, and on how much."""
@@ -143,15 +146,18 @@ def cases(shape: Shape, device: str, budget: str) -> dict[str, tuple[str | None,
     d = min(384, shape.config["hidden_size"]) if shape.dtype == torch.float32 else 2048
     return {
         "sgd": (None, lambda: plain(shape, device, lambda p: torch.optim.SGD(p, 1e-4))),
-        "lomo": ("sgd", lambda: ours(shape, device, lambda m: keyhole.LOMO(m, 1e-4), "lomo")),
+        "lomo": ("sgd", lambda: ours(shape, device, lambda m: keyhole.LOMO(m, 1e-4, **KEEPS), "lomo")),
         "lomo clipped": (
             "sgd",
-            lambda: ours(shape, device, lambda m: keyhole.LOMO(m, 1e-4, max_grad_norm=1.0), "lomo"),
+            lambda: ours(shape, device, lambda m: keyhole.LOMO(m, 1e-4, max_grad_norm=1.0, **KEEPS), "lomo"),
         ),
         "adamw": (None, lambda: plain(shape, device, lambda p: torch.optim.AdamW(p, 1e-5, fused=fused))),
-        "adalomo": ("adamw", lambda: ours(shape, device, lambda m: keyhole.AdaLOMO(m, 5e-4), "adalomo")),
-        "lsp": ("adamw", lambda: ours(shape, device, lambda m: keyhole.LSP(m, 2e-5, d=d, learn=False), "lsp")),
-        "adam-offload": ("adamw", lambda: ours(shape, device, lambda m: keyhole.AdamOffload(m, 1e-5), "adam-offload")),
+        "adalomo": ("adamw", lambda: ours(shape, device, lambda m: keyhole.AdaLOMO(m, 5e-4, **KEEPS), "adalomo")),
+        "lsp": ("adamw", lambda: ours(shape, device, lambda m: keyhole.LSP(m, 2e-5, d=d, learn=False, **KEEPS), "lsp")),
+        "adam-offload": (
+            "adamw",
+            lambda: ours(shape, device, lambda m: keyhole.AdamOffload(m, 1e-5, **KEEPS), "adam-offload"),
+        ),
         "mezo": (None, lambda: textbook(shape, device)),
         "zo": ("mezo", lambda: ours(shape, device, lambda m: keyhole.ZO(m, 1e-6), "zo")),
         "zo streamed": (

@@ -14,7 +14,9 @@ sum of squares has a fixed order, per program into a scratch buffer and then ove
 bit; reference and kernel differ there only by rounding. The host never waits.
 
 Bytes per bfloat16 element: 2 (gradient) + 2 (weight) read, 2 written; Kahan 2 + 2 more. Textbook: a float32 copy of
-gradient and weight, 4 passes. A program owns 8192 elements, one tile of rounding bits (rounding/bits.py).
+gradient and weight, 4 passes. A program owns 8192 elements, one tile of rounding bits (rounding/bits.py). It loads all
+of them before it stores the first, because a compiler cannot move a load above a store that might be to the same
+address, and each thread would wait for memory eight times instead of once. Only the programs at both ends are masked.
 """
 
 from dataclasses import dataclass
@@ -33,8 +35,10 @@ from keyhole.ops.arguments import (
     number,
 )
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
+from keyhole.ops.masked import load, store
 from keyhole.ops.noise.index import NUM_WARPS, WIDTH, chunks, key, lanes, program_span, span, unsigned
 from keyhole.ops.rounding.bits import TILE, chunk_bits_reference, tile_bits, vector_bits
+from keyhole.ops.rounding.pairs16 import count_changed, counts_pairs, no_changes, rounded, widened
 from keyhole.ops.rounding.round import FLOAT32_MAX
 from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference_
 
@@ -107,41 +111,98 @@ def fma(a, b, c):
     return y
 
 
+@dataclass(frozen=True)
+class Flags:
+    """What the kernel is specialised for."""
+
+    STOCHASTIC: bool
+    COUNT: bool
+    PAIRS: bool
+    ON_DEVICE: bool  # lr and step are pointers
+
+
+def _flags(w: torch.Tensor | None, c: torch.Tensor | None, rule: Rule, how: Store) -> Flags:
+    count = w is not None and how.changed is not None
+    stochastic = w is not None and how.is_stochastic(w.dtype)
+    pairs = count and c is None and counts_pairs(w.dtype, w.device)
+    return Flags(stochastic, count, pairs, is_on_device(rule.lr, how.step))
+
+
 @jit()
-def _vector(pointers, bounds, bits, rates, V: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Vector V of a tile. Returns, per lane, g^2, whether g is bad, whether the weight changed."""
-    w_ptr, c_ptr, grad_ptr = pointers
-    scale, lr, wd, clip = rates
-    lo, hi = bounds
+def _vector(ptr, V: tl.constexpr, bounds, MASKED: tl.constexpr):
+    """Vector V of a tile; 0 outside of the tensor."""
     i = V * _WIDTH + lanes()
-    mask = (i >= lo) & (i < hi)
-    g = tl.load(grad_ptr + i, mask, 0.0).to(tl.float32) * scale
-    square, finite = g * g, tl.abs(g) <= _FLOAT32_MAX
-    changed = i * 0
+    return load(ptr + i, (i >= bounds[0]) & (i < bounds[1]), MASKED)
+
+
+@jit()
+def _vectors(ptr, bounds, MASKED: tl.constexpr):
+    """The eight vectors of a tile."""
+    v0, v1 = _vector(ptr, 0, bounds, MASKED), _vector(ptr, 1, bounds, MASKED)
+    v2, v3 = _vector(ptr, 2, bounds, MASKED), _vector(ptr, 3, bounds, MASKED)
+    v4, v5 = _vector(ptr, 4, bounds, MASKED), _vector(ptr, 5, bounds, MASKED)
+    v6, v7 = _vector(ptr, 6, bounds, MASKED), _vector(ptr, 7, bounds, MASKED)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@jit()
+def _updated(pointers, V: tl.constexpr, bounds, g, w, bits, rates, changed, HOW: tl.constexpr, MASKED: tl.constexpr):
+    """Updates vector V of a tile; returns the counts of changes."""
+    w_ptr, c_ptr = pointers
+    lr, wd, clip = rates
+    i = V * _WIDTH + lanes()
+    mask, fine, x = (i >= bounds[0]) & (i < bounds[1]), tl.abs(g) <= _FLOAT32_MAX, widened(w)
+    if clip is not None:
+        g = tl.minimum(tl.maximum(g, -clip), clip)
+    if wd is not None:
+        g = fma(x, wd, g)
+    if c_ptr is not None:
+        step = fma(g, -lr, tl.load(c_ptr + i, mask, 0.0).to(tl.float32))
+        changed += store_weight(w_ptr + i, c_ptr + i, mask, fine, w, step, bits, HOW.STOCHASTIC)
+    else:
+        new = tl.where(fine, rounded(fma(g, -lr, x), bits, w.dtype, HOW.STOCHASTIC)[0], w)
+        store(w_ptr + i, new, mask, MASKED)
+        if HOW.COUNT:
+            changed = count_changed(changed, new, w, mask, HOW.PAIRS, MASKED)
+    return changed
+
+
+@jit()
+def _tile(pointers, sums, tile, bounds, key, rates, HOW: tl.constexpr, MASKED: tl.constexpr):
+    """8192 elements of the index space, of which those within bounds are the tensor's (all, if not MASKED)."""
+    w_ptr, c_ptr, grad_ptr, scale_ptr = pointers
+    partial_ptr, bad_ptr, changed_ptr = sums
+    grads = _vectors(grad_ptr, bounds, MASKED)
+    weights = grads
     if w_ptr is not None:
-        w = tl.load(w_ptr + i, mask, 0.0)
-        x = w.to(tl.float32)
-        if clip is not None:
-            g = tl.minimum(tl.maximum(g, -clip), clip)
-        if wd is not None:
-            g = fma(x, wd, g)
-        at_c = c_ptr
-        if c_ptr is not None:
-            at_c = c_ptr + i
-            x = tl.load(at_c, mask, 0.0).to(tl.float32)
-        changed = store_weight(w_ptr + i, at_c, mask, finite, w, fma(g, -lr, x), bits, STOCHASTIC)
-    return square, (mask & ~finite).to(tl.int32), changed
+        weights = _vectors(w_ptr, bounds, MASKED)
+    scale, words = scale_or_one(scale_ptr), tile_bits(tile, key, HOW.STOCHASTIC)
+    squares, worst = lanes() * 0.0, lanes() * 0.0
+    changed = no_changes(lanes(), weights[0].dtype, HOW.PAIRS)
+    for v in tl.static_range(8):
+        g = widened(grads[v]) * scale
+        squares = fma(g, g, squares)
+        worst = tl.maximum(worst, tl.abs(g), propagate_nan=tl.PropagateNan.ALL)
+        if w_ptr is not None:
+            bits = vector_bits(words, v)
+            changed = _updated((w_ptr, c_ptr), v, bounds, g, weights[v], bits, rates, changed, HOW, MASKED)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64), tl.sum(squares))
+    if bad_ptr is not None:
+        tl.store(bad_ptr, 1, mask=tl.sum((worst <= _FLOAT32_MAX).to(tl.int32)) < _WIDTH)
+    if HOW.COUNT:
+        tl.atomic_add(changed_ptr, tl.sum(changed.to(tl.int32)).to(tl.int64))
 
 
 @jit(do_not_specialize=["tile_0", "lead", "n", "step", "k0", "k1", "lr", "wd", "clip"])
 def _sgd_kernel(
     w_ptr, c_ptr, grad_ptr, scale_ptr, partial_ptr, bad_ptr, changed_ptr,
     tile_0, lead, n, step, k0, k1, lr, wd, clip,
-    STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr, ON_DEVICE: tl.constexpr,
+    HOW: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
-    """One program: 8192 elements of the index space. Arguments that are None are skipped; without w_ptr, only the sums.
-    ON_DEVICE: lr and step are pointers."""
-    if ON_DEVICE:
+    """One program: 8192 elements of the index space. Arguments that are None are skipped; without w_ptr, only the
+    sums."""
+    if HOW.ON_DEVICE:
         lr, step = tl.load(lr), tl.load(step)
     tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, MULTIPLE)
     grad_ptr += start
@@ -149,19 +210,12 @@ def _sgd_kernel(
         w_ptr += start
     if c_ptr is not None:
         c_ptr += start
-    rates = (scale_or_one(scale_ptr), lr, wd, clip)
-    words = tile_bits(tile, unsigned(step, k0, k1), STOCHASTIC)
-    squares, bads, moves = lanes() * 0.0, lanes() * 0, lanes() * 0
-    for v in tl.static_range(8):
-        bits = vector_bits(words, v)
-        square, bad, moved = _vector((w_ptr, c_ptr, grad_ptr), (lo, hi), bits, rates, v, STOCHASTIC)
-        squares, bads, moves = squares + square, bads + bad, moves + moved
-    if partial_ptr is not None:
-        tl.store(partial_ptr + tl.program_id(0).to(tl.int64), tl.sum(squares))
-    if bad_ptr is not None:
-        tl.store(bad_ptr, 1, mask=tl.sum(bads) > 0)
-    if changed_ptr is not None:
-        tl.atomic_add(changed_ptr, tl.sum(moves).to(tl.int64))
+    pointers, sums = (w_ptr, c_ptr, grad_ptr, scale_ptr), (partial_ptr, bad_ptr, changed_ptr)
+    rates, key = (lr, wd, clip), unsigned(step, k0, k1)
+    if (lo == 0) & (hi == _TILE):
+        _tile(pointers, sums, tile, (lo, hi), key, rates, HOW, False)
+    else:
+        _tile(pointers, sums, tile, (lo, hi), key, rates, HOW, True)
 
 
 def _launch(w: torch.Tensor | None, grad: torch.Tensor, c: torch.Tensor | None, rule: Rule, how: Store) -> None:
@@ -172,10 +226,9 @@ def _launch(w: torch.Tensor | None, grad: torch.Tensor, c: torch.Tensor | None, 
     tensors = (w, c, grad, rule.scale, partial, rule.bad, how.changed)
     rates = (rule.lr, rule.weight_decay or None, rule.clip_value)
     options = {"MULTIPLE": VECTOR if aligned else 1, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    options["ON_DEVICE"] = is_on_device(rule.lr, how.step)
-    stochastic = w is not None and how.is_stochastic(w.dtype)
+    flags = _flags(w, c, rule, how)
     with on_device(grad):
-        _sgd_kernel[(programs,)](*tensors, *place, *key(how.seed, how.step), *rates, STOCHASTIC=stochastic, **options)
+        _sgd_kernel[(programs,)](*tensors, *place, *key(how.seed, how.step), *rates, HOW=flags, **options)
     if partial is not None:
         rule.sum_squares.add_(partial.sum())
 

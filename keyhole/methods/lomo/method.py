@@ -100,8 +100,10 @@ class LOMO(UpdateSink, Method):
         self.compensation: dict[str, torch.Tensor] = {}  # rounding errors kept by Kahan summation
         self.table_squares: dict[int, torch.Tensor] = {}
         self.received: set[str] = set()  # names of tensors that had a gradient in the last update
-        recorded = self.reverse.recorded is not None and not self.waits
-        self.numbers = StepNumbers(device) if recorded else None
+        launches_ahead = self.reverse.recorded is not None or (
+            self.reverse.compiled is not None and device.type == "cuda"
+        )
+        self.numbers = StepNumbers(device) if launches_ahead and not self.waits and not model.sharded else None
         self.shards = Shards(model, self) if model.sharded else None
         self.static_scale = torch.ones((), device=device)  # at a fixed address, for CUDA graphs
         self.broken: Flags | None = None  # `bad` after the last step, on its way to the host

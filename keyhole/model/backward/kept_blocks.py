@@ -7,6 +7,9 @@ their graphs are kept for the shortest time. The first step on batches of a new 
 
 The limit is the budget, or the free memory of the device. The bytes of one block are those of memory.py. A block gives
 the same bits either way, so this choice may depend on memory.
+
+Small blocks run as CUDA graphs (recorded.py), whose memory is their own, for every shape of batches: they keep
+activations as long as SPARE of the device's memory stays free.
 """
 
 import math
@@ -17,6 +20,7 @@ from keyhole.model.backward.memory import HIDDEN, WIDE
 from keyhole.model.model import Model
 
 SHARE = 0.75  # below 1 because activations are freed and allocated in pieces
+SPARE = 0.25  # of the device's memory stays free beside graphs that keep activations for good
 
 
 class KeptBlocks:
@@ -28,6 +32,13 @@ class KeptBlocks:
         blocks = model.layout.of_kind("block")
         wide = max((max(t.shape[-2:]) for u in blocks for t in u.tensors if len(t.shape) > 1), default=0)
         self.bytes_per_token = model.dtype.itemsize * (HIDDEN * model.layout.table.shape[1] + WIDE * wide)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a recording of one block can keep its activations of this number of tokens."""
+        if self.model.device.type != "cuda" or self.model.engine.streamed:
+            return False
+        free, total = torch.cuda.mem_get_info(self.model.device)
+        return free - self.bytes_per_token * tokens >= SPARE * total
 
     def first_kept(self, tokens: int) -> float:
         """The first block that keeps its graph in a step on this number of tokens."""

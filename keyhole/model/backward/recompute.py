@@ -95,6 +95,11 @@ class Recompute:
                 return call()
         return output
 
+    def run_whole(self, call: Callable[[], Any], receiver: Receiver) -> Any:
+        """The same with no product skipped, for a graph whose output is used."""
+        with self._offering(receiver, None, Counts(), None):
+            return call()
+
     @contextmanager
     def _offering(
         self, receiver: Receiver, leave_out: int | None, counts: "Counts", experts: "Counted | None"

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole.model.backward.block_graph import BlockGraph
+from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.sink import Recordable, Sink
 from keyhole.model.backward.tape import Visit, pass_on
@@ -27,12 +29,19 @@ RunAgain = Callable[[int, Callable[[], Any]], Any]
 
 
 class RecordedVisits:
-    """Runs the forward and the backward pass of visits, recorded if possible."""
+    """Runs the forward and the backward pass of visits, recorded if possible. run_whole: like RunAgain, for the first
+    run of a block; kept: says where there is room to keep its activations (None: nowhere)."""
 
     def __init__(
-        self, model: Model, blocks: list[nn.Module], units_of: dict[int, list[Unit]], recorded: RecordedBlocks
+        self,
+        model: Model,
+        blocks: list[nn.Module],
+        units_of: dict[int, list[Unit]],
+        recorded: RecordedBlocks,
+        run_whole: RunAgain,
+        kept: KeptBlocks | None = None,
     ) -> None:
-        self.blocks = recorded
+        self.blocks, self.run_whole, self.kept = recorded, run_whole, kept
         self.gathered = UnitGradients(model.layout, model.dtype, self.blocks)
         self.units_of = units_of
         self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
@@ -52,8 +61,8 @@ class RecordedVisits:
         return all(2 * largest * one.inputs["input_ids"].numel() <= SMALL_FLOP for one in batches)
 
     def _is_small(self, block: int, values: list[Any]) -> bool:
-        hidden = next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
-        return hidden is not None and 2 * self.numel_of[block] * hidden.numel() // hidden.shape[-1] <= SMALL_FLOP
+        tokens = _tokens(values)
+        return tokens is not None and 2 * self.numel_of[block] * tokens <= SMALL_FLOP
 
     def first_run(self, visit: Visit, values: list[Any]) -> Any:
         """The output of a block, and what it wrote into mappings."""
@@ -62,7 +71,12 @@ class RecordedVisits:
         self.visited.add(here)
         if self.repeats or not visit.is_plain or not self._is_small(visit.block, values):
             return visit._run(values)
-        return self.blocks.forward(visit.index, visit.block, values, _addresses(visit), visit.run), []
+
+        def keep(static: list[Any]) -> BlockGraph:
+            return visit.graph_of(static, lambda call: self.run_whole(visit.block, call))
+
+        kept = {} if self.kept is None else {"keep": keep, "has_room": lambda: self.kept.has_room(_tokens(values))}
+        return self.blocks.forward(visit.index, visit.block, values, _addresses(visit), visit.run, **kept), []
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
@@ -96,19 +110,27 @@ class RecordedVisits:
         depends_on, mark = None if state is None else (_addresses(visit), state), sink.mark()
         noted = mark
 
-        def run(values: list[Any], grads: list[Any]) -> tuple[list[Any], list[Any]]:
+        def differentiate(make: Callable[[], BlockGraph], grads: list[Any], keep: bool) -> tuple[list[Any], list[Any]]:
             nonlocal noted
             sink.rewind(mark)  # called twice when it is captured
             self._offering = self.offers[block, depends_on] = []
             try:
-                found = visit.gradients(values, grads, self.own[block], lambda call: run_again(block, call))
+                found = make().gradients(grads, self.own[block], keep)
             finally:
                 self._offering = None
             noted = sink.mark()
             return found
 
+        def run(values: list[Any], grads: list[Any]) -> tuple[list[Any], list[Any]]:
+            return differentiate(lambda: visit.graph_of(values, lambda call: run_again(block, call)), grads, False)
+
+        def run_kept(graph: BlockGraph, grads: list[Any]) -> tuple[list[Any], list[Any]]:
+            return differentiate(lambda: graph, grads, True)
+
         grads, memory = visit.take_output_grads(), sink.memory(units)
-        found, replayed = self.blocks.reverse(visit.index, block, visit.values, grads, depends_on, run, memory)
+        found, replayed = self.blocks.reverse(
+            visit.index, block, visit.values, grads, depends_on, run, memory, run_kept
+        )
         if replayed:
             sink.replayed([(tensor, stored[id(tensor.param)]) for tensor in self.offers[block, depends_on]])
         else:
@@ -141,6 +163,12 @@ class RecordedVisits:
         self._reaching = self._offering = None
         self.visited.clear()
         self.gathered.leave()
+
+
+def _tokens(values: list[Any]) -> int | None:
+    """Tokens among the inputs of a block; None if no input is a hidden state."""
+    hidden = next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+    return None if hidden is None else hidden.numel() // hidden.shape[-1]
 
 
 def _addresses(visit: Visit) -> tuple[int, ...]:

@@ -91,7 +91,8 @@ class Reverse:
         self.visits: RecordedVisits | None = None
         if records:
             recorded = RecordedBlocks(model.device, len(self.blocks))
-            self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded)
+            run_whole = weakly(self._run_whole)
+            self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, self.kept)
         self._handed_over = 0  # gradients of `walk`
         self._sink: Sink | None = None
         self._final = False  # after this visit param.grad holds the complete gradient
@@ -288,6 +289,10 @@ class Reverse:
         if self.experts is not None:
             self.experts.forget_calls(block)
         return call() if self.recompute is None else self.recompute[block].run(call, self._offer, self.experts)
+
+    def _run_whole(self, block: int, call: Callable[[], Any]) -> Any:
+        """The first run of a block whose graph is kept for good: the graph must not hold this object."""
+        return self.recompute[block].run_whole(call, weakly(self._offer))
 
     @torch.no_grad()
     def _offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:

@@ -7,7 +7,7 @@ block. In the forward pass a block runs without a graph; `activations` says what
     host     the same, but the inputs wait in host memory (activation_store.py)
     none     the block's own graph: no recomputation, all activations in memory
     auto     the graphs of the last blocks, as many as fit, and the inputs of the others, as in "block"
-             (kept_blocks.py); small blocks run as CUDA graphs instead (recorded.py)
+             (kept_blocks.py); small blocks run as CUDA graphs (recorded.py), which keep activations where there is room
 
 or, for compiled blocks (compiled.py), a graph of the block that holds only its inputs.
 
@@ -38,6 +38,7 @@ from torch.utils.weak import TensorWeakRef
 
 from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
+from keyhole.model.backward.block_graph import BlockGraph
 from keyhole.model.backward.compiled import Compiled, Saved
 
 ACTIVATIONS = ("none", "block", "host", "auto")
@@ -166,20 +167,12 @@ class Visit:
             if isinstance(value, HostActivation):
                 self.store.prefetch(value)
 
-    def gradients(
-        self, values: list[Any], grads: list[Any], parameters: list[nn.Parameter], run_again: Callable[[Callable], Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """For a plain visit: gradients of its inputs, in the order of `origins`, and of parameters (None: none), from
-        the gradients of its outputs. `reverse` does the same through .grad."""
+    def graph_of(self, values: list[Any], run_again: Callable[[Callable], Any]) -> BlockGraph:
+        """For a plain visit: the graph of another run, with leaves for its inputs in the order of `origins`. (`reverse`
+        makes such a graph for any visit, and differentiates it through .grad.)"""
         inputs = {i: values[i].detach().requires_grad_() for i in self.origins}
         again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
-        outputs = [v for v in tree_flatten(again)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad and g is not None]
-        if not pairs:
-            return [None] * len(inputs), [None] * len(parameters)
-        wanted = [*inputs.values(), *parameters]
-        found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        return list(found[: len(inputs)]), list(found[len(inputs) :])
+        return BlockGraph(list(inputs.values()), again[0])
 
     def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
         """The backward pass of the block, whose parameters are bound. run_again(call) recomputes the forward

@@ -77,7 +77,7 @@ def count_changed(count, new, w, mask, PAIRS: tl.constexpr, MASKED: tl.constexpr
     """count + (new != w), element by element."""
     if PAIRS:
         if MASKED:
-            new = tl.where(mask, new, w)  # outside of the tensor both are 0: element.load
+            new = tl.where(mask, new, w)  # outside of the tensor both are 0: masked.load
         ASM: tl.constexpr = _COUNT_BF16 if w.dtype == tl.bfloat16 else _COUNT_FP16
         count = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [new, w, count], w.dtype, is_pure=True, pack=2)
     else:

@@ -16,6 +16,7 @@ import torch
 
 from keyhole.ops.arguments import Count, Scalar, check_scalars, float32, is_on_device
 from keyhole.ops.backend import jit, tl
+from keyhole.ops.masked import store
 from keyhole.ops.noise.index import check_index, key, unsigned
 from keyhole.ops.rounding.pairs16 import count_changed, rounded, widened
 from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, stochastic_round_reference
@@ -163,22 +164,3 @@ def store_perturbed(plus_ptr, minus_ptr, mask, w, z, z_next, eps, HOW: tl.conste
         store(minus_ptr, round_nearest(w_fp32 + eps * z_next, minus_ptr.dtype.element_ty), mask, MASKED)
     elif HOW.PERTURB == _CLEAN:
         store(minus_ptr, round_nearest(w_fp32, minus_ptr.dtype.element_ty), mask, MASKED)
-
-
-@jit()
-def load(ptr, mask, MASKED: tl.constexpr):
-    """Loads; 0 outside of the mask."""
-    if MASKED:
-        x = tl.load(ptr, mask, other=0)
-    else:
-        x = tl.load(ptr)
-    return x
-
-
-@jit()
-def store(ptr, x, mask, MASKED: tl.constexpr):
-    """Stores within the mask."""
-    if MASKED:
-        tl.store(ptr, x, mask)
-    else:
-        tl.store(ptr, x)

@@ -52,6 +52,41 @@ def test_recorded_blocks_give_the_same_bits(name: str, dtype: str, micro_batches
     assert "forward" in kinds and "reverse" in kinds, recorded[2].reverse.recorded.why
 
 
+KEEPING: dict[str, Callable[..., Any]] = {
+    "lomo": lambda model, **how: keyhole.LOMO(model, 1e-2, **how),
+    "lomo clipped": lambda model, **how: keyhole.LOMO(model, 1e-2, max_grad_norm=0.5, **how),
+    "adalomo": lambda model, **how: keyhole.AdaLOMO(model, 1e-3, **how),
+    "adam-offload": lambda model, **how: keyhole.AdamOffload(model, 1e-3, **how),
+    "lsp": lambda model, **how: keyhole.LSP(model, 1e-3, d=8, r=2, check_freq=5, **how),
+    "lora": lambda model, **how: keyhole.LoRA(model, 1e-3, r=2, **how),
+}
+
+
+@in_every_run(lambda name, micro_batches: (micro_batches == 2) == (name in ("lomo clipped", "lsp", "lora")))
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", KEEPING)
+def test_recordings_that_keep_activations_give_the_same_bits(name: str, micro_batches: int) -> None:
+    """Batches of two lengths that alternate, so that each length's activations must survive the other's steps; the
+    third length makes static memory grow, and everything is recorded again."""
+    found = []
+    for graphs, activations in ((False, "block"), (True, "auto")):
+        how = {"dtype": "bfloat16", "seed": 3, "reverse_graphs": graphs}
+        model = keyhole.load(config("llama"), init="random", device="cuda", **how)
+        method, losses = KEEPING[name](model, activations=activations), []
+        for step in range(16):
+            length = (6, 9)[step % 2] if step < 8 else (6, 12)[step % 2]
+            batches = [batch(rows=2, length=length, seed=10 * step + i) for i in range(micro_batches)]
+            losses.append(float(method.step(batches)))
+        method.flush()
+        found.append((losses, [t.detach().clone() for t in model.module.state_dict().values()]))
+    recorded = method.reverse.recorded
+    kinds = [key[0] for key, one in recorded.recordings.items() if key[0] != "update" and one is not None]
+    kept = [kind for kind in kinds if kind[0] == "reverse" and kind[-1]]
+    assert kept and not any(kind[0] == "reverse" and not kind[-1] for kind in kinds), recorded.why
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "lsp", "adam-offload"])
 def test_recorded_blocks_of_a_streamed_model(name: str) -> None:
     """Slots are addresses too: streamed and recorded equals resident and not recorded."""

@@ -25,7 +25,7 @@ class Graph:
     """Runs a function again; of what Python did then, the sink forgets everything."""
 
     def __init__(self, recorded: "Imitated", run: Callable[[], Any]) -> None:
-        self.recorded, self.run, self.result = recorded, run, None
+        self.recorded, self.run, self.result, self.kept = recorded, run, None, []
         self.graph = self
 
     def replay(self) -> None:
@@ -45,6 +45,7 @@ class Imitated(RecordedBlocks):
     def __init__(self, reverse: Reverse) -> None:
         self.device, self.block_count, self.owner = torch.device("cpu"), len(reverse.blocks), reverse
         self.recordings, self.copied, self.places, self.static, self.why = {}, {}, {}, set(), ""
+        self.ran = {}
         self.seen = Counter()
         self.replays = self.drops = 0
 
@@ -53,15 +54,22 @@ class Imitated(RecordedBlocks):
 
     def forget(self) -> None:
         self.drops += bool(self.recordings)
-        for kept in (self.recordings, self.copied, self.places, self.static):
+        for kept in (self.recordings, self.copied, self.places, self.static, self.ran):
             kept.clear()
 
 
-def recording(method: Any, imitated: type[Imitated] = Imitated) -> Imitated:
-    """Has a method on a CPU record what it would record on a GPU."""
+class Room:
+    """Memory without end."""
+
+    def has_room(self, tokens: int) -> bool:
+        return True
+
+
+def recording(method: Any, imitated: type[Imitated] = Imitated, keeps: bool = False) -> Imitated:
+    """Has a method on a CPU record what it would record on a GPU. keeps: with its activations."""
     reverse, model = method.reverse, method.model
-    recorded = imitated(reverse)
-    reverse.visits = RecordedVisits(model, reverse.blocks, reverse.units_of, recorded)
+    recorded, room = imitated(reverse), Room() if keeps else None
+    reverse.visits = RecordedVisits(model, reverse.blocks, reverse.units_of, recorded, reverse._run_whole, room)
     if isinstance(method, keyhole.LOMO):
         method.numbers = None if method.waits else StepNumbers(model.device)
     if isinstance(method, keyhole.LSP):
@@ -86,12 +94,14 @@ ACCUMULATED = ("lomo clipped", "lora")  # in `make test`; the others are recorde
 ALIKE = ("lomo-lora", "lsp clipped")  # what they record, others do
 
 
-def trained(name: str, records: bool, micro_batches: int) -> tuple[list[float], list[torch.Tensor], Any]:
+def trained(
+    name: str, records: bool, micro_batches: int, keeps: bool = False
+) -> tuple[list[float], list[torch.Tensor], Any]:
     """Losses, weights and the recorder after steps on batches of two lengths, with a rate that changes."""
     wire = "int4" if "int4" in name else None
     model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3, wire=wire)
     method, losses = METHODS[name](model), []
-    recorded = recording(method) if records else None
+    recorded = recording(method, keeps=keeps) if records else None
     for step in range(6):
         method.lr = 1e-2 * (8 - step) / 8
         batches = [batch(rows=2, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(micro_batches)]
@@ -111,6 +121,43 @@ def test_replays_give_the_same_bits(name: str, micro_batches: int) -> None:
     assert all(one is not None for one in recorded.recordings.values())
     assert losses == plain[0]
     assert all(map(torch.equal, weights, plain[1]))
+
+
+@in_every_run(lambda name, micro_batches: name == ("lomo clipped" if micro_batches == 2 else "lsp"))
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_replays_with_kept_activations_give_the_same_bits(name: str, micro_batches: int) -> None:
+    """Their reverse recomputes nothing."""
+    losses, weights, recorded = trained(name, True, micro_batches, keeps=True)
+    plain = trained(name, False, micro_batches)
+    kinds = [key[0] for key in recorded.recordings if key[0] != "update"]
+    assert all(kind[-1] for kind in kinds if kind[0] == "reverse") and any(kind[0] == "reverse" for kind in kinds)
+    assert all(one is not None for one in recorded.recordings.values())
+    assert losses == plain[0]
+    assert all(map(torch.equal, weights, plain[1]))
+
+
+@pytest.mark.parametrize("name", ["lomo", "lsp"])
+def test_a_block_whose_kept_graph_cannot_be_recorded_is_recomputed(name: str) -> None:
+    """The step is the ordinary one."""
+    plain = trained(name, False, 1)
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    method, losses = METHODS[name](model), []
+    recorded = recording(method, Failing, keeps=True)
+
+    def refuse(module: Any, grads: Any) -> None:
+        if recorded.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for layer in model.module.model.layers:
+        layer.self_attn.o_proj.register_full_backward_pre_hook(refuse)
+    for step in range(6):
+        method.lr = 1e-2 * (8 - step) / 8
+        losses.append(float(method.step([batch(rows=2, length=(6, 9)[step % 2], seed=10 * step)])))
+    method.flush()
+    assert recorded.failures
+    assert losses == plain[0]
+    assert all(map(torch.equal, [model.home(tensor) for tensor in model.layout.tensors], plain[1]))
 
 
 def test_a_block_that_is_used_twice_in_a_pass_is_not_recorded() -> None:
