@@ -264,7 +264,8 @@ class Execution:
         free_memory()
         self.results[result.id] = result
         self._keep(result)
-        self._clean(trial)
+        if result.kind != CRASH:  # that run will go on from its checkpoint
+            self._clean(trial)
         self.say(
             f"[{self.progress.count()}] {trial.label}: {self._line(result)}, {duration(time.monotonic() - began_s)}"
         )

@@ -235,6 +235,24 @@ def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypa
     assert cell(out, "adamw")["mean"] is not None and not cell(out, "adamw")["errors"]
 
 
+def test_a_crashed_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the beginning; after that its checkpoints are deleted."""
+    real, steps = loop.Run.step, []
+
+    def step(self: loop.Run, number: int) -> None:
+        steps.append(number)
+        if len(steps) == 4:
+            raise ZeroDivisionError("oh")
+        real(self, number)
+
+    monkeypatch.setattr(loop.Run, "step", step)
+    path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
+    words = ("seeds=0", "methods=lomo", "learning_rate=1e-3", "save_steps=1")
+    assert run(path, out, *words) == FAILED and run(path, out, *words) == 0
+    assert steps == [1, 2, 3, 4, 4] and cell(out, "lomo")["mean"] is not None
+    assert not list(out.glob("runs/*/checkpoint-*"))
+
+
 def test_mistakes_are_found_before_the_first_run(tmp_path: Path) -> None:
     """In the last task, in a setting of the last method, and a directory with somebody's files."""
     out, other = tmp_path / "o", f"tasks: {{demo: , sst2: {{task_data: {tmp_path}}}}}"
