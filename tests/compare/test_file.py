@@ -120,6 +120,16 @@ def test_mistakes_are_named(tmp_path: Path, change: tuple[str, str], says: str) 
         points(path)
 
 
+@pytest.mark.parametrize("word", ["methods=", "tasks= ", "model=", "seeds=[]", "output_dir=", "choose_by="])
+def test_an_empty_selection_is_refused(tmp_path: Path, word: str) -> None:
+    """An unset variable of the shell does not select everything; nor is one of two selections dropped."""
+    path = write(tmp_path / "small.yaml")
+    with pytest.raises(UserError, match=f"{word.partition('=')[0]}: nothing is named"):
+        read_comparison(path, [word])
+    with pytest.raises(UserError, match="as model= and as models="):
+        read_comparison(path, ["model=demo", "models=other"])
+
+
 def test_models_of_one_last_name_are_told_apart(tmp_path: Path) -> None:
     """By as much of their paths as differs; on the command line too."""
     path = write(tmp_path / "a.yaml", TEXT.replace("models: [demo]", "models: [x/a/m, x/b/m, m, c/d]"))
