@@ -95,9 +95,12 @@ def parameters(model: str) -> int:
     if model in SHAPES:
         return parameter_count(model)
     try:
-        return int(float(model))
+        count = int(float(model))
     except (ValueError, OverflowError):
-        raise UserError(f"--model: {model} is no number of parameters, and none of {', '.join(SHAPES)}") from None
+        count = 0
+    if count < 1:
+        raise UserError(f"--model: {model} is no number of parameters, and none of {', '.join(SHAPES)}")
+    return count
 
 
 def replicas(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, itemsize: int = 2) -> Step:

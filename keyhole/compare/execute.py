@@ -33,8 +33,26 @@ from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.page import make_page
 from keyhole.compare.plan import Group, Trial, plan, with_data
 from keyhole.compare.progress import Progress, Quiet
-from keyhole.compare.result import CRASH, REFUSED, Result, blank, path_of, read_result, summarise, write_result
-from keyhole.compare.table import Cell, cell_of, choose, number, to_json, to_markdown, zero_shot_cell
+from keyhole.compare.result import (
+    CRASH,
+    REFUSED,
+    Result,
+    blank,
+    path_of,
+    read_result,
+    summarise,
+    write_result,
+)
+from keyhole.compare.table import (
+    Cell,
+    cell_of,
+    choose,
+    number,
+    seeds_of_grid,
+    to_json,
+    to_markdown,
+    zero_shot_cell,
+)
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.disk.files import remove, write_text
@@ -159,7 +177,7 @@ class Execution:
     def _trials(self) -> Iterator[Trial]:
         """The runs in order; the second part depends on the results of the first."""
         seeds = self.comparison.seeds
-        first = seeds[:1] if self.comparison.choose_by == "first-seed" else seeds
+        first = seeds_of_grid(self.comparison)
         for seed in first:
             for group in self.groups:
                 yield from (group.trials[point, seed] for point in group.points)
@@ -207,7 +225,8 @@ class Execution:
         free_memory()
         self.results[result.id] = result
         self._keep(result)
-        self._clean(trial)
+        if result.kind != CRASH:  # that run will go on from its checkpoint
+            self._clean(trial)
         self.say(
             f"[{self.progress.count()}] {trial.label}: {self._line(result)}, {duration(time.monotonic() - began_s)}"
         )
@@ -258,11 +277,11 @@ class Execution:
             if trial.config.head is not None:
                 continue  # a new head is untrained
             made = blank(trial)
-            made.id, made.method, made.point = zero_shot.id_of(trial, self.kept), ZERO_SHOT, []
+            made.id, made.method, made.point = zero_shot.id_of(trial, self.groups, self.kept), ZERO_SHOT, []
             found = self._read(made.id)
             if found is None or found.error:
                 self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
-                found = zero_shot.score(trial, made, self.kept, self.allow_code_execution, self._failed)
+                found = zero_shot.score(trial, made, self.groups, self.kept, self.allow_code_execution, self._failed)
                 free_memory()
                 self._keep(found)
                 self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {self._line_untrained(found)}")

@@ -197,12 +197,20 @@ class Model:
                 self.binding.bind_homes()
 
     def lockstep(
-        self, batches: list[DeviceBatch], serve: Serve, rows: Rows, steady: bool = False, block_at_once: bool = False
+        self,
+        batches: list[DeviceBatch],
+        serve: Serve,
+        rows: Rows,
+        steady: bool = False,
+        block_at_once: bool = False,
+        streams: dict[int, torch.cuda.Stream] | None = None,
     ) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
-        block_at_once: a pass waits for all units of a block before it enters the block."""
+        block_at_once: a pass waits for all units of a block before it enters the block. streams: of single passes, in
+        place of the current one; `serve` forks and joins them (forward/branches.py)."""
         passes = self._lockstep
+        passes.streams = streams or {}
         passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
         with self.conducted_by(passes):
             try:

@@ -44,6 +44,7 @@ from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
+from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
@@ -116,7 +117,8 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count, self.fp8_steps = 0, fp8_steps
-        self._now: Count | None = None  # the step on the device, within `at_step`
+        self._now: Count | None = None  # the step on the device, within `captured`
+        self.branches = Branches()  # streams for the looks of a pair, within `captured`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         self.keeps_base = self.light = low_rank and not fold
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
@@ -173,13 +175,13 @@ class ZO(Method):
         return passes.run(self, looks, steady)
 
     @contextmanager
-    def at_step(self, step: Count) -> Iterator[None]:
-        """A context in which directions are those of a step whose number is on the device."""
-        self._now = step
+    def captured(self, step: Count, branches: Branches) -> Iterator[None]:
+        """A context in which directions are those of a step whose number is on the device, and looks have streams."""
+        self._now, self.branches = step, branches
         try:
             yield
         finally:
-            self._now = None
+            self._now, self.branches = None, Branches()
 
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
         """The looks of this step: each on all rows, or each pair on its part of them."""

@@ -39,8 +39,10 @@ def run(zo: ZO, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
         if zo.factors is not None:
             hidden = shared_passes.run(zo, looks, steady)
         else:
-            serve, rows, at_once = _server(zo, looks), _rows(zo, looks), zo.block_at_once
-            hidden = zo.model.lockstep(looks.passes, serve, rows, steady=steady, block_at_once=at_once)
+            serve, rows = _server(zo, looks), _rows(zo, looks)
+            how = {"steady": steady, "block_at_once": zo.block_at_once}
+            how["streams"] = zo.branches.of_passes([by_look for _, _, by_look in looks.visits])
+            hidden = zo.model.lockstep(looks.passes, serve, rows, **how)
         nll = _nll(zo, hidden, looks)
         zo.update.apply_to_rest()
         if zo.factors is not None:
@@ -60,17 +62,22 @@ def _server(zo: ZO, looks: Looks) -> Callable[[Unit | None, Callable[[int], None
     """The function called at each unit: it loads, updates and perturbs the unit, and resumes every pass."""
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-        for passes, weights, spine in _arrive(zo, unit, looks):
-            zo.model.binding.bind(unit, weights, spine)
-            for index in passes:
-                resume(index)
+        for sides in _arrive(zo, unit, looks):
+            for side, (passes, weights, spine) in enumerate(sides):
+                zo.model.binding.bind(unit, weights, spine)
+                zo.branches.fork(side)
+                for index in passes:
+                    resume(index)
+                if unit is None:
+                    zo.branches.join()
+            zo.branches.join()
 
     return serve
 
 
 def _arrive(zo: ZO, unit: Unit | None, looks: Looks) -> Any:
-    """Yields (passes of a look, perturbed weights of a unit, perturbed spine); releases the unit's slot as early as
-    possible."""
+    """Yields, per pair, (passes of a look, perturbed weights of a unit, perturbed spine) of its looks; releases the
+    unit's slot as early as possible."""
     if not looks.visits:
         return
     engine, last = zo.model.engine, looks.visits[-1][0]
@@ -81,8 +88,8 @@ def _arrive(zo: ZO, unit: Unit | None, looks: Looks) -> Any:
             zo.update.perturb(unit, w, plus, minus, zo.perturbation(pair), arrived=p == looks.first)
             if p == last:
                 engine.release(unit.index)
-        for side, passes in enumerate(by_look):
-            yield passes, None if unit is None else (plus, minus)[side], zo.spines[p, side]
+        weights = (None, None) if unit is None else (plus, minus)
+        yield [(passes, weights[side], zo.spines[p, side]) for side, passes in enumerate(by_look)]
 
 
 def _rows(zo: ZO, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
@@ -127,9 +134,10 @@ def _visit_head(zo: ZO, hidden: list[torch.Tensor], looks: Looks) -> list[torch.
     """The nll of every trained token, per pass: each chunk of the head is visited once, for all passes."""
     running = [RunningNLL(batch.target_N) for batch in looks.passes]
     for unit in zo.model.layout.head_units:
-        for passes, weights, spine in _arrive(zo, unit, looks):
-            zo.model.binding.bind_head(unit, weights, spine)
-            for index in passes:
-                zo.model.head.add_nll(running[index], hidden[index], unit.rows[0])
+        for sides in _arrive(zo, unit, looks):
+            for passes, weights, spine in sides:
+                zo.model.binding.bind_head(unit, weights, spine)
+                for index in passes:
+                    zo.model.head.add_nll(running[index], hidden[index], unit.rows[0])
     zo.model.binding.bind_homes()
     return [state.nll_N() for state in running]
