@@ -3,8 +3,8 @@
 A home may hold another dtype than kernels compute in, or packed bytes (weights/format.py). So the parameters of a pass
 point to:
 
-    a home in the dtype of compute      the slot itself (streamed) or the home itself (resident); no copy
-    another dtype, or packed            a copy in scratch memory: one spine, and one buffer of the largest unit per `place`
+    a home in the dtype of compute   the slot itself (streamed) or the home itself (resident); no copy
+    another dtype, or packed         a copy in scratch memory: a spine, and one buffer of the largest unit per `place`
 
 Bytes on the device: none in the first case; otherwise dtype x (spine + places x largest unit), allocated once, because
 cached views of parameters and CUDA graphs hold its address.
