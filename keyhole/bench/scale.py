@@ -36,7 +36,7 @@ from keyhole.bench.shapes import SHAPES, parameter_count
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Traits
+from keyhole.methods.traits import Traits
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 SHARED_EVERY = 8

@@ -22,7 +22,7 @@ from keyhole.data.run import Data
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
 from keyhole.methods import METHODS
-from keyhole.methods.base import AUTO_RATE
+from keyhole.methods.traits import AUTO_RATE
 from keyhole.report.entries import Entry, is_test, read_metrics
 from keyhole.training.selection import Selection, SelectionSettings, value_of
 from keyhole.training.validation import Judge, common_metric

@@ -20,7 +20,7 @@ from keyhole.config.fields import sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS, streaming_methods
-from keyhole.methods.base import AUTO_RATE
+from keyhole.methods.traits import AUTO_RATE
 
 OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
 OF_FILES = (

@@ -28,7 +28,7 @@ from keyhole.eval.continuations import score_continuations
 from keyhole.eval.generate import continue_prompts
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.loading import load
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
 NEW_TOKENS = 256  # the harness's default for tasks without a limit

@@ -2,6 +2,7 @@
 
 start.py         how a run starts, and all checks before torch is imported: config, directory, resume point, data paths
 build.py         builds data, model, method, journal and loop
+model_and_method.py   the model and the method as the config says, and the workload that memory is planned for
 base_hash.py     the hash of the original model, computed in the background
 waiting.py       progress lines during the start
 loop.py          the loop that all methods share: step, check, evaluation, save

@@ -15,8 +15,8 @@ grow with the run: they are counted as at its end, on the device and, in float32
 
 from dataclasses import replace
 
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.memory import forward_bytes
+from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions

@@ -11,6 +11,8 @@ per shape and replayed from then on. The kernels read what differs from step to 
 
     host per step:    copies of the batch, two numbers, one launch, and a few small kernels from losses to coefficients
 
+Within the graph the two looks of a pair run beside each other (model/forward/branches.py).
+
 A graph is used only if it gives the same bits as eager execution. The step in which it is captured runs both: first
 eagerly, then, from the same weights, the graph; losses and all weights must be equal. A shape that fails (the model
 reads a number on the host, or memory runs out) runs eagerly from then on.
@@ -35,6 +37,7 @@ from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
+from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.graphs import no_collection
 from keyhole.model.forward.memory import launched_as_graphs
 
@@ -86,6 +89,7 @@ class RecordedSteps:
         self.coef: torch.Tensor | None = None
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
+        self.branches = Branches()
 
     def run(self, looks: Looks) -> list[torch.Tensor]:
         """The losses of all passes; applies the pending update. Read them before the next step."""
@@ -174,12 +178,13 @@ class RecordedSteps:
         method, model = self.method, self.method.model
         graph = torch.cuda.CUDAGraph()
         if self.stream is None:  # one for all, because cuBLAS keeps a workspace per stream
-            self.stream = torch.cuda.Stream(model.device)
+            self.stream, self.branches = torch.cuda.Stream(model.device), Branches(model.device, 2)
         if not any(self.recordings.values()):  # a pool is freed with its last graph
             self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(model.device)
         try:
-            with torch.cuda.stream(self.stream), no_collection(), method.at_step(self.now.step):
+            self.branches.forked.clear()
+            with torch.cuda.stream(self.stream), no_collection(), method.captured(self.now.step, self.branches):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     recording.nll = method.run_passes(recording.looks, steady=False)

@@ -17,9 +17,9 @@ on an H200 (benchmarks/zo_h200_2026-11-16.md).
 from dataclasses import replace
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.launches import forward_kernels
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
+from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.memory import device_bytes, kept_terms
 from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, launched_as_graphs

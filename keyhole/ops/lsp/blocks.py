@@ -18,9 +18,8 @@ an instruction's 8: hence r that is not a power of two keeps the tile of 64 colu
 
 The kernel is bound by instructions, about 40 per weight, and by latency. Therefore
 
-    ahead      w, p and delta of the next iterations are copied to shared memory while this one is computed (`STAGES`;
-               with two iterations of four lanes, all are on their way at the start): the compiler does not move a load
-               above a store by itself
+    ahead      w, p and delta of the next iterations are copied to shared memory while this one is computed (`STAGES`):
+               the compiler does not move a load above a store by itself
     lanes      `UNROLL` lanes per iteration, so that most of the choice of a lane's random bits is made at compile time
     layout     the random words are computed where the products' results are; otherwise each lane's would be exchanged
                through shared memory
@@ -44,8 +43,8 @@ from keyhole.ops.rounding.pairs16 import count_changed, counts_pairs, no_changes
 from keyhole.ops.rounding.round import FLOAT32_MAX
 from keyhole.ops.rounding.store import Store, store_weight
 
-COLUMNS, NUM_WARPS = 32, 2  # of a tile of W, and for it
-UNROLL, STAGES = 4, 3  # lanes per iteration (1 | 2 | 4 | 8), and iterations under way: STAGES - 1 are loaded ahead
+COLUMNS, NUM_WARPS = 32, 1  # of a tile of W, and for it (the fastest of benchmarks/ops_decompress.py on an H200)
+UNROLL, STAGES = 2, 3  # lanes per iteration (1 | 2 | 4 | 8), and iterations under way: STAGES - 1 are loaded ahead
 REGISTERS = None  # per thread at most; None: as many as the compiler likes
 WIDE = 64  # columns of a tile if r is not a power of two
 MOST = 64 * 64  # numbers of delta that one stage holds at a time, for WIDE columns

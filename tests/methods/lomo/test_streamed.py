@@ -7,9 +7,9 @@ import torch
 
 import keyhole
 from keyhole.bench.gradient.traced import IN_PLACE
-from keyhole.methods.base import Workload
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.workload import Workload
 from keyhole.plan import placement
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights

@@ -10,11 +10,11 @@ import torch
 
 import keyhole
 from keyhole.methods.apollo_mini.method import APOLLOMini
-from keyhole.methods.base import Workload
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.lomo_lora import LOMOLoRA
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lora.method import LoRA
+from keyhole.methods.workload import Workload
 from keyhole.model.backward.memory import slot_count
 from keyhole.model.structure import experts as stacks
 from keyhole.model.structure.layout import find_layout

@@ -8,7 +8,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.method import ZO
 from keyhole.model.structure import find as blocks
 from keyhole.model.structure.layout import ALIGN, find_layout

@@ -43,6 +43,7 @@ from keyhole.methods.zo.rate_search import rate_share
 from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
 from keyhole.model.model import Model
+from keyhole.model.rank_duties import rewriting_shared, writes_home
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
@@ -238,9 +239,9 @@ class Factors:
         units = [unit for unit in model.layout.of_kind("block") if unit.index in left or unit in wanted]
         if not units:
             return
-        with torch.no_grad(), model.rewriting_shared(), model.sweep("flush", learn=False):
+        with torch.no_grad(), rewriting_shared(model), model.sweep("flush", learn=False):
             for unit in units:
-                if not model.writes(unit.index):
+                if not writes_home(model, unit.index):
                     left.discard(unit.index)
                     continue
                 self.arrive(unit, model.engine.acquire(unit.index), awaited=True)
@@ -255,9 +256,9 @@ class Factors:
             model.factors = None
             return
         self.bring_home()
-        with model.rewriting_shared(), model.sweep("flush", learn=False):
+        with rewriting_shared(model), model.sweep("flush", learn=False):
             for unit in model.layout.of_kind("block"):
-                if not model.writes(unit.index):
+                if not writes_home(model, unit.index):
                     continue
                 w = model.engine.acquire(unit.index)
                 if w.dtype == PACKED:
