@@ -277,12 +277,11 @@ class Execution:
             if trial.config.head is not None:
                 continue  # a new head is untrained
             made = blank(trial)
-            wire = zero_shot.wire_of(self.groups, trial)
-            made.id, made.method, made.point = zero_shot.id_of(trial, self.kept, wire), ZERO_SHOT, []
+            made.id, made.method, made.point = zero_shot.id_of(trial, self.groups, self.kept), ZERO_SHOT, []
             found = self._read(made.id)
             if found is None or found.error:
                 self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
-                found = zero_shot.score(trial, made, wire, self.kept, self.allow_code_execution, self._failed)
+                found = zero_shot.score(trial, made, self.groups, self.kept, self.allow_code_execution, self._failed)
                 free_memory()
                 self._keep(found)
                 self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {self._line_untrained(found)}")

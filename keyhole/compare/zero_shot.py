@@ -2,14 +2,12 @@
 
 It is evaluated as a run evaluates (training/validation.py), with the placement, budget, device and dtype of the
 comparison's runs. Its result is kept like that of a run, under an id made of the model, the task with its rows, the
-dtype and the length to which rows are cut: methods and their settings have no part in it. One exception: if every run
-of the task keeps its weights in another format (`wire`), the model is scored in it, since it may fit host memory in no
-other.
+dtype and the length to which rows are cut: methods and their settings have no part in it.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from keyhole.compare.kept import Kept, questions
 from keyhole.compare.names import ZERO_SHOT
@@ -23,26 +21,28 @@ from keyhole.training.validation import Judge, common_metric
 Failed = Callable[[Result, Exception], Result]
 
 
-def wire_of(groups: Sequence[Group], trial: Trial) -> str | None:
-    """The format of the weights: None, as they are, unless all runs on the trial's task and model have another."""
-    own = [group for group in groups if (group.model, group.task) == (trial.model, trial.task)]
-    wires = [other.config.wire for group in own for other in group.trials.values()]
-    return None if None in wires else trial.config.wire
-
-
-def id_of(trial: Trial, kept: Kept, wire: str | None) -> str:
+def id_of(trial: Trial, groups: list[Group], kept: Kept) -> str:
     """The id of the result: equal for all runs that would begin from the same score."""
     config = trial.config
     keys = ("task", "task_data", "task_splits", "num_train", "num_dev", "num_eval", "dtype", "max_length", "seed")
     told = [kept.model_hash(config.model) or config.model, *(getattr(config, key) for key in keys)]
     told.append(questions(kept.load_data(data_settings(config))))
-    told += [] if wire is None else [wire]
+    told += [wire] if (wire := _wire(trial, groups)) is not None else []
     digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=6).hexdigest()
     return f"{trial.id.rsplit('-', 2)[0]}-{ZERO_SHOT}-{digest}"
 
 
+def _wire(trial: Trial, groups: list[Group]) -> str | None:
+    """None, the model as it is, unless every run of the task keeps its weights in another format: the model may fit
+    host memory in no other."""
+    place = (trial.model, trial.task)
+    of_task = [group for group in groups if (group.model, group.task) == place]
+    wires = [other.config.wire for group in of_task for other in group.trials.values()]
+    return None if None in wires else trial.config.wire
+
+
 def score(
-    trial: Trial, made: Result, wire: str | None, kept: Kept, allow_code_execution: bool, failed: Failed
+    trial: Trial, made: Result, groups: list[Group], kept: Kept, allow_code_execution: bool, failed: Failed
 ) -> Result:
     """Completes the result `made` with the metrics of the model that the run would train; failed: makes a result of an
     error."""
@@ -51,7 +51,7 @@ def score(
     made.dev_metric, made.test_metric = judge.metric or "loss", common_metric(data.test)
     work = Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES)
     where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
-    where |= {"wire": wire}
+    where |= {"wire": _wire(trial, groups)}
     try:
         model = kept.load(config.model, dtype=config.dtype or "auto", workload=work, **where)
         try:

@@ -13,7 +13,7 @@ lock.py          one process per directory
 schedule.py      the learning rate as a function of the step
 metrics.py       one entry per step, read one step late, checked, appended to run/metrics.jsonl
 reports.py       sends a step's metrics to the metrics file, the page, the trackers and the display
-run_page.py      run/report.html; page_facts.py: its contents besides the curves
+run_page.py      run/report.html; page_facts.py, sample_answers.py: its contents besides the curves
 guard.py         stops a run at numbers that are not finite
 change_check.py  checks that every trained tensor changes
 selection.py     the best step, early stopping, the time limit
