@@ -24,7 +24,7 @@ from keyhole.data.readers import kind_of
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError, printable
 from keyhole.methods import METHODS
-from keyhole.methods.base import Traits
+from keyhole.methods.traits import Traits
 
 README = "README.md"
 MOST_BYTES = 2**30  # limit of metrics.jsonl, which has a line per step
