@@ -118,7 +118,7 @@ class ZO(Method):
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count, self.fp8_steps = 0, fp8_steps
         self._now: Count | None = None  # the step on the device, within `captured`
-        self.branches = Branches()  # streams for the looks of a pair, within `captured`
+        self.branches = Branches()  # streams for looks, within `captured`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         self.keeps_base = self.light = low_rank and not fold
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
@@ -133,6 +133,7 @@ class ZO(Method):
         self.memory = torch.zeros(remembers, device=device)
         dense = max((u.numel for u in layout.units[1:] if u.index not in blocks), default=0)
         self.plus, self.minus = (torch.empty(dense, dtype=dtype, device=device) for _ in range(2))
+        self.copies = [(self.plus, self.minus)]  # of a unit; more than one within `captured`
         self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
         self.factors: Factors | None = None
         if low_rank:
@@ -175,13 +176,16 @@ class ZO(Method):
         return passes.run(self, looks, steady)
 
     @contextmanager
-    def captured(self, step: Count, branches: Branches) -> Iterator[None]:
-        """A context in which directions are those of a step whose number is on the device, and looks have streams."""
-        self._now, self.branches = step, branches
+    def captured(
+        self, step: Count, branches: Branches, more: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[None]:
+        """A context in which directions are those of a step whose number is on the device, and looks have streams.
+        more: copies of a unit, for further pairs of looks."""
+        self._now, self.branches, self.copies = step, branches, [*self.copies, *more]
         try:
             yield
         finally:
-            self._now, self.branches = None, Branches()
+            self._now, self.branches, self.copies = None, Branches(), self.copies[:1]
 
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
         """The looks of this step: each on all rows, or each pair on its part of them."""

@@ -7,10 +7,10 @@ Here all passes of a step, over all looks and micro-batches, run in lockstep (mo
     for each further pair of looks, one pass over w writes its two copies
     the passes of each look run through its copy
 
-The copies of a unit lie in memory that the next unit reuses (`plus`, `minus`); those of the spine live through the
-step, since every block needs them (`spines`, two per pair). The chunks of the head are visited in the same way after
-the last block. Of the input embedding only the rows that the batch needs are perturbed: the pending update is applied
-to these rows on the fly, with the same bits as the full update of the table at the end of the sweep.
+The copies of a unit lie in memory that the next unit reuses (`copies`); those of the spine live through the step, since
+every block needs them (`spines`, two per pair). The chunks of the head are visited in the same way after the last
+block. Of the input embedding only the rows that the batch needs are perturbed: the pending update is applied to these
+rows on the fly, with the same bits as the full update of the table at the end of the sweep.
 With low-rank directions units are not copied: low_rank/passes.py runs the blocks.
 Legend: M tokens looked up, N trained tokens, H width.
 """
@@ -62,15 +62,18 @@ def _server(zo: ZO, looks: Looks) -> Callable[[Unit | None, Callable[[int], None
     """The function called at each unit: it loads, updates and perturbs the unit, and resumes every pass."""
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-        for sides in _arrive(zo, unit, looks):
+        apart = len(zo.copies) >= len(looks.visits)  # every pair has copies of its own
+        for pair, sides in enumerate(_arrive(zo, unit, looks)):
             for side, (passes, weights, spine) in enumerate(sides):
                 zo.model.binding.bind(unit, weights, spine)
-                zo.branches.fork(side)
+                zo.branches.fork(pair, side)
                 for index in passes:
                     resume(index)
                 if unit is None:
                     zo.branches.join()
-            zo.branches.join()
+            if not apart:
+                zo.branches.join()
+        zo.branches.join()
 
     return serve
 
@@ -82,9 +85,9 @@ def _arrive(zo: ZO, unit: Unit | None, looks: Looks) -> Any:
         return
     engine, last = zo.model.engine, looks.visits[-1][0]
     w = None if unit is None else engine.acquire(unit.index)
-    for p, pair, by_look in looks.visits:
+    for i, (p, pair, by_look) in enumerate(looks.visits):
         if unit is not None:
-            plus, minus = zo.plus[: unit.numel], zo.minus[: unit.numel]
+            plus, minus = (copy[: unit.numel] for copy in zo.copies[i % len(zo.copies)])
             zo.update.perturb(unit, w, plus, minus, zo.perturbation(pair), arrived=p == looks.first)
             if p == last:
                 engine.release(unit.index)
