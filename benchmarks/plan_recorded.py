@@ -48,7 +48,7 @@ LATEST = (
     "lomo_h200_2026-11-16", "lsp_h200_2026-11-15_3.5B_d", "lsp_h200_2026-11-15_7B_c", "lsp_h200_2026-11-15_7B_d",
     "frozen_base_h200_2026-11-16", "low_rank_h200_2026-11-16_long", "low_rank_h200_2026-11-16_short",
 )  # fmt: skip
-CHECKS = ("plan_check_h200_2026-11-16", "plan_check_h200_2026-11-16_b")
+CHECKS = ("plan_check_h200_2026-11-16", "plan_check_h200_2026-11-16_b", "plan_check_h200_2026-11-16_c")
 HOST = "launch", "called", "reversed"
 STEPS = 20  # of a record, about: what grows with a run is still small
 SWITCHED_OFF = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
@@ -216,7 +216,7 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
 def checks(path: Path, modules: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
     """The cases of a run of plan_check.py, planned now, beside what was measured then."""
     found = json.loads(path.read_text())
-    host = json.loads((HERE / f"{CHECKS[-1]}.json").read_text())["rates"]
+    host = json.loads((HERE / f"{CHECKS[1]}.json").read_text())["rates"]
     known = {} if "called" in found["rates"] else {name: host[name] for name in HOST}
     rates = Rates.from_dict(found["rates"] | known)
     for each in found["results"]:

@@ -20,11 +20,13 @@ of the sum. Copies are issued by the host too, as it goes through the units, and
 of the link. Units differ in size and in their launches, so if both take about as long, each waits for the other at
 times; if one is much faster, or if there are many slots, it is always ahead. A step through n slots takes at least
 
-    (link^p + launches^p)^(1/p) + HIDDEN busy        p = (n + 1) / 2
+    (link^p + launches^p)^(1/p) + HIDDEN busy        p = max(3, (n + 1) / 2)
 
-which decides on short batches. `zo` on a Llama-3.5B in 4 GiB with 512 tokens (3 slots; link 0.069 s, host 0.058, device
-0.025) took 0.099 s, streamed `lomo` (5 slots; 0.215, 0.131, 0.045) 0.257; this gives 0.094 and 0.236
-(benchmarks/plan_check_h200_2026-11-16_b.json). `lora` on an 8B in 4 GiB (11 slots; 0.55, 0.29) took 0.567.
+which decides on short batches. Streamed `lomo` on a Llama-3.5B with 512 tokens (5 slots; link 0.215 s, host 0.131,
+device 0.045) took 0.257 s, and on a faster host (0.213, 0.104) 0.236; this gives 0.236 and 0.226. `zo` in 4 GiB
+(3 slots; 0.065, 0.035) took 0.065 s; on a slower host, where it wrote back in every step, 0.099 (0.069, 0.058: 0.084
+planned) (benchmarks/plan_check_h200_2026-11-16_b.json, _c.json). `lora` on an 8B in 4 GiB (11 slots; 0.55, 0.29) took
+0.567.
 
 HIDDEN = 0.1 fits streamed `zo` (link 0.457 s, compute 0.207 s, step 0.485 s) on an H200
 (benchmarks/zo_h200_2026-11-16.md).
@@ -101,7 +103,7 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
         before = rates.link_seconds(work.begin.up, work.begin.down)
         alone = max(first, launched, before)
         phases = alone + max(busy - first, launching - launched, link - before)
-    host, power = min(busy, launching), (work.slots + 1) / 2
+    host, power = min(busy, launching), max(3.0, (work.slots + 1) / 2)
     copied = (link**power + launching**power) ** (1 / power) + HIDDEN * busy if units else 0.0
     alone = alone if work.updates_in_reverse else 0.0
     bound = max(parts, key=lambda name: parts[name])

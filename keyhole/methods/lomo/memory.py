@@ -20,7 +20,7 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.launches import Launches, of_adapters, of_updates, tensors_of_blocks
+from keyhole.methods.launches import Launches, hooked, of_adapters, of_updates, tensors_of_blocks
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig
 from keyhole.methods.lora.memory import adapted_count, adapted_sides
 from keyhole.methods.memory import reverse_bytes
@@ -65,10 +65,10 @@ def _more_launches(layout: Layout, method: str) -> Launches:
     """Of an update, beside those of LOMO's."""
     matrices, vectors = tensors_of_blocks(layout)
     if method == ADALOMO.name:
-        return Launches(called=SUMMED[0] * matrices + SUMMED[1] * vectors)
+        return hooked(SUMMED[0] * matrices + SUMMED[1] * vectors)
     if method in (LOMO.name, LOMO_LORA.name):
         return Launches()
-    return Launches(called=SKETCHED * matrices + ADAM * vectors)
+    return hooked(SKETCHED * matrices + ADAM * vectors)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
