@@ -73,6 +73,9 @@ class RunSettings(Protocol):
     max_steps: int | None
 
 
+FORWARD_ONLY = ("eval", "chat", "replay")  # what a Workload may name that is no method: it is planned without updates
+
+
 @dataclass(frozen=True)
 class Workload:
     """What will run, as far as memory and time are concerned. settings: the method's own (None: its defaults)."""

@@ -63,5 +63,8 @@ class Placed(Protocol):
     device_bytes: DeviceBytes
     budget_bytes: int | None
 
-    def warn_if_planned_for_another(self, method_name: str) -> None:
-        """Warns if the plan was made for another method than the one that is being attached."""
+    def check_method(self, method: str) -> None:
+        """Refuses a method that cannot train this model, and warns if the plan was made for another one."""
+
+    def warn_if_larger(self, tokens: int) -> None:
+        """Warns once of a batch with more tokens than the plan was made for."""

@@ -192,6 +192,8 @@ class Model:
         """The micro-batches of a step; UserError if they cannot be trained on."""
         batches = as_list(batch)
         self.head.check(batches, self.layout.table.shape[0])
+        if self.placed is not None:
+            self.placed.warn_if_larger(max(batch["input_ids"].numel() for batch in batches))
         return batches
 
     def send(self, batches: list[Batch]) -> list[DeviceBatch]:
