@@ -293,6 +293,18 @@ def test_a_rate_that_was_lowered_on_a_plateau_is_resumed(tiny_model: Path, tmp_p
     assert rates[2] < rates[0] and losses_of(again) == losses_of(whole)
 
 
+@pytest.mark.parametrize("tf32", [None, True])
+def test_tf32_of_the_arguments_is_honoured(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], tf32: bool | None
+) -> None:
+    """The Trainer's own switch; loading turned it off again."""
+    args = KeyholeArguments(str(tmp_path), method="lomo", use_cpu=True, report_to=[], learning_rate=1e-2)
+    args.tf32 = tf32  # on a machine without a GPU the constructor refuses it
+    made = KeyholeTrainer(str(tiny_model), args, train_dataset=batches)
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    made.keyhole.close()
+
+
 @pytest.mark.parametrize(("rate", "warns"), [(1e-2, False), (1e-3, True)])
 def test_another_rate_is_not_ignored_in_silence(
     tiny_model: Path, tmp_path: Path, batches: list[Any], rate: float, warns: bool
