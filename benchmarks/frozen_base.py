@@ -213,7 +213,7 @@ def table(rows: list[dict[str, Any]], link: dict[str, float]) -> list[str]:
     for row in (row for row in rows if "gpu" in row):
         count = row["tokens"][0] * row["tokens"][1]
         same = f"{row['name'].partition(',')[0]}, resident, blocks run twice"  # what a small budget has no room to keep
-        resident = next((r for r in rows if r["name"] == same), None)
+        resident = next((r for r in rows if (r["case"], r["name"]) == (row["case"], same)), None)
         compute = resident["step_s"] if resident else row.get("compute_s", 0.0)
         floor = max(compute, row["bytes_up"] / up if up else 0.0)
         ratio = f"{row['step_s'] / floor:.2f}" if floor and "resident" not in row["name"] else ""

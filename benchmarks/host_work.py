@@ -26,8 +26,8 @@ import torch
 import keyhole
 from keyhole.bench.measure import random_batch
 from keyhole.methods import METHODS
-from keyhole.methods.base import Workload
 from keyhole.methods.launches import UNRECORDED, of_backward, of_forward
+from keyhole.methods.workload import Workload
 from keyhole.plan.measure import _block, _launch
 
 FEW, MANY, STEPS, WARM_UP, TOKENS = 6, 18, 10, 3, 8

@@ -125,11 +125,11 @@ def write(name: str, args: argparse.Namespace, minutes: float) -> list[str]:
 
 
 def told(directory: Path) -> list[str]:
-    """The dev metric by step of every run, and its median seconds per step."""
+    """The dev metric by step of every run (where it is finite), and its median seconds per step."""
     lines = []
     for file in sorted(directory.rglob("metrics.jsonl")):
         rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-        dev = {row["step"]: round(row[metric], 4) for row in rows for metric in METRICS if metric in row}
+        dev = {row["step"]: round(row[metric], 4) for row in rows for metric in METRICS if row.get(metric) is not None}
         seconds = [row["seconds"] for row in rows if "seconds" in row and "loss" in row]
         pace = f", {statistics.median(seconds):.4f} s per step" if seconds else ""
         lines.append(f"  {file.parent.parent.name}: dev {dev}{pace}")
@@ -148,6 +148,8 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
     asked = args.only.split(",")
+    if unknown := [one for one in asked if not any(name.startswith(one) for name in RUNS)]:
+        parser.error(f"--only: no run is called {', '.join(unknown)}; --list shows them")
     names = [name for one in asked for name in ([one] if one in RUNS else RUNS) if name.startswith(one)]
     if args.list:
         print(*names, sep="\n")

@@ -4,7 +4,7 @@
 
 Runs one trial of `keyhole bench lomo` (7B shape in 4 GiB, compiled, unless another is named), prints seconds per step,
 back to back and one at a time, and the share of each 20 ms in which kernels, uploads and write-backs were active; with
---out all kernels and copies as JSON. Floor: max(resident step, two uploads of the streamed weights at the link's rate).
+--out all kernels and copies as JSON. Floor: max(resident step, the bytes of a step at the link's rates).
 """
 
 import argparse

@@ -26,7 +26,7 @@ from keyhole.bench import measure
 from keyhole.bench.link import measure_link
 from keyhole.bench.shapes import QUICK, QUICK_VOCABULARY, SHAPES, VOCABULARY, opt_config
 from keyhole.bench.zo.textbook import Textbook, take_weights
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.traits import ZOConfig
 
 LR, EPS = 1e-7, 1e-3

@@ -41,12 +41,15 @@ from keyhole.machine.host import cpu_count
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, Bytes
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room, Traits, Workload
+from keyhole.methods.traits import Traits
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
+from keyhole.plan.costs import Costs
+from keyhole.plan.fit import fit
 from keyhole.plan.measure import measure as measure_rates
-from keyhole.plan.placement import USABLE, Costs, fit
+from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile
 from keyhole.plan.table import Question, make_row
 

@@ -32,10 +32,12 @@ from keyhole.bench.shapes import llama_config, model_config
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import Bytes
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room
+from keyhole.methods.workload import Room
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.placement import USABLE, Costs, fit
+from keyhole.plan.costs import Costs
+from keyhole.plan.fit import fit
+from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile
 from keyhole.plan.table import Question, make_row
 

@@ -11,12 +11,12 @@ model.save_pretrained("out")
 from typing import Any
 
 from keyhole.methods import CLASSES
-from keyhole.methods.base import imported
+from keyhole.methods.traits import imported
 
 __version__ = "0.2.0"
 
 _WHERE = {
-    "Workload": "keyhole.methods.base:Workload",
+    "Workload": "keyhole.methods.workload:Workload",
     "load": "keyhole.loading:load",
     "Model": "keyhole.model.model:Model",
 }

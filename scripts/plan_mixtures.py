@@ -19,11 +19,12 @@ from transformers import (
 
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room, Workload
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.placement import Costs, fit
+from keyhole.plan.costs import Costs
+from keyhole.plan.fit import fit
 
 TOKENS = 2048
 WORKSPACE_BYTES = 32 * MIB  # of cuBLAS, from compute capability 9.0 on

@@ -17,13 +17,14 @@ from torch import nn
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import host_state_bytes
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.lsp.memory import count_numbers
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.placement import Costs, fit
+from keyhole.plan.costs import Costs
+from keyhole.plan.fit import fit
 
 TOKENS = 2048
 CARDS_GIB = (8, 16, 24, 48, 80)

@@ -36,7 +36,7 @@ from keyhole.bench.shapes import SHAPES, parameter_count
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Traits
+from keyhole.methods.traits import Traits
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 SHARED_EVERY = 8
@@ -95,9 +95,12 @@ def parameters(model: str) -> int:
     if model in SHAPES:
         return parameter_count(model)
     try:
-        return int(float(model))
+        count = int(float(model))
     except (ValueError, OverflowError):
-        raise UserError(f"--model: {model} is no number of parameters, and none of {', '.join(SHAPES)}") from None
+        count = 0
+    if count < 1:
+        raise UserError(f"--model: {model} is no number of parameters, and none of {', '.join(SHAPES)}")
+    return count
 
 
 def replicas(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, itemsize: int = 2) -> Step:

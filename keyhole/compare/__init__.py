@@ -5,6 +5,8 @@ names.py      names of models, tasks and methods: printable, distinct; refuses m
 plan.py       the runs of a comparison, each with a config and an id
 kept.py       what runs of one process share: open weight files, tokenised data, hashes
 execute.py    executes one run after the other; skips finished runs, records failures
+directory.py  the output directory, and the day on which the comparison began
+zero_shot.py  the score of a model without training
 progress.py   the progress bar; the display of single runs is silent
 result.py     a run as numbers: best step, dev, test, seconds, memory, curves
 table.py      the best settings by dev, then test: mean and spread over seeds; table.json, table.md

@@ -1,11 +1,11 @@
 """Executes a comparison: one run after the other in this process; the tables are rewritten after each.
 
-    output_dir/comparison.json    what is compared: marks the directory as written by keyhole
+    output_dir/comparison.json    what is compared: marks the directory as written by keyhole (directory.py)
     output_dir/runs/<id>/         a run of `keyhole train`: run/metrics.jsonl, log.txt, config.yaml, loss.png
     output_dir/results/<id>.json  its numbers, once it has ended (result.py)
     output_dir/table.json, table.md, report.html
 
-First every model is scored without training (zero-shot), then every point of every grid is run with the first seed
+First every model is scored without training (zero_shot.py), then every point of every grid is run with the first seed
 (with all seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read,
 with the rows of every seed, before the first run and before anything is written, so that a mistake in the last task is
 found at once.
@@ -15,9 +15,6 @@ result itself changed, which is reported); an interrupted run continues from its
 Only metrics are kept of a run, unless save_model is set.
 """
 
-import datetime
-import hashlib
-import json
 import sys
 import time
 import traceback
@@ -29,34 +26,46 @@ from pathlib import Path
 import torch
 
 from keyhole.checkpoint import select
+from keyhole.compare import directory, zero_shot
 from keyhole.compare.file import Comparison
-from keyhole.compare.kept import Kept, free_memory, questions
+from keyhole.compare.kept import Kept, free_memory
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.page import make_page
 from keyhole.compare.plan import Group, Trial, plan, with_data
 from keyhole.compare.progress import Progress, Quiet
-from keyhole.compare.result import CRASH, REFUSED, Result, blank, path_of, read_result, summarise, write_result
-from keyhole.compare.table import Cell, cell_of, choose, number, to_json, to_markdown, zero_shot_cell
+from keyhole.compare.result import (
+    CRASH,
+    REFUSED,
+    Result,
+    blank,
+    path_of,
+    read_result,
+    summarise,
+    write_result,
+)
+from keyhole.compare.table import (
+    Cell,
+    cell_of,
+    choose,
+    number,
+    seeds_of_grid,
+    to_json,
+    to_markdown,
+    zero_shot_cell,
+)
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
-from keyhole.data.settings import today
-from keyhole.disk.files import read_small, remove, write_text
+from keyhole.disk.files import remove, write_text
 from keyhole.errors import UserError
-from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.machine.probe import environment
 from keyhole.machine.text import duration, without_controls
-from keyhole.methods.base import Workload
-from keyhole.training import rundir
 from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import Parts, train
-from keyhole.training.validation import Judge, common_metric
+from keyhole.training.validation import Judge
 from keyhole.training.waiting import Waiting
 
-MARKER = "comparison.json"
-FORMAT = 1
 FAILED = 1  # exit code
-MOST_MARKER_BYTES = 2**20
 ONE_RUN = (UserError, torch.OutOfMemoryError, MemoryError)  # would happen again; the other runs continue
 
 
@@ -80,43 +89,14 @@ def compare(
             for trial in group.trials.values():
                 say(f"{trial.id}: {trial.label}")
         return 0
-    _inspect(root)
-    kept.day = _day(root / MARKER)
+    directory.inspect(root)
+    kept.day = directory.day_of(root)
     execution = Execution(comparison, groups, kept, root, retry, allow_code_execution, say)
     execution.read_tasks()
-    _take(root, comparison, kept.day)
+    directory.take(root, comparison, kept.day)
     with locked(root / "runs" / "lock") as lock:
         lock.take()
         return execution.go()
-
-
-def _inspect(root: Path) -> None:
-    """Refuses a directory with other files, and one that is not writable."""
-    if root.exists() and not root.is_dir():
-        raise UserError(f"output_dir: {root} is a file; choose a directory")
-    strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    if strangers and not (root / MARKER).is_file():
-        raise UserError(
-            f"output_dir: {root} holds files that no comparison wrote (such as {strangers[0]}); choose a new directory"
-        )
-    rundir.try_place(root)
-
-
-def _take(root: Path, comparison: Comparison, day: str) -> None:
-    """Creates the directory with its marker. day: the day on which the comparison began."""
-    try:
-        (root / "runs").mkdir(parents=True, exist_ok=True)
-        about = {"format": FORMAT, "title": comparison.title, "source": comparison.source, "day": day}
-        write_text(root / MARKER, json.dumps(about) + "\n")
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
-
-
-def _day(marker: Path) -> str:
-    """The day in the marker; today, if there is no marker yet."""
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        return datetime.date.fromisoformat(json.loads(read_small(marker, MOST_MARKER_BYTES))["day"]).isoformat()
-    return today().isoformat()
 
 
 @dataclass
@@ -197,7 +177,7 @@ class Execution:
     def _trials(self) -> Iterator[Trial]:
         """The runs in order; the second part depends on the results of the first."""
         seeds = self.comparison.seeds
-        first = seeds[:1] if self.comparison.choose_by == "first-seed" else seeds
+        first = seeds_of_grid(self.comparison)
         for seed in first:
             for group in self.groups:
                 yield from (group.trials[point, seed] for point in group.points)
@@ -245,7 +225,8 @@ class Execution:
         free_memory()
         self.results[result.id] = result
         self._keep(result)
-        self._clean(trial)
+        if result.kind != CRASH:  # that run will go on from its checkpoint
+            self._clean(trial)
         self.say(
             f"[{self.progress.count()}] {trial.label}: {self._line(result)}, {duration(time.monotonic() - began_s)}"
         )
@@ -296,11 +277,11 @@ class Execution:
             if trial.config.head is not None:
                 continue  # a new head is untrained
             made = blank(trial)
-            made.id, made.method, made.point = self._zero_shot_id(trial), ZERO_SHOT, []
+            made.id, made.method, made.point = zero_shot.id_of(trial, self.groups, self.kept), ZERO_SHOT, []
             found = self._read(made.id)
             if found is None or found.error:
                 self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
-                found = self._score(trial, made)
+                found = zero_shot.score(trial, made, self.groups, self.kept, self.allow_code_execution, self._failed)
                 free_memory()
                 self._keep(found)
                 self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {self._line_untrained(found)}")
@@ -310,32 +291,6 @@ class Execution:
         if result.error:
             return f"failed: {result.error}"
         return f"test {result.test_metric or ''} {number(result.test_metric, result.test)}"
-
-    def _zero_shot_id(self, trial: Trial) -> str:
-        config = trial.config
-        keys = ("task", "task_data", "task_splits", "num_train", "num_dev", "num_eval", "dtype", "max_length", "seed")
-        told = [self.kept.model_hash(config.model) or config.model, *(getattr(config, key) for key in keys)]
-        told.append(questions(self.kept.load_data(data_settings(config))))
-        digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=6).hexdigest()
-        return f"{trial.id.rsplit('-', 2)[0]}-{ZERO_SHOT}-{digest}"
-
-    def _score(self, trial: Trial, made: Result) -> Result:
-        config, data = trial.config, self.kept.load_data(data_settings(trial.config))
-        judge = Judge(data.dev, data.test, config.max_length, self.allow_code_execution)
-        made.dev_metric, made.test_metric = judge.metric or "loss", common_metric(data.test)
-        work = Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES)
-        where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
-        try:
-            model = self.kept.load(config.model, dtype=config.dtype or "auto", workload=work, **where)
-            try:
-                made.tests = judge.test_metrics(model, lambda: False) or {}
-                dev = judge.dev_metrics(model, lambda: False) or {}
-            finally:
-                model.close()
-            made.test, made.dev = made.tests.get(f"test_{made.test_metric}"), dev.get(f"eval_{made.dev_metric}")
-        except Exception as error:
-            return self._failed(made, error)
-        return made
 
     def cells(self) -> list[Cell]:
         """The table so far."""

@@ -112,8 +112,12 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
         key, _, value = typed.partition("=")
         if key.strip() in WORDS:
             picked[key.strip()] = value.strip()
+            if not value.strip("[] "):  # an unset variable of the shell, which would select everything
+                faults.append(Finding(key.strip(), "nothing is named; name something, or leave it out", COMMAND_LINE))
         else:
             overrides |= parse_override(typed, faults)
+    if {"model", "models"} <= picked.keys():
+        faults.append(Finding("models", "given twice, as model= and as models=; leave one out", COMMAND_LINE))
     refuse_misplaced(overrides, "here", (), faults)
     made = Comparison(
         source=str(path),

@@ -69,7 +69,7 @@ def _lead(cells: Sequence[Cell]) -> str:
         start = (
             "" if before is None or before.mean is None else f", from {number(before.metric, before.mean)} untrained"
         )
-        said.append(f"<b>{escape(task)}</b>: {_leader(best, own)} {escape(best.metric or '')}{start}")
+        said.append(f"<b>{escape(_place(best, cells))}</b>: {_leader(best, own)} {escape(best.metric or '')}{start}")
     return "; ".join(said) + "." if said else "No run is finished yet."
 
 
@@ -97,7 +97,7 @@ def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
         row = {cell.task: cell for cell in cells if cell.method == method}
         dot = f"<span class='dot b{colours[method]}'></span>" if method in colours else "<span class='dot'></span>"
         numbers = "".join(_cell(row.get(task), best[task], cells) for task in tasks)
-        numbers += f"<td class='mean'>{escape(average(list(row.values())))}</td>" if mean else ""
+        numbers += f"<td class='mean'>{escape(average([row.get(task) for task in tasks]))}</td>" if mean else ""
         sizes = [cell.gpu_gib for cell in row.values() if cell.gpu_gib is not None]
         seconds = [cell.seconds for cell in row.values() if cell.seconds]
         size = f"{max(sizes):.2f}" if sizes else "-"
@@ -192,7 +192,7 @@ def _grids(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     rows = []
     for cell in cells:
         for result in sorted(cell.grid, key=lambda result: result.seed):
-            rows.append(_grid_row(cell, result, colours.get(cell.method)))
+            rows.append(_grid_row(cell, _place(cell, cells), result, colours.get(cell.method)))
     if not rows:
         return ""
     head = "<th>method</th><th>task</th><th>settings</th><th>seed</th><th>dev</th><th>test</th><th>best step</th>"
@@ -202,10 +202,15 @@ def _grids(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     )
 
 
-def _grid_row(cell: Cell, result: Result, colour: int | None) -> str:
+def _place(cell: Cell, cells: Sequence[Cell]) -> str:
+    """The task, with the model if there are several."""
+    return f"{cell.task}, {cell.model}" if len({each.model for each in cells}) > 1 else cell.task
+
+
+def _grid_row(cell: Cell, place: str, result: Result, colour: int | None) -> str:
     dot = "" if colour is None else f"<span class='dot b{colour}'></span>"
     mark = " class='chosen'" if result.grid == cell.chosen else ""
-    head = f"<th scope='row'>{dot}{escape(cell.method)}</th><td class='left'>{escape(cell.task)}</td>"
+    head = f"<th scope='row'>{dot}{escape(cell.method)}</th><td class='left'>{escape(place)}</td>"
     head += f"<td class='left'>{escape(point_text(result.grid))}</td><td>{result.seed}</td>"
     if result.error:
         return f"<tr{mark}>{head}<td colspan='3' class='left none'>failed: {escape(result.error[:300])}</td></tr>"
@@ -215,7 +220,7 @@ def _grid_row(cell: Cell, result: Result, colour: int | None) -> str:
 
 def _failures(cells: Sequence[Cell]) -> str:
     items = [
-        f"<li><b>{escape(cell.method)}</b> on {escape(cell.task)}, {escape(point_text(result.grid))}, seed "
+        f"<li><b>{escape(cell.method)}</b> on {escape(_place(cell, cells))}, {escape(point_text(result.grid))}, seed "
         f"{result.seed}: {escape(result.error[:1000])}</li>"
         for cell in cells
         for result in cell.grid

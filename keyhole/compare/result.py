@@ -11,6 +11,7 @@ NaN, out of memory) would fail again and is not repeated; `crash` is tried again
 """
 
 import json
+import math
 import typing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from keyhole.data.run import Data
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
 from keyhole.methods import METHODS
-from keyhole.methods.base import AUTO_RATE
+from keyhole.methods.traits import AUTO_RATE
 from keyhole.report.entries import Entry, is_test, read_metrics
 from keyhole.training.selection import Selection, SelectionSettings, value_of
 from keyhole.training.validation import Judge, common_metric
@@ -90,7 +91,7 @@ def summarise(trial: Trial, data: Data) -> Result:
     seconds = _seconds_at(steps)
     made = blank(trial)
     made.dev_metric, made.test_metric = metric.removeprefix("eval_"), common_metric(data.test)
-    made.steps, made.seconds = len(steps), seconds.get(len(steps), 0.0)
+    made.steps, made.seconds = len(steps), max(seconds.values(), default=0.0)
     row = METHODS[config.method]
     own = getattr(config, row.section)
     if row.forwards is not None:
@@ -105,9 +106,15 @@ def summarise(trial: Trial, data: Data) -> Result:
     at = [entry for entry in evaluations if entry["step"] == made.best_step]
     made.dev = value_of(at[0], metric) if at else None
     for entry in (entry for entry in entries if is_test(entry) and entry["step"] == made.best_step):
-        made.tests = {name: value for name, value in entry.items() if name.startswith("test_")}
+        made.tests = finite_tests(entry)
         made.test = made.tests.get(f"test_{made.test_metric}")
     return made
+
+
+def finite_tests(found: Entry) -> dict[str, float]:
+    """The test metrics of an entry, without those that are not finite (null in a metrics file)."""
+    tests = {name: value for name, value in found.items() if name.startswith("test_")}
+    return {name: value for name, value in tests.items() if value is not None and math.isfinite(value)}
 
 
 def _seconds_at(steps: list[Entry]) -> dict[int, float]:

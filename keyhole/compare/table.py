@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-from keyhole.compare.file import Comparison
+from keyhole.compare.file import CHOOSE_BY, Comparison
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import Group, Point
 from keyhole.compare.result import Result, lower_is_better
@@ -59,6 +59,11 @@ class Cell:
         return f"{have} of {self.seeds} seeds" if self.mean is not None and have < self.seeds else ""
 
 
+def seeds_of_grid(comparison: Comparison) -> list[int]:
+    """The seeds with which every point of a grid is run."""
+    return comparison.seeds[:1] if comparison.choose_by == CHOOSE_BY[0] else comparison.seeds
+
+
 def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str) -> Point | None:
     """The point with the best dev metric; None if no run succeeded."""
     asked = seeds[:1] if choose_by == "first-seed" else seeds
@@ -85,12 +90,12 @@ def cell_of(group: Group, comparison: Comparison, results: Results) -> Cell:
     chosen = choose(group, seeds, results, comparison.choose_by)
     cell = Cell(group.model, group.task, group.method, chosen, seeds=len(seeds))
     cell.grid = [results[trial.id] for trial in group.trials.values() if trial.id in results]
-    first = [group.trials[point, seeds[0]] for point in group.points]
-    cell.missing = sum(trial.id not in results for trial in first)
+    asked = seeds_of_grid(comparison)
+    cell.missing = sum(group.trials[point, seed].id not in results for point in group.points for seed in asked)
     if cell.chosen is None:
         return cell
     done = [results.get(group.trials[cell.chosen, seed].id) for seed in seeds]
-    cell.missing += sum(result is None for result in done[1:])
+    cell.missing += sum(result is None for result in done[len(asked) :])
     cell.runs = [result for result in done if result is not None]
     return _filled(cell)
 
@@ -132,11 +137,12 @@ def shown(cell: Cell) -> str:
     return "failed" if cell.errors else "-"
 
 
-def average(cells: Sequence[Cell]) -> str:
-    """The mean over tasks, if every one has a number and larger is better for all; "" otherwise."""
-    if len(cells) < 2 or any(cell.mean is None or lower_is_better(cell.metric or "") for cell in cells):
-        return ""
-    return f"{100 * statistics.fmean(cell.mean for cell in cells if cell.mean is not None):.1f}"
+def average(cells: Sequence[Cell | None]) -> str:
+    """The mean over tasks, if every one has a number and larger is better for all; "" otherwise. None: a task on which
+    the method has no cell."""
+    means = [cell.mean for cell in cells if cell is not None and not lower_is_better(cell.metric or "")]
+    known = [mean for mean in means if mean is not None]
+    return f"{100 * statistics.fmean(known):.1f}" if len(known) == len(cells) > 1 else ""
 
 
 def point_text(point: Point | None) -> str:
@@ -166,8 +172,10 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
         parts += [f"## {_plain(model)}", "", _line(["method", *columns])]
         parts.append(_line(["---", *["---:"] * len(columns)]))
         for method in dict.fromkeys(cell.method for cell in own):
-            row = [cell for cell in own if cell.method == method]
-            parts.append(_line([method, *map(shown, row), *([average(row)] if len(tasks) > 1 else [])]))
+            of_task = {cell.task: cell for cell in own if cell.method == method}
+            row = [of_task.get(task) for task in tasks]  # a task with a new head has no untrained model
+            numbers = ["-" if cell is None else shown(cell) for cell in row]
+            parts.append(_line([method, *numbers, *([average(row)] if len(tasks) > 1 else [])]))
         parts.append("")
     parts += [_line(["model", "task", "method", "chosen", "dev", "test", "seconds", "GPU GiB", "runs"])]
     parts.append(_line(["---"] * 4 + ["---:"] * 5))

@@ -18,8 +18,9 @@ from keyhole import assets
 from keyhole.config.faults import Finding
 from keyhole.config.fields import sections, settings
 from keyhole.config.schema import TrainConfig
+from keyhole.machine.text import printable
 from keyhole.methods import METHODS, streaming_methods
-from keyhole.methods.base import AUTO_RATE
+from keyhole.methods.traits import AUTO_RATE
 
 OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
 OF_FILES = (
@@ -47,6 +48,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         for path in _as_list(getattr(config, key)):
             if unset := re.search(r"\$\{?(\w+)", _expanded(path)):
                 yield Finding(key, f"found `{path}`, but there is no variable {unset[1]} in the environment")
+            if path != path.encode("utf-8", "replace").decode():
+                yield Finding(key, f"`{printable(path)}` is not UTF-8, so no config.yaml can name it; rename it")
     if config.max_steps is None and config.num_train_epochs is None:
         yield Finding("max_steps", "set max_steps or num_train_epochs: the run has no end")
     if config.train_data is None and config.task is None:

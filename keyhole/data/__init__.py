@@ -2,7 +2,7 @@
 
 files, readers, columns          sources as files, and their rows
 formats, turns                   rows as chats or plain text
-chat_template                    a chat as text, and the positions of its answers
+chat_template, answers           a chat as text, and the positions of its answers
 template_segments, sandbox, bill runs the program of a chat template, with limits on time and memory
 render                           text as tokens, and which of them are trained on
 collect, prepare, packing        cuts, drops, mixes and packs samples; report.py counts

@@ -1,6 +1,6 @@
 """Turns examples into token ids, and decides which of them are trained on.
 
-    chat            text and answer spans from the template (chat_template.py), tokenised once, nothing added:
+    chat            text and answer spans from the template (answers.py), tokenised once, nothing added:
                     the template writes bos itself, so it is never doubled
     plain text      [bos] prompt answer eos; bos only if the tokenizer adds one, neither if already there
 
@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keyhole.data.chat_template import ChatTemplate, Lost, Rendered, bos_ids, special_tokens
+from keyhole.data.answers import AnswerFinder, Lost, Rendered
+from keyhole.data.chat_template import ChatTemplate, bos_ids, special_tokens
 from keyhole.data.formats import Example
 from keyhole.data.settings import PrepareSettings
 from keyhole.data.turns import is_trained
@@ -61,6 +62,7 @@ class Renderer:
         self.template = ChatTemplate(
             tokenizer, how.template_text, how.chat_template_kwargs, how.day, tuple(how.stop_token_ids)
         )
+        self.answers = AnswerFinder(self.template)
         self.special = special_tokens(tokenizer)
         self.bos, self.eos = bos_ids(tokenizer), tokenizer.eos_token_id
         self.trains_end = how.train_end_token is not False
@@ -80,7 +82,7 @@ class Renderer:
 
     def _text(self, example: Example) -> Rendered:
         if example.turns is not None:
-            return self.template.answers(example)
+            return self.answers.find(example)
         text = example.prompt + example.answer
         return Rendered(text, [(len(example.prompt), len(text))])
 

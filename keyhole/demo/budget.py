@@ -24,7 +24,7 @@ from keyhole.data.loader import Loader
 from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.structure.skeleton import read_config
 from keyhole.model.structure.tokenizer import read_tokenizer
 from keyhole.offload.slots import page_bytes

@@ -8,7 +8,8 @@ from keyhole import assets
 from keyhole.data.loader import Loader
 from keyhole.data.prepare import prepare
 from keyhole.methods import METHODS
-from keyhole.methods.base import Demo, Method
+from keyhole.methods.base import Method
+from keyhole.methods.traits import Demo
 from keyhole.training.schedule import Schedule
 
 MAX_LENGTH = 128

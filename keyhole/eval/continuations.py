@@ -21,6 +21,7 @@ from keyhole.errors import UserError
 from keyhole.eval.rows import BATCH_TOKENS, PASSES, Groups, group_batches, not_finite, of_all_ranks
 from keyhole.model.batch import DeviceBatch, move
 from keyhole.model.model import Model
+from keyhole.model.rank_duties import evaluation_share
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -48,7 +49,7 @@ def score_continuations(
         check_ids([i for pair in pairs for part in pair for i in part], "a request", model.source, model.config)
     sums = torch.zeros(len(pairs), dtype=torch.float64)
     greedy = torch.zeros(len(pairs), dtype=torch.bool)
-    groups, spare = model.shared_out(group_batches(model, [len(row.ids) for row in rows], batch_tokens, passes))
+    groups, spare = evaluation_share(model, group_batches(model, [len(row.ids) for row in rows], batch_tokens, passes))
 
     def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return model.token_scores([_sent([rows[i] for i in batch], model.device) for batch in group])

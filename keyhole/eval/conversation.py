@@ -29,7 +29,7 @@ from keyhole.errors import NonFinite, UserError
 from keyhole.eval.rows import not_finite
 from keyhole.loading import load
 from keyhole.machine.text import printable, without_controls
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
 MAX_NEW_TOKENS = 256

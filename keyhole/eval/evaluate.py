@@ -37,7 +37,7 @@ from keyhole.eval.score import AnswerScore, DataScore, Score, check_code, data_s
 from keyhole.eval.tasks import is_task, read_task, task_name
 from keyhole.loading import load
 from keyhole.machine.text import printable
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
 NUM_EVAL = Numbers.test

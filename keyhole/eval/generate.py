@@ -23,6 +23,7 @@ from keyhole.data.tasks.question import Question
 from keyhole.errors import NonFinite
 from keyhole.eval.rows import BATCH_TOKENS, not_finite
 from keyhole.model.model import Model
+from keyhole.model.rank_duties import generation_ranks
 
 MOST_ROWS = 64
 PLAIN = {"do_sample": False, "num_beams": 1}  # greedy; the model's own generation_config.json is then put aside
@@ -70,12 +71,12 @@ def continue_prompts(
     (default: greedy, regardless of the model's own settings)."""
     settings = PLAIN if settings is None else settings
     answers = [""] * len(prompts)
-    own = model.generation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
+    own = generation_ranks(model).share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
     for batch in watch(own):
         texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop, settings=settings)
         for i, text in zip(batch, texts, strict=True):
             answers[i] = text
-    for theirs in model.generation_ranks.objects({i: answers[i] for batch in own for i in batch}):
+    for theirs in generation_ranks(model).objects({i: answers[i] for batch in own for i in batch}):
         for i, text in theirs.items():
             answers[i] = text
     return answers

@@ -58,6 +58,8 @@ def matthews(chosen: Sequence[int], right: Sequence[int]) -> float:
 def pearson(found: Sequence[float], wanted: Sequence[float]) -> float:
     """Pearson's correlation."""
     x, y = np.array(found, dtype=float), np.array(wanted, dtype=float)
+    if x.min() == x.max() or y.min() == y.max():  # their mean may differ from them by its rounding
+        return 0.0
     x, y = x - x.mean(), y - y.mean()
     scale = math.sqrt((x * x).sum() * (y * y).sum())
     return float((x * y).sum() / scale) if scale else 0.0

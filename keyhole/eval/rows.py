@@ -18,6 +18,7 @@ from keyhole.data.dataset import Sample
 from keyhole.data.loader import collate
 from keyhole.errors import NonFinite
 from keyhole.model.model import Model
+from keyhole.model.rank_duties import evaluation_share
 from keyhole.model.weights.finite import first_bad_tensor
 
 BATCH_TOKENS = 4096
@@ -38,7 +39,8 @@ def score_rows(
     """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row."""
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
     count_R = torch.zeros(len(rows), dtype=torch.int64)
-    own, spare = model.shared_out(group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes))
+    groups = group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes)
+    own, spare = evaluation_share(model, groups)
 
     def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
@@ -66,7 +68,8 @@ def class_logits(
     """(logits_RL float32, nll_R float64) of a classifier's rows, on the host."""
     logits_RL = torch.zeros(len(rows), model.config.num_labels)
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
-    own, spare = model.shared_out(group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes))
+    groups = group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes)
+    own, spare = evaluation_share(model, groups)
 
     def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return model.logits([collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group])

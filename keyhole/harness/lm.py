@@ -28,7 +28,7 @@ from keyhole.eval.continuations import score_continuations
 from keyhole.eval.generate import continue_prompts
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.loading import load
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
 NEW_TOKENS = 256  # the harness's default for tasks without a limit
@@ -166,7 +166,7 @@ class KeyholeLM(TemplateLM):
             room = self.max_length - new
             if room < 1:
                 raise UserError(f"max_gen_toks={new}: the model has {self.max_length} positions; ask for fewer tokens")
-            prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in numbers]
+            prompts = [self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in numbers]
             how = {"batch_tokens": self.batch_tokens, "watch": _Bar("generated", disable_tqdm), "settings": settings}
             made = continue_prompts(self.model, prompts, max_new_tokens=new, stop=stop, **how)
             for i, text in zip(numbers, made, strict=True):

@@ -27,7 +27,8 @@ from keyhole.checkpoint.state import STATE, Damaged, State, verify
 from keyhole.disk.tensors import write_tensors
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
-from keyhole.methods.base import Method, Traits
+from keyhole.methods.base import Method
+from keyhole.methods.traits import Traits
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import save_model

@@ -13,7 +13,9 @@ from keyhole.config.loader import parse_section
 from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method, Shared, Traits, Workload
+from keyhole.methods.base import Method, Shared
+from keyhole.methods.traits import Traits
+from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
 DEFAULT_LENGTH = 1024

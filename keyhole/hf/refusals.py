@@ -15,7 +15,8 @@ from transformers import TrainingArguments
 
 from keyhole import assets
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, Traits
+from keyhole.methods.base import Method
+from keyhole.methods.traits import Traits
 
 MASTER = "/master"  # the end of a name in a method's state: the fp32 copy of a weight
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")

@@ -1,7 +1,7 @@
 """The model card: README.md with metadata for the hub, written from the files of a run.
 
     run/config.yaml      method, data and settings; those that differ from the defaults are printed
-    run/metrics.jsonl    the loss of the first and the last steps, evaluations, tests
+    run/metrics.jsonl    the loss of the first and the last steps, evaluations, tests; for a checkpoint, up to its step
     run/env.json         versions and hardware
     config.json          the kind of model
 
@@ -10,6 +10,8 @@ a card of the user's own (README.md), it is used instead.
 """
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,18 @@ import yaml
 import keyhole
 from keyhole.config.dump import dump
 from keyhole.config.fields import sections, settings
+from keyhole.data.readers import kind_of
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError, printable
 from keyhole.methods import METHODS
+from keyhole.methods.traits import Traits
 
 README = "README.md"
 MOST_BYTES = 2**30  # limit of metrics.jsonl, which has a line per step
 NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
 NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
 ROWS = 12  # evaluations shown
+HUB_ID, CHECKPOINT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"checkpoint-(\d+)")
 
 
 def card(directory: Path, name: str) -> str:
@@ -45,7 +50,7 @@ def _card(directory: Path, run: Path | None, name: str) -> str:
     defaults = {key: setting.default for key, setting in settings().items() if not setting.required}
     config = {} if run is None else defaults | yaml.safe_load(read_small(run / "config.yaml", MOST_BYTES))
     model = json.loads(read_small(directory / "config.json", MOST_BYTES))
-    entries = [] if run is None else _entries(run / "metrics.jsonl")
+    entries = [] if run is None else _entries(run / "metrics.jsonl", _last_step(directory))
     parts = [_title(name, config), *([_training(config, entries)] if config else []), _figures(entries)]
     parts += [_settings(config) if config else "", _environment(run), _use(name, model)]
     head = dump(_metadata(name, config, model, entries))
@@ -91,14 +96,15 @@ def _training(config: dict[str, Any], entries: list[dict[str, Any]]) -> str:
     lines.append(f"- learning rate: {peak if isinstance(peak, str) else f'{peak:g}'}, {course}")
     for key, title in (("task", "tasks"), ("train_data", "trained on"), ("eval_data", "evaluated on")):
         if sources := _listed(config.get(key)):
-            lines.append(f"- {title}: {', '.join(f'`{_told(source)}`' for source in sources)}")
+            told = [Path(source).name if key == "task" else _told(source) for source in sources]
+            lines.append(f"- {title}: {', '.join(f'`{name}`' for name in told)}")
     lines.append(f"- loss over: {config['train_on'] if config.get('task') is None else config['loss']}")
     return "\n".join(["## Training", "", *lines])
 
 
 def _figures(entries: list[dict[str, Any]]) -> str:
     """The loss at both ends, every evaluation (or twelve of them), and the tests."""
-    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    losses = [entry["loss"] for entry in entries if entry.get("loss") is not None]
     if not losses:
         return ""
     tail = losses[-max(1, len(losses) // 10) :]
@@ -112,7 +118,7 @@ def _figures(entries: list[dict[str, Any]]) -> str:
     evaluated = [e for e in entries if "eval_loss" in e]
     if evaluated:
         keys = [key for key in evaluated[-1] if key not in ("step", "eval_tokens", "eval_rows")]
-        shown = evaluated if len(evaluated) <= ROWS else evaluated[:: -(-len(evaluated) // ROWS)] + evaluated[-1:]
+        shown = _some(evaluated)
         lines += ["", "| step | " + " | ".join(key.removeprefix("eval_") for key in keys) + " |"]
         lines += ["|---" * (1 + len(keys)) + "|"]
         lines += ["| " + " | ".join([str(e["step"]), *(_number(e.get(key)) for key in keys)]) + " |" for e in shown]
@@ -122,6 +128,14 @@ def _figures(entries: list[dict[str, Any]]) -> str:
             numbers = ", ".join(f"{key.removeprefix('test_')} {_number(value)}" for key, value in tests.items())
             lines += ["", f"Test of step {entry['step']}: {numbers}"]
     return "\n".join(lines)
+
+
+def _some(evaluated: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """ROWS of the evaluations at most, the first and the last among them."""
+    if len(evaluated) <= ROWS:
+        return evaluated
+    apart = -(-(len(evaluated) - 1) // (ROWS - 1))
+    return [*evaluated[:-1:apart], evaluated[-1]]
 
 
 def _settings(config: dict[str, Any]) -> str:
@@ -134,11 +148,19 @@ def _settings(config: dict[str, Any]) -> str:
         if key not in sections() and key not in NOT_TOLD and key in plain and value != plain[key].default
     }
     if own in config:
-        defaults = vars(sections()[own]())
-        changed = {key: value for key, value in config[own].items() if value != defaults.get(key)}
+        changed = _changed(METHODS[config["method"]], config[own])
         told |= {own: changed} if changed else {}
     body = dump({"method": config["method"]} | told)
     return f"## Settings\n\nThose that differ from the defaults:\n\n```yaml\n{body}```"
+
+
+def _changed(row: Traits, own: dict[str, Any]) -> dict[str, Any]:
+    """Own settings of a method that are neither their default nor what a null default stands for (`Traits.fill`)."""
+    plain = row.settings()
+    kept = {key: value for key, value in own.items() if vars(plain).get(key) is not None}
+    usual = vars(row.fill(replace(plain, **kept)))
+    defaults = {key: usual[key] if value is None else value for key, value in vars(plain).items()}
+    return {key: value for key, value in own.items() if value != defaults.get(key)}
 
 
 def _environment(run: Path | None) -> str:
@@ -160,15 +182,22 @@ def _use(name: str, model: dict[str, Any]) -> str:
     return "\n".join(["## Use", "", "```python", *lines, "```"])
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a line that a crash left incomplete is left out."""
+def _last_step(directory: Path) -> int | None:
+    """The step of a checkpoint, by the name of its directory; None for the model of a whole run."""
+    found = CHECKPOINT.fullmatch(directory.absolute().name)
+    return None if found is None else int(found[1])
+
+
+def _entries(path: Path, last: int | None = None) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, up to a step; a line that a crash left incomplete is left out."""
     entries = []
     for line in read_small(path, MOST_BYTES).splitlines() if path.is_file() else ():
         try:
             entries.append(json.loads(line))
         except ValueError:
             continue
-    return [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
+    found = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
+    return [entry for entry in found if last is None or entry["step"] <= last]
 
 
 def _listed(value: Any) -> list[str]:
@@ -177,9 +206,9 @@ def _listed(value: Any) -> list[str]:
 
 def hub_id(source: Any) -> str | None:
     """The source, if it is a hub id and not a path."""
-    if not isinstance(source, str) or source.count("/") != 1 or source.startswith(("/", ".", "~")):
+    if not isinstance(source, str) or not HUB_ID.fullmatch(source) or source.startswith("."):
         return None
-    return None if Path(source).exists() or Path(source).suffix in (".json", ".jsonl", ".csv", ".parquet") else source
+    return None if Path(source).exists() or kind_of(Path(source)) else source
 
 
 def _told(source: str) -> str:

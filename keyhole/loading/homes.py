@@ -14,7 +14,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.backward import memory as backward
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED, Wire

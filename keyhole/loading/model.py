@@ -1,7 +1,7 @@
 """From a Hugging Face directory to a `Model`, without a second copy of the weights.
 
-    1. Build the module without its weights (model/structure/skeleton.py), lay it out flat (model/structure/layout.py).
-    2. Decide where every unit lives (plan/placement.py).
+    1. Find the files, and build the module without its weights (source.py).
+    2. Lay it out flat (model/structure/layout.py), and decide where every unit lives (plan/placement.py).
     3. Reserve memory of exactly that size, with the engine that moves it (homes.py).
     4. Fill it from the weight files, shard after shard (model/weights/read.py); page-lock the host part.
     5. Add what the directory holds beside the weights: an adapter, low-rank factors.
@@ -10,7 +10,6 @@ Peak host memory: the weights that live on the host, plus one shard of the file 
 """
 
 import inspect
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,24 +20,18 @@ from typing import Any
 
 import torch
 import torch._dynamo  # for transformers; its first import keeps its callers' frames alive: here none holds a model
-import transformers
 from torch import nn
 
-from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.loading.device import choose_device
 from keyhole.loading.homes import make_engine
+from keyhole.loading.source import check_source, find_source
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.methods import METHODS
-from keyhole.methods.base import FORWARD_ONLY, Workload
 from keyhole.methods.lora.saved_adapter import SavedAdapter
-from keyhole.methods.zo.low_rank.saved import find_factors
+from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
-from keyhole.model.structure.generation_file import read_generation_config
-from keyhole.model.structure.skeleton import build, is_classifier, read_config
-from keyhole.model.structure.source import find_directory
-from keyhole.model.structure.tokenizer import read_tokenizer
-from keyhole.model.weights.published import choose_format, forget_quantization, forms_in
+from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
@@ -91,7 +84,7 @@ def load(
     ranks: the processes that train this model together (keyhole/ranks); None: only this one.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
-    _check_source(model)
+    check_source(model)
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
     if gather not in WAYS:
@@ -101,48 +94,32 @@ def load(
     with _changes() as changes:
         changes.set(matmul_precision(), "high" if tf32 else "highest")
         device = choose_device(device)
-        model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
-        config = read_config(model, trust_remote_code, head, num_labels)
-        directory = None if model is config else find_directory(model)
+        source = find_source(model, trust_remote_code, head, num_labels)
         ranks = ranks or Ranks()
         workload = _shared_work(workload or Workload(), ranks)
-        choice = choose_dtype(dtype, config, device, workload.method)
-        dtype = choice.dtype
+        choice = choose_dtype(dtype, source.config, device, workload.method)
         warn_if_slow(choice, device)
-        beside = find_factors(directory) if adapter and init == "pretrained" and directory is not None else None
-        weights = directory if beside is None else beside.weights()
-        learned_in = wire if beside is None else beside.wire
-        wire = learned_in if wire is None else wire
-        if forms_in(weights):
-            forget_quantization(config)
-        with torch.random.fork_rng(devices=[]):  # the model's own code initialises vectors from the global generator
-            torch.default_generator.manual_seed(seed)
-            module = build(config, dtype, trust_remote_code, expert_units=expert_units)
-        if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
-            module.generation_config = read_generation_config(directory)
-        formats, said = choose_format(module, weights if init == "pretrained" else None, dtype, wire)
+        stored = source.find_weights(wire, factors=adapter and init == "pretrained")
+        module = source.build_module(choice.dtype, seed, expert_units)
+        files = stored.directory if init == "pretrained" else None
+        formats, said = choose_format(module, files, choice.dtype, stored.wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
-        if wire != learned_in:
-            before = learned_in or str(dtype).removeprefix("torch.")
-            said.append(f"wire: {wire}, as asked; the factors beside these weights were learned over {before}")
-        placed.reasons[:0] = [str(choice), *said]
+        placed.reasons[:0] = [str(choice), *said, *stored.notes(choice.dtype)]
         _limit_memory(changes, placed.budget_bytes, device)
         engine = make_engine(layout, placed, formats, device, workload, ranks, gather, engine_options)
         _move_buffers(module, device)
-        source = None if directory is None else str(model)
-        tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
-        about = {"tokenizer": tokenizer, "source": source, "placed": placed, "changes": changes, "ranks": ranks}
-        about |= {"graphs": graphs, "reverse_graphs": reverse_graphs}
+        about = {"tokenizer": source.read_tokenizer(), "source": source.name, "placed": placed, "changes": changes}
+        about |= {"ranks": ranks, "graphs": graphs, "reverse_graphs": reverse_graphs}
         loaded = Model(module, layout, engine, formats, **about)
-        _fill(loaded, weights, dtype, seed, init, fresh_head=head is not None)
+        _fill(loaded, stored.directory, choice.dtype, seed, init, fresh_head=head is not None)
         ranks.barrier()  # shared homes are filled
         if isinstance(engine, GatheringEngine):
             placed.reasons.append(engine.decide(gather))
         loaded.binding.bind_homes()
-        if adapter and directory is not None:
-            _add_adapter(loaded, directory)
-        if beside is not None:
-            placed.reasons.append(beside.add_to(loaded))
+        if adapter and source.directory is not None:
+            _add_adapter(loaded, source.directory)
+        if stored.beside is not None:
+            placed.reasons.append(stored.beside.add_to(loaded))
         return loaded
 
 
@@ -190,18 +167,6 @@ def _limit_memory(changes: Changes, budget: int | None, device: torch.device) ->
     if budget is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         changes.set(memory_fraction(device), min(1.0, budget / total))
-
-
-def _check_source(model: Any) -> None:
-    """Refuses a module: a model is given by name, because its weights are read directly to their homes."""
-    if isinstance(model, str | Path | transformers.PretrainedConfig):
-        return
-    known = getattr(getattr(model, "config", None), "_name_or_path", "") if isinstance(model, nn.Module) else ""
-    raise UserError(
-        f"keyhole.load: found a {type(model).__name__}, expected a directory, a hub id or a config; write "
-        f'keyhole.load("{known or "path-or-hub-id"}")'
-        + (", or save it first: model.save_pretrained(path)" if isinstance(model, nn.Module) else "")
-    )
 
 
 def _check_names(engine_options: dict[str, Any]) -> None:

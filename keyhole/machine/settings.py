@@ -69,7 +69,8 @@ def matmul_precision() -> Setting:
     pair of the backends' values."""
     import torch
 
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # those that the one value sets
+    of_cpu: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, of_cpu.matmul)  # those that the one value sets
 
     def read() -> str | tuple[str, ...]:
         try:

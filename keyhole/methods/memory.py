@@ -1,6 +1,6 @@
 """Calls the byte formulas of model/ with a workload, for most methods."""
 
-from keyhole.methods.base import Room, Workload
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward import memory as backward
 from keyhole.model.forward import memory as forward
 from keyhole.model.structure.layout import Layout

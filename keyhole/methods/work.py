@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.launches import (
     EXPERT,
     RECORDED,
@@ -38,6 +37,7 @@ from keyhole.methods.launches import (
     of_lockstep,
 )
 from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.kept_blocks import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
 from keyhole.model.forward.memory import SLOT_COUNT, launched_as_graphs

@@ -1,21 +1,32 @@
-"""The interface between a model, the method that trains it, and the plan that placed it. A new method attaches:
+"""The methods that train a model, and the interface between them, the model and the plan that placed it. A new method
+attaches:
 
     name       is compared with the method that the plan was made for
     deferred   a function that applies updates that the weights at home still lack
     addon      trained weights beside the model's own (adapters), which are saved and checked with the model
 
 The model applies deferred updates before its weights are read or another method trains them, also after the method that
-deferred them was deleted.
+deferred them was deleted. A caller may also use the module by itself, as any PyTorch module (forward/hooks.py notices):
+then the updates are applied first, too, and after the next step autograd refuses to differentiate the caller's graph,
+because it was built with older weights.
 """
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
-from keyhole.model.structure.layout import FlatTensor
+from keyhole.errors import UserError
+from keyhole.model.structure.added_loss import check_loss
+from keyhole.model.structure.layout import FlatTensor, Layout
+from keyhole.ops.autocast import without_autocast
+
+if TYPE_CHECKING:
+    from keyhole.model.model import Model
 
 
 class Addon(Protocol):
@@ -64,7 +75,68 @@ class Placed(Protocol):
     budget_bytes: int | None
 
     def check_method(self, method: str) -> None:
-        """Refuses a method that cannot train this model, and warns if the plan was made for another one."""
+        """Refuses a method that cannot train this model; warns if the plan was made for another one."""
 
     def warn_if_larger(self, tokens: int) -> None:
         """Warns once of a batch with more tokens than the plan was made for."""
+
+
+class AttachedMethods:
+    """The methods that were made on a model, as far as their updates are not at home yet, and the steps they made."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # by all methods: one that keeps a copy of the weights sees that another has changed them
+        self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
+        self._has_graph = False  # the module was called by itself, with gradients, since the last step
+
+    def attach(self, model: "Model", method: Attached) -> None:
+        """Called for a new method. Updates that other methods have deferred are applied first."""
+        check_loss(model.config)
+        if model.formats.frozen is not None and not method.keeps_base:
+            raise UserError(
+                f"wire: {model.formats.name} weights are frozen, and {method.name} would change them: their grid is "
+                "too coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
+            )
+        self.apply_deferred()
+        model.engine.wait_for_homes()  # the new method may read them at once; another one may still be writing them
+        if model.factors is not None:
+            model.factors.settle()
+        if model.placed is not None:
+            model.placed.check_method(method.name)
+        self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # these may step on
+        if method.deferred is not None:
+            self._deferred.append((weakref.ref(method), method.deferred))
+        model.addon = method.addon or model.addon  # adapters stay in the module
+
+    @without_autocast()
+    def apply_deferred(self, before_step_of: Attached | None = None) -> None:
+        """Afterwards the weights at home are those after the last step of every method; with before_step_of, of every
+        other method."""
+        for owner, apply in self._deferred:
+            if before_step_of is None or owner() is not before_step_of:
+                apply()
+
+    def used_directly(self, model: "Model", what: str) -> None:
+        """Called before the module's own forward or save_pretrained: its parameters must be those after the last step.
+        UserError where they cannot be."""
+        if model.lens is not None:
+            raise UserError(
+                f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
+                "nothing of them; compute it from model.nll(batch), model.logits(batch) or model.generate(ids)"
+            )
+        if model.factors is not None and (what != "forward" or torch.is_grad_enabled()):
+            raise UserError(
+                f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
+                "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
+            )
+        self.apply_deferred()
+        if model.engine.gate is not None or model.engine.streamed:
+            model.engine.wait_for_homes()
+        self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
+
+    def step_done(self, layout: Layout) -> None:
+        """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
+        self.steps += 1
+        if self._has_graph:
+            increment_version([tensor.param for tensor in layout.tensors])
+            self._has_graph = False

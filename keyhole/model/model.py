@@ -8,35 +8,38 @@
     homes     the weights as parameters, where they live (model/weights/homes.py)
     binding   what the module's parameters point to at the moment (model/forward/binding.py)
     head      batches -> hidden states -> logits (model/forward/head.py), or -> logits of classes (classification.py)
+    device_weights    a unit's weights on the device, in the dtype of compute (model/forward/device_weights.py)
+    methods   the methods that train it, and the updates that they have deferred (model/attached.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
 (model/forward/lockstep.py), or a `Generation` (model/forward/generate.py), which loads each unit when its one pass
 enters it. Without a conductor a resident model behaves like any PyTorch module.
+This file says what a model consists of and what its callers may use; what a method here passes on is explained where it
+is done. What one of several ranks does for a model is in model/rank_duties.py.
 Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
-from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
-from keyhole.model.attached import Addon, Attached, Placed
+from keyhole.model.attached import Addon, Attached, AttachedMethods, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
+from keyhole.model.forward import generate as generation
 from keyhole.model.forward.binding import Binding
+from keyhole.model.forward.device_weights import DeviceWeights, Lens
 from keyhole.model.forward.experts import compute_by_expert
 from keyhole.model.forward.fused_relu import fuse_relu
-from keyhole.model.forward.generate import Generation
 from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, install_hooks
@@ -45,11 +48,11 @@ from keyhole.model.forward.low_rank import Factors
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
-from keyhole.model.structure.added_loss import check_loss
+from keyhole.model.rank_duties import writes_home
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.skeleton import is_classifier
-from keyhole.model.weights.format import PACKED, Wire
+from keyhole.model.weights.format import Wire
 from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
@@ -57,19 +60,8 @@ from keyhole.ops.autocast import without_autocast
 from keyhole.ranks import Ranks
 from keyhole.weak import weakly
 
-T = TypeVar("T")
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
-
-
-class Lens(Protocol):
-    """Computes other weights (such as perturbed ones) from those at home, for evaluation."""
-
-    def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
-        """The weights of a unit in the dtype of compute; `stored` is the unit on the device as at home."""
-
-    def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
-        """The rows of the input embedding; stale_MH: these rows at home."""
 
 
 class Model:
@@ -105,25 +97,22 @@ class Model:
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
-        self.lens: Lens | None = None  # set within `seen_through`
-        self._has_graph = False  # the module was called by itself, with gradients, since the last step
-        self.steps = 0  # by all methods: one that keeps a copy of the weights sees that another has changed them
+        self.methods = AttachedMethods()
         self.addon: Addon | None = None
         self.factors: Factors | None = None  # low-rank factors trained beside the weights of linear layers
         self.factored: set[int] = set()  # ids of modules whose forward adds them
-        self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
         self._lockstep.expect = weakly(self.expect)
         weakref.finalize(self, self._lockstep.close)
         self.patches, self.changes = Patches(), changes or Changes()
         self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
         self._put_back.atexit = False  # nothing to restore when the process ends
-        foreign = frozenset(page for page in engine.shared if not self.writes(page))
+        foreign = frozenset(page for page in engine.shared if not writes_home(self, page))
         self.homes = Homes(layout, engine.homes, formats, self.device, foreign, engine.parts())
         self.sharded = bool(engine.parts())
         self.call_others: Callable[[str], None] = lambda what: None  # leader: makes the other ranks write their parts
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
-        self._scratch: dict[str, torch.Tensor] = {}
+        self.device_weights = DeviceWeights(engine, self.binding, formats)
         self._stack_pages: dict[str, set[int]] = {}  # pages of each stack of experts that is cut, by its name
         for unit in layout.units:
             if unit.expert is not None:
@@ -144,39 +133,6 @@ class Model:
         dtype = str(self.dtype).removeprefix("torch.")
         source = "" if self.source is None else f", from {self.source!r}"
         return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
-
-    def shared_out(self, groups: Sequence[T]) -> tuple[list[T], list[T]]:
-        """This rank's share of the groups to evaluate, one sweep per group; and groups that it runs only to match the
-        collectives of ranks that have one group more, if the model is sharded."""
-        own = self.ranks.share(groups)
-        most = -(-len(groups) // self.ranks.size)
-        return own, list(groups[:1]) * (most - len(own)) if self.sharded else []
-
-    @property
-    def generation_ranks(self) -> Ranks:
-        """The ranks that share the batches of a generation: all of them. If the model is sharded, every visit of a unit
-        is a collective and the lengths of answers are unknown, so each rank runs all batches."""
-        return Ranks() if self.sharded else self.ranks
-
-    def writes(self, page: int) -> bool:
-        """Whether this rank writes the home of a unit; for a home that several ranks share, exactly one does."""
-        return page not in self.engine.shared or page % self.ranks.local_size == self.ranks.local_rank
-
-    @contextmanager
-    def rewriting_shared(self) -> Iterator[None]:
-        """A context in which shared homes are rewritten, each by its one writer, while no rank uploads them. Entered by
-        all ranks."""
-        if not self.engine.shared:
-            yield
-            return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.engine.invalidate(everywhere=True)
-        self.ranks.barrier()
-        yield
-        self.engine.wait_for_homes()
-        self.ranks.barrier()
-        self.engine.invalidate(everywhere=True)
 
     def home(self, tensor: FlatTensor) -> torch.Tensor:
         """The parameter at its home, in the dtype of its home; for a packed unit, an unpacked copy."""
@@ -218,7 +174,8 @@ class Model:
         return self.head.states(batch)
 
     @contextmanager
-    def _conducted_by(self, conductor: Conductor) -> Iterator[None]:
+    def conducted_by(self, conductor: Conductor) -> Iterator[None]:
+        """A context in which the conductor decides what the module's parameters point to."""
         padding_idx, self.embedding.padding_idx = self.embedding.padding_idx, None
         self.conductor = conductor
         try:
@@ -242,14 +199,22 @@ class Model:
                 self.binding.bind_homes()
 
     def lockstep(
-        self, batches: list[DeviceBatch], serve: Serve, rows: Rows, steady: bool = False, block_at_once: bool = False
+        self,
+        batches: list[DeviceBatch],
+        serve: Serve,
+        rows: Rows,
+        steady: bool = False,
+        block_at_once: bool = False,
+        streams: dict[int, torch.cuda.Stream] | None = None,
     ) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
-        block_at_once: a pass waits for all units of a block before it enters the block."""
+        block_at_once: a pass waits for all units of a block before it enters the block. streams: of single passes, in
+        place of the current one; `serve` forks and joins them (forward/branches.py)."""
         passes = self._lockstep
+        passes.streams = streams or {}
         passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
-        with self._conducted_by(passes):
+        with self.conducted_by(passes):
             try:
                 return passes.run([lambda b=b: self.hidden(b) for b in batches], serve)
             finally:
@@ -262,51 +227,20 @@ class Model:
 
     def acquire_weights(self, unit: Unit, place: int = 0) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute, for reading. Release the unit afterwards."""
-        stored = self.engine.acquire(unit.index, changes=False)
-        return self.in_compute_dtype(unit, stored, place) if self.lens is None else self.lens.weights(unit, stored)
-
-    @contextmanager
-    def seen_through(self, lens: "Lens") -> Iterator[None]:
-        """A context in which evaluation and generation use weights that the lens computes from those at home, unit by
-        unit."""
-        if self.lens is not None:
-            raise UserError("closure: the model is seen through another one's weights already; steps do not nest")
-        self.lens = lens
-        try:
-            yield
-        finally:
-            self.lens = None
-            self.binding.bind_homes()
+        return self.device_weights.acquire(unit, place)
 
     def in_compute_dtype(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
         """`stored` itself, or a copy in scratch memory that the next unit with the same `place` overwrites."""
-        if stored.dtype == self.dtype:
-            return stored
-        kind = "spine" if unit.kind == "spine" else f"unit {place}"
-        if kind not in self._scratch:  # allocated once: parameters point into it
-            numel = unit.numel if kind == "spine" else self.layout.largest_unit_numel
-            with torch.inference_mode(False):  # an evaluation may be the first to need it, and a later step writes it
-                self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
-        weights = self._scratch[kind][: unit.numel]
-        if stored.dtype == PACKED:
-            self.formats.decode(unit, stored, weights)
-            return weights
-        return weights.copy_(stored)
+        return self.device_weights.in_compute_dtype(unit, stored, place)
 
     def table_rows(self, ids_M: torch.Tensor) -> torch.Tensor:
-        """Rows of the input embedding, through the lens if one is set."""
-        rows_MH = self._rows_at_home(ids_M)
-        return rows_MH if self.lens is None else self.lens.rows(rows_MH, ids_M)
+        """[M, H] rows of the input embedding, through the lens if one is set."""
+        return self.device_weights.table_rows(ids_M, self.pinned)
 
-    def _rows_at_home(self, ids_M: torch.Tensor) -> torch.Tensor:
-        """Rows of the input embedding, read from the memory that holds the table."""
-        table_VH = self.home(self.layout.table)
-        if table_VH.device == self.device or (self.pinned and ops.use_kernel(self.device)):
-            for unit in self.layout.of_kind("table"):
-                self.engine.home_ready(unit.index)
-            return ops.gather_rows(table_VH, ids_M)
-        self.engine.wait_for_homes([unit.index for unit in self.layout.of_kind("table")])
-        return table_VH[ids_M.to(table_VH.device)].to(self.device)
+    @property
+    def lens(self) -> Lens | None:
+        """What computes the weights of evaluation and generation from those at home; None: those at home are used."""
+        return self.device_weights.lens
 
     @without_autocast()
     @torch.no_grad()
@@ -334,13 +268,7 @@ class Model:
             return found[0][0] if isinstance(batch, Mapping) else found
         if not isinstance(batch, Mapping):
             return [self.logits(each) for each in batch]
-        sent = {name: x.to(self.device) for name, x in batch.items() if name != "labels"}
-        self.apply_deferred()
-        if self.is_plain:
-            self.engine.wait_for_homes()  # a method may still be updating them
-            return self.module(**sent, use_cache=False).logits
-        with self.sweep("logits", learn=False), Generation(self) as conductor, self._conducted_by(conductor):
-            return self.module(**sent, use_cache=False).logits
+        return generation.logits(self, batch)
 
     @without_autocast()
     @torch.no_grad()
@@ -348,19 +276,7 @@ class Model:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """HF generation; a streamed model crosses the link once per token, for all rows of the batch together."""
-        if self.classifies:
-            raise UserError(f"model: {type(self.module).__name__} classifies texts and cannot write any")
-        if not isinstance(input_ids, torch.Tensor):
-            found = type(input_ids).__name__
-            raise UserError(f"input_ids: found a {found}, expected the tokens: tokenizer(text, return_tensors='pt')")
-        self.apply_deferred()
-        input_ids = input_ids.to(self.device)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.device)
-        if self.is_plain:
-            self.engine.wait_for_homes()  # a method may still be writing them
-            return self.module.generate(input_ids=input_ids, attention_mask=mask, **options)
-        with self.sweep("generate", learn=False), Generation(self) as conductor, self._conducted_by(conductor):
-            return self.module.generate(input_ids=input_ids, attention_mask=mask, **options)
+        return generation.generate(self, input_ids, attention_mask, options)
 
     @property
     def is_plain(self) -> bool:
@@ -372,55 +288,25 @@ class Model:
 
     def attach(self, method: Attached) -> None:
         """Called by a new method. Updates that other methods have deferred are applied first."""
-        check_loss(self.config)
-        if self.formats.frozen is not None and not method.keeps_base:
-            raise UserError(
-                f"wire: {self.formats.name} weights are frozen, and {method.name} would change them: their grid is too "
-                "coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
-            )
-        self.apply_deferred()
-        self.engine.wait_for_homes()  # the new method may read them at once; another one may still be writing them
-        if self.factors is not None:
-            self.factors.settle()
-        if self.placed is not None:
-            self.placed.check_method(method.name)
-        self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # these may step on
-        if method.deferred is not None:
-            self._deferred.append((weakref.ref(method), method.deferred))
-        self.addon = method.addon or self.addon  # adapters stay in the module
+        self.methods.attach(self, method)
 
-    @without_autocast()
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
         """Afterwards the weights at home are those after the last step of every method; with before_step_of, of every
         other method."""
-        for owner, apply in self._deferred:
-            if before_step_of is None or owner() is not before_step_of:
-                apply()
+        self.methods.apply_deferred(before_step_of)
 
     def used_directly(self, what: str) -> None:
-        """Called before the module's own forward or save_pretrained: its parameters must be those after the last step.
-        UserError where they cannot be."""
-        if self.lens is not None:
-            raise UserError(
-                f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
-                "nothing of them; compute it from model.nll(batch), model.logits(batch) or model.generate(ids)"
-            )
-        if self.factors is not None and (what != "forward" or torch.is_grad_enabled()):
-            raise UserError(
-                f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
-                "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
-            )
-        self.apply_deferred()
-        if self.engine.gate is not None or self.engine.streamed:
-            self.engine.wait_for_homes()
-        self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
+        """Called before the module's own forward or save_pretrained."""
+        self.methods.used_directly(self, what)
 
     def weights_changed(self) -> None:
-        """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
-        self.steps += 1
-        if self._has_graph:
-            increment_version([tensor.param for tensor in self.layout.tensors])
-            self._has_graph = False
+        """Called after a step."""
+        self.methods.step_done(self.layout)
+
+    @property
+    def steps(self) -> int:
+        """The steps of all methods since the model was loaded."""
+        return self.methods.steps
 
     # -- reading and saving ----------------------------------------------------------------------------------------
 

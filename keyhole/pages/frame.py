@@ -2,7 +2,8 @@
 share.
 
 A page is one file without scripts or external files. A choice of the reader (curves over steps or over time) is made
-with form inputs and rules of the style sheet. Callers must escape text from files; control characters are removed here.
+with form inputs and rules of the style sheet. Callers must escape text from files; control characters are removed here,
+and what has no UTF-8 form (names of files may be any bytes) becomes a question mark.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,11 +19,12 @@ def page(title: str, parts: Iterable[str], style: str = "", refresh_s: int | Non
     rules = "".join(f".c{i}{{stroke:{c}}}.f{i}{{fill:{c}}}.b{i}{{background:{c}}}" for i, c in enumerate(COLOURS))
     view = '<meta name="viewport" content="width=device-width,initial-scale=1">'
     again = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
-    return without_controls(
+    text = without_controls(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{view}{again}<title>{escape(title)}</title>'
         f"<style>{STYLE}{rules}{style}</style></head>"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def header(eyebrow: str, title: str, lead: str, chips: Iterable[str]) -> str:

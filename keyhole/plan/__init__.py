@@ -1,6 +1,7 @@
 """What a run needs and what the machine has: which units stay on the device, and how many bytes and seconds that takes.
 
-placement.py   which units stay on the device, and which are streamed
+placement.py   where a model lives: reads the budget, refuses what cannot fit, and says what was decided
+fit.py         the cut into units, and which of them stay on the device; costs.py: the bytes of a set of streamed units
 table.py       every method x placement x wire for `keyhole plan`; recommend.py: which row to choose; page.py: the page
 seconds.py     from FLOPs and bytes to seconds; measure.py and profiles.py: the rates of this and of other machines
 changes.py     which changes would make a run fit; refusals.py: the messages when a budget is too small

@@ -18,7 +18,8 @@ from torch import nn
 
 from keyhole.machine.host import host_memory
 from keyhole.methods import METHODS
-from keyhole.methods.base import Traits, Workload
+from keyhole.methods.traits import Traits
+from keyhole.methods.workload import Workload
 from keyhole.model.weights.format import Wire, bytes_per_element
 from keyhole.plan.measure import known
 from keyhole.plan.profiles import PROFILES

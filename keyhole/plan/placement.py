@@ -1,25 +1,16 @@
-"""Which units stay on the device, how the model is cut into units, and why: what `placement` and `gpu_memory` decide.
+"""Where a model lives, and why: what `placement` and `gpu_memory` decide.
 
     resident   every unit on the device
-    stream     every unit is streamed, except the spine, and embedding and head if both take at most TABLES_BYTES;
+    stream     every unit is streamed, except the spine, and embedding and head if both take at most fit.TABLES_BYTES;
                with a budget, as many units as it has room for stay on the device
     auto       resident if everything fits the budget (default: 95 % of the free memory), otherwise like stream
 
-A unit is a whole block if the block is small, else a run of its matrices of about UNIT_BYTES: copies of that size
-already reach the link's full rate within 2 %, and larger slots and work buffers would fill a small GPU. If even that is
-too large for the budget, a unit is a run of at most the size of the largest matrix: smaller units would need the same
-slots, and three slots of small units do not prefetch far enough ahead. A matrix of more than find.TILE_NUMEL elements
-is cut by rows if the method allows it; a stack of experts larger than a unit is cut into experts. Compiled zeroth-order
-passes need whole blocks.
-
-Resident units are spread evenly between streamed ones, by bytes: while a resident unit is computed, the link prefetches
-the next units, but only as far as there are slots. Alternating whole blocks would need slots for a block; alternating
-single units does not.
+The cut into units, and the units that stay, are found in fit.py, with the bytes of costs.py. This file reads the
+budget, refuses what fits neither device nor host before any weight is read (refusals.py; with the changes that would
+make it fit, changes.py), and says what was decided, one line per decision, for the start block.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,21 +20,20 @@ from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
-from keyhole.methods.base import DeviceBytes, Room, Traits, Workload, imported
-from keyhole.methods.memory import forward_bytes
-from keyhole.model.backward import memory as backward
-from keyhole.model.forward.memory import SLOT_COUNT, evaluation_bytes, host_bytes
+from keyhole.methods.traits import imported
+from keyhole.methods.workload import DeviceBytes, Room, Workload
+from keyhole.model.forward.memory import evaluation_bytes, host_bytes
 from keyhole.model.structure.find import TILE_NUMEL
-from keyhole.model.structure.layout import Layout, Unit, find_layout
+from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.weights.format import Wire
-from keyhole.offload.shards import part_numel
 from keyhole.plan import refusals
+from keyhole.plan.changes import said
+from keyhole.plan.costs import Costs
 from keyhole.plan.dtype import check_trainable
 from keyhole.plan.experts import expert_lines
+from keyhole.plan.fit import UNIT_BYTES, fit
 from keyhole.plan.outside import outside_lines
 
-UNIT_BYTES = 256 * MIB
-TABLES_BYTES = 512 * MIB
 USABLE = 0.95  # share of the device's memory, if no budget is given
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
@@ -94,74 +84,6 @@ class Placement:
             refusals.warn_of_a_larger_batch(self.budget_bytes, self.work, tokens)
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Plans the bytes for a set of streamed units. row: None for forward passes only (evaluation, chat, replay)."""
-
-    work: Workload
-    room: Room
-    row: Traits | None
-
-    def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes:
-        plan = forward_bytes if self.row is None else self.row.planned_bytes
-        cut = self.cut(layout)
-        if not cut:
-            return plan(layout, streamed, self.work, self.room)
-        # sharded units are gathered into slots, wherever their shards are; gradients of a block are kept side by side,
-        # and at most one unit of them is exchanged at a time in float32, with a send and a receive buffer
-        found, formats = plan(layout, streamed | set(cut), self.work, self.room), self.room.formats
-        assert isinstance(found, backward.ReverseBytes)
-        kept = sum(n * formats.home_dtype(layout.units[i]).itemsize for i, (_, n) in cut.items() if i not in streamed)
-        block = sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
-        exchanged = formats.dtype.itemsize * block + 8 * max(layout.units[i].numel for i in cut)
-        return replace(found, homes=found.homes + kept, gradients=found.gradients + exchanged)
-
-    def cut(self, layout: Layout) -> dict[int, tuple[int, int]]:
-        """For sharded units: the first element and the number of elements of this rank's shard."""
-        if self.work.ranks == 1 or self.row is None or self.row.ranks != "shards":
-            return {}
-        units = [u for u in layout.units if u.kind in ("block", "head")]
-        return {u.index: (0, part_numel(u.numel, self.work.ranks)) for u in units}
-
-    def host_bytes(self, layout: Layout, streamed: set[int]) -> int:
-        """Host memory of streamed units, of all ranks of this machine: shards; or all weights, where blocks are shared
-        by the ranks (keyhole/loading)."""
-        formats, cut, here = self.room.formats, self.cut(layout), self.work.local_ranks
-        if here == 1 and not cut:
-            return host_bytes(layout, streamed, formats)
-        shared = {u.index for u in layout.of_kind("block")} & streamed if not cut else set()
-        kept = sum(n * formats.home_dtype(layout.units[i]).itemsize for i, (_, n) in cut.items() if i in streamed)
-        return here * (kept + host_bytes(layout, streamed - set(cut) - shared, formats)) + host_bytes(
-            layout, shared, formats
-        )
-
-    def slot_count(self, layout: Layout) -> int:
-        return backward.slot_count(layout) if self.row is not None and self.row.sweep == "reverse" else SLOT_COUNT
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the memory of a training step is fully planned; for a baseline it is not."""
-        return self.row is not None and self.row.streams
-
-    @property
-    def may_cut_rows(self) -> bool:
-        """Whether forward passes may compute a large matrix a few rows at a time."""
-        return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs
-
-    @property
-    def may_cut_experts(self) -> bool:
-        """Whether experts may be streamed one by one: if the method allows it, not in a packed format, not with
-        shards."""
-        sharded = self.row is not None and self.row.ranks == "shards" and self.work.ranks > 1
-        if self.room.formats.packs or sharded:
-            return False
-        return self.row is None or self.row.by_expert(self.work.settings or self.row.settings())
-
-    @property
-    def keeps_blocks_whole(self) -> bool:
-        return self.row is not None and self.row.whole_blocks(self.work.settings or self.row.settings())
-
-
 def place(
     module: nn.Module,
     placement: str,
@@ -175,8 +97,6 @@ def place(
     try:
         return _place(module, placement, gpu_memory, formats, device, work)
     except refusals.DoesNotFit as refused:
-        from keyhole.plan.changes import said  # here, because it imports this module
-
         budget = _limit_bytes(_budget(gpu_memory, placement, device), device)
         fills = placement == "stream" and gpu_memory is not None  # as auto does
         how = "auto" if fills else placement
@@ -222,72 +142,6 @@ def _place(
     _check_state(layout, placed, costs)
     placed.reasons = _reasons(module, layout, placed, placement, costs, device)
     return layout, placed
-
-
-Find = Callable[[nn.Module, int | None, bool, bool], Layout]
-
-
-def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_layout) -> tuple[Layout, set[int]]:
-    """The cut and the streamed units. Of the cuts that fit the budget, it takes the one that streams the fewest bytes
-    (a finer cut needs smaller slots and buffers, so more units may stay); of equal ones the coarser, with fewer, larger
-    copies. find: makes a layout, or returns a cached one."""
-    formats, cut = costs.room.formats, (costs.may_cut_rows, costs.may_cut_experts)
-    largest_matrix = max(u.numel for u in find(module, 1, *cut).of_kind("block"))
-    cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
-    if budget is None:
-        layout = find(module, cuts[0], *cut)
-        tables = {u.index for u in layout.units if u.kind in ("table", "head")}
-        small = sum(formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
-        return layout, {u.index for u in layout.units[1:]} - (tables if small else set())
-    found: list[tuple[int, Layout, set[int]]] = []
-    for max_unit_numel in cuts:
-        layout = find(module, max_unit_numel, *cut)
-        streamed = {u.index for u in layout.units[1:]}
-        smallest = costs.of(layout, streamed)
-        if smallest.total <= budget:
-            streamed = _keep_what_fits(layout, streamed, costs, budget)
-            found.append((host_bytes(layout, streamed, formats), layout, streamed))
-    if found:
-        _, layout, streamed = min(found, key=lambda one: one[0])
-        return layout, streamed
-    weights_bytes = sum(formats.home_bytes(u) for u in layout.units)
-    raise refusals.below_minimum(budget, smallest, costs.work, weights_bytes, formats.dtype.itemsize)
-
-
-def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: int) -> set[int]:
-    """The units to stream when embedding and head (each as a whole) and then as many block units as the budget allows
-    stay on the device."""
-    for kind in ("table", "head"):
-        fewer = streamed - {u.index for u in layout.of_kind(kind)}
-        if costs.of(layout, fewer).total <= budget:
-            streamed = fewer
-    groups = _inseparable(layout.of_kind("block"))
-
-    def left(count: int) -> set[int]:
-        return streamed - _spread(groups, count / len(groups))
-
-    too_many = bisect_left(range(len(groups) + 1), True, key=lambda n: costs.of(layout, left(n)).total > budget)
-    return left(too_many - 1)
-
-
-def _inseparable(units: list[Unit]) -> list[list[Unit]]:
-    """Groups of units that must be placed together, because they share a tensor."""
-    groups: dict[str, list[Unit]] = {}
-    for unit in units:
-        groups.setdefault(unit.tensors[0].name, []).append(unit)
-    return list(groups.values())
-
-
-def _spread(groups: list[list[Unit]], share: float) -> set[int]:
-    """Units with this share of all elements, evenly spread; a unit is taken when at least half of it is due."""
-    taken, due = set(), 0.0
-    for group in groups:
-        numel = sum(u.numel for u in group)
-        due += share * numel
-        if due >= numel / 2:
-            taken |= {u.index for u in group}
-            due -= numel
-    return taken
 
 
 def workspace_bytes(device: torch.device) -> int:

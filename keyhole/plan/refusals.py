@@ -15,7 +15,7 @@ from typing import Any
 from keyhole.errors import UserError
 from keyhole.machine.sizes import about, enough
 from keyhole.methods import METHODS, streaming_methods
-from keyhole.methods.base import DeviceBytes, Workload
+from keyhole.methods.workload import DeviceBytes, Workload
 
 
 class DoesNotFit(UserError):
@@ -90,5 +90,5 @@ def warn_of_another_plan(budget: int, planned: str, method: str) -> None:
     warnings.warn(
         f"gpu_memory: {about(budget)} was planned for {planned}, and may not be enough for "
         f'{method}; load with workload=keyhole.Workload("{method}", tokens=...), the tokens of a batch',
-        stacklevel=5,
+        stacklevel=6,  # the caller of the method's constructor
     )

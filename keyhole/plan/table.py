@@ -1,6 +1,6 @@
 """Every method x placement x wire for one model on one machine: bytes, seconds, and whether it fits.
 
-The bytes come from the engine's own formulas: `fit` (plan/placement.py) cuts and places units as loading would, and
+The bytes come from the engine's own formulas: `fit` (plan/fit.py) cuts and places units as loading would, and
 each method's memory.py gives the memory of a step. So a row equals the plan that a run with these settings prints.
 Rows per method and wire:
 
@@ -36,12 +36,14 @@ from keyhole.errors import UserError
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room, Traits, Workload
+from keyhole.methods.traits import Traits
 from keyhole.methods.work import experts_share
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element
-from keyhole.plan.placement import Costs, fit
+from keyhole.plan.costs import Costs
+from keyhole.plan.fit import fit
 from keyhole.plan.seconds import StepSeconds, step_seconds
 
 PROCESS_BYTES = {True: int(1.23 * GIB), False: int(0.45 * GIB)}  # with CUDA, without

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from keyhole.machine.text import duration, printable
 from keyhole.pages.chart import Series, chart, noisy
@@ -96,7 +97,7 @@ def _table(views: Sequence[View], colours: dict[str, int], place: Path) -> str:
         shown = escape(printable(name, 200))
         if own.is_file():
             link = os.path.relpath(own.absolute(), place.absolute())
-            shown = f"<a href='{escape(Path(link).as_posix())}'>{shown}</a>"
+            shown = f"<a href='{escape(quote(os.fsencode(Path(link).as_posix())))}'>{shown}</a>"
         kinds = ["left" if i + 1 in LEFT else "" for i in range(len(numbers))]
         marks = "".join(
             f"<td class='{kind}'>{escape(printable(cell, 200))}</td>" if kind else f"<td>{escape(cell)}</td>"

@@ -2,6 +2,7 @@
 
 start.py         how a run starts, and all checks before torch is imported: config, directory, resume point, data paths
 build.py         builds data, model, method, journal and loop
+model_and_method.py   the model and the method as the config says, and the workload that memory is planned for
 base_hash.py     the hash of the original model, computed in the background
 waiting.py       progress lines during the start
 loop.py          the loop that all methods share: step, check, evaluation, save
@@ -12,7 +13,7 @@ lock.py          one process per directory
 schedule.py      the learning rate as a function of the step
 metrics.py       one entry per step, read one step late, checked, appended to run/metrics.jsonl
 reports.py       sends a step's metrics to the metrics file, the page, the trackers and the display
-run_page.py      run/report.html; page_facts.py: its contents besides the curves
+run_page.py      run/report.html; page_facts.py, sample_answers.py: its contents besides the curves
 guard.py         stops a run at numbers that are not finite
 change_check.py  checks that every trained tensor changes
 selection.py     the best step, early stopping, the time limit

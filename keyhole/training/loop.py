@@ -9,7 +9,6 @@ All state of the loop is in the checkpoint: step number, position in the data, t
 bit for bit, N steps, a stop, and M more steps. start.py shows how a run gets here.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +17,7 @@ import torch
 
 from keyhole.checkpoint import select
 from keyhole.data.run import Data
-from keyhole.data.tasks.question import Task
 from keyhole.errors import NonFinite, UserError
-from keyhole.eval.score import Score
 from keyhole.machine.sizes import GIB
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS
@@ -35,16 +32,17 @@ from keyhole.training.display import Display
 from keyhole.training.follow import one_update, take_weights
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
-from keyhole.training.page_facts import Trace, answers_of, generated, planned
+from keyhole.training.page_facts import Trace, planned
 from keyhole.training.planning import pace_line
 from keyhole.training.reports import Reports
+from keyhole.training.sample_answers import SampleAnswers
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
 from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
 
-MOST_SAID, MOST_ANSWERS = 600, 20  # characters of an error, answers of all tasks, on the page
+MOST_SAID = 600  # characters of an error on the page
 
 
 @dataclass(kw_only=True)
@@ -73,7 +71,6 @@ class Run:
     last_eval: dict[str, float] | None = None
     ends: str | None = None  # why the run ends before its last step
     sample_answers: int = 0  # number per evaluation, for the page
-    answered_s: float = 0.0  # seconds of training when they were last generated
     timed: list[dict[str, float]] = field(default_factory=list)  # tokens and seconds of steps, until the check
 
     def __post_init__(self) -> None:
@@ -85,6 +82,7 @@ class Run:
         self.saver.best_step = self.best_saved()
         self.display.gone = lambda: self.interrupts.ask("a closed output")
         self.trace = Trace(self.model, self.first, self.total)
+        self.answers = SampleAnswers(self.model, self.data.eval.dataset, self.reports, self.sample_answers)
         device, say = self.model.device, self.display.line
         self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.show)
 
@@ -218,7 +216,8 @@ class Run:
         self.crew.call(Command.EVALUATE)
         found = evaluate(self.model, self.data.eval, self.is_asked)
         answers = Answers(step, "the first questions of dev")
-        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked, self._keep(answers))
+        keep = self.answers.keep_in(answers)
+        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked, keep)
         self.gave_up = metrics is None
         if found is not None and metrics is not None:
             found |= metrics
@@ -227,25 +226,7 @@ class Run:
             self.reports.send({"step": step, **found})
             scores = f"; {text}" if (text := shown(found, EVAL)) else ""
             self.display.line(f"eval at step {step}: {shown_loss(found)}{scores}")
-            self.reports.tell("sample answers", lambda: self._answer(answers))
-
-    def _keep(self, answers: Answers) -> Callable[[Task, Score], None]:
-        """A callback that keeps the first answers of each scored task."""
-
-        def keep(task: Task, result: Score) -> None:
-            count = min(self.sample_answers, MOST_ANSWERS - len(answers.rows))
-            self.reports.tell("sample answers", lambda: answers.rows.extend(answers_of(task, result, count)))
-
-        return keep
-
-    def _answer(self, answers: Answers) -> None:
-        """Answers for the page: those of tasks, or generated answers to prompts of the held-out data."""
-        page, curves = self.reports.page, self.reports.page.view.curves
-        if not answers.rows:
-            since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
-            pace_s, rows = curves.step_seconds or 0.0, self.data.eval.dataset
-            answers = generated(self.model, rows, answers.step, self.sample_answers, since_s, pace_s)
-        page.answered(answers)
+            self.reports.tell("sample answers", lambda: self.answers.show(answers))
 
     def is_asked(self) -> bool:
         """Whether a signal has asked the run to stop."""

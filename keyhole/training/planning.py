@@ -22,8 +22,8 @@ from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room
 from keyhole.methods.work import experts_share
+from keyhole.methods.workload import Room
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import build, read_config

@@ -15,7 +15,8 @@ from keyhole import ops
 from keyhole.config import TrainConfig
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import AUTO_RATE, Method
+from keyhole.methods.base import Method
+from keyhole.methods.traits import AUTO_RATE
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout
 from keyhole.training.schedule import Schedule

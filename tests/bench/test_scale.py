@@ -50,5 +50,6 @@ def test_the_table_has_a_line_per_method_placement_and_count() -> None:
     lines = table("125M", 512, Machines()).splitlines()
     assert sum(line.startswith("| zo ") for line in lines) == sum(line.startswith("| lomo ") for line in lines) == 14
     assert parameters("7e9") == 7 * 10**9
-    with pytest.raises(UserError, match="--model: big is no number"):
-        parameters("big")
+    for wrong in ("big", "0", "-5", "inf", "nan"):
+        with pytest.raises(UserError, match=f"--model: {wrong} is no number"):
+            parameters(wrong)

@@ -18,6 +18,15 @@ def test_a_streamed_step_is_held_against_compute_and_link() -> None:
     assert ends == ["0.60"]
 
 
+def test_a_whole_model_is_held_against_its_own_compute() -> None:
+    """Not against that of the adapters' model, when both are measured in one run."""
+    rows = [
+        CASE | {"name": "int4, resident, blocks run twice", "step_s": 0.5},
+        CASE | {"case": "70B", "name": "int4, rank 2, 8GiB", "step_s": 1.1, "compute_s": 1.0},
+    ]
+    assert [line.split("|")[-3].strip() for line in table(rows, {"up": 50.0}) if "| 70B |" in line] == ["1.10"]
+
+
 def test_losses_of_two_budgets_are_compared() -> None:
     rows = [CASE | {"case": "175B", "name": f"int4, {b}", "step_s": 1.0, "losses": [b]} for b in (1.0, 2.0)]
     assert "DIFFERENT" in table(rows, {})[-1] and "equal" in table([rows[0], rows[0]], {})[-1]

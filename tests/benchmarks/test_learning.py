@@ -10,6 +10,14 @@ from keyhole.compare.file import read_comparison
 from keyhole.compare.plan import plan
 
 
+def test_an_evaluation_that_is_not_finite_is_passed_over(tmp_path: Path) -> None:
+    """Its number is null in metrics.jsonl."""
+    (tmp_path / "a" / "run").mkdir(parents=True)
+    rows = '{"step": 1, "loss": 1.0, "seconds": 0.5}\n{"step": 1, "eval_loss": 2.0}\n{"step": 2, "eval_loss": null}\n'
+    (tmp_path / "a" / "run" / "metrics.jsonl").write_text(rows)
+    assert learning.told(tmp_path) == ["  a: dev {1: 2.0}, 0.5000 s per step"]
+
+
 @pytest.mark.parametrize("name", learning.RUNS)
 def test_every_run_is_a_comparison(name: str, tmp_path: Path) -> None:
     """Its settings are checked as those of a run are; each seed and each rate of a grid is a run."""

@@ -5,6 +5,7 @@ import os
 import signal
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from keyhole.compare import execute
 from keyhole.compare import kept as kept_module
 from keyhole.compare.execute import FAILED, compare
 from keyhole.compare.file import read_comparison
-from keyhole.compare.result import Result, read_result, write_result
+from keyhole.compare.plan import plan
+from keyhole.compare.result import Result, read_result, summarise, write_result
 from keyhole.data.loader import order
 from keyhole.disk import weight_files
 from keyhole.errors import NonFinite, UserError
@@ -102,6 +104,41 @@ def test_a_model_that_cannot_be_scored_untrained_stops_no_run(
     assert cell(out, "zero-shot")["errors"] == [says] and cell(out, "lomo")["mean"] is not None
     assert run(path, out, *words) == 0
     assert cell(out, "zero-shot")["mean"] is not None
+
+
+@pytest.mark.parametrize(("wire", "untrained"), [("wire: int4, ", "int4"), ("", None)])
+def test_a_model_is_scored_untrained_in_the_format_of_all_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wire: str, untrained: str | None
+) -> None:
+    """It may fit host memory in no other; if one run keeps the weights as they are, the model is scored as it is."""
+    asked = []
+
+    def load(self: Any, source: str, **how: Any) -> Any:
+        asked.append((how["workload"].method, how["wire"]))
+        raise UserError("enough")
+
+    monkeypatch.setattr(kept_module.Kept, "load", load)
+    methods = f"{{a: {{method: lora, wire: int4}}, b: {{{wire}method: lora, lora.r: 4}}}}"
+    text = TEXT[: TEXT.index("methods:")] + f"methods: {methods}\nseeds: [0]\n" + TEXT[TEXT.index("common:") :]
+    assert run(write(tmp_path / "a.yaml", text), tmp_path / "out") == FAILED
+    assert asked == [("eval", untrained), ("lora", "int4"), ("lora", untrained)]
+
+
+def test_a_test_that_is_not_finite_is_no_damaged_result(tmp_path: Path) -> None:
+    """A perplexity of infinity is null in metrics.jsonl: the run is not repeated for it."""
+    comparison = read_comparison(write(tmp_path / "a.yaml"), [f"output_dir={tmp_path}"])
+    trial = next(iter(plan(comparison, lambda model: "content")[0][0].trials.values()))
+    (trial.directory / "run").mkdir(parents=True)
+    lines = [
+        {"step": 1, "loss": 900.0, "tokens": 8, "seconds": 0.5},
+        {"step": 3, "loss": 1.0, "tokens": 8, "seconds": 1.0},
+    ]
+    lines += [{"step": 3, "eval_loss": 900.0}, {"step": 3, "test_perplexity": None, "test_questions": 24}]
+    (trial.directory / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = summarise(trial, SimpleNamespace(dev=(), test=()))
+    assert found.tests == {"test_questions": 24} and found.seconds == 1.5
+    write_result(tmp_path, found)
+    assert read_result(tmp_path, trial.id) == found
 
 
 def killed(path: Path, out: Path, at: int) -> None:
@@ -196,6 +233,24 @@ def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypa
     assert not cell(out, "lomo")["errors"]
     assert run(path, out, "seeds=0", retry=True) == 0
     assert cell(out, "adamw")["mean"] is not None and not cell(out, "adamw")["errors"]
+
+
+def test_a_crashed_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the beginning; after that its checkpoints are deleted."""
+    real, steps = loop.Run.step, []
+
+    def step(self: loop.Run, number: int) -> None:
+        steps.append(number)
+        if len(steps) == 4:
+            raise ZeroDivisionError("oh")
+        real(self, number)
+
+    monkeypatch.setattr(loop.Run, "step", step)
+    path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
+    words = ("seeds=0", "methods=lomo", "learning_rate=1e-3", "save_steps=1")
+    assert run(path, out, *words) == FAILED and run(path, out, *words) == 0
+    assert steps == [1, 2, 3, 4, 4] and cell(out, "lomo")["mean"] is not None
+    assert not list(out.glob("runs/*/checkpoint-*"))
 
 
 def test_mistakes_are_found_before_the_first_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from keyhole.compare.file import comparisons, find_comparison, read_comparison
 from keyhole.compare.plan import BEFORE, NO_NUMBER, plan, settings_hash
 from keyhole.compare.result import blank
-from keyhole.compare.table import choose
+from keyhole.compare.table import cell_of, choose, shown
 from keyhole.config import TrainConfig
 from keyhole.config.fields import settings
 from keyhole.errors import UserError
@@ -121,6 +121,16 @@ def test_mistakes_are_named(tmp_path: Path, change: tuple[str, str], says: str) 
         points(path)
 
 
+@pytest.mark.parametrize("word", ["methods=", "tasks= ", "model=", "seeds=[]", "output_dir=", "choose_by="])
+def test_an_empty_selection_is_refused(tmp_path: Path, word: str) -> None:
+    """An unset variable of the shell does not select everything; nor is one of two selections dropped."""
+    path = write(tmp_path / "small.yaml")
+    with pytest.raises(UserError, match=f"{word.partition('=')[0]}: nothing is named"):
+        read_comparison(path, [word])
+    with pytest.raises(UserError, match="as model= and as models="):
+        read_comparison(path, ["model=demo", "models=other"])
+
+
 def test_models_of_one_last_name_are_told_apart(tmp_path: Path) -> None:
     """By as much of their paths as differs; on the command line too."""
     path = write(tmp_path / "a.yaml", TEXT.replace("models: [demo]", "models: [x/a/m, x/b/m, m, c/d]"))
@@ -212,3 +222,19 @@ def test_the_best_point_is_that_of_greater_is_better(
         result.dev, result.dev_metric = value, metric
         results[result.id] = result
     assert choose(group, [0], results, "first-seed") == group.points[best]
+
+
+def test_every_run_that_is_not_done_is_counted(tmp_path: Path) -> None:
+    """With all seeds for choose_by: all-seeds, so that an unfinished cell is not taken for one without a number."""
+    for choose_by, done, missing in (("all-seeds", [0], 2), ("all-seeds", [0, 1], 0), ("first-seed", [0], 1)):
+        comparison = read_comparison(write(tmp_path / "small.yaml"), [f"choose_by={choose_by}"])
+        group = plan(comparison, lambda model: "content")[0][0]
+        results = {}
+        for point in group.points:
+            for seed in done:
+                result = blank(group.trials[point, seed])
+                result.dev = result.test = 0.5
+                result.dev_metric = result.test_metric = "accuracy"
+                results[result.id] = result
+        cell = cell_of(group, comparison, results)
+        assert cell.missing == missing and (shown(cell) == "...") == (cell.chosen is None)

@@ -119,6 +119,28 @@ def test_methods_with_one_number_lead_together_or_not_at_all() -> None:
     assert lead(0.2, 0.5, 0.4) == "<b>t</b>: b leads with 50.0 matthews."
 
 
+def test_a_number_stands_under_its_own_task() -> None:
+    """Also where a task has no untrained model (a new head); then there is no mean over tasks either."""
+    comparison = Comparison("a", "a", {"m": "dir"}, {"s": {}, "t": {}, "u": {}}, {"x": {}}, [0], "out")
+    made = [Cell("m", task, "x", (), "accuracy", 0.7, runs=[result("x")]) for task in "stu"]
+    made += [Cell("m", task, "zero-shot", (), "accuracy", 0.5, runs=[result("zero-shot")]) for task in "tu"]
+    text, html = to_markdown(comparison, made), make_page(comparison, made, {}, ENVIRONMENT)
+    assert "| x | 70.0 | 70.0 | 70.0 | 70.0 |" in text and "| zero-shot | - | 50.0 | 50.0 |  |" in text
+    assert html.count("<td class='mean'></td>") == 1 and html.count("<td class='mean'>70.0</td>") == 1
+
+
+def test_the_page_names_the_model_where_there_are_several() -> None:
+    """In its lead, with every run and every failure."""
+    comparison = Comparison("a", "a", {"m": "dir", "n": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
+    good, bad = result("x"), result("x", error="oh")
+    made = [Cell(model, "t", "x", (), "matthews", 0.5, runs=[good], grid=[good, bad]) for model in "mn"]
+    html = make_page(comparison, made, {}, ENVIRONMENT)
+    for model in "mn":
+        assert f"<b>t, {model}</b>: x leads" in html and f"<b>x</b> on t, {model}," in html
+        assert html.count(f"<td class='left'>t, {model}</td>") == 2
+    assert "t, m" not in make_page(comparison, made[:1], {}, ENVIRONMENT)
+
+
 def test_the_table_names_metrics() -> None:
     """That of test in the head, and beside each number; that of dev where it is another."""
     comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")

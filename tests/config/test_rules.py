@@ -40,6 +40,8 @@ REFUSED = [
     (TASK | {"num_dev": 0, "metric_for_best_model": "loss"}, "metric_for_best_model: is set but num_dev=0"),
     ({"device": "gpu"}, "cpu, cuda or cuda:N"),
     ({"output_dir": "./some/model"}, "overwrite"),
+    ({"output_dir": "out\udcff"}, "output_dir: `out\\udcff` is not UTF-8"),
+    ({"train_data": ["a", "b\udcff"]}, "train_data: `b\\udcff` is not UTF-8"),
     ({"method": "zo", "max_grad_norm": 1.0}, "zo.clip"),
     ({"method": "adamw", "placement": "stream"}, "placement=resident"),
     ({"method": "sgd", "wire": "bf16"}, "wire=null"),

@@ -1,51 +1,13 @@
-"""All that the assistant wrote is trained, whatever the template does to it; what is lost is counted."""
+"""Chats are written as Transformers writes them, and passed in the form that a template takes."""
 
-import json
 from typing import Any
 
 import pytest
 
 from keyhole.data.chat_template import ChatTemplate
-from keyhole.data.files import Record
-from keyhole.data.formats import normalise
-from keyhole.data.render import Renderer
-from keyhole.data.settings import PrepareSettings
-from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
-from tests.data.test_render import trained_text
-
-ARGUMENTS = {"city": "Paris", "days": 2}
-
-
-def call(arguments: Any = ARGUMENTS, **turn: Any) -> dict[str, Any]:
-    """An assistant turn that calls a tool."""
-    calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
-    return {"role": "assistant", "content": "", "tool_calls": calls} | turn
-
-
-def talk(**turn: Any) -> list[dict[str, Any]]:
-    """Question, call, result, answer."""
-    question, result = {"role": "user", "content": "Weather?"}, {"role": "tool", "content": "sunny, 20"}
-    return [question, call(**turn), result, {"role": "assistant", "content": "Sun."}]
-
-
-def trained(template: str | None, messages: list[dict[str, Any]], **how: Any) -> tuple[list[str], Any]:
-    """The trained stretches of a chat, and what the template lost."""
-    tok = tokenizer(template)
-    example = normalise(Record("data.jsonl", "line", 7, {"messages": messages}), "messages")
-    tokens = Renderer(tok, PrepareSettings(**how))([example])[0]
-    return trained_text(tok, tokens), tokens.lost
-
-
-WRITTEN = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call><|im_end|>'
-
-
-@pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "JSON text"])
-def test_tool_calls_are_trained_and_results_are_not(arguments: Any) -> None:
-    """The whole call with its end is an answer; arguments as text are not encoded a second time."""
-    found, lost = trained(chats.CALLING, talk(arguments=arguments))
-    assert found == [WRITTEN, "Sun.<|im_end|>"] and not any(lost)
+from tests.data.test_answers import talk, trained
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "JSON text"])
@@ -55,86 +17,12 @@ def test_a_template_that_joins_arguments_gets_them_as_text(arguments: Any) -> No
     assert found == ['<call>weather {"a": 1}', "Sun.</s>"]
 
 
-def test_calls_that_a_template_drops_are_not_trained_as_an_empty_turn() -> None:
-    """The turn would teach to stop at once; it is left out and counted, with what it said before the call."""
-    found, lost = trained(chats.CHATML, talk())
-    assert found == ["Sun.<|im_end|>"] and lost.calls == 1
-    found, lost = trained(chats.CHATML, talk(content="Let me see."))
-    assert found == ["Sun.<|im_end|>"] and lost.calls == 1
-
-
-def test_a_result_inside_the_assistants_turn_is_cut_out() -> None:
-    """A template that writes the tool's result where the call stands does not make it an answer."""
-    found, _ = trained(chats.AHEAD, talk())
-    assert found == ['call:weather{"city": "Paris", "days": 2}', "<|end|>", "Sun.<|end|>"]
-
-
-def test_reasoning_is_trained_where_it_is_written_and_counted_where_it_is_not() -> None:
-    """The thought of the last answer is part of it; that of an earlier one is dropped by the template."""
-    said = [*chat("Hi"), {"role": "assistant", "content": "A.", "reasoning": "hm"}]
-    found, lost = trained(chats.CALLING, said)
-    assert found == ["<think>\nhm\n</think>\n\nA.<|im_end|>"] and lost.reasoning == 0
-    found, lost = trained(chats.CALLING, [*said, *chat("More?", "B.")])
-    assert found == ["A.<|im_end|>", "B.<|im_end|>"] and lost.reasoning == 1
-    _, lost = trained(chats.THINKING, chat("Hi", "<think>well</think>\n\nA.", "More?", "B."))
-    assert lost.reasoning == 1 and lost.text == 0
-
-
-def test_the_end_of_an_answer_does_not_depend_on_what_follows() -> None:
-    """A template that closes no turn: a stop token of the model that follows is the end, any other is not."""
-    said = chat("Hi", "A.", "More?", "B.")
-    assert trained(chats.JOINING, said)[0] == ["A.", "B.</s>"]
-    stop = tokenizer().convert_tokens_to_ids("<|user|>")
-    assert trained(chats.JOINING, said, stop_token_ids=(stop,))[0] == ["A.<|user|>", "B.</s>"]
-    assert trained(chats.CHANNELS, said)[0] == ["<|system|>final\nA.<|end|>", "<|system|>final\nB.</s>"]
-
-
-def test_a_template_that_marks_its_answers_is_believed() -> None:
-    """Exactly what stands inside {% generation %} is trained, without turns of weight 0; no end is added."""
-    said = chat("Hi", "A.", "More?", "B.")
-    assert trained(chats.MARKED, said)[0] == ["A.<|end|>", "B.<|end|>"]
-    said[1]["weight"] = 0
-    assert trained(chats.MARKED, said)[0] == ["B.<|end|>"]
-    bare = chats.MARKED.replace("{{ '<|end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|end|>' }}")
-    assert trained(bare, said)[0] == ["B."]
-
-
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"train": 0}, {"loss": False}, {"training": False}])
-def test_a_turn_is_taken_out_by_weight_or_train(flag: dict[str, Any]) -> None:
-    """In messages and in ShareGPT's turns alike; the other answer is trained."""
-    tok = tokenizer(chats.CHATML)
-    sharegpt = [{"from": "human" if i % 2 == 0 else "gpt", "value": text} for i, text in enumerate("abcd")]
-    sharegpt[1] |= flag
-    messages = chat(*"abcd")
-    messages[1] |= flag
-    for layout, turns in (("conversations", sharegpt), ("messages", messages)):
-        example = normalise(Record("f", "line", 1, {layout: turns}), layout)
-        assert trained_text(tok, Renderer(tok)([example])[0]) == ["d<|im_end|>"]
-
-
 def test_the_template_of_a_setting_replaces_the_tokenizers() -> None:
     """As text; with the variables of chat_template_kwargs, here one that adds a word."""
     given = chats.BARE + "{{ 'bye' if polite }}"
     assert trained(chats.CHATML, chat("Hi", "A."), chat_template=given)[0] == ["A.\n</s>"]
     more = {"chat_template": given, "chat_template_kwargs": {"polite": True}}
     assert trained(chats.CHATML, chat("Hi", "A."), **more)[0] == ["A.\nbye</s>"]
-
-
-def test_a_template_with_a_mistake_names_the_row() -> None:
-    """A syntax error is the user's to mend, not a traceback."""
-    with pytest.raises(UserError, match=r"line 7: the chat template cannot write this chat.*unexpected '}'"):
-        trained(chats.CHATML, chat("Hi", "A."), chat_template="{{ messages } }}")
-
-
-@pytest.mark.parametrize("end", [None, True, False])
-def test_the_end_token_can_be_left_out(end: bool | None) -> None:
-    """Of prompt and completion none is added, of a chat none is trained; by default both are."""
-    tok = tokenizer(chats.CLOSING)
-    renderer = Renderer(tok, PrepareSettings(train_end_token=end))
-    pair = normalise(Record("f", "line", 1, {"prompt": "Answer:", "completion": " yes"}), "prompt_completion")
-    talk = normalise(Record("f", "line", 2, {"messages": chat("Hi", "A.")}), "messages")
-    texts = [trained_text(tok, tokens) for tokens in renderer([pair, talk])]
-    assert texts == ([[" yes"], ["A."]] if end is False else [[" yes</s>"], ["A.<|end|>\n</s>"]])
 
 
 def test_texts_are_those_of_transformers() -> None:
@@ -147,145 +35,3 @@ def test_texts_are_those_of_transformers() -> None:
             ours = ChatTemplate(tok).render(chat("Hi", " A.\n", "More?"), None, prompt)
             options = {"tokenize": False, "add_generation_prompt": prompt, "date_string": "26 Jul 2024"}
             assert ours == tok.apply_chat_template(chat("Hi", " A.\n", "More?"), **options), name
-
-
-MARKED_TURN = (
-    "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
-    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
-)
-LATE_MARKS = {
-    "macro": "{% macro turn(m) %}" + MARKED_TURN + "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
-    "set": "{% for m in messages %}{% set t %}" + MARKED_TURN + "{% endset %}{{ t }}\n{% endfor %}",
-    "call": "{% macro w() %}[{{ caller() }}]{% endmacro %}{% for m in messages %}{% call w() %}"
-    + MARKED_TURN
-    + "{% endcall %}{% endfor %}",
-}
-
-
-@pytest.mark.parametrize("place", LATE_MARKS)
-def test_marks_are_found_in_text_that_is_written_later(place: str) -> None:
-    """A macro or a set block makes its text before it is written; the mark is where the text ends up."""
-    found, lost = trained(LATE_MARKS[place], chat("Hi", "A.", "More?", "A."))
-    assert found == ["A.<|im_end|>", "A.<|im_end|>"] and not any(lost)
-
-
-def test_marked_text_that_is_changed_afterwards_is_refused() -> None:
-    changing = "{% for m in messages %}{% set t %}" + MARKED_TURN + "{% endset %}{{ t[:-2] }}{% endfor %}"
-    with pytest.raises(UserError, match="generation"):
-        trained(changing, chat("Hi", "A."))
-
-
-def test_nothing_is_trained_of_a_chat_in_which_the_template_marks_nothing() -> None:
-    """The template has marks, and none around this answer: it is counted, not guessed."""
-    unless_last = "{% for m in messages %}" + MARKED_TURN.replace("'assistant'", "'assistant' and not loop.last")
-    found, lost = trained(unless_last + "{% endfor %}", chat("Hi", "A."))
-    assert found == [] and lost.text == 1
-
-
-def test_a_chat_that_begins_with_an_answer_does_not_train_the_templates_system_prompt() -> None:
-    """The template writes a system prompt of its own at the first message; the assistant did not."""
-    begins = (
-        "{% for m in messages %}{% if loop.first %}<|im_start|>system\nBe good.<|im_end|>{% endif %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    said = [{"role": "assistant", "content": "Hello."}, *chat("Hi", "A.")]
-    assert trained(begins, said)[0] == ["Hello.<|im_end|>", "A.<|im_end|>"]
-
-
-def test_a_call_under_its_older_name_is_a_call() -> None:
-    turn = {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": ARGUMENTS}}
-    said = [talk()[0], turn, *talk()[2:]]
-    assert trained(chats.CALLING, said)[0] == [WRITTEN, "Sun.<|im_end|>"]
-    assert trained(chats.CHATML, said)[1].calls == 1
-
-
-@pytest.mark.parametrize("call", ["weather()", {"arguments": {}}, {"name": "weather", "parameters": ARGUMENTS}])
-def test_a_call_that_no_template_can_write_is_refused(call: Any) -> None:
-    """Without a name, or with its arguments under another key: they would be trained as {}."""
-    with pytest.raises(UserError, match=r"line 7: column messages\[1\].tool_calls\[0\]"):
-        trained(chats.CALLING, talk(tool_calls=[call]))
-
-
-def test_a_call_whose_arguments_are_not_written_is_lost() -> None:
-    only_names = chats.CALLING.replace("call.function.arguments", "1")
-    assert trained(chats.CALLING, talk())[1].calls == 0
-    assert trained(only_names, talk())[1].calls == 1
-
-
-@pytest.mark.parametrize("role", ["model", "Assistant", "gpt"])
-def test_an_assistant_by_another_name_is_refused(role: str) -> None:
-    """Its turns would be read and never trained on."""
-    with pytest.raises(UserError, match="expected assistant"):
-        trained(chats.CHATML, [*chat("Hi", "A."), {"role": role, "content": "B."}])
-    assert trained(chats.CHATML, [*chat("Hi", "A."), {"role": role, "content": "B.", "weight": 0}])
-
-
-def test_what_a_turn_says_under_keys_of_its_own_is_counted() -> None:
-    """Text that the template does not know; a turn that has nothing else is not trained as an empty answer."""
-    said = chat("Hi", "A.")
-    found, lost = trained(chats.CHATML, [said[0], said[1] | {"thought": "hm", "id": None}])
-    assert found == ["A.<|im_end|>"] and lost.keys == ("thought",)
-    found, lost = trained(chats.CHATML, [said[0], {"role": "assistant", "content": "", "refusal": "No."}])
-    assert found == [] and lost.keys == ("refusal",)
-    found, lost = trained(chats.CHATML, [said[0] | {"train": True}, {"role": "assistant", "content": ""}])
-    assert found == ["<|im_end|>"] and lost.empty == 1 and lost.unheard == 1
-
-
-def test_reasoning_in_a_part_of_the_content_is_no_text() -> None:
-    parts = [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "A."}]
-    with pytest.raises(UserError, match="expected text"):
-        trained(chats.CHATML, chat("Hi", parts))
-    assert trained(chats.CHATML, chat("Hi", parts[1:]))[0] == ["A.<|im_end|>"]
-
-
-def test_a_header_is_given_though_the_prompt_goes_on_with_a_thought() -> None:
-    """The role is plain text behind a special token, and the prompt opens a thought that old answers have lost."""
-    opens = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
-    found, lost = trained(opens, chat("Hi", "<think>\nhm</think>A.", "More?", "<think>\nhm</think>B."))
-    assert found == ["A.<|im_end|>", "hm</think>B.<|im_end|>"] and lost.reasoning == 1
-    assert trained(opens, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
-
-
-def test_a_remark_after_the_last_answer_is_not_trained() -> None:
-    """The answer is closed inside the loop; what the template says afterwards the assistant did not write."""
-    remark = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_start|>system\nOver.<|im_end|>{% endif %}"
-    )
-    assert trained(remark, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
-
-
-def test_an_empty_answer_that_is_not_written_is_counted() -> None:
-    written = "{% for m in messages if m.content %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    found, lost = trained(written + prompt, chat("Hi", "", "More?", "A."))
-    assert found == ["A.<|im_end|>"] and lost.empty == 1
-
-
-def test_a_flag_that_nobody_reads_is_named() -> None:
-    """`mask: true` may have meant that the turn is not trained on."""
-    said = chat("Hi", "A.")
-    assert trained(chats.CHATML, [said[0], said[1] | {"mask": True, "train": 1}])[1].keys == ("mask",)
-
-
-def test_a_loop_that_only_lists_the_turns_writes_no_answer() -> None:
-    """The template loops twice; what it says of an answer in the first loop is not the answer."""
-    lists = (
-        "Roles:{% for m in messages %} {{ m.role }}{% endfor %}\n"
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    assert trained(lists, chat("Hi", "A.", "More?", "B."))[0] == ["A.<|im_end|>", "B.<|im_end|>"]
-
-
-def test_a_short_name_of_a_call_is_sought_as_a_word() -> None:
-    """`a` stands in every answer; the template writes the first of two calls alone."""
-    first = chats.CALLING.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]")
-    two = [{"function": {"name": name, "arguments": {}}} for name in ("weather", "a")]
-    assert first != chats.CALLING and trained(first, talk(tool_calls=two))[1].calls == 1

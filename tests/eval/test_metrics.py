@@ -40,6 +40,7 @@ def test_pearson_by_hand() -> None:
 def test_a_constant_has_no_correlation() -> None:
     """A model that always says yes gets 0, and no division by zero."""
     assert metrics.matthews([1, 1, 1], [0, 1, 1]) == metrics.pearson([2, 2], [1, 3]) == 0.0
+    assert metrics.pearson([0.1] * 3, [0.1] * 3) == 0.0, "the mean of three times 0.1 is not 0.1"
     assert metrics.f1([0, 0], [0, 0]) == 0.0
 
 

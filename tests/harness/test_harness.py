@@ -114,3 +114,14 @@ def test_what_the_model_cannot_be_asked_is_refused() -> None:
     request = type("Request", (), {"args": ("The soup", {"max_gen_toks": 10**6})})()
     with pytest.raises(UserError, match="ask for fewer tokens"):
         lm.generate_until([request])
+
+
+def test_an_empty_context_is_continued_from_the_first_token() -> None:
+    """Alone, and beside others in a batch."""
+    from keyhole.harness.lm import KeyholeLM
+
+    lm = KeyholeLM(str(assets.MODEL), device="cpu", dtype="float32")
+    empty, other = (
+        type("Request", (), {"args": (text, {"until": ["\n"], "max_gen_toks": 4})})() for text in ("", "The soup")
+    )
+    assert lm.generate_until([empty]) == lm.generate_until([empty, other])[:1] != [""]

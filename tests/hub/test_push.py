@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from keyhole.errors import UserError
 from keyhole.hub import push as pushing
 from keyhole.hub.card import card
 from keyhole.hub.push import push
+from keyhole.methods import METHODS
 from keyhole.model.structure import source
 from tests.hub.server import TOKEN, Hub, hub_here
 
@@ -53,8 +57,6 @@ def write_run(directory: Path, **settings: Any) -> Path:
 
 @pytest.fixture
 def trained(tiny_model: Path, tmp_path: Path) -> Path:
-    import shutil
-
     return write_run(Path(shutil.copytree(tiny_model, tmp_path / "out")))
 
 
@@ -80,6 +82,43 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
     ):
         assert says in body, says
     assert "secret-folder" not in text
+
+
+def test_a_card_leaves_out_what_a_default_stands_for(trained: Path) -> None:
+    """zo.eps of null is 1e-3, and so it is written to config.yaml."""
+    own = asdict(METHODS["zo"].fill(METHODS["zo"].settings()))
+    assert own["eps"] == 1e-3 and " eps: " not in card(write_run(trained, method="zo", zo=own), "me/tuned")
+    text = card(write_run(trained, method="zo", zo=own | {"eps": 2e-3}), "me/tuned")
+    assert "eps: 0.002" in text and "directions" not in text
+
+
+def test_the_card_of_a_checkpoint_tells_of_its_own_steps(trained: Path) -> None:
+    """Not of what came after it: other losses, a test of other weights, a loss that is not a number."""
+    with (trained / "run" / "metrics.jsonl").open("w") as file:
+        rows = [{"step": i, "loss": 3.0 if i < 20 else 9.0} for i in range(1, 30)] + [{"step": 30, "loss": None}]
+        rows += [{"step": 10, "eval_loss": 1.5}, {"step": 20, "eval_loss": 7.5}, {"step": 29, "test_accuracy": 0.125}]
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    text = card(Path(shutil.copytree(trained, trained / "checkpoint-19")), "me/tuned")
+    assert "19 steps of 8 rows" in text and "3.0000 over the last 1" in text and "| 10 | 1.5000 |" in text
+    assert "7.5" not in text and "0.125" not in text and "9.0" not in text
+    whole = card(trained, "me/tuned")
+    assert "30 steps of 8 rows" in whole and "Test of step 29: accuracy 0.1250" in whole
+
+
+@pytest.mark.parametrize("count", [1, 12, 13, 23, 24, 145])
+def test_a_card_shows_each_evaluation_once(trained: Path, count: int) -> None:
+    """Twelve of them at most, the first and the last among them."""
+    rows = [{"step": 1, "loss": 2.0}, *({"step": i, "eval_loss": 1.0} for i in range(1, count + 1))]
+    (trained / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = re.findall(r"^\| (\d+) \| 1.0000 \|$", card(trained, "me/tuned"), re.M)
+    assert len(shown) == len(set(shown)) == min(count, len(shown)) <= 12 and (shown[0], shown[-1]) == ("1", str(count))
+
+
+@pytest.mark.parametrize("path", ["folder/train.jsonl.gz", "folder/train.tsv", "folder/*", "~/folder"])
+def test_a_path_that_is_not_here_is_no_hub_id(trained: Path, path: str) -> None:
+    """Of a file that was moved, or is looked for from elsewhere, only the name is told; of a task file, too."""
+    text = card(write_run(trained, train_data=path, task="folder/mine.yaml"), "me/tuned")
+    assert "folder/" not in text and "datasets:" not in text and "`mine.yaml`" in text
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "env.json"])

@@ -11,7 +11,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.structure import layout as layout_module
 from tests.matrix import in_every_run
 from tests.model.decoders import VOCAB, batch, config, hf_nll
@@ -208,35 +208,6 @@ def test_no_graph_is_built() -> None:
     with torch.enable_grad():
         nll_B, _ = load(placement="stream").nll(batch())
     assert not nll_B.requires_grad
-
-
-@in_every_run(lambda wire, dtype: dtype == "bfloat16" or wire == "bf16")
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wire_format_of_its_own(wire: str, dtype: str, tmp_path: Path) -> None:
-    """Stored and moved in another format than computed in: streamed, cut and resident are one model, which saves as
-    the weights that it computes with."""
-    one, options = batch(), {"wire": wire, "dtype": dtype}
-    resident, other = load(**options), load(placement="stream", **options)
-    nll_B = resident.nll(one)[0]
-    assert torch.equal(other.nll(one)[0], nll_B)
-    tokens = [m.generate(one["input_ids"], max_new_tokens=4, do_sample=False) for m in (resident, other)]
-    assert torch.equal(*tokens)
-    other.save_pretrained(tmp_path / "saved")
-    back = keyhole.load(tmp_path / "saved", device="cpu", dtype=dtype)
-    assert torch.equal(back.nll(one)[0], nll_B)
-    assert torch.equal(back.generate(one["input_ids"], max_new_tokens=4, do_sample=False), tokens[0])
-
-
-def test_a_step_after_an_evaluation_in_inference_mode() -> None:
-    """Memory that an evaluation is the first to need may be written outside of torch.inference_mode too."""
-    losses = []
-    for mode in (torch.inference_mode, torch.no_grad):
-        model = load(wire="fp32", dtype="bfloat16")
-        with mode():
-            model.nll(batch())
-        losses.append(float(keyhole.LOMO(model, 1e-2).step(batch())))
-    assert losses[0] == losses[1]
 
 
 def test_weights_in_8_bits_are_saved_exactly_beside_float16(tmp_path: Path) -> None:

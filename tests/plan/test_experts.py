@@ -9,12 +9,13 @@ from transformers import GptOssConfig, MixtralConfig, PretrainedConfig
 import keyhole
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.work import met_bytes, met_share
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure import experts as stacks
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.placement import Costs, fit
+from keyhole.plan.costs import Costs
+from keyhole.plan.fit import fit
 from tests.model.decoders import config
 
 BF16 = torch.bfloat16
@@ -80,7 +81,7 @@ def test_the_start_block_says_how_experts_are_moved(monkeypatch: pytest.MonkeyPa
     assert "experts" not in " ".join(keyhole.load(config("mixtral"), init="random", device="cpu").describe())
     monkeypatch.setattr(stacks, "STACK_NUMEL", 0)
     monkeypatch.setattr("keyhole.plan.experts.STACK_NUMEL", 0)
-    monkeypatch.setattr("keyhole.plan.placement.UNIT_BYTES", 4096)
+    monkeypatch.setattr("keyhole.plan.fit.UNIT_BYTES", 4096)
 
     def said(name: str, method: str) -> str:
         options = {"placement": "stream", "workload": Workload(method)}

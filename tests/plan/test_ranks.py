@@ -7,7 +7,7 @@ from keyhole.errors import UserError
 from keyhole.loading.model import _shared_work
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import host_state_bytes
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire

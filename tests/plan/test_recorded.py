@@ -15,7 +15,6 @@ from keyhole.machine.rates import Rates
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import BESIDE_COPIES, waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.launches import (
     ADAPTED,
     MATRIX,
@@ -29,6 +28,7 @@ from keyhole.methods.launches import (
     of_forward,
 )
 from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire

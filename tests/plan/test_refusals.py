@@ -9,8 +9,8 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.base import Workload
 from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
@@ -115,3 +115,11 @@ def test_a_budget_planned_for_another_method_is_said() -> None:
     assert "was planned for zo, and may not be enough for lomo" in told and 'Workload("lomo", tokens=...)' in told
     assert said_to(keyhole.ZO) == said_to(keyhole.LOMO, gpu_memory=None) == []
     assert said_to(keyhole.LOMO, workload=keyhole.Workload("lomo", tokens=64)) == []
+
+
+def test_the_warning_points_to_the_line_that_makes_the_method() -> None:
+    """Not to keyhole's own code: the user sees which line to change."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", placement="stream", gpu_memory="64MiB")
+    with pytest.warns(UserWarning, match="was planned for zo") as found:
+        keyhole.LOMO(model)
+    assert found[0].filename == __file__

@@ -15,7 +15,7 @@ from keyhole.errors import UserError
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import changes, measure, placement, recommend

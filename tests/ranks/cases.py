@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import keyhole
 from keyhole.offload import arena
-from keyhole.plan import placement
+from keyhole.plan import fit
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
 from tests.model.decoders import batch, config
@@ -93,11 +93,11 @@ PARTS = {"of every method": FIRST, "the others": tuple(name for name in CASES if
 def results(case: Case, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
     """Losses, norms and this rank's parts of the weights after three steps; the last has one micro-batch, which leaves
     ranks without work."""
-    placement.UNIT_BYTES, usual = 4096 if case.cut else placement.UNIT_BYTES, placement.UNIT_BYTES
+    fit.UNIT_BYTES, usual = 4096 if case.cut else fit.UNIT_BYTES, fit.UNIT_BYTES
     work = keyhole.Workload(case.method.name)
     where = {"init": "random", "device": device, "dtype": "float32", "workload": work} | case.how
     model = keyhole.load(config(case.family), ranks=ranks, seed=1, **where)
-    placement.UNIT_BYTES = usual
+    fit.UNIT_BYTES = usual
     assert model.layout.has_cut_blocks == case.cut
     method = case.method(model, case.lr, **case.settings)
     numbers, before = [], getattr(ranks, "bytes_received", 0)

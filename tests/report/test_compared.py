@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +63,28 @@ def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert heads == ["method", "seed", "max_steps"]
     assert "lowest held-out loss at the last evaluation is <b>1.5000</b>, of <b>b</b>" in page
     assert page.count('<polyline class="line c0') == page.count('<polyline class="line c1') > 0
+
+
+@pytest.mark.parametrize("name", ["lr=1e-3#2", "what?", "50%25", "zo:rank=2", "a'b <c>", "größe"])
+def test_a_link_leads_to_the_run_whatever_its_name(tmp_path: Path, name: str) -> None:
+    """A browser resolves it to the run's own page: no fragment, no query, no scheme."""
+    one = made(tmp_path, name, [1.0])
+    (one / "run" / "report.html").write_text("")
+    assert main(["report", str(one), "-o", str(tmp_path / "p.html")]) == 0
+    (link,) = re.findall(r"<a href='([^']*)'>", (tmp_path / "p.html").read_text())
+    found = urlsplit(urljoin((tmp_path / "p.html").as_uri(), unescape(link)))
+    assert Path(unquote(found.path)) == one / "run" / "report.html" and not found.query + found.fragment
+
+
+def test_a_name_that_is_not_utf_8_has_a_page(tmp_path: Path) -> None:
+    """In the table, in the curves and as the title."""
+    name = os.fsdecode(b"bad\xff")
+    for names in ([name], [name, "good"]):
+        views = [View(one, tmp_path / one / "run", Story(), Curves()) for one in names]
+        for view in views:
+            view.curves.add({"step": 1, "loss": 1.0})
+        assert "bad" in compared.make_page(views, tmp_path).encode().decode()
+        assert "bad?" in run_page.make_page(views[0]).encode().decode()
 
 
 def test_runs_are_told_apart(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from keyhole.report.page import make_page
 from keyhole.report.story import Story, read_story
 from keyhole.report.view import View, read_view
 from keyhole.training import loop, run_page
-from keyhole.training.page_facts import generated
 from keyhole.training.run_page import EVERY_S, RunPage
+from keyhole.training.sample_answers import generated
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
 

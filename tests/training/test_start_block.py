@@ -10,7 +10,7 @@ from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.data.run import load_data
 from keyhole.training import start_block as start
-from keyhole.training.build import workload
+from keyhole.training.model_and_method import workload
 from keyhole.training.schedule import Schedule
 
 

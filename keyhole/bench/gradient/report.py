@@ -1,10 +1,11 @@
 """The tables of `keyhole bench lomo` and `keyhole bench lsp`.
 
 Floors:
-    products   operations of the matrix products at the rate of a large product of the same run (product_flop)
+    products   operations of the trial's own matrix products at the rate of a large product of the same run
+               (product_flop)
     updates    for offloaded Adam: all updates of a step with nothing else running
-    link       two uploads of the streamed weights, or the bytes that crossed if more (units that are
-               still in slots when the reverse sweep begins do not cross again), at the duplex rate of the same run
+    link       bytes that crossed per step: each way at the rate of that way alone, and bytes that went both ways at
+               the duplex rate of the same run; the longest of the three (zo/floors.py)
     compute    the resident step of the same method, or its products
 
 A resident step is compared with the larger of products and updates, a streamed one with max(compute, link). GPU GiB:
@@ -18,7 +19,9 @@ from typing import Any
 from keyhole.bench.gradient.trials import NATIVE, Trial
 from keyhole.bench.report import Record, Report, grid
 from keyhole.bench.shapes import LLAMA, LLAMA_VOCABULARY
+from keyhole.bench.zo.floors import link_seconds
 from keyhole.machine.sizes import GIB
+from keyhole.methods import METHODS
 
 STEP_PARTS = {
     "forward_s": "forward, GPU",
@@ -39,13 +42,36 @@ PARTS_NOTE = (
 )
 
 
-def product_flop(shape: str, tokens: int) -> float:
-    """Operations of the matrix products of a step that runs every block twice: 2 forward, 2 recomputed, 4 backward per
-    parameter and token, minus the one product of a block that need not be recomputed; the logits are also made
-    twice."""
-    width, blocks, _, mlp = LLAMA[shape]
-    block = 4 * width**2 + 3 * width * mlp
-    return tokens * (blocks * (8 * block - 2 * width * mlp) + 8 * LLAMA_VOCABULARY * width)
+def product_flop(trial: dict[str, Any], tokens: int) -> float:
+    """Operations of the matrix products of a step, per parameter and token: 2 forward, 2 for the gradient of the
+    inputs, 2 for that of the weights, or the share of it that the method computes, and, where only block inputs are
+    kept, 2 recomputed, minus the one product of a block that need not be; the logits are made twice in any case."""
+    width, blocks, _, mlp = LLAMA[trial["shape"]]
+    block, gradients = 4 * width**2 + 3 * width * mlp, 2 * gradient_share(trial)
+    again = 2 * block - 2 * width * mlp if recomputes(trial) else 0
+    return tokens * (blocks * ((4 + gradients) * block + again) + (6 + gradients) * LLAMA_VOCABULARY * width)
+
+
+def recomputes(trial: dict[str, Any]) -> bool:
+    """Whether blocks run again in the backward pass. With `auto` as many as fit do not, so none is counted."""
+    if trial["system"] == NATIVE:
+        return bool(trial["options"].get("checkpointing", True))
+    usual = getattr(METHODS[trial["system"]].settings(), "activations", "none")
+    return trial["options"].get("activations", usual) in ("block", "host")
+
+
+def gradient_share(trial: dict[str, Any]) -> float:
+    """The share of the weights' gradients that is computed: none over a frozen base, d x d numbers of a matrix in a
+    subspace of that size, all otherwise."""
+    if trial["system"] == NATIVE:
+        return 1.0
+    row = METHODS[trial["system"]]
+    if row.keeps_base:
+        return 0.0
+    width, _, _, mlp = LLAMA[trial["shape"]]
+    d = trial["options"].get("d", getattr(row.settings(), "d", mlp))
+    least, wide = min(d, width), min(d, mlp)
+    return (4 * least**2 + 3 * least * wide) / (4 * width**2 + 3 * width * mlp)
 
 
 class GradientReport(Report):
@@ -93,14 +119,13 @@ class GradientReport(Report):
     def floor(self, r: Record) -> tuple[float | None, str]:
         """The floor of the step in seconds, and its name."""
         rate, trial = self.machine.get("product_rate"), r["case"]
-        products_s = product_flop(trial["shape"], r["tokens"]) / rate if rate else None
+        products_s = product_flop(trial, r["tokens"]) / rate if rate else None
         if not trial["streamed"]:
             updates_s = r["updates_alone_s"] or 0.0
             return (updates_s, "updates") if updates_s > (products_s or 0.0) else (products_s, "products")
         other = self.find(lambda t: t["name"] == trial["compare"])
         compute_s = other["step_s"] if other else products_s
-        crossed = max(2 * r["streamed_bytes"], r["bytes_up"], r["bytes_down"])
-        link_s = crossed / r["link"]["duplex"] / 1e9 if r.get("link") else 0.0
+        link_s = link_seconds(r["bytes_up"], r["bytes_down"], r["link"]) if r.get("link") else 0.0
         if compute_s is None:
             return None, ""
         return max(compute_s, link_s), "link" if link_s > compute_s else "compute"

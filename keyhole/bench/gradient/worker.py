@@ -24,7 +24,8 @@ from keyhole.bench.rates import product_rate
 from keyhole.bench.shapes import llama_config
 from keyhole.machine.sizes import MIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method, Workload
+from keyhole.methods.base import Method
+from keyhole.methods.workload import Workload
 
 LR = 1e-5
 QUICK_LENGTH = 16

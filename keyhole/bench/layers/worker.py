@@ -33,7 +33,7 @@ from keyhole.bench.process import Emit, Job, device_of, serve
 from keyhole.bench.rates import copy_rate, product_rate
 from keyhole.bench.shapes import LEAST_BLOCKS, named_config
 from keyhole.machine.host import cpu_has_bf16
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.structure.find import find_blocks
 from keyhole.ops.adam.device import SQUARES, adamw_
 from keyhole.ops.adam.host import host_adamw_

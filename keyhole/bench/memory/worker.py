@@ -96,9 +96,9 @@ def _in_passes_too(ledger: Ledger) -> Iterator[None]:
     thread."""
     plain = Lockstep.thread_state
 
-    def with_ledger(conductor: Lockstep) -> ExitStack:
+    def with_ledger(conductor: Lockstep, index: int) -> ExitStack:
         stack = ExitStack()
-        stack.enter_context(plain(conductor))
+        stack.enter_context(plain(conductor, index))
         stack.enter_context(ledger)
         return stack
 

@@ -45,7 +45,7 @@ from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.snapshot.background import Background
 from keyhole.checkpoint.state import verify
 from keyhole.machine.probe import environment
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.traits import ZO
 
 

@@ -21,7 +21,7 @@ from keyhole.bench.process import Emit
 from keyhole.bench.shapes import model_config
 from keyhole.bench.zo.cases import Case
 from keyhole.bench.zo.textbook import take_weights
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.traits import ZO
 from keyhole.model.weights.random import fill_random
 

@@ -27,7 +27,7 @@ from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods import METHODS
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.update import Pending
 from keyhole.model.classification import name_labels

@@ -44,9 +44,9 @@ from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel

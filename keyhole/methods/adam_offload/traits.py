@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keyhole.limits import BelowOne, Positive, Threads
-from keyhole.methods.base import Traits, host_activations
+from keyhole.methods.traits import Traits, host_activations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from keyhole.limits import BelowOne, Count, Positive
-from keyhole.methods.base import Demo
 from keyhole.methods.lomo.traits import LOMO, LOMOConfig
+from keyhole.methods.traits import Demo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
 from keyhole.methods.launches import PLAIN
 from keyhole.methods.work import StepWork, reverse_work, trained_numel
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.memory import block_numel
 from keyhole.model.structure.layout import Layout
 

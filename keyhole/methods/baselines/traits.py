@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keyhole.limits import BelowOne, Count, Positive
-from keyhole.methods.base import Demo, Traits
+from keyhole.methods.traits import Demo, Traits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from dataclasses import replace
 import torch
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.launches import of_adapters
 from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 

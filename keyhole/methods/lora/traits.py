@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keyhole.limits import BelowOne, Count, Positive
-from keyhole.methods.base import FROZEN_WIRES, Demo, Fault, RunSettings, Traits, host_activations
+from keyhole.methods.traits import FROZEN_WIRES, Demo, Fault, RunSettings, Traits, host_activations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,11 @@ from functools import cached_property
 import torch
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.launches import of_updates
 from keyhole.methods.lsp.traits import RULES, LSPConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.structure.layout import Layout, Unit

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive, Threads
-from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activations
+from keyhole.methods.traits import Demo, Fault, RunSettings, Traits, host_activations
 
 
 @dataclass(frozen=True)

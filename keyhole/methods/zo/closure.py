@@ -34,8 +34,8 @@ Closure = Callable[[], Any]
 
 
 class Perturbed:
-    """The weights of a model at one look, for `Model.seen_through`. number: of the pair; side: of the look within the
-    pair."""
+    """The weights of a model at one look, as a lens (model/forward/device_weights.py). number: of the pair; side: of
+    the look within the pair."""
 
     def __init__(self, zo: ZO, number: int, pair: Pair, side: int) -> None:
         self.zo, self.number, self.pair, self.side = zo, number, pair, side
@@ -49,7 +49,7 @@ class Perturbed:
             both = zo.spines[self.number]
         else:
             both = zo.plus[: unit.numel], zo.minus[: unit.numel]
-        zo.update.perturb(unit, stored, both[0], both[1], zo._perturbation(self.pair), arrived=False)
+        zo.update.perturb(unit, stored, both[0], both[1], zo.perturbation(self.pair), arrived=False)
         return both[self.side]
 
     def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Perturbed:
         zo, table = self.zo, self.zo.model.layout.table
         if not table.param.requires_grad:
             return stale_MH
-        step = ops.ZOStep(table.start, **zo.noise, **zo._perturbation(self.pair))
+        step = ops.ZOStep(table.start, **zo.noise, **zo.perturbation(self.pair))
         return ops.zo_rows(stale_MH, ids_M, step, zo.model.dtype)[self.side]
 
 
@@ -80,15 +80,15 @@ def closure_step(zo: ZO, closure: Closure) -> torch.Tensor:
     zo.model.apply_deferred()
     losses = []
     if zo.factors is not None:
-        zo.factors.perturb([zo._perturbation(pair) for pair in zo.estimator.pairs])
+        zo.factors.perturb([zo.perturbation(pair) for pair in zo.estimator.pairs])
     for number, pair in enumerate(zo.estimator.pairs):
         for side in range(pair.looks):
             look = nullcontext() if zo.factors is None else zo.factors.seen_at(2 * number + side)
-            with zo.model.seen_through(Perturbed(zo, number, pair, side)), look:
+            with zo.model.device_weights.seen_through(Perturbed(zo, number, pair, side)), look:
                 losses.append(_number(closure(), zo.model.device))
     found = torch.stack(losses)
     estimate = zo.estimator.estimate(found, zo.memory)
-    zo._defer(estimate, found, estimate.memory, zo.rate)
+    zo.defer(estimate, found, estimate.memory, zo.rate)
     if not zo.deferred_update:
         zo.flush()
     return zo.estimator.loss(found)

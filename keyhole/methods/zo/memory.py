@@ -6,7 +6,8 @@ the spine for every pair of looks.
     grzo           2 q passes on a q-th of the rows     q pairs          2 m, as of one direction; threads for 2 q m
     a search       3 passes on all rows, in halves      2 pairs          3 m; threads for 6 m
 
-for m micro-batches; a unit has two perturbed copies, whatever the estimator, because pairs are run one after the other.
+for m micro-batches; a unit has two perturbed copies, whatever the estimator, because pairs are run one after the
+other (in a recorded step, beside each other where there is room: work.py).
 
 With low-rank directions (low_rank/) a pass carries the rows of all its looks at once, blocks have factors instead of
 copies, and weights that are stored in another dtype than that of compute are converted as they arrive. Kept factors
@@ -15,8 +16,8 @@ grow with the run: they are counted as at its end, on the device and, in float32
 
 from dataclasses import replace
 
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.memory import forward_bytes
+from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions

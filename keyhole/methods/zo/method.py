@@ -7,14 +7,11 @@ For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-
 
 Differences from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
-  - All passes of a step, over all micro-batches, run in lockstep. At each unit one fused pass over w applies the
-    update of step t - 1 and writes w + eps z and w - eps z: 2 bytes read and 6 written per element in 16 bit, not 16.
+  - All passes of a step run in one sweep, in which each unit is read once, updated and perturbed (passes.py).
   - The update of a step needs c, which is known only at its end; so it is applied when the unit is visited at t + 1
     (update.py). Over the link: each unit once H2D, and at most once D2H per step (write_back.py).
   - z is a function of (seed, t, i, element), never stored. Perturbed weights are computed from the unperturbed ones, so
     rounding errors do not accumulate.
-  - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
-    these rows on the fly, with the same bits as the full update of the table later in the step.
   - c stays on the device. A non-finite loss gives an update of exactly zero.
 
 Memory beside the weights: two units and two spines per pair of looks in the dtype of compute, and the hidden states of
@@ -29,17 +26,17 @@ from typing import Any
 
 import torch
 
-from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.base import AUTO_RATE, Method, Shared, checked_rate
+from keyhole.methods.base import Method, Shared, checked_rate
 from keyhole.methods.dropout import dropout_rates
+from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.weight_decay import weight_decay_of
+from keyhole.methods.zo import passes
 from keyhole.methods.zo.closure import takes_closure
 from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
-from keyhole.methods.zo.low_rank import passes as shared_passes
 from keyhole.methods.zo.low_rank import state as factor_state
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.rate_search import RateSearch
@@ -47,12 +44,12 @@ from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
+from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.arguments import Count
-from keyhole.ops.loss import RunningNLL
 from keyhole.ranks import Ranks
 
 USUAL = "usual"
@@ -120,7 +117,8 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count, self.fp8_steps = 0, fp8_steps
-        self._now: Count | None = None  # the step on the device, within `at_step`
+        self._now: Count | None = None  # the step on the device, within `captured`
+        self.branches = Branches()  # streams for looks, within `captured`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         self.keeps_base = self.light = low_rank and not fold
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
@@ -135,6 +133,7 @@ class ZO(Method):
         self.memory = torch.zeros(remembers, device=device)
         dense = max((u.numel for u in layout.units[1:] if u.index not in blocks), default=0)
         self.plus, self.minus = (torch.empty(dense, dtype=dtype, device=device) for _ in range(2))
+        self.copies = [(self.plus, self.minus)]  # of a unit; more than one within `captured`
         self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
         self.factors: Factors | None = None
         if low_rank:
@@ -174,27 +173,19 @@ class ZO(Method):
 
     def run_passes(self, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
         """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses."""
-        with self.model.sweep("train", of_all=True):
-            self._perturb_spine(looks)
-            if self.factors is not None:
-                hidden = shared_passes.run(self, looks, steady)
-            else:
-                serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
-                hidden = self.model.lockstep(looks.passes, serve, rows, steady=steady, block_at_once=at_once)
-            nll = self._nll(hidden, looks)
-            self.update.apply_to_rest()
-            if self.factors is not None:
-                shared_passes.fold_rest(self)
-        return nll
+        return passes.run(self, looks, steady)
 
     @contextmanager
-    def at_step(self, step: Count) -> Iterator[None]:
-        """A context in which directions are those of a step whose number is on the device."""
-        self._now = step
+    def captured(
+        self, step: Count, branches: Branches, more: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[None]:
+        """A context in which directions are those of a step whose number is on the device, and looks have streams.
+        more: copies of a unit, for further pairs of looks."""
+        self._now, self.branches, self.copies = step, branches, [*self.copies, *more]
         try:
             yield
         finally:
-            self._now = None
+            self._now, self.branches, self.copies = None, Branches(), self.copies[:1]
 
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
         """The looks of this step: each on all rows, or each pair on its part of them."""
@@ -204,91 +195,11 @@ class ZO(Method):
             return look_at_parts(self.model, self.estimator, batches, self.model.ranks)
         return look_at_all(self.model, self.estimator.pairs, batches, self.model.ranks)
 
-    def _perturb_spine(self, looks: Looks) -> None:
-        spine = self.model.layout.spine
-        w = self.model.engine.acquire(spine.index)
-        for p, pair, _ in looks.visits:
-            how = self._perturbation(pair)
-            self.update.perturb(spine, w, self.spines[p, 0], self.spines[p, 1], how, arrived=p == looks.first)
-
-    def _server(self, looks: Looks) -> Callable[[Unit | None, Callable[[int], None]], None]:
-        """The function called at each unit: it loads, updates and perturbs the unit, and resumes every pass."""
-
-        def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-            for passes, weights, spine in self._arrive(unit, looks):
-                self.model.binding.bind(unit, weights, spine)
-                for index in passes:
-                    resume(index)
-
-        return serve
-
-    def _arrive(self, unit: Unit | None, looks: Looks) -> Any:
-        """Yields (passes of a look, perturbed weights of a unit, perturbed spine); releases the unit's slot as early as
-        possible."""
-        if not looks.visits:
-            return
-        engine, last = self.model.engine, looks.visits[-1][0]
-        w = None if unit is None else engine.acquire(unit.index)
-        for p, pair, by_look in looks.visits:
-            if unit is not None:
-                plus, minus = self.plus[: unit.numel], self.minus[: unit.numel]
-                self.update.perturb(unit, w, plus, minus, self._perturbation(pair), arrived=p == looks.first)
-                if p == last:
-                    engine.release(unit.index)
-            for side, passes in enumerate(by_look):
-                yield passes, None if unit is None else (plus, minus)[side], self.spines[p, side]
-
-    def _perturbation(self, pair: Pair) -> dict[str, Any]:
+    def perturbation(self, pair: Pair) -> dict[str, Any]:
+        """The step, eps and direction of a pair, as arguments of ops."""
         eps = self.eps * pair.scale
         step = self.step_count if self._now is None else self._now
         return {"step": step, "eps": eps, "direction": pair.direction, "beside": pair.beside}
-
-    def _rows(self, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Rows of the table for a pass: both looks of a pair are computed at once; the second waits for its pass."""
-        table = self.model.layout.table
-        waiting: dict[int, torch.Tensor] = {}
-        pairs = {index: pair for _, pair, (first, *_) in looks.visits for index in first}
-        partner = {}
-        for _, _, by_look in looks.visits:
-            if len(by_look) == 2:
-                partner |= zip(*by_look, strict=True)
-
-        def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
-            if index in waiting:
-                return waiting.pop(index)
-            other = partner.get(index)
-            stale_MH = self.model.table_rows(ids_M)
-            if not table.param.requires_grad:
-                plus_MH = minus_MH = stale_MH.to(self.model.dtype)
-            else:
-                decays = id(table.param) not in self.update.spared
-                update = self.update.fused(self.pending, decays) if self.pending else {}
-                step = ops.ZOStep(table.start, **self.noise, **self._perturbation(pairs[index]), **update)
-                plus_MH, minus_MH = ops.zo_rows(stale_MH, ids_M, step, self.model.dtype)
-            if other is not None:
-                waiting[other] = minus_MH
-            return plus_MH
-
-        return rows
-
-    def _nll(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
-        """The losses of the trained tokens (for a classifier: of the rows), per pass."""
-        if not self.model.classifies:
-            return self._visit_head(hidden, looks)
-        nll = [self.model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
-        self.model.binding.bind_homes()
-        return nll
-
-    def _visit_head(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
-        """The nll of every trained token, per pass: each chunk of the head is visited once, for all passes."""
-        running = [RunningNLL(batch.target_N) for batch in looks.passes]
-        for unit in self.model.layout.head_units:
-            for passes, weights, spine in self._arrive(unit, looks):
-                self.model.binding.bind_head(unit, weights, spine)
-                for index in passes:
-                    self.model.head.add_nll(running[index], hidden[index], unit.rows[0])
-        self.model.binding.bind_homes()
-        return [state.nll_N() for state in running]
 
     def _estimate(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
         """Computes the pending update from the losses of the passes; returns the loss of the step."""
@@ -301,7 +212,7 @@ class ZO(Method):
             by_look = torch.stack([part.sum() for part in sums.split(counts)])
         losses, kept = by_look / max(1, looks.loss_count), self.estimator.remembers
         found = self.estimator.estimate(losses, self.memory[:kept])
-        self._defer(found, losses, torch.cat([found.memory, self.memory[kept:]]), self.rate)
+        self.defer(found, losses, torch.cat([found.memory, self.memory[kept:]]), self.rate)
         return self.estimator.loss(losses)
 
     def _search(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
@@ -309,11 +220,11 @@ class ZO(Method):
         kept, nothing = self.estimator.remembers, self.memory.new_zeros(self.directions)
         losses, tally = self.search.measure(nll, looks.batches[0], self.memory[kept:])
         slope = (losses[:1] - losses[1:2]) / (2 * self.eps)
-        self._defer(Estimate(slope, nothing, self.memory), losses, torch.cat([self.memory[:kept], tally]), 0.0)
+        self.defer(Estimate(slope, nothing, self.memory), losses, torch.cat([self.memory[:kept], tally]), 0.0)
         self.search.note(self.memory[kept:])
         return losses.mean()
 
-    def _defer(self, found: Estimate, losses: torch.Tensor, memory: torch.Tensor, rate: float) -> None:
+    def defer(self, found: Estimate, losses: torch.Tensor, memory: torch.Tensor, rate: float) -> None:
         """Makes the update pending, on the device. Non-finite losses give no update, and do not change the memory."""
         lr = torch.full((1,), rate, device=losses.device)
         coef, finite = torch.cat([lr, found.coefficients]), torch.isfinite(losses).all()

@@ -11,6 +11,9 @@ per shape and replayed from then on. The kernels read what differs from step to 
 
     host per step:    copies of the batch, two numbers, one launch, and a few small kernels from losses to coefficients
 
+Within the graph the looks run beside each other (model/forward/branches.py): those of a pair, and if the copies of a
+unit for every pair fit into SHARE of the free memory, those of all pairs.
+
 A graph is used only if it gives the same bits as eager execution. The step in which it is captured runs both: first
 eagerly, then, from the same weights, the graph; losses and all weights must be equal. A shape that fails (the model
 reads a number on the host, or memory runs out) runs eagerly from then on.
@@ -35,6 +38,7 @@ from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
+from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.graphs import no_collection
 from keyhole.model.forward.memory import launched_as_graphs
 
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
 
 SIGHTS = 3  # a shape is captured at this step: libraries choose kernels in the first ones
 MAX_RECORDINGS = 32
+SHARE = 1 / 16  # of the free memory, for copies of a unit
 ROOM = 4  # free memory that a capture requires, in multiples of the model's size
 
 
@@ -86,6 +91,8 @@ class RecordedSteps:
         self.coef: torch.Tensor | None = None
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
+        self.branches = Branches()
+        self.more: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of a unit for the pairs after the first
 
     def run(self, looks: Looks) -> list[torch.Tensor]:
         """The losses of all passes; applies the pending update. Read them before the next step."""
@@ -175,11 +182,17 @@ class RecordedSteps:
         graph = torch.cuda.CUDAGraph()
         if self.stream is None:  # one for all, because cuBLAS keeps a workspace per stream
             self.stream = torch.cuda.Stream(model.device)
+            self._branch(len(recording.looks.visits))
         if not any(self.recordings.values()):  # a pool is freed with its last graph
             self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(model.device)
         try:
-            with torch.cuda.stream(self.stream), no_collection(), method.at_step(self.now.step):
+            self.branches.forked.clear()
+            with (
+                torch.cuda.stream(self.stream),
+                no_collection(),
+                method.captured(self.now.step, self.branches, self.more),
+            ):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     recording.nll = method.run_passes(recording.looks, steady=False)
@@ -190,6 +203,14 @@ class RecordedSteps:
             self.why = str(error).partition("\n")[0]
         torch.cuda.synchronize(model.device)
         model.engine.compute = torch.cuda.current_stream(model.device)
+
+    def _branch(self, pairs: int) -> None:
+        """Makes streams and copies for this number of pairs, or for one pair."""
+        method, (free_bytes, _) = self.method, torch.cuda.mem_get_info(self.method.model.device)
+        if 2 * (pairs - 1) * method.plus.nbytes > SHARE * free_bytes or method.factors is not None:
+            pairs = 1
+        self.branches = Branches(method.model.device, pairs)
+        self.more = [(torch.empty_like(method.plus), torch.empty_like(method.minus)) for _ in range(pairs - 1)]
 
     def _set_numbers(self) -> None:
         """Writes the pending update and the step numbers to the device."""

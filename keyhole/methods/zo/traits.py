@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive
-from keyhole.methods.base import FROZEN_WIRES, Advice, Demo, Fault, RunSettings, Traits
+from keyhole.methods.traits import FROZEN_WIRES, Advice, Demo, Fault, RunSettings, Traits
 from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 

@@ -38,6 +38,7 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.spans import Span, cut_unit
 from keyhole.methods.zo.write_back import SHARED_EVERY, WriteBack
 from keyhole.model.model import Model
+from keyhole.model.rank_duties import rewriting_shared, writes_home
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.format import PACKED
 
@@ -98,7 +99,7 @@ class Update:
 
     def begin(self) -> None:
         """Called at the beginning of a sweep. If the sweep before was aborted, the units that it did not reach are
-        updated first: rows of the table are updated on the fly (method.py), all or none."""
+        updated first: rows of the table are updated on the fly (passes.py), all or none."""
         self.write_back.begin()
         if self.model.engine.shared and len(self.waiting) >= SHARED_EVERY:
             self.flush()
@@ -227,7 +228,7 @@ class Update:
             owed = self.owed(unit)
             if not owed or not (everywhere or self.write_back.brings(unit, owed[-1].step, len(owed))):
                 continue
-            if not self._must_go(unit) or not self.model.writes(unit.index):
+            if not self._must_go(unit) or not writes_home(self.model, unit.index):
                 self.at_home[unit.index] = len(self.waiting)
                 continue
             w = engine.acquire(unit.index)
@@ -268,7 +269,7 @@ class Update:
         """Applies all owed updates; none is waiting afterwards."""
         if self.waiting:
             self._count_anew()
-            with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
+            with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush"):
                 self.apply_to_rest(everywhere=True)
             self._forget()
         if self.beside is not None:
@@ -299,10 +300,10 @@ class Update:
         self.defer(updates[-1][0])
         self._count_anew()
         try:
-            with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
+            with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush"):
                 for unit in self.model.layout.units:
                     apart = unit.index in self.elsewhere
-                    if not self.model.writes(unit.index) or (apart and beside is None):
+                    if not writes_home(self.model, unit.index) or (apart and beside is None):
                         continue
                     w = engine.acquire(unit.index)
                     if apart:

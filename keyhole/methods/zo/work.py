@@ -17,15 +17,16 @@ on an H200 (benchmarks/zo_h200_2026-11-16.md).
 from dataclasses import replace
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.launches import forward_kernels
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
+from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.memory import device_bytes, kept_terms
 from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, launched_as_graphs
 from keyhole.model.structure.layout import Layout
 
 NOISE = 1
+SHARE = 1 / 16  # of the free memory, for such copies (recorded_step.py)
 ROOM = 4  # free memory that a capture of a step requires, in multiples of the weights (recorded_step.py)
 
 
@@ -58,7 +59,8 @@ def _as_one_graph(
     found: StepWork, layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates
 ) -> StepWork:
     """The same with the whole step as one CUDA graph, if it is captured (recorded_step.py): the host launches nothing
-    per block; while it is captured, the device holds the weights of before and after the step beside its own."""
+    per block; while it is captured, the device holds the weights of before and after the step beside its own. Pairs of
+    looks that run beside each other have copies of a unit of their own."""
     if streamed or room.is_budget or room.limit_bytes is None or rates.gpu_bytes is None or room.formats.packs:
         return found
     own: ZOConfig = work.settings or ZOConfig()
@@ -67,8 +69,11 @@ def _as_one_graph(
     asked = own.deferred_update and getattr(own, "whole_steps", True)  # plan_recorded.py: records of older code
     if not (asked and has_room and launched_as_graphs(layout, work.tokens)):
         return found
-    nodes = work.passes * forward_kernels(layout)
-    return replace(found, kernels=0.0, called=0.0, nodes=nodes, kept_bytes=int(2 * planned.homes * ALLOCATOR_SLACK))
+    nodes, kept = work.passes * forward_kernels(layout), int(2 * planned.homes * ALLOCATOR_SLACK)
+    largest = room.formats.dtype.itemsize * max((unit.numel for unit in layout.units[1:]), default=0)
+    copies = 2 * largest * (-(-ZO.passes(own) // 2) - 1)
+    kept += copies if copies <= SHARE * (room.limit_bytes - planned.total) else 0
+    return replace(found, kernels=0.0, called=0.0, nodes=nodes, kept_bytes=kept)
 
 
 def _low_rank_work(

@@ -8,7 +8,7 @@ these modules):
 Transformers computes the same within rounding: it runs one grouped product over all experts, whereas this code loops
 over the experts that received tokens. Sums are in float32. An expert without tokens is not touched.
 
-If the stacks are cut into units (plan/placement.py), a pass needs the upper matrix of an expert, then the lower one,
+If the stacks are cut into units (plan/fit.py), a pass needs the upper matrix of an expert, then the lower one,
 then those of the next expert. Passes in lockstep need different experts. All passes wait until the last of them has
 routed its tokens; then experts are loaded in ascending order, each once, for the passes that need it (lockstep.py).
 From then on the order is known and prefetch follows it (Engine.expect): experts without tokens do not cross the link.

@@ -2,7 +2,8 @@
 
 Transformers' generation is a loop that calls the model once per token. There is no second pass for a lockstep: each
 unit is loaded when the pass enters it, on the caller's own thread, and the unit before it is released. The head is
-computed chunk by chunk. Per token the model crosses the link once, for all rows of the batch.
+computed chunk by chunk. Per token the model crosses the link once, for all rows of the batch. The logits of all
+positions (`logits`) are one such call.
 """
 
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole.errors import UserError
+from keyhole.model.batch import Batch
 from keyhole.model.structure.layout import Unit
 
 
@@ -63,3 +66,33 @@ class Generation:
             parts.append(nn.functional.linear(x, self.model.head.linear.weight, self.model.head.linear.bias))
             self.model.engine.release(unit.index)
         return torch.cat(parts, dim=-1)
+
+
+def logits(model: Any, batch: Batch) -> torch.Tensor:
+    """[B, T, V]: the logits of a decoder at all positions of a batch."""
+    sent = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
+    model.apply_deferred()
+    if model.is_plain:
+        model.engine.wait_for_homes()  # a method may still be updating them
+        return model.module(**sent, use_cache=False).logits
+    with model.sweep("logits", learn=False), Generation(model) as conductor, model.conducted_by(conductor):
+        return model.module(**sent, use_cache=False).logits
+
+
+def generate(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """The tokens of the prompts and of their answers. options: those of Transformers' `generate`."""
+    if model.classifies:
+        raise UserError(f"model: {type(model.module).__name__} classifies texts and cannot write any")
+    if not isinstance(input_ids, torch.Tensor):
+        found = type(input_ids).__name__
+        raise UserError(f"input_ids: found a {found}, expected the tokens: tokenizer(text, return_tensors='pt')")
+    model.apply_deferred()
+    input_ids = input_ids.to(model.device)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(model.device)
+    if model.is_plain:
+        model.engine.wait_for_homes()  # a method may still be writing them
+        return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
+    with model.sweep("generate", learn=False), Generation(model) as conductor, model.conducted_by(conductor):
+        return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)

@@ -126,7 +126,7 @@ class Pass:
             if self.run is None:
                 return
             try:
-                with self.conductor.thread_state():
+                with self.conductor.thread_state(self.index):
                     self.result = self.conductor.context.copy().run(self.run)
             except _Abandoned:
                 pass
@@ -162,13 +162,15 @@ class Lockstep:
         self.passes: list[Pass] = []
         self.current: Pass | None = None
         self.abandoned = self.block_at_once = self.steady = False
+        self.streams: dict[int, torch.cuda.Stream] = {}  # of passes that do not use the conductor's (branches.py)
         self.expect: Callable[[list[Any]], None] = lambda units: None  # called with the experts that passes will need
 
-    def thread_state(self) -> Any:
-        """A context that gives the calling thread the conductor's core, grad mode and stream."""
+    def thread_state(self, index: int) -> Any:
+        """A context that gives the thread of a pass the conductor's core and grad mode, and a stream: that of the pass,
+        or the conductor's."""
         _pin(self.core, self.free)
         torch.set_grad_enabled(self.grad)
-        return torch.cuda.stream(self.stream)  # a no-op for None
+        return torch.cuda.stream(self.streams.get(index, self.stream))  # a no-op for None
 
     def _resume(self, one: Pass) -> None:
         self.current = one

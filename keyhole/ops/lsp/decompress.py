@@ -1,11 +1,6 @@
 """Decompressing: W <- round(keep W + alpha P delta Q^T), in place.
 
-For blocks on both sides there is one stage: a tile of W needs only the numbers of delta where its row blocks and column
-blocks cross. A program builds the two block-diagonal matrices in registers and computes two products,
-
-    [rows, c_P] [c_P, c_Q] [c_Q, columns]        c: columns of the projector in which the tile's rows have entries
-
-on tensor cores, in three passes of TF32, which is float32 to about its last bit. delta is read from cache.
+For blocks on both sides there is one stage: blocks.py.
 
 For drawn positions (free, runs), and for two different kinds, there are two stages:
 
@@ -18,7 +13,7 @@ share columns of E run at the same time, so that E is read from cache (d 512 byt
 
 Bytes per bfloat16 weight: 2 read + 2 written, and 4 r from cache. `keep` is 1 - lr wd, 1 without weight decay.
 All arithmetic is float32; the rounding is that of rounding/store.py: nearest, stochastic (with the bits of
-rounding/bits2d.py: a program works on a strip of 128 rows, 16 at a time) or kahan (then y = c + alpha (..) +
+rounding/bits2d.py: a program processes a strip of 128 rows, 16 at a time) or kahan (then y = c + alpha (..) +
 (keep - 1) w). Reference and kernel differ by the rounding of the sums.
 Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r entries per row.
 """
@@ -27,19 +22,15 @@ import torch
 
 from keyhole.ops.arguments import Count, Number, Scalar, is_on_device, number
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.lsp.compress import power_of_two
+from keyhole.ops.lsp.blocks import blocks_triton_, is_one_stage, move
 from keyhole.ops.lsp.projector import Projector
 from keyhole.ops.noise.index import key, unsigned
 from keyhole.ops.rounding.bits2d import LANE_ROWS, LANES, STRIP_ROWS, bits2d_reference, lane_bits, strip_words
-from keyhole.ops.rounding.round import FLOAT32_MAX
-from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference_
+from keyhole.ops.rounding.store import Store, store_weight_reference_
 
 ROWS, COLUMNS = 32, 128  # of a tile of E; a tile of W has LANE_ROWS rows
-BLOCK_COLUMNS = 64  # of a tile of W in one stage: two projectors and the random words have to fit into registers
-MOST = 64 * 64  # numbers of delta that one stage holds at a time: shared memory holds three times as many
-EXACT = "ieee" if torch.version.hip else "tf32x3"
 
-_LANE_ROWS, _LANES, _FLOAT32_MAX = tl.constexpr(LANE_ROWS), tl.constexpr(LANES), tl.constexpr(FLOAT32_MAX)
+_LANE_ROWS, _LANES = tl.constexpr(LANE_ROWS), tl.constexpr(LANES)
 
 
 def expand_reference(delta_Ad: torch.Tensor, q: Projector, out_An: torch.Tensor) -> None:
@@ -93,29 +84,6 @@ def _expand_kernel(
     tl.store(out_ptr + at * n + column[None, :], total, mask)
 
 
-@jit()
-def _move(pointers, row, column, m, n, total, rates, words, lane, STOCHASTIC: tl.constexpr):
-    """Updates a tile of W by alpha total; returns how many stored values changed, if that is counted."""
-    w_ptr, c_ptr, changed_ptr = pointers
-    alpha, keep = rates
-    fine = tl.abs(total) <= _FLOAT32_MAX
-    mask, at = (row < m)[:, None] & (column < n)[None, :], row.to(tl.int64)[:, None] * n + column[None, :]
-    w = tl.load(w_ptr + at, mask, 0.0)
-    x = w.to(tl.float32) * keep + total * alpha
-    at_c = c_ptr
-    if c_ptr is not None:
-        at_c = c_ptr + at
-        x = tl.load(at_c, mask, 0.0).to(tl.float32) + (total * alpha + w.to(tl.float32) * (keep - 1))
-    bits = words[0]
-    if STOCHASTIC:
-        bits = lane_bits(words, lane)
-    moved = store_weight(w_ptr + at, at_c, mask, mask & fine, w, x, bits, STOCHASTIC)
-    count = 0
-    if changed_ptr is not None:
-        count = tl.sum(tl.sum(moved, 1))
-    return count
-
-
 @jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
 def _apply_kernel(
     w_ptr, c_ptr, wide_ptr, values_ptr, runs_ptr, changed_ptr,
@@ -127,7 +95,7 @@ def _apply_kernel(
         alpha, keep, step = tl.load(alpha), tl.load(keep), tl.load(step)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     words = strip_words(strip, column, n, offset, unsigned(step, k0, k1), STOCHASTIC)
-    pointers, count = (w_ptr, c_ptr, changed_ptr), strip * 0
+    changes, rates = tl.zeros([_LANE_ROWS, COLUMNS], tl.int32), (alpha, keep)
     for lane in range(_LANES):
         row = (strip * _LANES + lane) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)
         mask = (row < m)[:, None] & (column < n)[None, :]
@@ -136,41 +104,15 @@ def _apply_kernel(
             source = _column(runs_ptr, row, i, row < m, r, group, RUN, BLOCKS).to(tl.int64)
             value = tl.load(values_ptr + row * r + i, row < m, 0.0)
             total += value[:, None] * tl.load(wide_ptr + source[:, None] * n + column[None, :], mask, 0.0)
-        count += _move(pointers, row, column, m, n, total, (alpha, keep), words, lane, STOCHASTIC)
+        at, bits, c_at = row.to(tl.int64)[:, None] * n + column[None, :], words[0], c_ptr
+        if STOCHASTIC:
+            bits = lane_bits(words, lane)
+        if c_ptr is not None:
+            c_at = c_ptr + at
+        w = tl.load(w_ptr + at, mask, 0.0)
+        changes = move(w_ptr + at, c_at, mask, w, total, rates, bits, changes, STOCHASTIC, False)
     if changed_ptr is not None:
-        tl.atomic_add(changed_ptr, count.to(tl.int64))
-
-
-@jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
-def _decompress_blocks_kernel(
-    w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr,
-    m, n, A, D, group_p, group_q, alpha, keep, offset, step, k0, k1,
-    r_p: tl.constexpr, r_q: tl.constexpr, DEPTH_P: tl.constexpr, DEPTH_Q: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Both stages for blocks, one program: a strip of some columns of W. ON_DEVICE: as above."""
-    if ON_DEVICE:
-        alpha, keep, step = tl.load(alpha), tl.load(keep), tl.load(step)
-    strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    words = strip_words(strip, column, n, offset, unsigned(step, k0, k1), STOCHASTIC)
-    pointers, count = (w_ptr, c_ptr, changed_ptr), strip * 0
-    c_p, c_q = tl.arange(0, DEPTH_P), tl.arange(0, DEPTH_Q)
-    block_q = tl.program_id(1) * COLUMNS // group_q
-    same_q = (c_q // r_q)[:, None] + block_q == (column // group_q)[None, :]
-    q = tl.load(q_ptr + column[None, :] * r_q + (c_q % r_q)[:, None], same_q & (column < n)[None, :], 0.0)
-    at_q = block_q * r_q + c_q
-    for lane in range(_LANES):
-        start = (strip * _LANES + lane) * _LANE_ROWS
-        row, block_p = start + tl.arange(0, _LANE_ROWS), start // group_p
-        same_p = (row // group_p)[:, None] == (c_p // r_p)[None, :] + block_p
-        p = tl.load(p_ptr + row[:, None] * r_p + (c_p % r_p)[None, :], same_p & (row < m)[:, None], 0.0)
-        at_p = block_p * r_p + c_p
-        inside = (at_p < A)[:, None] & (at_q < D)[None, :]
-        delta = tl.load(delta_ptr + at_p.to(tl.int64)[:, None] * D + at_q[None, :], inside, 0.0).to(tl.float32)
-        total = tl.dot(tl.dot(p, delta, input_precision=PRECISION), q, input_precision=PRECISION)
-        count += _move(pointers, row, column, m, n, total, (alpha, keep), words, lane, STOCHASTIC)
-    if changed_ptr is not None:
-        tl.atomic_add(changed_ptr, count.to(tl.int64))
+        tl.atomic_add(changed_ptr, tl.sum(tl.sum(changes, 1)).to(tl.int64))
 
 
 def apply_triton_(
@@ -184,32 +126,6 @@ def apply_triton_(
     flags["ON_DEVICE"] = is_on_device(alpha, keep, how.step)
     grid = (-(-m // STRIP_ROWS), -(-n // COLUMNS))
     _apply_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
-
-
-def depth(p: Projector, width: int) -> int:
-    """Columns of a projector of blocks in which an aligned tile of `width` rows can have entries, for tl.dot."""
-    aligned = width % p.group == 0 or p.group % width == 0
-    blocks = max(1, width // p.group) if aligned else (width - 2) // p.group + 2
-    return power_of_two(blocks * p.r)
-
-
-def blocks_triton_(
-    w_mn: torch.Tensor, delta_Ad: torch.Tensor, p: Projector, q: Projector, alpha: Number, keep: Number, how: Store
-) -> None:
-    """Both stages by one kernel, for blocks."""
-    m, n = w_mn.shape
-    tensors = (w_mn, how.compensation, delta_Ad, p.values_Rr, q.values_Rr, how.changed)
-    numbers = (m, n, p.d, q.d, p.group, q.group, alpha, keep, how.offset, *key(how.seed, how.step))
-    flags = {"r_p": p.r, "r_q": q.r, "DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, BLOCK_COLUMNS)}
-    flags["ON_DEVICE"] = is_on_device(alpha, keep, how.step)
-    flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "PRECISION": EXACT, "COLUMNS": BLOCK_COLUMNS}
-    grid = (-(-m // STRIP_ROWS), -(-n // BLOCK_COLUMNS))
-    _decompress_blocks_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
-
-
-def is_one_stage(p: Projector, q: Projector) -> bool:
-    """Whether the one-stage kernel for blocks supports these projectors."""
-    return p.group > 0 and q.group > 0 and depth(p, LANE_ROWS) * depth(q, BLOCK_COLUMNS) <= MOST
 
 
 def expand(delta_Ad: torch.Tensor, q: Projector) -> torch.Tensor:

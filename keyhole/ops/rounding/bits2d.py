@@ -19,12 +19,14 @@ from keyhole.ops.backend import jit, tl
 from keyhole.ops.noise.index import words_of_group
 from keyhole.ops.noise.philox import MASK_32, philox_reference
 from keyhole.ops.rounding import bits
+from keyhole.ops.rounding.pairs16 import PAIRS
 
 LANE_ROWS, LANES = 16, 8
 STRIP_ROWS = LANE_ROWS * LANES
 STREAM = bits.STREAM + 1
 
 _STREAM, _LANE_ROWS = tl.constexpr(STREAM), tl.constexpr(LANE_ROWS)
+_PTX = tl.constexpr(PAIRS)
 
 
 def bits2d_reference(m: int, n: int, *, offset: int, seed: int, step: int, device: torch.device) -> torch.Tensor:
@@ -41,12 +43,21 @@ def bits2d_reference(m: int, n: int, *, offset: int, seed: int, step: int, devic
 
 
 @jit()
-def strip_words(strip, column, n, offset, key, STOCHASTIC: tl.constexpr):
-    """Four words for [LANE_ROWS, columns] of a strip; arbitrary if not STOCHASTIC. column: int32 [columns]."""
+def strip_words(strip, column, n, offset, key, STOCHASTIC: tl.constexpr, like=None):
+    """Four words for [LANE_ROWS, columns] of a strip; arbitrary if not STOCHASTIC. column: int32 [columns].
+
+    like: float32 [LANE_ROWS, columns]; the words are computed by the threads that hold these elements. (An instruction
+    that reads both and returns one makes the compiler put both in the same place.)
+    """
     words = (key[1], key[1], key[1], key[1])
     if STOCHASTIC:
         row = strip.to(tl.int64) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)
-        words = words_of_group(offset.to(tl.int64) + row[:, None] * n + column[None, :], _STREAM, key)
+        group = offset.to(tl.int64) + row[:, None] * n + column[None, :]
+        if _PTX and like is not None:
+            group = tl.inline_asm_elementwise(
+                "mov.b64 $0, $1;", "=l,l,r", [group, like], tl.int64, is_pure=True, pack=1
+            )
+        words = words_of_group(group, _STREAM, key)
     return words
 
 
@@ -56,3 +67,19 @@ def lane_bits(words, lane):
     w0, w1, w2, w3 = words
     word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
     return tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16)
+
+
+@jit()
+def some_lanes(words, i, COUNT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The words of lanes i COUNT .. (i + 1) COUNT - 1, from the four of the strip, for bits.vector_bits. COUNT: 1 (then
+    the bits themselves) | 2 | 4 | 8."""
+    some = words
+    if STOCHASTIC:
+        w0, w1, w2, w3 = words
+        if COUNT == 1:
+            some = (lane_bits(words, i),)
+        elif COUNT == 2:
+            some = (tl.where(i < 2, tl.where(i == 0, w0, w1), tl.where(i == 2, w2, w3)),)
+        elif COUNT == 4:
+            some = (tl.where(i == 0, w0, w2), tl.where(i == 0, w1, w3))
+    return some

@@ -1,13 +1,15 @@
 """The first-order benchmark runs, every trial of it, and says nothing that it did not measure."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from keyhole.bench.gradient.report import product_flop
+from keyhole.bench import process
+from keyhole.bench.gradient.report import GradientReport, product_flop
 from keyhole.bench.gradient.run import bench_gradient
 from keyhole.bench.gradient.trials import Trial, read_trials
 from keyhole.bench.gradient.worker import GradientWorker
@@ -118,9 +120,29 @@ def test_quick_runs_change_only_options_that_a_trial_has(tmp_path: Path) -> None
 
 
 def test_products_are_counted_from_the_shapes() -> None:
-    """8 per parameter and token, less the product that is left out, and the head."""
+    """8 per parameter and token, less the product that is left out, and the head; only what a trial computes."""
     width, blocks, _, mlp = LLAMA["7B"]
     config = llama_config("7B")
     assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (width, blocks, mlp)
-    block = 4 * width**2 + 3 * width * mlp
-    assert product_flop("7B", 1) == 32 * (8 * block - 2 * width * mlp) + 8 * 32000 * width
+    block, head = 4 * width**2 + 3 * width * mlp, 32000 * width
+
+    def flop(system: str, **options: Any) -> float:
+        return product_flop(asdict(Trial("a", "7B", system, options=options)), 1)
+
+    whole = 32 * (8 * block - 2 * width * mlp) + 8 * head
+    assert flop("native", optimizer="SGD") == flop("lomo") == flop("lomo", activations="host") == whole
+    assert flop("lomo", activations="none") == flop("native", optimizer="SGD", checkpointing=False)
+    assert flop("lomo", activations="none") == flop("adam-offload", activations="auto") == 32 * 6 * block + 8 * head
+    assert flop("lora", activations="block") == 32 * (6 * block - 2 * width * mlp) + 6 * head  # no weight's gradient
+    assert flop("lora") < flop("lsp", d=256) < flop("lsp", d=2048) < flop("lsp", d=mlp) == whole
+
+
+def test_the_link_s_floor_is_the_time_of_the_bytes_that_crossed(tmp_path: Path) -> None:
+    """Twice as many up as down: the half that nothing meets goes at the rate of that way alone."""
+    trials = [Trial("7B lomo", "7B", "lomo"), Trial("7B streamed", "7B", "lomo", streamed=True, compare="7B lomo")]
+    report = GradientReport("lomo", tmp_path, trials, "test", quick=True)
+    link = {"up": 50.0, "down": 50.0, "duplex": 40.0}
+    moved = {"bytes_up": 20 * 10**9, "bytes_down": 10 * 10**9, "streamed_bytes": 11 * 10**9, "link": link}
+    resident, streamed = (process.record(trial, "ok", tokens=1, updates_alone_s=None, step_s=0.3) for trial in trials)
+    report.records = [resident, streamed | moved]
+    assert report.floor(report.records[1]) == (0.4, "link")  # 20 GB at 50 GB/s; 10 GB both ways take 0.25 s

@@ -12,7 +12,7 @@ from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.gpu_updates import open_lane
 from keyhole.methods.adam_offload.memory import device_bytes, waiting_bytes
 from keyhole.methods.adam_offload.method import AdamOffload
-from keyhole.methods.base import Room, Workload
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.weights.format import Wire
 from keyhole.offload import arena
 from keyhole.offload.workers import WorkerFailed

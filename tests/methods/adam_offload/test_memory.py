@@ -9,7 +9,7 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.machine.host import HostMemory
 from keyhole.methods.adam_offload.memory import host_state_bytes
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from tests.model.decoders import config

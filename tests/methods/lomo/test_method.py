@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.methods.base import Workload
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.workload import Workload
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, rate, torch_sgd, train, weights

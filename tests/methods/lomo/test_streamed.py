@@ -7,10 +7,10 @@ import torch
 
 import keyhole
 from keyhole.bench.gradient.traced import IN_PLACE
-from keyhole.methods.base import Workload
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
-from keyhole.plan import placement
+from keyhole.methods.workload import Workload
+from keyhole.plan import fit
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights
 from tests.model.decoders import LAYERS, NAMES, UNLIKE, config
@@ -34,7 +34,7 @@ def test_streamed_equals_resident(name: str, method: type) -> None:
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "wire": "fp32"}])
 def test_blocks_cut_into_several_units(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Units smaller than a block, also with homes in another dtype: the same bits."""
-    monkeypatch.setattr(placement, "UNIT_BYTES", 16384)
+    monkeypatch.setattr(fit, "UNIT_BYTES", 16384)
     found = []
     for where in ({}, {"placement": "stream"}):
         model = load("llama", workload=Workload(method="lomo", tokens=20, passes=1), **options, **where)

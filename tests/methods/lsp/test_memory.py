@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.bench.shapes import llama_config
 from keyhole.machine.sizes import GIB, MIB
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.lsp.memory import Numbers, choose_units, count_numbers, device_bytes
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.schedule import urgency
 from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.base import Workload
 from keyhole.methods.lsp import method as lsp
 from keyhole.methods.lsp.memory import count_numbers
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.workload import Workload
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train

@@ -7,7 +7,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire

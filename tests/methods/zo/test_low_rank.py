@@ -10,7 +10,7 @@ import torch
 import keyhole
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.base import Room, Workload
+from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.low_rank.parts import find_parts
 from keyhole.methods.zo.memory import factor_bytes
 from keyhole.methods.zo.traits import ZO as TRAITS

@@ -11,6 +11,7 @@ import torch
 
 import keyhole
 from keyhole.methods.zo.recorded_step import RecordedSteps, Recording
+from keyhole.model.forward.branches import Branches
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 
@@ -35,7 +36,7 @@ class Again:
         books = update.at_home, update.counted, update.waiting[-1]
         update.at_home, update.counted = [0] * len(books[0]), set()
         update.waiting[-1] = type(books[2])(self.steps.coef, self.steps.before.step)
-        with method.at_step(self.steps.now.step):
+        with method.captured(self.steps.now.step, Branches(), self.steps.more):
             self.recording.nll = method.run_passes(self.recording.looks)
         update.at_home, update.counted, update.waiting[-1] = books
 
@@ -46,12 +47,13 @@ class Imitated(RecordedSteps):
     def __init__(self, method: Any, breaks: bool = False) -> None:
         super().__init__(method)
         self.possible, self.breaks = True, breaks
+        self.more = [(torch.empty_like(method.plus), torch.empty_like(method.minus))]
 
     def _has_room(self) -> bool:
         return True
 
     def _capture(self, recording: Recording) -> None:
-        with self.method.at_step(self.now.step):
+        with self.method.captured(self.now.step, Branches(), self.more):
             recording.nll = self.method.run_passes(recording.looks)  # for what Python notes; computed again by replay
         for home, old in zip(self.method.model.engine.homes, self.weights, strict=True):
             home.copy_(old)

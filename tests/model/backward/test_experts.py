@@ -10,16 +10,16 @@ import torch
 
 import keyhole
 from keyhole.methods.apollo_mini.method import APOLLOMini
-from keyhole.methods.base import Workload
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.lomo_lora import LOMOLoRA
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lora.method import LoRA
+from keyhole.methods.workload import Workload
 from keyhole.model.backward.memory import slot_count
 from keyhole.model.structure import experts as stacks
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
-from keyhole.plan import placement
+from keyhole.plan import fit
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
@@ -148,7 +148,7 @@ def test_a_loss_of_ones_own_updates_by_expert() -> None:
 @pytest.mark.parametrize("method", [keyhole.ZO, LOMO, AdaLOMO])
 def test_experts_on_a_gpu(name: str, method: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """With streams delayed at random, streamed experts train to the bits of the resident model."""
-    monkeypatch.setattr(placement, "UNIT_BYTES", 4)
+    monkeypatch.setattr(fit, "UNIT_BYTES", 4)
     options = {"init": "random", "device": "cuda", "dtype": "bfloat16", "workload": Workload(method=method.name)}
     resident = keyhole.load(config(name), **options)
     other = keyhole.load(config(name), placement="stream", chaos=random.Random(2), **options)

@@ -7,13 +7,13 @@ import torch
 
 from keyhole.bench.shapes import opt_config
 from keyhole.machine.sizes import GIB, MIB
-from keyhole.methods.base import Room, Workload
+from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.memory import device_bytes
 from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.placement import UNIT_BYTES
+from keyhole.plan.fit import UNIT_BYTES
 from tests.matrix import in_every_run
 
 MEASURED = [  # GiB reserved by a step on an H200, bf16, 2048 tokens a row: model, blocks, rows, streamed, peak

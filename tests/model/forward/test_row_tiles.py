@@ -8,12 +8,12 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.base import Workload
+from keyhole.methods.workload import Workload
 from keyhole.methods.zo.method import ZO
 from keyhole.model.structure import find as blocks
 from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.structure.skeleton import build
-from keyhole.plan import placement
+from keyhole.plan import fit
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
@@ -143,7 +143,7 @@ def test_with_gradients_matrices_are_whole() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles_on_a_gpu(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With streams delayed at random, streamed tiles train to the bits of the resident model."""
-    monkeypatch.setattr(placement, "UNIT_BYTES", 4)
+    monkeypatch.setattr(fit, "UNIT_BYTES", 4)
     options = {"init": "random", "device": "cuda", "dtype": dtype}
     resident = keyhole.load(config(name), **options)
     other = keyhole.load(config(name), placement="stream", chaos=random.Random(2), **options)

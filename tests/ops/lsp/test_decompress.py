@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from keyhole.ops import backend
 from keyhole.ops.backend import force
+from keyhole.ops.lsp import blocks
 from keyhole.ops.lsp.compress import compress
 from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import KINDS, Projector, identity_projector, random_projector
@@ -80,6 +81,24 @@ def test_stochastic_rounding_is_by_element(
     bits = bits2d_reference(70, 140, offset=OFFSET, seed=SEED, step=STEP, device=torch.device("cpu"))
     assert torch.equal(w_mn.cpu(), stochastic_round_reference(exact_mn.cpu(), bits, dtype))
     assert changed == (w_mn != before_mn).sum()
+
+
+@pytest.mark.parametrize("group", [8, 12])
+def test_lanes_per_iteration_do_not_change_the_bits(
+    kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """Two strips, the second one cut off in a lane; blocks that end at the ends of lanes, and blocks that do not."""
+    w_mn, delta_dd, p, q = problem(("blocks", "blocks"), 150, 40, -(-150 // group) * 4, 4, kernel_device)
+    assert p.group == group
+    found, how = [], {"rounding": "stochastic", "offset": OFFSET, "seed": SEED, "step": STEP}
+    for unroll in (1, 2, 4, 8):
+        monkeypatch.setattr(blocks, "UNROLL", unroll)
+        changed, new_mn = torch.zeros((), dtype=torch.int64, device=kernel_device), w_mn.bfloat16()
+        with force("kernel"):
+            decompress_add_(new_mn, delta_dd, p, q, 1e-3, **how, changed=changed)
+        assert changed == (new_mn != w_mn.bfloat16()).sum()
+        found.append(new_mn)
+    assert all(torch.equal(new_mn, found[0]) for new_mn in found[1:])
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])

@@ -14,8 +14,8 @@ V / sqrt(r), rounded to the dtype of compute; every use has these rounded number
 
 When a period ends, A is reset to 0, and what the period has learned is
 
-    folded    W <- round(W + A V_k^T / sqrt(r)) at the unit's next visit (ops/lowrank/fold.py): W is read and written
-              once per period, and not written within it
+    folded    W <- round(W + A V_k^T / sqrt(r)) at the unit's next visit (merge.py): W is read and written once per
+              period, and not written within it
     kept      as r more terms beside W, which never changes and so may be frozen in any format; from time to time the
               terms are compressed to fewer terms (kept.py)
 
@@ -28,7 +28,6 @@ Bytes, for n numbers in all A and vectors, m in all V, L looks, b bytes per numb
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,10 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.kept import Kept
-from keyhole.methods.zo.low_rank.parts import Matrix, Parts, Vector, find_parts, vector_at
+from keyhole.methods.zo.low_rank.merge import Fold
+from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, vector_at
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.rate_search import rate_share
 from keyhole.methods.zo.update import Pending
@@ -46,16 +47,6 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
-
-
-@dataclass
-class Fold:
-    """What a period has learned and some homes still lack; left: the units that lack it."""
-
-    a: torch.Tensor
-    v: torch.Tensor
-    step: int  # for its rounding bits
-    left: set[int] = field(default_factory=set)
 
 
 class Factors:
@@ -178,7 +169,7 @@ class Factors:
         written back. awaited: a checkpoint needs its home, so its vectors are updated too."""
         owed = self.owes(unit)
         if owed:
-            self.fold_into(unit, w, self.fold)
+            merge.fold_into(self, unit, w, self.fold)
             self.fold.left.discard(unit.index)
         if (owed or awaited) and w.dtype != PACKED:
             for vector in self.parts.vectors_of(unit):
@@ -186,35 +177,18 @@ class Factors:
                 owed = True
         return owed
 
-    def fold_into(self, unit: Unit, w: torch.Tensor, fold: Fold) -> None:
-        """W <- round(W + A V^T), for all matrices of a unit (for a tile, its rows)."""
-        for matrix in self.parts.matrices_of(unit):
-            a, v = self._rows(fold.a, matrix.a), self._rows(fold.v, matrix.v)
-            self._add(matrix, _inside(unit, w, matrix), a, v, fold.step, 0 if unit.rows is None else unit.rows[0])
-
-    def _add(
-        self, matrix: Matrix, w: torch.Tensor, a: torch.Tensor, v: torch.Tensor, step: int, first_row: int = 0
-    ) -> None:
-        a, v = a.to(w.device), v.to(w.device)
-        if not matrix.transposed:
-            a = a[:, first_row : first_row + w.shape[0]].contiguous()
-        left, right = (v, a) if matrix.transposed else (a, v)
-        where = {"offset": matrix.tensor.start, "first_row": first_row, "seed": self.noise["seed"]}
-        ops.fold_(w, left, right, **where, step=step, rounding=self.rounding)
-
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
         """A parameter with everything that was learned, rounded once; `home` itself if nothing is to be added.
         merged=False: matrices as they are at home."""
-        for vector in self.parts.vectors:
-            if vector.tensor is tensor:
-                return vector_at(self.now, vector).to(home)
-        index = next((i for i, m in enumerate(self.parts.matrices) if m.tensor is tensor), None)
-        if index is None or not merged or not self.merges or not self.learned(index):
-            return home
-        a, v = (torch.cat(rows) for rows in zip(*self.learned(index), strict=True))
-        whole = home.to(self.now.device, copy=True)  # on the CPU a large model would take minutes
-        self._add(self.parts.matrices[index], whole, a, v, self.steps)
-        return whole.to(home.device)
+        return merge.as_saved(self, tensor, home, merged)
+
+    def bring_home(self) -> None:
+        """Applies all remaining folds, and updates the homes of units that a checkpoint waits for."""
+        merge.bring_home(self)
+
+    def settle(self) -> None:
+        """Merges everything that was learned into the weights at home, also within a period, and ends."""
+        merge.settle(self)
 
     def write_files(self, path: Path) -> None:
         """Adds the factors to a model directory, if they are not merged into its weights."""
@@ -227,50 +201,8 @@ class Factors:
         if self.kept:
             learned.append(self.kept.learned(index))
         if self.steps % self.refresh:
-            learned.append((self._rows(self.now, matrix.a), self._rows(self.v, matrix.v).float()))
+            learned.append((self.rows(self.now, matrix.a), self.rows(self.v, matrix.v).float()))
         return learned
-
-    def bring_home(self) -> None:
-        """Applies all remaining folds, and updates the homes of units that a checkpoint waits for."""
-        model, watch = self.model, self.model.engine.watch
-        left = set() if self.fold is None else self.fold.left
-        wanted = [u for u in model.layout.of_kind("block") if watch is not None and watch.waits_for(u.index)]
-        units = [unit for unit in model.layout.of_kind("block") if unit.index in left or unit in wanted]
-        if not units:
-            return
-        with torch.no_grad(), model.rewriting_shared(), model.sweep("flush", learn=False):
-            for unit in units:
-                if not model.writes(unit.index):
-                    left.discard(unit.index)
-                    continue
-                self.arrive(unit, model.engine.acquire(unit.index), awaited=True)
-                model.engine.commit(unit.index)
-                model.engine.release(unit.index)
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Merges everything that was learned into the weights at home, also within a period, and ends."""
-        model = self.model
-        if self.steps == 0:
-            model.factors = None
-            return
-        self.bring_home()
-        with model.rewriting_shared(), model.sweep("flush", learn=False):
-            for unit in model.layout.of_kind("block"):
-                if not model.writes(unit.index):
-                    continue
-                w = model.engine.acquire(unit.index)
-                if w.dtype == PACKED:
-                    raise UserError("zo.fold=false: weights that are packed are frozen; save the model and load that")
-                self.arrive(unit, w, awaited=True)
-                for matrix in self.parts.matrices_of(unit):
-                    if learned := self.learned(self.by_layer[id(matrix.layer)]):
-                        a, v = (torch.cat(rows) for rows in zip(*learned, strict=True))
-                        first = 0 if unit.rows is None else unit.rows[0]
-                        self._add(matrix, _inside(unit, w, matrix), a, v, self.steps, first)
-                model.engine.commit(unit.index)
-                model.engine.release(unit.index)
-        model.factors = None
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
         """What is currently learned of a tensor beside its home; None if it is trained at home."""
@@ -283,7 +215,8 @@ class Factors:
             return self.now[at]
         return self.now[at] + self.kept.here[index][0].float().sum(0).repeat(self.rank)
 
-    def _rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
+    def rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
+        """[r, .]: the part of a matrix in the array of all A, or of all V."""
         return flat[at].view(self.rank, -1)
 
     def describe(self) -> list[str]:
@@ -351,7 +284,7 @@ class Factors:
             bias = layer.bias[None].expand(flat.shape[0], -1)
         earlier = self.kept.here[index] if self.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (self.rank, matrix.outputs))
-        return Added(self._rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
+        return Added(self.rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
 
     def point(self, module: torch.nn.Module, look: int | None, several: bool) -> None:
         flat = self.now if look is None else self.looks[look]
@@ -360,11 +293,3 @@ class Factors:
         if several:
             for tensor in self.in_spine.get(id(module), ()):
                 tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
-
-
-def _inside(unit: Unit, w: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """The matrix in the memory of its unit; for a tile, its rows."""
-    if unit.rows is None:
-        return view(w, matrix.tensor, unit.start)
-    first, last = unit.rows
-    return w[: (last - first) * matrix.inputs].view(last - first, matrix.inputs)

@@ -75,7 +75,7 @@ def run(zo: ZO, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
 def _run(zo: ZO, looks: Looks, steady: bool) -> list[torch.Tensor]:
     model, factors, engine = zo.model, zo.factors, zo.model.engine
     assert all(pair.looks == 2 for pair in looks.pairs[:-1]), "looks are numbered without gaps"
-    factors.perturb([zo._perturbation(pair) for pair in looks.pairs])
+    factors.perturb([zo.perturbation(pair) for pair in looks.pairs])
     passes, spines = carry(looks, factors.together), zo.spines.flatten(0, 1)
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
@@ -130,7 +130,7 @@ def _rows(zo: ZO, looks: Looks, passes: list[Carried]) -> Callable[[int, torch.T
         update = zo.update.fused(zo.pending, decays) if zo.pending else {}
         made: dict[int, torch.Tensor] = {}
         for p in {look // 2 for look in range(one.first, one.first + one.count)}:
-            step = ops.ZOStep(table.start, **zo.noise, **zo._perturbation(looks.pairs[p]), **update)
+            step = ops.ZOStep(table.start, **zo.noise, **zo.perturbation(looks.pairs[p]), **update)
             made[2 * p], made[2 * p + 1] = ops.zo_rows(stale_MH, ids_M, step, zo.model.dtype)
         return torch.cat([made[look] for look in range(one.first, one.first + one.count)])
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.zo.low_rank.factors import Factors, Fold
+from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.kept import Kept
+from keyhole.methods.zo.low_rank.merge import Fold, fold_into
 from keyhole.methods.zo.update import Pending
 from keyhole.model.structure.layout import Unit
 
@@ -105,5 +106,5 @@ def replay(zo: ZO, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
 
 def _fold_all(factors: Factors, folds: list[Fold], unit: Unit, w: torch.Tensor) -> None:
     for fold in folds:
-        factors.fold_into(unit, w, fold)
+        fold_into(factors, unit, w, fold)
     factors.arrive(unit, w, awaited=True)

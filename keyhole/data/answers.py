@@ -1,0 +1,229 @@
+"""The positions of the answers in the text of a chat.
+
+An answer is *the text that the template writes for an assistant turn, after the text that the model is given*: words,
+reasoning, tool calls, end of the turn.
+
+    turn i      the text that is written while the template's loop is at message i (template_segments.py); for the last
+                turn also the text after the loop. A template may rewrite earlier turns (drop reasoning, or close a turn
+                differently if it is the last): only the final text counts.
+    given       before = render(turns[:i], generation prompt on). If `before` is a prefix of the text, the answer
+                begins after it. A template may write earlier turns differently if they come last; then `before` is no
+                prefix, and only its part from turn i - 1 on is compared. If that fails too, the common prefix of the
+                turn and the generation prompt is taken as given. A chat that begins with an answer has nothing
+                before it (but a template's own system prompt): its answer is what the same chat has after a question.
+
+If a template marks its answers with `{% generation %}`, exactly the marked text is trained on: nothing of a chat in
+which it marks nothing. If a template has no loop over the messages, a turn is the difference of two prefixes of the
+chat; if these are not prefixes, the row is refused. keyhole never trains on a guess.
+
+Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, text of a
+turn, and keys that only some templates know. A turn whose calls are missing is not trained on at all: it would teach
+the model to stop where the assistant went on. The same holds for an empty turn with its text under another key. A
+tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
+"""
+
+import os
+import re
+from typing import Any, NamedTuple
+
+from keyhole.data.chat_template import MARKER, ChatTemplate, Turns, after_last_turn
+from keyhole.data.formats import Example
+from keyhole.data.template_segments import Rendering
+from keyhole.data.turns import Turn, called_names, further_texts, is_ignored_wish, is_trained, reasoning, words
+from keyhole.errors import UserError, printable
+
+SPACE = re.compile(r"\s*")
+
+Span = tuple[int, int]
+
+
+class Lost(NamedTuple):
+    """Counts of assistant turns of which the template omits something."""
+
+    calls: int = 0
+    reasoning: int = 0
+    text: int = 0
+    empty: int = 0  # turns without any text, of which only the end is trained
+    keys: tuple[str, ...] = ()  # for each turn: keys with texts that are not written
+    unheard: int = 0  # turns of other roles that are marked for training
+
+
+class Rendered(NamedTuple):
+    """A text and the half-open character spans of its answers, end of turn included."""
+
+    text: str
+    spans: list[Span]
+    lost: Lost = Lost()
+    marked: bool = False  # the template marks its answers
+
+
+class AnswerFinder:
+    """Finds the answers in what a chat template writes."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template, self.special, self.stops = template, template.special, template.stops
+
+    def find(self, example: Example) -> Rendered:
+        """The whole chat, and its trained answers."""
+        if not example.turns:
+            return Rendered("", [])
+        turns = self.template.ready(example.turns)
+        try:
+            done = self.template.run(turns, example.tools)
+        except Exception as error:
+            roles = printable(", ".join(turn["role"] for turn in turns), 200)
+            raise UserError(
+                f"{example.record.where}: the chat template cannot write this chat (roles: {roles}): "
+                f"{printable(str(error) or type(error).__name__, 400)}"
+            ) from None
+        spans, lost = [], Lost()
+        for i in (i for i, turn in enumerate(example.turns) if is_trained(turn)):
+            found = self._answer(example, turns, i, done)
+            missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
+            lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
+            spans += [] if missing.calls or (missing.empty and missing.keys) else found
+        lost = lost._replace(unheard=sum(map(is_ignored_wish, example.turns)))
+        return Rendered(done.text, spans, lost, done.marks)
+
+    def _answer(self, example: Example, turns: Turns, i: int, done: Rendering) -> list[Span]:
+        if done.marks:
+            return self._marked(turns, i, done)
+        found = self._written(turns, example.tools, i, done)
+        said = words(turns[i])
+        if not found or (said and not any(said in done.text[a:b] for a, b in found)):
+            found = self._by_prefix(turns, example.tools, i, done.text) or found
+        if (not found and (said or reasoning(turns[i]))) or self.template.drops_content:
+            raise UserError(
+                f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
+                "writes; give the turn weight 0, or write the chat out as prompt and completion"
+            )
+        return found
+
+    def _marked(self, turns: Turns, i: int, done: Rendering) -> list[Span]:
+        """The marked spans inside turn i; if turns are unknown, the marked spans of all answers in order."""
+        own = [(a, b) for a, b, owner in done.segments if owner == i]
+        if own:
+            return [mark for mark in done.marked if any(a <= mark[0] < b for a, b in own)]
+        assistants = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
+        in_order = len(assistants) == len(done.marked) and not done.segments
+        return [done.marked[assistants.index(i)]] if in_order else []
+
+    def _written(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering) -> list[Span]:
+        """The spans that the template wrote for turn i, after the given text."""
+        parts = self._own_parts(i, done)
+        if not parts:
+            return []
+        last = i + 1 == len(turns)
+        end = self._end_of_last(done.text, parts[-1][1]) if last else self._with_stop(done.text, parts[-1][1])
+        parts[-1] = (parts[-1][0], end)
+        start = self._start(turns, tools, i, done, parts[0][0])
+        parts = [(max(a, start), b) for a, b in parts if b > start]
+        for k in range(i + 1, len(turns)):
+            if turns[k]["role"] != "tool":
+                break
+            parts = self._without_result(turns[k]["content"].strip(), k, parts, done)
+        return parts
+
+    @staticmethod
+    def _own_parts(i: int, done: Rendering) -> list[Span]:
+        """The segments of turn i; of a template that loops over the messages several times (first for a list of the
+        roles, say) those of the last loop: behind all segments of earlier turns."""
+        own = [(a, b) for a, b, owner in done.segments if owner == i]
+        earlier = [a for a, _, owner in done.segments if owner < i and own and a < own[-1][0]]
+        return [(a, b) for a, b in own if a > max(earlier, default=-1)]
+
+    def _end_of_last(self, text: str, end: int) -> int:
+        """The last answer ends with the text: the template closes it after its loop. If it is closed already, only
+        further stop tokens belong to it, not a remark of the template."""
+        if not self._is_closed(text[:end]):
+            return len(text)
+        while (more := self.special.match(text, SPACE.match(text, end).end())) and more[0] in self.stops:
+            end = more.end()
+        return end if text[end:].strip() else len(text)
+
+    def _is_closed(self, text: str) -> bool:
+        return any(match.end() == len(text.rstrip()) for match in self.special.finditer(text))
+
+    def _with_stop(self, text: str, end: int) -> int:
+        """If an answer has no end token of its own, it ends with the stop token that follows (GLM: <|user|>)."""
+        following = self.special.match(text, SPACE.match(text, end).end())
+        stops = following is not None and following[0] in self.stops
+        return following.end() if stops and not self._is_closed(text[:end]) else end
+
+    def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
+        """Where answer i begins: after the given text. begin: where turn i begins."""
+        text, before = done.text, self.template.attempt(turns[:i], tools, prompt=True) if i else None
+        if before is None and i == 0 and (found := self._start_after_question(turns, tools, done)) is not None:
+            return found
+        if before is None:
+            return begin + self._shared(text[begin:], self.template.generation_prompt)
+        if text.startswith(before.text):
+            return len(before.text)
+        firsts = [next((a for a, _, owner in which.segments if owner == i - 1), None) for which in (done, before)]
+        if None not in firsts:
+            given, here = before.text[firsts[1] :], text[firsts[0] :]
+            behind = firsts[0] + self._shared(here, given)
+            if here.startswith(given) or behind > begin:
+                return behind
+        return begin + self._shared(text[begin:], after_last_turn(before))
+
+    def _start_after_question(self, turns: Turns, tools: list[Any] | None, done: Rendering) -> int | None:
+        """Where the answer begins that is the first turn: it ends as the same answer after a question does."""
+        asked = [{"role": "user", "content": MARKER}, *turns]
+        with_question = self.template.attempt(asked, tools)
+        if with_question is None:
+            return None
+        ours, theirs = (
+            [(a, b) for a, b, owner in which.segments if owner == i] for i, which in enumerate((done, with_question))
+        )
+        if not ours or not theirs:
+            return None
+        start = self._start(asked, tools, 1, with_question, theirs[0][0])
+        answer = with_question.text[start : theirs[-1][1]]
+        return ours[-1][1] - len(answer) if done.text[ours[0][0] : ours[-1][1]].endswith(answer) else None
+
+    def _shared(self, text: str, given: str) -> int:
+        """The length of the common prefix of the text and the given text; white space before both may differ. A partial
+        match counts up to its last whole token, or to the end of the line where the given text goes on with a tag: of
+        `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>."""
+        if text.startswith(given):
+            return len(given)
+        space = SPACE.match(text).end()
+        if given.strip() and text.startswith(given.lstrip(), space):
+            return space + len(given.lstrip())
+        shared = os.path.commonprefix([text, given])
+        tokens = [match.end() for match in self.special.finditer(shared)]
+        if not tokens:
+            return len(shared)
+        lines = [match.end() for match in re.finditer("\n", shared) if given.startswith("<", match.end())]
+        return SPACE.match(shared, max(tokens + lines)).end()
+
+    def _without_result(self, result: str, k: int, parts: list[Span], done: Rendering) -> list[Span]:
+        """The parts without the tool result of turn k, if it is written here and not at turn k."""
+        at_home = any(result in done.text[a:b] for a, b, owner in done.segments if owner == k)
+        at = next((p for a, b in parts if (p := done.text.find(result, a, b)) >= 0), -1)
+        if not result or at_home or at < 0:
+            return parts
+        a, b = next(part for part in parts if part[0] <= at < part[1])
+        opening = [m for m in self.special.finditer(done.text, a, at)]
+        closing = self.special.search(done.text, at + len(result), b)
+        left = at if not opening else opening[-1].end() if opening[-1][0] in self.stops else opening[-1].start()
+        right = closing.end() if closing else at + len(result)
+        kept = [(a, left), (right, b)]
+        return [p for part in parts for p in (kept if part == (a, b) else [part]) if p[1] > p[0]]
+
+    def _by_prefix(self, turns: Turns, tools: list[Any] | None, i: int, text: str) -> list[Span]:
+        before = self.template.attempt(turns[:i], tools, prompt=True)
+        upto = self.template.attempt(turns[: i + 1], tools) if i + 1 < len(turns) else None
+        end = len(text) if i + 1 == len(turns) else len(upto.text) if upto and text.startswith(upto.text) else 0
+        start = len(before.text) if before and text.startswith(before.text) else end
+        return [(start, end)] if start < end else []
+
+
+def _missing(turn: Turn, said: str) -> Lost:
+    """The parts of a turn that are missing in its rendered text."""
+    calls = any(not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", said) for name in called_names(turn))
+    thought, spoken = reasoning(turn), words(turn)
+    keys = [key for key, texts in further_texts(turn).items() if any(text not in said for text in texts)]
+    empty = not thought and not spoken and not turn.get("tool_calls")
+    return Lost(int(calls), int(thought not in said), int(spoken not in said), int(empty), tuple(keys))

@@ -1,0 +1,59 @@
+"""What the formulas of bytes and FLOPs are asked, and what they answer: a workload in a room.
+
+`keyhole plan`, `keyhole.load` and the training loop describe the step that will run (`Workload`: method, tokens,
+passes) and the device that it will run on (`Room`). The formulas of a method (memory.py and work.py of its folder; its
+row names them, traits.py) are functions of these two, of the layout of the model and of the set of streamed units:
+
+    (layout, streamed, work, room)           -> DeviceBytes, the parts of the device peak of a step
+    (layout, streamed, work, room, rates)    -> StepWork, its FLOPs, bytes and launches (work.py)
+
+so a placement can be chosen and a peak predicted before any weight is read. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from keyhole.model.weights.format import Wire
+
+
+FORWARD_ONLY = ("eval", "chat", "replay")  # what a Workload may name that is no method: it is planned without updates
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What will run, as far as memory and time are concerned. settings: the method's own (None: its defaults)."""
+
+    method: str = "zo"
+    tokens: int = 2048  # per forward pass: batch_size x length
+    passes: int = 2  # forward passes in lockstep: 2 x directions x micro-batches
+    settings: Any = None
+    clips: bool = False  # max_grad_norm is set
+    searches: bool = False  # the first steps search a learning rate
+    length: int | None = None  # of a row, for the time of attention; None: a batch counts as one row
+    experts: float = 1.0  # the share of a stack of experts that a token uses, for the time of products
+    ranks: int = 1  # processes that train together, and how many of them share this machine's memory
+    local_ranks: int = 1
+    steps: int | None = None  # of the whole run, for costs that grow with it; None: unknown
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a device offers: the formats of the weights, the bytes that libraries reserve per thread, and the most bytes
+    that a method may fill with state (None: no known limit), possibly the user's `gpu_memory`."""
+
+    formats: Wire
+    workspace_bytes: int
+    limit_bytes: int | None = None
+    is_budget: bool = False
+
+
+class DeviceBytes(Protocol):
+    """The parts of a planned device peak: a dataclass with one field per part."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def during_a_step(self) -> int: ...

@@ -1,0 +1,146 @@
+"""The passes of a step, in one sweep: every unit is updated and perturbed as it arrives, and all passes go through it.
+
+The textbook loop perturbs in place by +1, -2, +1, then updates: four passes over w, 16 bytes per element in 16 bit.
+Here all passes of a step, over all looks and micro-batches, run in lockstep (model/forward/lockstep.py). At each unit
+
+    one fused pass over w applies the update of step t - 1 and writes w + eps z and w - eps z: 2 bytes read, 6 written
+    for each further pair of looks, one pass over w writes its two copies
+    the passes of each look run through its copy
+
+The copies of a unit lie in memory that the next unit reuses (`copies`); those of the spine live through the step, since
+every block needs them (`spines`, two per pair). The chunks of the head are visited in the same way after the last
+block. Of the input embedding only the rows that the batch needs are perturbed: the pending update is applied to these
+rows on the fly, with the same bits as the full update of the table at the end of the sweep.
+With low-rank directions units are not copied: low_rank/passes.py runs the blocks.
+Legend: M tokens looked up, N trained tokens, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keyhole import ops
+from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.low_rank import passes as shared_passes
+from keyhole.model.structure.layout import Unit
+from keyhole.ops.loss import RunningNLL
+
+if TYPE_CHECKING:
+    from keyhole.methods.zo.method import ZO
+
+
+def run(zo: ZO, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
+    """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses."""
+    with zo.model.sweep("train", of_all=True):
+        _perturb_spine(zo, looks)
+        if zo.factors is not None:
+            hidden = shared_passes.run(zo, looks, steady)
+        else:
+            serve, rows = _server(zo, looks), _rows(zo, looks)
+            how = {"steady": steady, "block_at_once": zo.block_at_once}
+            how["streams"] = zo.branches.of_passes([by_look for _, _, by_look in looks.visits])
+            hidden = zo.model.lockstep(looks.passes, serve, rows, **how)
+        nll = _nll(zo, hidden, looks)
+        zo.update.apply_to_rest()
+        if zo.factors is not None:
+            shared_passes.fold_rest(zo)
+    return nll
+
+
+def _perturb_spine(zo: ZO, looks: Looks) -> None:
+    spine = zo.model.layout.spine
+    w = zo.model.engine.acquire(spine.index)
+    for p, pair, _ in looks.visits:
+        how = zo.perturbation(pair)
+        zo.update.perturb(spine, w, zo.spines[p, 0], zo.spines[p, 1], how, arrived=p == looks.first)
+
+
+def _server(zo: ZO, looks: Looks) -> Callable[[Unit | None, Callable[[int], None]], None]:
+    """The function called at each unit: it loads, updates and perturbs the unit, and resumes every pass."""
+
+    def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
+        apart = len(zo.copies) >= len(looks.visits)  # every pair has copies of its own
+        for pair, sides in enumerate(_arrive(zo, unit, looks)):
+            for side, (passes, weights, spine) in enumerate(sides):
+                zo.model.binding.bind(unit, weights, spine)
+                zo.branches.fork(pair, side)
+                for index in passes:
+                    resume(index)
+                if unit is None:
+                    zo.branches.join()
+            if not apart:
+                zo.branches.join()
+        zo.branches.join()
+
+    return serve
+
+
+def _arrive(zo: ZO, unit: Unit | None, looks: Looks) -> Any:
+    """Yields, per pair, (passes of a look, perturbed weights of a unit, perturbed spine) of its looks; releases the
+    unit's slot as early as possible."""
+    if not looks.visits:
+        return
+    engine, last = zo.model.engine, looks.visits[-1][0]
+    w = None if unit is None else engine.acquire(unit.index)
+    for i, (p, pair, by_look) in enumerate(looks.visits):
+        if unit is not None:
+            plus, minus = (copy[: unit.numel] for copy in zo.copies[i % len(zo.copies)])
+            zo.update.perturb(unit, w, plus, minus, zo.perturbation(pair), arrived=p == looks.first)
+            if p == last:
+                engine.release(unit.index)
+        weights = (None, None) if unit is None else (plus, minus)
+        yield [(passes, weights[side], zo.spines[p, side]) for side, passes in enumerate(by_look)]
+
+
+def _rows(zo: ZO, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """Rows of the table for a pass: both looks of a pair are computed at once; the second waits for its pass."""
+    table = zo.model.layout.table
+    waiting: dict[int, torch.Tensor] = {}
+    pairs = {index: pair for _, pair, (first, *_) in looks.visits for index in first}
+    partner = {}
+    for _, _, by_look in looks.visits:
+        if len(by_look) == 2:
+            partner |= zip(*by_look, strict=True)
+
+    def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
+        if index in waiting:
+            return waiting.pop(index)
+        other = partner.get(index)
+        stale_MH = zo.model.table_rows(ids_M)
+        if not table.param.requires_grad:
+            plus_MH = minus_MH = stale_MH.to(zo.model.dtype)
+        else:
+            decays = id(table.param) not in zo.update.spared
+            update = zo.update.fused(zo.pending, decays) if zo.pending else {}
+            step = ops.ZOStep(table.start, **zo.noise, **zo.perturbation(pairs[index]), **update)
+            plus_MH, minus_MH = ops.zo_rows(stale_MH, ids_M, step, zo.model.dtype)
+        if other is not None:
+            waiting[other] = minus_MH
+        return plus_MH
+
+    return rows
+
+
+def _nll(zo: ZO, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
+    """The losses of the trained tokens (for a classifier: of the rows), per pass."""
+    if not zo.model.classifies:
+        return _visit_head(zo, hidden, looks)
+    nll = [zo.model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
+    zo.model.binding.bind_homes()
+    return nll
+
+
+def _visit_head(zo: ZO, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
+    """The nll of every trained token, per pass: each chunk of the head is visited once, for all passes."""
+    running = [RunningNLL(batch.target_N) for batch in looks.passes]
+    for unit in zo.model.layout.head_units:
+        for sides in _arrive(zo, unit, looks):
+            for passes, weights, spine in sides:
+                zo.model.binding.bind_head(unit, weights, spine)
+                for index in passes:
+                    zo.model.head.add_nll(running[index], hidden[index], unit.rows[0])
+    zo.model.binding.bind_homes()
+    return [state.nll_N() for state in running]

@@ -1,0 +1,91 @@
+"""How a model is cut into units, and which of them stay on the device, for a budget.
+
+A unit is a whole block if the block is small, else a run of its matrices of about UNIT_BYTES: copies of that size
+already reach the link's full rate within 2 %, and larger slots and work buffers would fill a small GPU. If even that is
+too large for the budget, a unit is a run of at most the size of the largest matrix: smaller units would need the same
+slots, and three slots of small units do not prefetch far enough ahead. A matrix of more than find.TILE_NUMEL elements
+is cut by rows if the method allows it; a stack of experts larger than a unit is cut into experts. Compiled zeroth-order
+passes need whole blocks.
+
+With a budget, embedding and head stay on the device if they fit, and then as many block units as fit. These are spread
+evenly between streamed ones, by bytes: while a resident unit is computed, the link prefetches the next units, but only
+as far as there are slots. Alternating whole blocks would need slots for a block; alternating single units does not.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from torch import nn
+
+from keyhole.machine.sizes import MIB
+from keyhole.model.forward.memory import host_bytes
+from keyhole.model.structure.layout import Layout, Unit, find_layout
+from keyhole.plan import refusals
+from keyhole.plan.costs import Costs
+
+UNIT_BYTES = 256 * MIB
+TABLES_BYTES = 512 * MIB
+Find = Callable[[nn.Module, int | None, bool, bool], Layout]
+
+
+def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_layout) -> tuple[Layout, set[int]]:
+    """The cut and the streamed units. Of the cuts that fit the budget, it takes the one that streams the fewest bytes
+    (a finer cut needs smaller slots and buffers, so more units may stay); of equal ones the coarser, with fewer, larger
+    copies. find: makes a layout, or returns a cached one."""
+    formats, cut = costs.room.formats, (costs.may_cut_rows, costs.may_cut_experts)
+    largest_matrix = max(u.numel for u in find(module, 1, *cut).of_kind("block"))
+    cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
+    if budget is None:
+        layout = find(module, cuts[0], *cut)
+        tables = {u.index for u in layout.units if u.kind in ("table", "head")}
+        small = sum(formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
+        return layout, {u.index for u in layout.units[1:]} - (tables if small else set())
+    found: list[tuple[int, Layout, set[int]]] = []
+    for max_unit_numel in cuts:
+        layout = find(module, max_unit_numel, *cut)
+        streamed = {u.index for u in layout.units[1:]}
+        smallest = costs.of(layout, streamed)
+        if smallest.total <= budget:
+            streamed = _keep_what_fits(layout, streamed, costs, budget)
+            found.append((host_bytes(layout, streamed, formats), layout, streamed))
+    if found:
+        _, layout, streamed = min(found, key=lambda one: one[0])
+        return layout, streamed
+    weights_bytes = sum(formats.home_bytes(u) for u in layout.units)
+    raise refusals.below_minimum(budget, smallest, costs.work, weights_bytes, formats.dtype.itemsize)
+
+
+def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: int) -> set[int]:
+    """The units to stream when embedding and head (each as a whole) and then as many block units as the budget allows
+    stay on the device."""
+    for kind in ("table", "head"):
+        fewer = streamed - {u.index for u in layout.of_kind(kind)}
+        if costs.of(layout, fewer).total <= budget:
+            streamed = fewer
+    groups = _inseparable(layout.of_kind("block"))
+
+    def left(count: int) -> set[int]:
+        return streamed - _spread(groups, count / len(groups))
+
+    too_many = bisect_left(range(len(groups) + 1), True, key=lambda n: costs.of(layout, left(n)).total > budget)
+    return left(too_many - 1)
+
+
+def _inseparable(units: list[Unit]) -> list[list[Unit]]:
+    """Groups of units that must be placed together, because they share a tensor."""
+    groups: dict[str, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(unit.tensors[0].name, []).append(unit)
+    return list(groups.values())
+
+
+def _spread(groups: list[list[Unit]], share: float) -> set[int]:
+    """Units with this share of all elements, evenly spread; a unit is taken when at least half of it is due."""
+    taken, due = set(), 0.0
+    for group in groups:
+        numel = sum(u.numel for u in group)
+        due += share * numel
+        if due >= numel / 2:
+            taken |= {u.index for u in group}
+            due -= numel
+    return taken

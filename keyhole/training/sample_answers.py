@@ -1,0 +1,141 @@
+"""Answers of the model after an evaluation, for the run's page: what training does to what the model says.
+
+Answers of tasks are a by-product of scoring. For other data the model generates greedy answers to a few prompts, if
+that is cheap: in the memory that a step leaves free, within SHARE of the time since the last evaluation (at least
+LEAST_S seconds), and only if ANSWER_TOKENS tokens fit into that time, where a token is assumed to take as long as a
+step. A failure here does not end the run (reports.py).
+"""
+
+from collections.abc import Callable
+
+from keyhole.data.capacity import context_length
+from keyhole.data.dataset import Dataset
+from keyhole.data.tasks.question import Question, Task
+from keyhole.eval.classes import ClassScore
+from keyhole.eval.generate import answer_prompts
+from keyhole.eval.score import AnswerScore, Score
+from keyhole.eval.scoring import TaskScore
+from keyhole.model.model import Model
+from keyhole.report.story import Answer, Answers
+from keyhole.training.reports import Reports
+
+MOST_ANSWERS = 20  # of all tasks
+MOST_CHARACTERS = 600
+MOST_PROMPT, OPENING, NEW_TOKENS, LEAST_NEW, ANSWER_TOKENS = 384, 12, 48, 4, 4
+SHARE, LEAST_S, MOST_S = 0.05, 2.0, 30.0
+
+
+class SampleAnswers:
+    """Collects the answers of evaluations. dataset: the held-out data, for prompts; count: per evaluation and task."""
+
+    def __init__(self, model: Model, dataset: Dataset | None, reports: Reports, count: int) -> None:
+        self.model, self.dataset, self.reports, self.count = model, dataset, reports, count
+        self.answered_s = 0.0  # seconds of training when they were last generated
+
+    def keep_in(self, answers: Answers) -> Callable[[Task, Score], None]:
+        """A callback that keeps the first answers of each scored task."""
+
+        def keep(task: Task, result: Score) -> None:
+            count = min(self.count, MOST_ANSWERS - len(answers.rows))
+            self.reports.tell("sample answers", lambda: answers.rows.extend(answers_of(task, result, count)))
+
+        return keep
+
+    def show(self, answers: Answers) -> None:
+        """Sends answers to the page: those of tasks, or generated answers to prompts of the held-out data."""
+        page, curves = self.reports.page, self.reports.page.view.curves
+        if not answers.rows:
+            since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
+            pace_s = curves.step_seconds or 0.0
+            answers = generated(self.model, self.dataset, answers.step, self.count, since_s, pace_s)
+        page.answered(answers)
+
+
+def answers_of(task: Task, result: Score, count: int) -> list[Answer]:
+    """The first answers of a scored task."""
+    if isinstance(result, AnswerScore):
+        rows = zip(task.questions[:count], result.answers, result.verdicts, strict=False)
+        return [
+            Answer(_prompt(q), _cut(said), _cut(" | ".join(q.references[:3])), bool(max(worth.values()) >= 1))
+            for q, said, worth in rows
+        ]
+    if isinstance(result, TaskScore | ClassScore):
+        return [_choice(q, said) for q, said in zip(task.questions[:count], result.predictions, strict=False)]
+    return []
+
+
+def _choice(question: Question, said: int | float) -> Answer:
+    if isinstance(said, float):
+        return Answer(_prompt(question), f"{said:.3f}", "" if question.value is None else f"{question.value:g}")
+    right = said in (question.answer, *question.also)
+    return Answer(_prompt(question), _cut(question.candidates[said]), _cut(question.candidates[question.answer]), right)
+
+
+def _prompt(question: Question) -> str:
+    if question.texts:
+        return _end(" | ".join(question.texts))
+    if isinstance(question.prompt, str):
+        return _end(question.prompt)
+    return _end(" | ".join(str(turn.get("content", "")) for turn in question.prompt))
+
+
+def _cut(text: str) -> str:
+    """The beginning of an answer."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"
+
+
+def _end(text: str) -> str:
+    """The end of a prompt, where the question is."""
+    return text if len(text) <= MOST_CHARACTERS else f"… {text[-MOST_CHARACTERS:]}"
+
+
+def generated(model: Model, dataset: Dataset | None, step: int, count: int, since_s: float, step_s: float) -> Answers:
+    """Greedy answers to the first prompts of a data set; none if that is not cheap. since_s: seconds of training
+    since the last answers; step_s: seconds of one step."""
+    allowed_s = min(MOST_S, max(LEAST_S, SHARE * since_s))
+    none = Answers(step, "")
+    if dataset is None or model.classifies or model.tokenizer is None or model.ranks.several or not count:
+        return none
+    if ANSWER_TOKENS * step_s > allowed_s:
+        return none
+    longest = context_length(model.config) or MOST_PROMPT + NEW_TOKENS
+    found = (_asked(dataset, i) for i in range(min(20 * count, len(dataset))))
+    rows = [row for row in found if row is not None and len(row[0]) + LEAST_NEW <= longest][:count]
+    while rows and not _fits(model, rows):
+        rows.pop()
+    if not rows:
+        return none
+    room = longest - max(len(prompt) for prompt, _ in rows)  # a position beyond a learned table ends in a CUDA error
+    new = min(NEW_TOKENS, max(len(expected) for _, expected in rows) + 4, room)
+    texts = answer_prompts(model, [prompt for prompt, _ in rows], new, max_time=allowed_s)
+    shown = []
+    for (prompt, expected), said in zip(rows, texts, strict=True):
+        right = model.tokenizer.decode(expected, skip_special_tokens=True)
+        same = True if said.strip() == right.strip() else None  # a different answer is not necessarily wrong
+        shown.append(Answer(_end(model.tokenizer.decode(prompt)), _cut(said), _cut(right), same))
+    return Answers(step, f"greedy, at most {new} tokens and {allowed_s:.0f} s", shown)
+
+
+def _asked(dataset: Dataset, index: int) -> tuple[list[int], list[int]] | None:
+    """The prompt of a row and its answer in the data; None if it is too long, or has no prompt."""
+    row = dataset.rows[index]
+    sample = row[0] if dataset.right is None else row[dataset.right[index]]
+    part = slice(dataset.starts[sample], dataset.starts[sample + 1])
+    ids, trained = dataset.ids[part].tolist(), dataset.trained[part].tolist()
+    if True not in trained:
+        return None
+    begin = trained.index(True)
+    begin = begin if begin > 1 else min(OPENING, len(ids) - 1)  # plain text: its beginning is the prompt
+    end = next((i for i in range(begin, len(ids)) if not trained[i]), len(ids))
+    return (ids[:begin], ids[begin:end]) if 0 < begin <= MOST_PROMPT else None
+
+
+def _fits(model: Model, rows: list[tuple[list[int], list[int]]]) -> bool:
+    """Whether the tokens and their KV cache fit into the GPU memory that the finished training step used."""
+    if model.device.type != "cuda":
+        return True
+    tokens = len(rows) * (max(len(prompt) for prompt, _ in rows) + NEW_TOKENS)
+    config = model.config.get_text_config()
+    layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    cached = 2 * layers * hidden * tokens * model.dtype.itemsize
+    return tokens <= model.placed.work.tokens and cached <= model.placed.device_bytes.during_a_step

@@ -1,0 +1,62 @@
+"""What passes compute with: homes in other formats, scratch memory, and where copies are made at all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from tests.matrix import in_every_run
+from tests.model.decoders import batch, config
+
+
+def load(**options: object) -> keyhole.Model:
+    return keyhole.load(config("llama"), init="random", device="cpu", **options)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_weights_are_copied_only_into_another_dtype(wire: str) -> None:
+    """In the dtype of compute a unit is used where it lies; otherwise units of one place take turns in one buffer, and
+    those of another place, and the spine, have their own."""
+    model = load(wire=wire, dtype="bfloat16")
+    (first, second), spine = model.layout.of_kind("block")[:2], model.layout.spine
+    a, b, c = (model.engine.homes[unit.index] for unit in (first, second, spine))
+    here, beside = model.in_compute_dtype(first, a), model.in_compute_dtype(first, a, place=1)
+    own = model.in_compute_dtype(spine, c)
+    assert all(map(torch.equal, (here, beside, own), (a.bfloat16(), a.bfloat16(), c.bfloat16())))
+    after = model.in_compute_dtype(second, b)
+    assert torch.equal(after, b.bfloat16()) and torch.equal(beside, a.bfloat16())
+    if wire == "bf16":
+        assert here is a and beside is a and after is b and own is c
+    else:
+        assert after.data_ptr() == here.data_ptr()
+        assert len({x.data_ptr() for x in (here, beside, own)}) == 3
+
+
+@in_every_run(lambda wire, dtype: dtype == "bfloat16" or wire == "bf16")
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wire_format_of_its_own(wire: str, dtype: str, tmp_path: Path) -> None:
+    """Stored and moved in another format than computed in: streamed, cut and resident are one model, which saves as
+    the weights that it computes with."""
+    one, options = batch(), {"wire": wire, "dtype": dtype}
+    resident, other = load(**options), load(placement="stream", **options)
+    nll_B = resident.nll(one)[0]
+    assert torch.equal(other.nll(one)[0], nll_B)
+    tokens = [m.generate(one["input_ids"], max_new_tokens=4, do_sample=False) for m in (resident, other)]
+    assert torch.equal(*tokens)
+    other.save_pretrained(tmp_path / "saved")
+    back = keyhole.load(tmp_path / "saved", device="cpu", dtype=dtype)
+    assert torch.equal(back.nll(one)[0], nll_B)
+    assert torch.equal(back.generate(one["input_ids"], max_new_tokens=4, do_sample=False), tokens[0])
+
+
+def test_a_step_after_an_evaluation_in_inference_mode() -> None:
+    """Memory that an evaluation is the first to need may be written outside of torch.inference_mode too."""
+    losses = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        model = load(wire="fp32", dtype="bfloat16")
+        with mode():
+            model.nll(batch())
+        losses.append(float(keyhole.LOMO(model, 1e-2).step(batch())))
+    assert losses[0] == losses[1]
