@@ -80,10 +80,6 @@ def parse(node: yaml.Node, kind: Any) -> Any:
     except Twice as error:
         again = printable(str(error), 80)
         raise Mismatch(f"{describe(kind, full=True)}, each name once: `{again}` is given twice") from None
-    except NotUnicode:
-        raise Mismatch(
-            f"{describe(kind, full=True)} in UTF-8; rename a file whose name is not, or link to it"
-        ) from None
     except (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError):
         raise Mismatch(describe(kind, full=True)) from None
 
@@ -105,11 +101,6 @@ def _value(node: yaml.Node, kind: Any) -> Any:
     if origin in (list, dict) or not isinstance(node, yaml.ScalarNode) or is_null(node):
         raise ValueError("another kind of node")
     return _SCALARS[kind](node.value)
-
-
-class NotUnicode(Exception):
-    """A text has bytes that are not UTF-8 (of a file's name, typed on the command line), or half a character: the run's
-    files, which name it, could not be written."""
 
 
 class Twice(Exception):
@@ -181,8 +172,6 @@ def _parse_text(text: str) -> str:
     """Any text except an empty one, or one with a NUL, which paths cannot contain."""
     if not text.strip() or "\0" in text:
         raise ValueError("empty")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise NotUnicode
     return text
 
 
