@@ -87,6 +87,7 @@ def test_a_batch_larger_than_planned_is_said_once(budget: str | None, tokens: in
     opt, ids = keyhole.LOMO(model, 1e-2), torch.ones(3, 8, dtype=torch.long)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
+        model.nll({"input_ids": ids.repeat(2, 1), "labels": ids.repeat(2, 1)})  # no step was planned for it
         for _ in range(2):
             opt.step({"input_ids": ids, "labels": ids})
     told = [str(one.message) for one in found]
