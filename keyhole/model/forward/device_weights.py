@@ -1,10 +1,10 @@
 """The weights that a pass computes with: a unit's weights on the device, in the dtype of compute.
 
-A home may hold another dtype than kernels compute in, or packed bytes (weights/format.py). What a pass points its
-parameters to is then a copy, in one of these places:
+A home may hold another dtype than kernels compute in, or packed bytes (weights/format.py). So the parameters of a pass
+point to:
 
-    home and slot in the dtype of compute    the slot itself (streamed) or the home itself (resident); no copy
-    another dtype, or packed                 scratch memory: one spine, and one buffer of the largest unit per `place`
+    a home in the dtype of compute   the slot itself (streamed) or the home itself (resident); no copy
+    another dtype, or packed         a copy in scratch memory: a spine, and one buffer of the largest unit per `place`
 
 Bytes on the device: none in the first case; otherwise dtype x (spine + places x largest unit), allocated once, because
 cached views of parameters and CUDA graphs hold its address.
