@@ -91,6 +91,9 @@ def main(args: Sequence[str] | None = None) -> int:
             told = f"{printable(error.filename)}: {error.strerror}; ask for access to it, or name another path"
             print(f"keyhole: {told}", file=sys.stderr)
             return 2
+        if isinstance(error, FileNotFoundError) and _lacks_current_directory():
+            print("keyhole: the current directory was removed; change to another one", file=sys.stderr)
+            return 2
         print(printable_lines(traceback.format_exc()), file=sys.stderr)
         print(
             "keyhole: this is our mistake, not yours. Please report it with the text above and the output of "
@@ -98,6 +101,14 @@ def main(args: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def _lacks_current_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 @contextmanager

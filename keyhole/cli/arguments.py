@@ -7,6 +7,7 @@ option, so these arguments are rewritten before typer parses them.
 """
 
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -19,12 +20,13 @@ from keyhole.config.fields import settings
 from keyhole.config.loader import load_config, parse_settings
 from keyhole.config.recipes import find_config
 from keyhole.config.schema import TrainConfig
-from keyhole.config.words import config_of_settings, is_override, split_words
+from keyhole.config.words import config_of_settings, is_override, is_setting, split_words
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks.join import follows
 
+CHECKPOINT = re.compile(r"checkpoint-\d+")
 ConfigArgument = Annotated[
     str,
     typer.Argument(
@@ -103,16 +105,17 @@ def refuse_option_as_setting(args: list[str], options: set[str]) -> None:
 
 
 def with_resume_value(args: list[str], if_alone: str) -> list[str]:
-    """`--resume` followed by a path keeps it; alone it gets `if_alone`. The first other argument is CONFIG; a
-    directory is a checkpoint, since a config is never a directory."""
-    words, config_seen = [], False
+    """`--resume` followed by a path keeps it; alone it gets `if_alone`. If only one argument can be CONFIG, it is
+    CONFIG, unless it is a directory or named like a checkpoint, also one that does not exist."""
+    words = []
     for position, word in enumerate(args):
         words.append(word)
         if word == "--resume":
-            after = args[position + 1] if position + 1 < len(args) else "--"
-            if after.startswith("-") or is_override(after) or not (config_seen or os.path.isdir(after)):
+            after, others = (args[position + 1 :] or ["--"])[0], args[:position] + args[position + 2 :]
+            config_elsewhere = not all(other.startswith("-") or is_setting(other) for other in others)
+            a_path = config_elsewhere or os.path.isdir(after) or CHECKPOINT.fullmatch(os.path.basename(after))
+            if after.startswith("-") or is_override(after) or not a_path:
                 words.append(if_alone)
-        config_seen = config_seen or not (word.startswith("-") or is_override(word))
     return words
 
 

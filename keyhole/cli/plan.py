@@ -47,15 +47,15 @@ def plan(
     found = ask(request, note)
     table = rows(found.question)
     chosen = recommended(table)
-    if page is not None:
-        _write_page(Path(page), found, table, chosen)
     if as_json:
         typer.echo(json.dumps([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1))
-        return
-    for line in (*found.lines, *_table(table, chosen), *_end(found, table, chosen)):
-        typer.echo(line)
-    if page is not None:
-        typer.echo(f"page: {page}")
+    else:
+        for line in (*found.lines, *_table(table, chosen), *_end(found, table, chosen)):
+            typer.echo(line)
+    if page is not None:  # last: a page that cannot be written does not take the table with it
+        _write_page(Path(page), found, table, chosen)
+        if not as_json:
+            typer.echo(f"page: {page}")
 
 
 def _write_page(path: Path, found: Any, table: list[Any], chosen: Any) -> None:

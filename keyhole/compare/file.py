@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from keyhole.compare.names import by_path, check_names, keys, refuse_misplaced, word
+from keyhole.compare.names import PLACES, by_path, check_names, keys, refuse_misplaced, word
 from keyhole.config.faults import Finding, nearest, refuse
 from keyhole.config.fields import settings
 from keyhole.config.loader import COMMAND_LINE, LocatedNode, compose, open_sections, parse_override, read_text
@@ -103,6 +103,7 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
             nodes[name] = LocatedNode(node, where)
         else:
             inside = "; a setting of all runs stands under `common`" if name in settings() else nearest(name, KEYS)
+            inside = f"; {PLACES[name]}" if name in PLACES else inside
             faults.append(Finding(name, f"unknown key{inside}; a comparison has {', '.join(KEYS)}", where))
     words = tuple(words)
     overrides: Entries = {}

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 from keyhole.errors import UserError, listed
 
+PLAIN = (".txt", ".text", ".md")
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 MOST_ROW_BYTES = 2**24
 MOST_JSON_BYTES = 2**31
@@ -63,7 +64,11 @@ def read_file(path: Path) -> Iterator[Record]:
     reader = readers.get(kind_of(path), _jsonl if kind_of(path) else None)
     if reader is None:
         known = ", ".join(SUFFIXES)
-        raise UserError(f"{path}: unknown kind of file {path.suffix!r}; expected one of {known} (text also with .gz)")
+        plain = '; plain text needs its samples marked: a line {"text": "..."} for each, in a .jsonl'
+        raise UserError(
+            f"{path}: unknown kind of file {path.suffix!r}; expected one of {known} (text also with .gz)"
+            + (plain if path.suffix.lower() in PLAIN else "")
+        )
     with told(path):
         yield from reader(path)
 

@@ -15,6 +15,7 @@ were. keyhole reads no pickle: the scheduler's file is loaded with weights_only.
 """
 
 import json
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,19 @@ def load_weights(directory: Path, model: Model) -> None:
             f"resume_from_checkpoint: the weights in {directory} are not those of this model: {error}"
         ) from error
     model.engine.invalidate()
+
+
+def warn_of_rate(scheduler: Any, asked: float) -> None:
+    """Warns that the schedule goes on from the checkpoint's rate, as the Trainer's does, if the arguments have another.
+    (The shape of the schedule is that of the arguments.)"""
+    kept = {rate for rate in getattr(scheduler, "base_lrs", ()) if rate != asked}
+    if kept:
+        warnings.warn(
+            f"learning_rate: {asked:g} is not used: resume_from_checkpoint goes on with the checkpoint's schedule, "
+            f"from {', '.join(f'{rate:g}' for rate in sorted(kept))}; set the rate by a callback "
+            "(optimizer.param_groups), or start a new run with the checkpoint as model",
+            stacklevel=4,
+        )
 
 
 def save_scheduler(directory: Path, scheduler: Any, name: str) -> None:

@@ -118,7 +118,8 @@ def _found(
         yield "optim", f"{optim} is not used: the method is {row.name}; leave optim out"
     if args.max_grad_norm is None:
         yield "max_grad_norm", "None is not possible in the Trainer; set 0 for no clipping"
-    elif args.max_grad_norm > 0 and row.sweep == "forward":
+    clips = (args.max_grad_norm or 0) > 0
+    if clips and row.sweep == "forward":
         yield "max_grad_norm", f"{row.name} has no gradient to clip; set max_grad_norm=0 (and clip in its settings)"
     takes = {each.name for each in fields(row.settings)}
     for key in ADAM:
@@ -128,7 +129,7 @@ def _found(
         yield "settings", "adapter_warmup_ratio: the Trainer's schedule is known only as it goes; leave it out"
     if getattr(args.accelerator_config, "dispatch_batches", None):
         yield "accelerator_config", "dispatch_batches: the method itself sends batches to the device; leave it out"
-    clip = args.max_grad_norm if (args.max_grad_norm or 0) > 0 else None
+    clip = args.max_grad_norm if clips and row.sweep != "forward" else None  # else it is refused above
     steps = args.max_steps if args.max_steps > 0 else None
     run = Run(clip, args.weight_decay, steps, **placed)
     yield from row.faults(own, run)

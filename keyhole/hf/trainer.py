@@ -206,6 +206,7 @@ class KeyholeMixin:
             checkpoints.load_method(Path(checkpoint), self._checkpoint, self.method)
             checkpoints.load_scheduler(Path(checkpoint), self.lr_scheduler, SCHEDULER_NAME)
             checkpoints.load_rate(self._checkpoint, self.method, self.lr_scheduler)
+            checkpoints.warn_of_rate(self.lr_scheduler, self.args.learning_rate)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         try:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from keyhole.loading.device import choose_device
 from keyhole.loading.homes import make_engine
 from keyhole.loading.source import check_source, find_source
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
+from keyhole.methods import METHODS
 from keyhole.methods.lora.saved_adapter import SavedAdapter
-from keyhole.methods.workload import Workload
+from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
 from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.random import fill_random
@@ -88,6 +90,7 @@ def load(
     if gather not in WAYS:
         raise UserError(f"gather={gather!r}: choose {', '.join(WAYS)}")
     _check_names(engine_options)
+    _check_work(workload)
     with _changes() as changes:
         changes.set(matmul_precision(), "high" if tf32 else "highest")
         device = choose_device(device)
@@ -174,6 +177,24 @@ def _check_names(engine_options: dict[str, Any]) -> None:
             close = get_close_matches(name, known, n=1)
             meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
             raise UserError(f"keyhole.load: there is no argument {name!r}; {meant}")
+
+
+def _check_work(work: Any) -> None:
+    """Checks what memory is planned for: a misspelt method would be planned as forward passes alone."""
+    if work is None:
+        return
+    if not isinstance(work, Workload):
+        raise UserError(
+            f"workload: found a {type(work).__name__}, expected keyhole.Workload(METHOD, tokens=...), those of a batch"
+        )
+    if work.method not in (*METHODS, *FORWARD_ONLY):
+        close = get_close_matches(str(work.method), METHODS, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(METHODS)}"
+        raise UserError(f"workload: there is no method {work.method!r}; {meant}")
+    for name in ("tokens", "passes"):
+        value = getattr(work, name)
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise UserError(f"workload: {name}: found {value!r}, expected a whole number of at least 1")
 
 
 def _shared_work(work: Workload, ranks: Ranks) -> Workload:

@@ -64,10 +64,27 @@ class Changes:
 
 @cache
 def matmul_precision() -> Setting:
-    """Whether float32 products may run in TF32: highest or high."""
+    """Whether float32 products may run in TF32: highest or high. torch refuses to name the value if other code has set
+    another one by backend (torch.backends.fp32_precision = "tf32", as Transformers does for tf32=True): then it is the
+    pair of the backends' values."""
     import torch
 
-    return Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+    of_cpu: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, of_cpu.matmul)  # those that the one value sets
+
+    def read() -> str | tuple[str, ...]:
+        try:
+            return torch.get_float32_matmul_precision()
+        except RuntimeError:
+            return tuple(backend.fp32_precision for backend in backends)
+
+    def write(value: str | tuple[str, ...]) -> None:
+        torch.set_float32_matmul_precision(value if isinstance(value, str) else "highest")
+        if not isinstance(value, str):
+            for backend, own in zip(backends, value, strict=True):
+                backend.fp32_precision = own
+
+    return Setting(read, write)
 
 
 @cache

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from keyhole.model.weights.format import Wire
 
 
+FORWARD_ONLY = ("eval", "chat", "replay")  # what a Workload may name that is no method: it is planned without updates
+
+
 @dataclass(frozen=True)
 class Workload:
     """What will run, as far as memory and time are concerned. settings: the method's own (None: its defaults)."""

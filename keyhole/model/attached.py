@@ -77,6 +77,9 @@ class Placed(Protocol):
     def check_method(self, method: str) -> None:
         """Refuses a method that cannot train this model; warns if the plan was made for another one."""
 
+    def warn_if_larger(self, tokens: int) -> None:
+        """Warns once of a batch with more tokens than the plan was made for."""
+
 
 class AttachedMethods:
     """The methods that were made on a model, as far as their updates are not at home yet, and the steps they made."""

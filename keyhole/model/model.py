@@ -140,14 +140,17 @@ class Model:
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
-    def to_device(self, batch: Batch | list[Batch]) -> list[DeviceBatch]:
+    def to_device(self, batch: Batch | list[Batch], of_step: bool = True) -> list[DeviceBatch]:
         """One batch, or the micro-batches of a step, checked and copied to the device."""
-        return self.send(self.checked(batch))
+        return self.send(self.checked(batch, of_step))
 
-    def checked(self, batch: Batch | list[Batch]) -> list[Batch]:
-        """The micro-batches of a step; UserError if they cannot be trained on."""
+    def checked(self, batch: Batch | list[Batch], of_step: bool = True) -> list[Batch]:
+        """The micro-batches of a step; UserError if they cannot be trained on. of_step: the step was planned for them;
+        evaluations have a size of their own."""
         batches = as_list(batch)
         self.head.check(batches, self.layout.table.shape[0])
+        if of_step and self.placed is not None:
+            self.placed.warn_if_larger(max(batch["input_ids"].numel() for batch in batches))
         return batches
 
     def send(self, batches: list[Batch]) -> list[DeviceBatch]:
@@ -245,7 +248,7 @@ class Model:
     def nll(self, batch: Batch | list[Batch]) -> Any:
         """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep: each unit crosses
         the link once."""
-        results = evaluation.nll_by_row(self, self.to_device(batch))
+        results = evaluation.nll_by_row(self, self.to_device(batch, of_step=False))
         return results[0] if isinstance(batch, Mapping) else results
 
     @without_autocast()
@@ -262,7 +265,7 @@ class Model:
         of a classifier. Of a list of batches and a classifier: (logits, losses of the rows [B]) of each, in float32,
         all run together."""
         if self.classifies:
-            found = evaluation.class_logits(self, self.to_device(batch))
+            found = evaluation.class_logits(self, self.to_device(batch, of_step=False))
             return found[0][0] if isinstance(batch, Mapping) else found
         if not isinstance(batch, Mapping):
             return [self.logits(each) for each in batch]

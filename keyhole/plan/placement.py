@@ -52,6 +52,7 @@ class Placement:
     limit_bytes: int | None = None  # device memory that a method may fill with state
     adapter: Path | None = None  # fixed adapters that were loaded with the model
     reasons: list[str] = field(default_factory=list)
+    warned: bool = False  # of a batch that is larger than planned
 
     def evaluation_passes(self, layout: Layout, most: int) -> int:
         """How many batches of the planned size may go through the model together, in the memory that is free after a
@@ -74,6 +75,13 @@ class Placement:
         check_trainable(self.formats.dtype, method)
         if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
             refusals.warn_of_another_plan(self.budget_bytes, self.work.method, method)
+
+    def warn_if_larger(self, tokens: int) -> None:
+        """Warns once of a batch with more tokens than the budget was planned for, if it was planned for training."""
+        planned = self.budget_bytes is not None and self.work.method in METHODS
+        if planned and not self.warned and tokens > self.work.tokens:
+            self.warned = True
+            refusals.warn_of_a_larger_batch(self.budget_bytes, self.work, tokens)
 
 
 def place(

@@ -75,6 +75,16 @@ def trained_below_adapters(adapter: Path, method: str) -> UserError:
     )
 
 
+def warn_of_a_larger_batch(budget: int | None, work: Workload, tokens: int) -> None:
+    """Warns that the budget was planned for smaller batches."""
+    warnings.warn(
+        f"gpu_memory: {about(budget or 0)} was planned for {work.tokens} tokens per pass, and a batch has {tokens}: it "
+        f'may need more; load with workload=keyhole.Workload("{work.method}", tokens={tokens}), or give KeyholeTrainer '
+        "the max_length of the data",
+        stacklevel=6,
+    )
+
+
 def warn_of_another_plan(budget: int, planned: str, method: str) -> None:
     """Warns that the budget was planned for another method than the one that is created now."""
     warnings.warn(

@@ -32,7 +32,7 @@ def make_page(view: View) -> str:
     story = view.story
     parts = [
         _top(view),
-        _curves(view.curves),
+        _curves(view.curves, view.by_candidates),
         memory_and_pace(story, view.curves),
         step_time(story),
         data(story),
@@ -75,10 +75,12 @@ def lead(view: View) -> str:
         said += f" {escape(story.outcome)}"
     if curves.losses:
         (first, before), (last, after) = curves.losses[0], curves.losses[-1]
-        said += f" Loss <b>{before:.4f}</b> at step {first:,}"
+        said += f" Loss{' over candidates' if view.by_candidates else ''} <b>{before:.4f}</b> at step {first:,}"
         said += f", <b>{after:.4f}</b> at step {last:,}." if last > first else "."
     for kind, word in (("eval", "Dev"), ("test", "Test")):
         numbers = shown_metrics(curves.last(kind), kind)
+        if view.by_candidates and numbers.startswith("loss "):
+            numbers = numbers.replace("loss", "loss per token", 1)
         said += f" {word}: <b>{escape(numbers)}</b>." if numbers else ""
     return said
 
@@ -105,14 +107,15 @@ def unit_of(seconds: float) -> tuple[float, str]:
 UNITS = ((180.0, 1.0, "seconds"), (3 * 3600.0, 60.0, "minutes"), (float("inf"), 3600.0, "hours"))
 
 
-def _curves(curves: Curves) -> str:
+def _curves(curves: Curves, by_candidates: bool) -> str:
     if not curves.points:
         return "<section><h2>Curves</h2><p class='note'>No step is done yet.</p></section>"
     panels = []
     size, unit = unit_of(curves.seconds)
     for label, over_time in (("over steps", False), ("over time", True)):
         scale = (lambda x: [value / size for value in x]) if over_time else (lambda x: x)
-        panels.append((label, _charts(curves, over_time, scale, f"{unit} of training" if over_time else "step")))
+        along = f"{unit} of training" if over_time else "step"
+        panels.append((label, _charts(curves, over_time, scale, along, by_candidates)))
     width = "" if curves.width == 1 else f" A point stands for {curves.width} steps."
     return (
         f"<section><h2>Curves</h2>{choice('along', panels)}<p class='note'>Faint: as measured. Strong: running mean."
@@ -120,15 +123,21 @@ def _curves(curves: Curves) -> str:
     )
 
 
-def _charts(curves: Curves, over_time: bool, scale: Callable[[list[float]], list[float]], along: str) -> str:
+def _charts(
+    curves: Curves, over_time: bool, scale: Callable[[list[float]], list[float]], along: str, by_candidates: bool
+) -> str:
     def line(name: str, label: str) -> Series:
         x, y = curves.mean(name, over_time)
         return noisy(label, TRAIN, scale(x), y)
 
     evaluated = curves.evaluation("eval_loss", over_time)
     loss = [line("loss", "train" if evaluated[0] else "")]
-    loss += [Series("eval", EVAL, scale(evaluated[0]), evaluated[1], dots=True)] if evaluated[0] else []
-    figures = [chart(loss, f"loss by {along}", along, "loss")]
+    held_out = [Series("eval", EVAL, scale(evaluated[0]), evaluated[1], dots=True)] if evaluated[0] else []
+    if by_candidates:  # two quantities: cross-entropy per question, and NLL per token of the right answers
+        figures = [chart(loss, f"loss over candidates by {along}", along, "loss over candidates")]
+        figures += [chart(held_out, f"loss per token by {along}", along, "loss per token")] if held_out else []
+    else:
+        figures = [chart(loss + held_out, f"loss by {along}", along, "loss")]
     figures += _metric_charts(curves, over_time, scale, along)
     extra = [name for name in curves.names if name not in SHOWN_FIRST][:MOST_EXTRA]
     for name in ("learning_rate", *extra, "tokens_per_second", "gpu_gib", "host_gib"):

@@ -38,6 +38,11 @@ class View:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def by_candidates(self) -> bool:
+        """Whether the loss of training is one over candidates; that of evaluations is always one per token."""
+        return self.settings.get("loss") == "candidates"
+
+    @property
     def title(self) -> str:
         """`zo on opt-13b`; of a model directory, only its name."""
         model = "demo" if self.story.model == str(assets.MODEL) else self.story.model

@@ -225,7 +225,7 @@ def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) 
     fresh = Story(job.run_id or "", title, config.method, config.model, model.device.type)
     fresh.total, fresh.lines, fresh.began = job.schedule.total, lines, now()
     story = begin_story(directory.run / STORY, job.run_id, first, fresh)
-    view = View(name, directory.run, story, begin_curves(metrics.kept), machine, to_yaml(config))
+    view = View(name, directory.run, story, begin_curves(metrics.kept), machine, to_yaml(config), {"loss": config.loss})
     told = trackers.About(directory.run, job.run_id or name, name, first, flat_config(config))
     opened = [Behind(each, partial(trackers.open_tracker, each, told)) for each in trackers.names_of(config.report_to)]
     wait_until_open(opened)

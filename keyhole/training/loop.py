@@ -301,7 +301,7 @@ class Run:
             self.test(best or step)
         if self.gave_up:
             return self.leave(step)
-        evaluated = "" if self.last_eval is None else f"; eval loss {self.last_eval['eval_loss']:.4f}"
+        evaluated = "" if self.last_eval is None else f"; eval {shown_loss(self.last_eval)}"
         tested = f"; test {text}" if (text := shown(self.reports.metrics.tested.get(best or step, {}), TEST)) else ""
         where = f"the model is in {self.directory.root}" if self.saver.settings.model else "no model was saved"
         self.reports.page.ended(DONE, "" if step == self.total else f"{self.ends}.".capitalize())

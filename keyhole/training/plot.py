@@ -39,8 +39,9 @@ def task_curves(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, floa
     return curves
 
 
-def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
-    """Draws the picture from the metrics file, atomically; False without steps, or without matplotlib."""
+def plot_loss(metrics: Path, picture: Path, title: str, by_candidates: bool = False) -> bool:
+    """Draws the picture from the metrics file, atomically; False without steps, or without matplotlib. by_candidates:
+    the loss of training is per question, so that of evaluations, per token, gets an axis of its own."""
     entries = read_metrics(metrics)
     steps = [(entry["step"], entry["loss"]) for entry in entries if entry.get("loss") is not None]
     evals = [(entry["step"], entry["eval_loss"]) for entry in entries if entry.get("eval_loss") is not None]
@@ -58,11 +59,16 @@ def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
     window = max(5, len(steps) // 50)
     axes.plot(x, y, color="tab:blue", alpha=0.25, linewidth=1)
     axes.plot(x, running_mean(list(y), window), color="tab:blue", label=f"train (mean of {window} steps)")
-    if evals:
-        axes.plot(*zip(*evals, strict=True), color="tab:orange", marker="o", label="eval")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    per_row = any("eval_rows" in entry for entry in entries)  # a classifier's
+    unit = "over candidates (nats per question)" if by_candidates else "per row" if per_row else "(nats per token)"
+    axes.set(xlabel="step", ylabel=f"loss {unit}", title=title)
     axes.grid(alpha=0.3)
-    axes.legend()
+    lines = list(axes.lines[1:])
+    if evals:
+        beside = axes.twinx() if by_candidates else axes
+        lines += beside.plot(*zip(*evals, strict=True), color="tab:orange", marker="o", label="eval")
+        beside.set_ylabel("loss (nats per token)" if by_candidates else axes.get_ylabel())
+    axes.legend(handles=lines)
     for beside in others:
         for name, points in metrics_of_tasks.items():
             style = {"marker": "*", "markersize": 12, "linestyle": ""} if name.startswith("test") else {"marker": "o"}

@@ -82,5 +82,5 @@ class Reports:
         self._try("drawing run/loss.png", self._draw, "the numbers are in run/metrics.jsonl")
 
     def _draw(self) -> None:
-        if plot_loss(self.metrics.path, self.curve, self.title):
+        if plot_loss(self.metrics.path, self.curve, self.title, self.page.view.by_candidates):
             self.display.line(f"curve: {self.curve}")

@@ -14,6 +14,7 @@ import keyhole
 from keyhole import ops
 from keyhole.config import TrainConfig
 from keyhole.machine.sizes import GIB
+from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.model.model import Model
@@ -92,10 +93,14 @@ def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_ep
     peak = config.learning_rate if config.learning_rate == AUTO_RATE else f"{schedule.peak:g}"
     warm = counted_steps(schedule.warmup_steps) + " of warm-up"
     warm += ": the run ends before the peak" if schedule.warmup_steps >= schedule.total else ""
+    search = METHODS[config.method].search_steps if config.learning_rate == AUTO_RATE else 0
+    learns_nothing = f"warning: learning_rate: auto needs {search} steps, in which no weight changes, and the run has "
+    learns_nothing += f"{counted_steps(schedule.total)}: it learns nothing; raise max_steps, or set a rate"
     epoch = f"an epoch is {counted_steps(steps_per_epoch)} of {micro * accumulation} {rows}{split}"
     return [
         f"steps: {schedule.total} ({why}){begun}; {epoch}",
         f"learning rate: {schedule.kind}, peak {peak}, {warm}",
+        *([learns_nothing] if 0 < schedule.total <= search else []),
         f"output: {config.output_dir}; a checkpoint {every}, {kept}",
     ]
 

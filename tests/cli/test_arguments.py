@@ -16,6 +16,9 @@ RESUME = [
     (["--resume", "c.yaml"], ["--resume", "last", "c.yaml"]),
     (["seed=3", "--resume", "c.yaml"], ["seed=3", "--resume", "last", "c.yaml"]),
     (["seed=3", "--resume", "/"], ["seed=3", "--resume", "/"]),  # a directory is a checkpoint, never a config
+    (["seed=3", "--resume", "o/checkpoint-9"], ["seed=3", "--resume", "o/checkpoint-9"]),  # not there: still no config
+    (["--resume", "old", "c.yaml"], ["--resume", "old", "c.yaml"]),
+    (["--resume", "c.yaml", "sed=3"], ["--resume", "last", "c.yaml", "sed=3"]),
     (["c.yaml", "--resume=x"], ["c.yaml", "--resume=x"]),
     (["c.yaml", "seed=3"], ["c.yaml", "seed=3"]),
 ]

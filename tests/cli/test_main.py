@@ -289,3 +289,16 @@ def test_closed_streams_and_a_plain_locale_end_well(closed: str) -> None:
         environment = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(f"{python} {words} {closed}", shell=True, env=environment, timeout=60, check=False)
         assert done.returncode == code
+
+
+def test_a_removed_current_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell may stand in one; the error was a traceback."""
+    here = tmp_path / "gone"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    words = ["model=demo", "method=lomo", "train_data=demo", "output_dir=out", "max_steps=1"]
+    assert main(["train", *words]) == 2
+    assert "the current directory was removed" in capsys.readouterr().err

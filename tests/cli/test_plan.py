@@ -1,7 +1,9 @@
 """`keyhole plan` needs a config.json and nothing else."""
 
+import errno
 import json
 from pathlib import Path
+from typing import Never
 
 import pytest
 
@@ -38,6 +40,21 @@ def test_a_directory_without_weights_is_planned(
     assert sum(row["recommended"] for row in found) == 1
     assert all(row["tokens_per_second"] == pytest.approx(256 / row["step_seconds"]) for row in found)
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_page_that_cannot_be_written_leaves_the_table(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full by then costs the page; the rows are printed."""
+
+    def full(path: Path) -> Never:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("keyhole.disk.files.replacing", full)
+    assert main(["plan", str(directory), "--machine", "laptop", "--page", str(tmp_path / "plan.html")]) == 2
+    told = capsys.readouterr()
+    assert "take: method=" in told.out and "plan.html cannot be written: No space left on device" in told.err
+    assert "page:" not in told.out
 
 
 def test_a_config_brings_its_settings(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,7 @@ def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
         (("seeds: [0, 1]", "seeds: [0, 0]"), "seeds: expected different whole numbers"),
         (("seeds: [0, 1]", "choose_by: luck"), "choose_by: found `luck`, expected first-seed or all-seeds"),
         (("seeds: [0, 1]", "batch_size: 3"), "batch_size: unknown key; a setting of all runs stands under `common`"),
+        (("models: [demo]", "model: demo"), "line 2: model: unknown key; models are compared: write `models: "),
         (("models: [demo]", "models: [[demo]]"), "models: found a list"),
         (("adamw: {learning_rate: [1e-5, 2e-3]}", "adamw: 3"), "line 5: found `3`, expected settings"),
         (("[1e-5, 2e-3]", "[1e-5, 1e-5]"), "adamw: a grid names one value twice"),

@@ -40,7 +40,7 @@ def test_everything_in_the_way_is_told_at_once(tmp_path: Path) -> None:
         gradient_checkpointing=True, adam_beta2=0.9,
     )  # fmt: skip
     names = [line.split(":")[0].strip() for line in text.splitlines()[1:]]
-    assert set(names) == {
+    assert len(names) == 5 and set(names) == {  # each once
         "max_grad_norm", "gradient_checkpointing", "adam_beta2", "compute_loss_func", "optimizers",
     }  # fmt: skip
 

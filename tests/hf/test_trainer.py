@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,35 @@ def test_a_rate_that_was_lowered_on_a_plateau_is_resumed(tiny_model: Path, tmp_p
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     rates = [entry["learning_rate"] for entry in whole.state.log_history if "loss" in entry]
     assert rates[2] < rates[0] and losses_of(again) == losses_of(whole)
+
+
+@pytest.mark.parametrize("tf32", [None, True])
+def test_tf32_of_the_arguments_is_honoured(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], tf32: bool | None
+) -> None:
+    """The Trainer's own switch; loading turned it off again."""
+    args = KeyholeArguments(str(tmp_path), method="lomo", use_cpu=True, report_to=[], learning_rate=1e-2)
+    args.tf32 = tf32  # on a machine without a GPU the constructor refuses it
+    made = KeyholeTrainer(str(tiny_model), args, train_dataset=batches)
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    made.keyhole.close()
+
+
+@pytest.mark.parametrize(("rate", "warns"), [(1e-2, False), (1e-3, True)])
+def test_another_rate_is_not_ignored_in_silence(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], rate: float, warns: bool
+) -> None:
+    """The Trainer goes on with the checkpoint's; a script that says another one is told so."""
+    how = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer(tiny_model, tmp_path, batches, **how)
+    whole.train()
+    again = trainer(tiny_model, tmp_path, batches, learning_rate=rate, **how)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    told = [str(one.message) for one in found if "learning_rate" in str(one.message)]
+    assert [line.startswith("learning_rate: 0.001 is not used") for line in told] == [True] * warns
+    assert losses_of(again) == losses_of(whole)
 
 
 def test_a_norm_below_zero_clips_nothing(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:

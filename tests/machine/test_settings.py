@@ -105,6 +105,25 @@ def test_a_model_puts_back_the_precision_of_products(end: str) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_precision_that_was_set_by_backend_is_put_back(tf32: bool) -> None:
+    """As TrainingArguments(tf32=True) does on a GPU; torch raises an error when it is asked for the one value, and so
+    did loading."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        set_before = [backend.fp32_precision for backend in backends]
+        model = keyhole.load(config("llama"), init="random", device="cpu", tf32=tf32)
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+        assert {backend.fp32_precision for backend in backends} == {"tf32" if tf32 else "ieee"}
+        model.close()
+        assert [backend.fp32_precision for backend in backends] == set_before
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_a_model_that_fails_to_load_changes_nothing() -> None:
     """Neither the precision of products nor progress bars, whatever it was that failed."""
     transformers.utils.logging.enable_progress_bar()

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,37 @@ def said_to(method: type, **options: object) -> list[str]:
         warnings.simplefilter("always")
         method(keyhole.load(config("llama"), **how | options))
     return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize(("budget", "tokens", "warns"), [("64MiB", 20, True), ("64MiB", 24, False), (None, 20, False)])
+def test_a_batch_larger_than_planned_is_said_once(budget: str | None, tokens: int, warns: bool) -> None:
+    """The budget is a promise for batches of that size; on a GPU a larger one may end the run."""
+    how = {"init": "random", "device": "cpu", "placement": "stream", "gpu_memory": budget}
+    model = keyhole.load(config("llama"), workload=keyhole.Workload("lomo", tokens=tokens, passes=1), **how)
+    opt, ids = keyhole.LOMO(model, 1e-2), torch.ones(3, 8, dtype=torch.long)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.nll({"input_ids": ids.repeat(2, 1), "labels": ids.repeat(2, 1)})  # no step was planned for it
+        for _ in range(2):
+            opt.step({"input_ids": ids, "labels": ids})
+    told = [str(one.message) for one in found]
+    assert [("planned for 20 tokens per pass, and a batch has 24" in line) for line in told] == [True] * warns
+
+
+@pytest.mark.parametrize(
+    ("work", "says"),
+    [
+        (keyhole.Workload("lom", tokens=8), "workload: there is no method 'lom'; did you mean lomo?"),
+        (keyhole.Workload("lomo", tokens=-1), "workload: tokens: found -1, expected a whole number"),
+        (keyhole.Workload("lomo", tokens="4096"), "workload: tokens: found '4096', expected a whole number"),
+        (keyhole.Workload("lomo", passes=0), "workload: passes: found 0, expected"),
+        ("lomo", "workload: found a str, expected keyhole.Workload"),
+    ],
+)
+def test_a_workload_that_cannot_be_planned_is_refused(work: Any, says: str) -> None:
+    """A misspelt method was planned as forward passes, -1 tokens as no memory."""
+    with pytest.raises(UserError, match=re.escape(says)):
+        keyhole.load(config("llama"), init="random", device="cpu", workload=work)
 
 
 def test_a_budget_planned_for_another_method_is_said() -> None:

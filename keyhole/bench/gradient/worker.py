@@ -83,12 +83,14 @@ def load_trial(
     trial: Trial, device: torch.device, length: int, quick: bool = False, graphs: bool = True
 ) -> keyhole.Model:
     """The trial's model, with random weights, placed as the trial says."""
-    work = Workload(trial.system, trial.batch * length, trial.micro_batches)
+    work = Workload("eval", trial.batch * length, trial.micro_batches)  # of a baseline, whose memory is not planned
     if trial.system != NATIVE:
         kind = METHODS[trial.system].settings
         names = {f.name for f in dataclasses.fields(kind)}
         own = kind(**{name: value for name, value in trial.options.items() if name in names})
-        work = dataclasses.replace(work, settings=own, clips=trial.options.get("max_grad_norm") is not None)
+        work = dataclasses.replace(
+            work, method=trial.system, settings=own, clips=trial.options.get("max_grad_norm") is not None
+        )
     where = {"placement": "stream"} if trial.streamed else {}
     where |= {"gpu_memory": trial.gpu_memory, "dtype": "float32" if quick else "bfloat16", "device": device}
     where["graphs"] = graphs

@@ -130,6 +130,9 @@ def _head(header: Header) -> dict[str, Any]:
 def read_whole(path: Path, steps: int | None) -> Journal:
     """Reads a journal that covers `steps`; an incomplete last record is dropped, damage before it is refused."""
     path = path / "run" / "journal" if (path / "run" / "journal").exists() else path
+    if path.is_dir():
+        keep = ", ".join(row.name for row in METHODS.values() if row.journaled)
+        raise UserError(f"JOURNAL: {path} has no run/journal; give the output_dir of a run that keeps one ({keep})")
     if not path.is_file():
         raise UserError(f"JOURNAL: {path} is not there; give a run's output_dir, or its run/journal")
     try:

@@ -95,6 +95,8 @@ def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> Non
         replay(str(root), root, out, device="cpu")
     with pytest.raises(UserError, match="exists and is not empty"):
         replay(str(tiny_model), root, root, device="cpu")
+    with pytest.raises(UserError, match=r"JOURNAL: .* has no run/journal; give the output_dir of a run .* \(zo\)"):
+        replay(str(tiny_model), tiny_model, out, device="cpu")
     with pytest.raises(UserError, match="is not there"):
         replay(str(tiny_model), tmp_path / "nowhere", out, device="cpu")
     with pytest.raises(UserError, match="OUT: .*journal is a file; choose a new directory"):
