@@ -17,6 +17,7 @@ from keyhole.methods.adam_offload.memory import BESIDE_COPIES, waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.launches import (
     ADAPTED,
+    HOOKED,
     MATRIX,
     PLAIN,
     STEP,
@@ -56,15 +57,15 @@ def test_planned_as_measured(name: str, only: str) -> None:
                 assert each["planned"][part] == pytest.approx(each["measured"][part], rel=limit), (record.name, part)
 
 
-@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18), strict=True))
+@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20), strict=True))
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) -> None:
-    """The cases of plan_check.py with the rates of their run. A streamed lsp with moments on the host takes longer than
+    """The cases of plan_check.py with the rates of their run. Two streamed zo wrote back in every step, which was not
     planned, and adam-offload differs between runs (LOG.md); they must not get worse."""
     found = list(checks(HERE / f"{name}.json", MODULES))
     assert len(found) == count
     for case, each in found:
         shares = {part: ratio(each, part) for part in ("gpu", "host", "seconds")}
-        late = {"lsp": 0.20, "adam-offload": 0.25}.get(case.method, 0.15) if case.placement == "stream" else 0.15
+        late = {"zo": 0.22, "adam-offload": 0.25}.get(case.method, 0.15) if case.placement == "stream" else 0.15
         assert shares == pytest.approx({"gpu": 1, "host": 1, "seconds": 1}, rel=late), case.name
         assert max(abs(shares["gpu"] - 1), abs(shares["host"] - 1)) <= 0.10, (case.name, shares)
         if case.gpu_memory is not None:  # a budget is never exceeded
@@ -185,12 +186,13 @@ def test_launches_by_what_is_trained() -> None:
     assert once == pytest.approx(24 * 37 * 33 / 69) and back == pytest.approx(24 * 101 * 66 / 161)
     frozen, adapters = (1 + UNRECORDED) * once + STEP[1], (2 * ADAPTED[0] + ADAPTED[2]) * matrices
     hooks = (MATRIX + UPDATE[0]) * matrices + (VECTOR + UPDATE[1]) * vectors
-    assert lomo.called == pytest.approx(frozen + hooks) and lora.called == pytest.approx(frozen + adapters)
-    assert both.called == pytest.approx(frozen + hooks + adapters)
+    assert lomo.called == lora.called == both.called == pytest.approx(frozen)
+    assert lomo.kernels == pytest.approx(HOOKED * hooks) and lora.kernels == pytest.approx(HOOKED * adapters)
+    assert both.kernels == pytest.approx(HOOKED * (hooks + adapters))
     assert lomo.reversed == back and both.reversed == lora.reversed == pytest.approx(back + ADAPTED[1] * matrices)
-    assert lora.called - kept.called == pytest.approx(UNRECORDED * once + ADAPTED[0] * matrices)
+    assert lora.called - kept.called == pytest.approx(UNRECORDED * once)
+    assert lora.kernels - kept.kernels == pytest.approx(HOOKED * ADAPTED[0] * matrices)
     assert kept.reversed == lora.reversed
-    assert lora.kernels == lomo.kernels == both.kernels == 0
     short = METHODS["lomo"].planned_work(opt(), set(), replace(work("lomo"), tokens=512), ROOM, H200)
     assert short.called == STEP[1] and short.reversed == 0 < short.kernels
 
