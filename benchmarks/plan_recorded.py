@@ -48,7 +48,12 @@ LATEST = (
     "lomo_h200_2026-11-16", "lsp_h200_2026-11-15_3.5B_d", "lsp_h200_2026-11-15_7B_c", "lsp_h200_2026-11-15_7B_d",
     "frozen_base_h200_2026-11-16", "low_rank_h200_2026-11-16_long", "low_rank_h200_2026-11-16_short",
 )  # fmt: skip
-CHECKS = ("plan_check_h200_2026-11-16", "plan_check_h200_2026-11-16_b", "plan_check_h200_2026-11-16_c")
+CHECKS = (
+    "plan_check_h200_2026-11-16",
+    "plan_check_h200_2026-11-16_b",
+    "plan_check_h200_2026-11-16_c",
+    "plan_check_h200_2026-11-17",
+)
 HOST = "launch", "called", "reversed"
 STEPS = 20  # of a record, about: what grows with a run is still small
 SWITCHED_OFF = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")

@@ -47,7 +47,7 @@ from keyhole.plan.profiles import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05
-HOST_ROUNDS = 12
+HOST_ROUNDS = 60
 ADAM_BYTES = 28  # per parameter (ops/adam/host.py)
 LIMIT_BYTES = 2**20
 

@@ -57,15 +57,16 @@ def test_planned_as_measured(name: str, only: str) -> None:
                 assert each["planned"][part] == pytest.approx(each["measured"][part], rel=limit), (record.name, part)
 
 
-@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20), strict=True))
+@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20, 14), strict=True))
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) -> None:
-    """The cases of plan_check.py with the rates of their run. Two streamed zo wrote back in every step, which was not
-    planned, and adam-offload differs between runs (LOG.md); they must not get worse."""
+    """The cases of plan_check.py with the rates of their run. Streamed zo that wrote back in every step, adam-offload,
+    and sgd in the run with the slowest host differ (LOG.md); they must not get worse."""
     found = list(checks(HERE / f"{name}.json", MODULES))
     assert len(found) == count
     for case, each in found:
         shares = {part: ratio(each, part) for part in ("gpu", "host", "seconds")}
-        late = {"zo": 0.22, "adam-offload": 0.25}.get(case.method, 0.15) if case.placement == "stream" else 0.15
+        off = {("zo", "stream"): 0.22, ("adam-offload", "stream"): 0.25, ("sgd", "resident"): 0.30}
+        late = off.get((case.method, case.placement), 0.15)
         assert shares == pytest.approx({"gpu": 1, "host": 1, "seconds": 1}, rel=late), case.name
         assert max(abs(shares["gpu"] - 1), abs(shares["host"] - 1)) <= 0.10, (case.name, shares)
         if case.gpu_memory is not None:  # a budget is never exceeded

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.plan import placement
+from keyhole.plan import fit
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, equal, load, train, weights
 from tests.model.decoders import NAMES, TWELVE, batch
@@ -72,7 +72,7 @@ def test_on_the_gpu_streamed_equals_resident_under_random_delays(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """50 random schedules with delayed streams and poisoned slots give the resident run's bits."""
-    monkeypatch.setattr(placement, "TABLES_BYTES", 0)  # the tables are streamed too
+    monkeypatch.setattr(fit, "TABLES_BYTES", 0)  # the tables are streamed too
     small = {"device": "cuda", "dtype": dtype}
     resident = load(name, **small)
     expected = train(resident, 4)
