@@ -96,9 +96,12 @@ def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_ep
     search = METHODS[config.method].search_steps if config.learning_rate == AUTO_RATE else 0
     learns_nothing = f"warning: learning_rate: auto needs {search} steps, in which no weight changes, and the run has "
     learns_nothing += f"{counted_steps(schedule.total)}: it learns nothing; raise max_steps, or set a rate"
+    over = f"nothing is left to train: {counted_steps(first)} done of {schedule.total}; to go on, raise "
+    over += "max_steps" if config.max_steps is not None else "num_train_epochs"
     epoch = f"an epoch is {counted_steps(steps_per_epoch)} of {micro * accumulation} {rows}{split}"
     return [
         f"steps: {schedule.total} ({why}){begun}; {epoch}",
+        *([over] if first and first >= schedule.total else []),
         f"learning rate: {schedule.kind}, peak {peak}, {warm}",
         *([learns_nothing] if 0 < schedule.total <= search else []),
         f"output: {config.output_dir}; a checkpoint {every}, {kept}",

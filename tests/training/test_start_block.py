@@ -59,6 +59,8 @@ def test_says_how_long_and_how_fast() -> None:
     assert lines[2] == "output: out; a checkpoint every 50 steps and at the end, the newest 2 are kept"
     one = start.plan_lines(asked, 0, Schedule("linear", 1e-6, 4, warmup_asked=4), 1)
     assert "an epoch is 1 step of 32" in one[0] and one[1].endswith("4 steps of warm-up: the run ends before the peak")
+    over = start.plan_lines(asked, 9, Schedule("linear", 1e-6, 5), 10)
+    assert over[1] == "nothing is left to train: 9 steps done of 5; to go on, raise max_steps"
     asked = config(max_steps=None, num_train_epochs=2.5, packing=True)
     epochs = start.plan_lines(asked, 0, Schedule("linear", 1e-6, 25, 0.1), 10)
     assert epochs[0].startswith("steps: 25 (num_train_epochs=2.5); an epoch is 10 steps of 8 rows of packed samples")
