@@ -15,12 +15,12 @@ compared too.
 import argparse
 import importlib.util
 import multiprocessing
-from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
 import torch
 
+from keyhole.bench.measure import replayed_ms
 from keyhole.ops.backend import force
 from keyhole.ops.lsp import blocks, decompress
 from keyhole.ops.lsp.projector import Projector, random_projector
@@ -91,24 +91,6 @@ def compile_one(job: tuple[Variant | None, int, bool, str | None]) -> str:
     return ""
 
 
-def milliseconds(run: Callable[[], None], repeats: int = 10) -> float:
-    """Per run of a graph; the fastest of three measurements."""
-    run()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / repeats)
-    return min(times)
-
-
 def order(w: torch.Tensor) -> torch.Tensor:
     """The place of each value on the grid of bfloat16."""
     pattern = w.view(torch.int16).int()
@@ -163,11 +145,11 @@ def main() -> None:
     variants = [variant for variant, error in zip(VARIANTS, errors, strict=False) if not error] or VARIANTS
     numel, rows = sum(m * n for m, n in SHAPES), []
     flat = torch.empty(2, numel, dtype=torch.bfloat16, device="cuda").normal_()
-    copy = milliseconds(lambda: flat[0].copy_(flat[1]))
+    copy = replayed_ms(lambda: flat[0].copy_(flat[1]))
 
     def measure(name: str, module: ModuleType, d: int, on_device: bool, bits: str) -> float:
         all_weights = weights(SHAPES, d)
-        ms = milliseconds(lambda: [update(module, weight, on_device) for weight in all_weights])
+        ms = replayed_ms(lambda: [update(module, weight, on_device) for weight in all_weights])
         where = "device" if on_device else "number"
         rate, part = 4e-6 * numel / ms, copy / ms
         rows.append(f"{name:20} {d:5} {where} {ms:8.3f} {ms * BLOCKS:8.2f} {rate:8.0f} {part:8.1%}  {bits}")

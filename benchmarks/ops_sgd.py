@@ -6,31 +6,13 @@ The seven matrices of a Llama-3-8B block in bfloat16, gradients in one buffer pe
 6 bytes per weight (gradient and weight read, weight written) at the rate of a copy on the same device.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from keyhole import ops
+from keyhole.bench.measure import replayed_ms
 from keyhole.bench.rates import copy_rate
 
 SHAPES = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
-
-
-def time_ms(run: Callable[[], None]) -> float:
-    """Median of 20 replays of a CUDA graph, so that launches take no time."""
-    run()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        run()
-    for i in range(25):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times += [begin.elapsed_time(end)] if i >= 5 else []
-    return sorted(times)[len(times) // 2]
 
 
 def main() -> None:
@@ -57,7 +39,7 @@ def main() -> None:
             for i, (w, grad) in enumerate(zip(weights, grads, strict=True)):
                 ops.sgd_update_(w, grad, offset=i << 30, **how)
 
-        found = time_ms(update)
+        found = replayed_ms(update)
         print(f"{name:45} {found:7.3f} ms  {found / floor_ms:.2f} of the floor", flush=True)
 
 

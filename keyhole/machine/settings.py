@@ -134,5 +134,23 @@ def expandable_segments(changes: Changes) -> None:
         changes.set(setting, _joined(users, f"{SEGMENTS}:True"))
 
 
+@cache
+def stream_warning() -> Setting | None:
+    """Whether autograd warns if a gradient is computed on another stream than the one on which its parameter's node was
+    made; None if this version of torch does not have the setting."""
+    import torch
+
+    read = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", None)
+    write = getattr(torch._C, "_set_warn_on_accumulate_grad_stream_mismatch", None)
+    return None if read is None or write is None else Setting(read, write)
+
+
+def no_stream_warning(changes: Changes) -> None:
+    """For CUDA graphs that keep autograd graphs (model/backward/recorded.py): these hold the nodes of parameters, made
+    on the stream of the capture, and a later eager backward pass, which waits for that stream, would warn."""
+    if (setting := stream_warning()) is not None:
+        changes.set(setting, False)
+
+
 def _joined(*texts: str) -> str:
     return ",".join(text for text in texts if text)

@@ -20,18 +20,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from keyhole.errors import UserError
-from keyhole.methods.traits import (
-    AUTO_RATE,
-    FROZEN_WIRES,
-    Advice,
-    Demo,
-    Fault,
-    RunSettings,
-    Traits,
-    host_activations,
-    imported,
-)
-from keyhole.methods.workload import DeviceBytes, Room, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +30,6 @@ if TYPE_CHECKING:
     from keyhole.model.forward.low_rank import Factors
     from keyhole.model.model import Model
     from keyhole.model.structure.layout import Unit
-
-__all__ = ["Method", "Shared", "State", "checked_rate"]
-__all__ += ["AUTO_RATE", "FROZEN_WIRES", "Advice", "Demo", "Fault", "RunSettings", "Traits", "host_activations"]
-__all__ += ["imported", "DeviceBytes", "Room", "Workload"]  # from traits.py and workload.py; once they were here
 
 State = dict[str, Any]
 

@@ -10,7 +10,7 @@ import keyhole
 from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.errors import UserError
 from keyhole.machine import settings
-from keyhole.machine.settings import Changes, Setting
+from keyhole.machine.settings import Changes, Setting, no_stream_warning, stream_warning
 from tests.model.decoders import batch, config
 
 
@@ -188,6 +188,16 @@ def test_what_the_user_says_of_expandable_segments_counts() -> None:
         assert said() == "expandable_segments:False"
     finally:
         change(before)
+
+
+def test_autograds_warning_of_streams_is_put_back() -> None:
+    """Off for recorded blocks that keep graphs, as long as their model is open."""
+    setting, changes = stream_warning(), Changes()
+    assert setting is not None and setting.read() is True
+    no_stream_warning(changes)
+    assert setting.read() is False
+    changes.put_back()
+    assert setting.read() is True
 
 
 @pytest.mark.gpu

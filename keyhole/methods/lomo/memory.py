@@ -19,12 +19,12 @@ down        every streamed unit, once; of expert units, those that received toke
 import torch
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.base import Room, Workload
 from keyhole.methods.launches import Launches, hooked, of_adapters, of_updates, tensors_of_blocks
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig
 from keyhole.methods.lora.memory import adapted_count, adapted_sides
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import BACKWARD, StepWork, met_bytes, reverse_work, trained_numel
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 

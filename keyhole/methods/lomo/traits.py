@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from keyhole.limits import Count, Fraction, Positive
-from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activations
+from keyhole.methods.traits import Demo, Fault, RunSettings, Traits, host_activations
 
 
 @dataclass(frozen=True, kw_only=True)

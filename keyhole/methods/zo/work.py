@@ -21,13 +21,12 @@ from keyhole.methods.launches import forward_kernels
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.memory import device_bytes, kept_terms
+from keyhole.methods.zo.recorded_step import ROOM, SHARE
 from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, launched_as_graphs
 from keyhole.model.structure.layout import Layout
 
 NOISE = 1
-SHARE = 1 / 16  # of the free memory, for such copies (recorded_step.py)
-ROOM = 4  # free memory that a capture of a step requires, in multiples of the weights (recorded_step.py)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:

@@ -244,7 +244,6 @@ class RecordedBlocks:
         one = self._capture(captured)
         if one is not None:
             one.kept = kept
-            _expect_other_streams()
         return one
 
     def _checked(self, key: Hashable, found: _Recording | None, expected: Any) -> Any:
@@ -309,14 +308,6 @@ class RecordedBlocks:
         for kept in (self.recordings, self.copied, self.places, self.static, self.ran):
             kept.clear()
         self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
-
-
-def _expect_other_streams() -> None:
-    """A graph that is kept holds the nodes at which autograd adds gradients of parameters, with the stream of the
-    capture: a later eager backward pass runs in another stream, waits for that one, and would warn."""
-    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if warn is not None:
-        warn(False)
 
 
 def _into(places: list[torch.Tensor], value: Any) -> Any:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.machine.settings import expandable_segments
+from keyhole.machine.settings import expandable_segments, no_stream_warning
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.compiled_linear import offers_go_to
@@ -92,6 +92,8 @@ class Reverse:
         if records:
             recorded = RecordedBlocks(model.device, len(self.blocks))
             run_whole = weakly(self._run_whole)
+            if self.kept is not None:
+                no_stream_warning(model.changes)
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, self.kept)
         self._handed_over = 0  # gradients of `walk`
         self._sink: Sink | None = None
