@@ -124,7 +124,7 @@ def clear_device(device: torch.device) -> None:
     """The same after a model is closed; removes its memory limit too."""
     clean_up(device)
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, device.index)  # None: the current one; "cuda" is refused
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
