@@ -174,6 +174,7 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
         "measured": {"gpu": memory["reserved_bytes"], "host": host_bytes, "seconds": found["step_s"]},
         "allocated": memory["allocated_bytes"],
         "steps_s": found["steps_s"],
+        "used": found["used"],
         "bytes_measured": [found["bytes_up"], found["bytes_down"]],
         "loaded_s": loaded_s,
         "decided": decided,

@@ -22,3 +22,4 @@ def test_a_case_has_planned_and_measured_numbers() -> None:
     assert min(found["planned"]["seconds"], found["measured"]["seconds"], found["measured"]["host"]) > 0
     assert any(line.startswith("seconds: ") for line in summary([found]))
     assert set(found["host_rates"]) == set(HOST) and min(found["host_rates"].values()) > 0
+    assert 0 < found["used"]["cpu_s"] and found["used"]["without_core_s"] >= 0
