@@ -207,16 +207,20 @@ class Model:
         steady: bool = False,
         block_at_once: bool = False,
         streams: dict[int, torch.cuda.Stream] | None = None,
+        alone: bool = False,
     ) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
         block_at_once: a pass waits for all units of a block before it enters the block. streams: of single passes, in
-        place of the current one; `serve` forks and joins them (forward/branches.py)."""
+        place of the current one; `serve` forks and joins them (forward/branches.py). alone: there is one pass, and it
+        runs on the calling thread."""
         passes = self._lockstep
         passes.streams = streams or {}
         passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
         with self.conducted_by(passes):
             try:
+                if alone:
+                    return [passes.run_alone(lambda: self.hidden(batches[0]), serve)]
                 return passes.run([lambda b=b: self.hidden(b) for b in batches], serve)
             finally:
                 passes.rows = None

@@ -97,6 +97,7 @@ class Reverse:
             if room is not None:
                 no_stream_warning(model.changes)
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)
+        self.modules = list(model.module.modules())
         self.parts = {i: list(block.modules()) for i, block in enumerate(self.blocks)}
         self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
         self._handed_over = 0  # gradients of `walk`
@@ -178,18 +179,23 @@ class Reverse:
             self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
         recording = self.tape.recording(self.blocks, lambda: model.conductor.current.index)
         with torch.enable_grad(), recording:
-            self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
+            how = {"block_at_once": block_at_once, "alone": self._is_alone(batches)}
+            self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, **how)
             release(None)
         model.binding.bind(None, None, self.spine)
         return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
+
+    def _is_alone(self, batches: list[DeviceBatch]) -> bool:
+        """Whether there is one pass, without random numbers, for which `turn` would set a state, and without experts,
+        which passes announce."""
+        return len(batches) == 1 and not self.layout.experts and not any([part.training for part in self.modules])
 
     def _new_tape(self, batches: list[DeviceBatch]) -> Tape:
         """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these."""
         first_run = None if self.visits is None else self.visits.first_run
         small = self.visits is not None and self.visits.are_small(batches)
         if self.compiled is not None:
-            trains_at_random = any(part.training for parts in self.parts.values() for part in parts)
-            if small and len(batches) == 1 and not trains_at_random:
+            if small and self._is_alone(batches):
                 return Tape("block", self.store, None, first_run, through=self.compiled.without_tape, parts=self.parts)
             return Tape(self.activations, self.store, self.compiled, parts=self.parts)
         first_kept = math.inf

@@ -222,8 +222,8 @@ class VocabularyGradients:
                 hand_over(unit, stored, _add(head_RH, self._embedding_grad(unit, looked_up)))
 
     def _looked_up(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """([M] ids, [M, H] gradients) of all lookups of all passes; None: none has a gradient. Padding has the id -1: as
-        in torch's own embedding, its lookup gives no gradient."""
+        """([M] ids, [M, H] gradients) of all lookups of all passes; None: none has a gradient. Padding has the id -1:
+        its lookup gives no gradient, as in torch's own embedding."""
         found = [e for e in self.embedded.values() if e.rows_MH.grad is not None]
         if not found:
             return None

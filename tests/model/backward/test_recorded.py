@@ -87,6 +87,27 @@ def test_recordings_that_keep_activations_give_the_same_bits(name: str, micro_ba
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
+@pytest.mark.parametrize("name", ["lomo", "lsp"])
+def test_kept_activations_survive_passes_of_other_lengths(name: str) -> None:
+    """Lengths of the two micro-batches of a step are first recorded apart, and then mixed: passes that were recorded
+    earlier are replayed between the forward of a block and its reverse."""
+    lengths = [(9, 9)] * 3 + [(6, 6)] * 3 + [(9, 6)] * 3 + [(6, 9)] * 3 + [(12, 6)] * 3 + [(9, 12)] * 3 + [(6, 9)] * 2
+    found = []
+    for graphs, activations in ((False, "block"), (True, "auto")):
+        how = {"dtype": "bfloat16", "seed": 3, "reverse_graphs": graphs}
+        model = keyhole.load(config("llama"), init="random", device="cuda", **how)
+        method = KEEPING[name](model, activations=activations)
+        losses = [
+            float(method.step([batch(rows=2, length=length, seed=10 * step + i) for i, length in enumerate(pair)]))
+            for step, pair in enumerate(lengths)
+        ]
+        method.flush()
+        found.append((losses, [model.home(tensor).clone() for tensor in model.layout.tensors]))
+    assert any(key[0][-1] for key, one in method.reverse.recorded.recordings.items() if one and key[0][0] == "reverse")
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "lomo, all kept": lambda model: keyhole.LOMO(model, 1e-2, max_grad_norm=0.5, compile=True, activations="none"),
     "lsp": lambda model: keyhole.LSP(model, 1e-3, d=8, r=2, check_freq=5, compile=True),

@@ -47,15 +47,21 @@ class Imitated(RecordedBlocks):
         self.device, self.block_count, self.owner = torch.device("cpu"), len(reverse.blocks), reverse
         self.recordings, self.copied, self.places, self.static, self.why = {}, {}, {}, set(), ""
         self.ran, self.kept_pools, self.rehearses = {}, {}, reverse.compiled is not None
-        self.pools: list[Any] = []  # of each capture; None: the common one
+        self.kept_in: dict[int, list[tuple[Any, int]]] = {}  # by pool: pass and shape, block
+        self.alive: list[Any] = []  # pools, so that no two have one id
         self.seen = Counter()
         self.replays = self.drops = 0
 
     def _new_pool(self) -> Any:
         return object()
 
+    def _kept_pool(self, of: Any, block: int) -> Any:
+        pool = super()._kept_pool(of, block)
+        self.kept_in.setdefault(id(pool), []).append((of, block))
+        self.alive.append(pool)
+        return pool
+
     def _capture(self, run: Callable[[], Any], pool: Any = None) -> Any:
-        self.pools.append(pool)
         return Graph(self, run)
 
     def forget(self) -> None:
@@ -113,7 +119,9 @@ def trained(
         batches = [batch(rows=2, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(micro_batches)]
         losses.append(float(method.step(batches)))
     method.flush()
-    return losses, [model.home(tensor).clone() for tensor in model.layout.tensors], recorded
+    weights = [model.home(tensor).clone() for tensor in model.layout.tensors]
+    model.close()  # an imitated recording holds the method, so nothing else would undo what compiling has set
+    return losses, weights, recorded
 
 
 @in_every_run(lambda name, micro_batches: (micro_batches == 2) == (name in ACCUMULATED) and name not in ALIKE)
@@ -187,6 +195,23 @@ def test_a_block_whose_kept_graph_cannot_be_recorded_is_recomputed(name: str) ->
     assert recorded.failures
     assert losses == plain[0]
     assert all(map(torch.equal, [model.home(tensor) for tensor in model.layout.tensors], plain[1]))
+
+
+def test_kept_activations_share_a_pool_with_later_blocks_of_their_pass_alone() -> None:
+    """Elsewhere a graph that is replayed between their forward and their reverse might have a temporary in their place:
+    an update, or the pass of another micro-batch whose length was recorded in an earlier step."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    method = keyhole.LOMO(model)
+    recorded, step = recording(method, keeps=True), 0
+    for lengths in ((9, 9), (9, 6), (6, 9), (6, 6)):
+        for _ in range(3):
+            method.step([batch(rows=2, length=length, seed=10 * step + i) for i, length in enumerate(lengths)])
+            step += 1
+    found = list(recorded.kept_in.values())
+    assert len(found) >= 4  # two passes of two lengths each
+    for visits in found:
+        assert len({of for of, _ in visits}) == 1
+        assert [block for _, block in visits] == sorted({block for _, block in visits})
 
 
 def test_a_block_that_is_used_twice_in_a_pass_is_not_recorded() -> None:
