@@ -36,10 +36,10 @@ Batch = Mapping[str, torch.Tensor]
 
 def candidates_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Cross-entropy over the candidates' mean token log-likelihoods."""
-    logits_BTV = module(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float()
-    labels_BT = batch["labels"][:, 1:]
-    nll_BT = F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, ignore_index=-100, reduction="none")
-    score_B = -nll_BT.sum(1) / (labels_BT != -100).sum(1)
+    logits_MV = module(input_ids=batch["input_ids"], use_cache=False).logits.flatten(0, 1).float()
+    next_BT = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # position t predicts token t + 1
+    nll_BT = F.cross_entropy(logits_MV, next_BT.flatten(), ignore_index=-100, reduction="none").view(next_BT.shape)
+    score_B = -nll_BT.sum(1) / (next_BT != -100).sum(1)
     question_B, right_B = batch["question"], batch["answer"] == 1
     same_BB = question_B[:, None] == question_B[None, :]
     log_p_B = score_B - torch.where(same_BB, score_B[None, :], -torch.inf).logsumexp(1)

@@ -10,9 +10,9 @@ equal before it need one pass: one row stays, and its position n has several tar
 (SST-2, RTE, BoolQ, CB) have half or a third of the rows; others stay as they are. Losses are those of separate rows, up
 to the rounding of products with fewer rows.
 
-If the batch says which question a row belongs to, only its candidates share, even if two questions are equal: batches of
-a run then have as many shapes as before, each of which is captured as a graph once. Only for passes without a backward
-pass: a gradient would have to add up the targets of a position in a fixed order.
+If the batch says which question a row belongs to, only its candidates share, even if two questions are equal: the
+batches of a run then have as many shapes as before, each of which is captured as a graph once. Only for passes without
+a backward pass: a gradient would have to add up the targets of a position in a fixed order.
 Legend: B rows of a batch, K rows that stay, T positions, N trained tokens.
 """
 

@@ -12,6 +12,7 @@ from tests.model.candidates import candidate_batch, plain_candidates_loss
 from tests.model.decoders import VOCAB, config
 
 CPU = torch.device("cpu")
+ROWS = ("input_ids", "labels", "attention_mask")
 Batch = dict[str, torch.Tensor]
 
 
@@ -55,10 +56,10 @@ def test_every_target_is_predicted_from_the_same_tokens(sizes: list[int], seed: 
 def test_equal_questions_stay_apart() -> None:
     """So that the number of rows is the same in every batch; without questions, all equal rows share."""
     batch = of_one_token([2, 2])
-    for name in ("input_ids", "labels", "attention_mask"):
+    for name in ROWS:
         batch[name][2:] = batch[name][:2]
     assert len(to_device(batch, CPU, shares=True).inputs["input_ids"]) == 2
-    rows = {name: batch[name] for name in ("input_ids", "labels", "attention_mask")}
+    rows = {name: batch[name] for name in ROWS}
     assert len(to_device(rows, CPU, shares=True).inputs["input_ids"]) == 1
     assert len(to_device(rows, CPU).inputs["input_ids"]) == 4
 
@@ -68,12 +69,11 @@ def test_losses_are_those_of_separate_rows(name: str) -> None:
     """Of an evaluation, by rows; and of a step of zo, against plain torch on all rows, at both of its points."""
     model = keyhole.load(config(name), init="random", device="cpu")
     batch = of_one_token([2, 3, 2])
-    own = torch.tensor([float(model.nll({k: x[i : i + 1] for k, x in batch.items() if k in ROWS})[0]) for i in range(7)])
+    own = torch.tensor(
+        [float(model.nll({k: x[i : i + 1] for k, x in batch.items() if k in ROWS})[0]) for i in range(7)]
+    )
     torch.testing.assert_close(model.nll(batch)[0].float(), own, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         expected = float(plain_candidates_loss(model.module, [batch]))
     loss = float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch))
     assert loss == pytest.approx(expected, abs=1e-5)
-
-
-ROWS = ("input_ids", "labels", "attention_mask")
