@@ -60,6 +60,7 @@ BF16 = {"dtype": "bfloat16"}
 RANK = {"rank": 2, "refresh": 50}
 LARGE = ZO | BF16 | {"batch_size": 128, "max_steps": 1000, "eval_steps": 500, "pad_to_multiple_of": 64}  # one width
 SHORT = {"max_steps": 400, "eval_steps": 400}
+MINUTES = {"max_steps": 6000, "eval_steps": 2000, "pad_to_multiple_of": "auto"}  # max_steps by the GPU's pace
 TOKENS = {"loss": "tokens"}
 METRICS = ("eval_loss", "eval_accuracy")  # the latter where there is one
 FZOO = ZO | {"learning_rate": 1e-3, "zo": {"estimator": "fzoo"}}
@@ -90,7 +91,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         [0, 1, 2],
         LARGE | {"learning_rate": 1.5e-4, "zo": RANK | {"fold": False}, "wire": "int4"},
     ),
-    "sst2-zo-minutes": ("sst2", [0], LARGE | {"learning_rate": 1e-4, "max_steps": 6000, "eval_steps": 1500}),
+    "sst2-zo-minutes": ("sst2", [0], LARGE | MINUTES | {"learning_rate": 1e-4}),
     **{
         f"sst2-zo-sweep-{rank}x{refresh}": (
             "sst2",
