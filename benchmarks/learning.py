@@ -96,7 +96,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         f"sst2-zo-sweep-{rank}x{refresh}": (
             "sst2",
             [0],
-            LARGE | SHORT | {"learning_rate": 1e-4, "zo": {"rank": rank, "refresh": refresh}},
+            LARGE | SHORT | {"learning_rate": 1.2e-4, "zo": {"rank": rank, "refresh": refresh}},
         )
         for refresh in (50, 10, 100, 1)
         for rank in (1, 2, 4, 8)

@@ -112,6 +112,7 @@ def about(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """The settings of keyhole that have the same data in the same order."""
     told = {"method": "zo", "model": args.model, "task": args.task, "task_data": str(args.task_data), "seed": seed}
     told |= {"loss": "candidates", "batch_size": args.batch_size, "num_train": 1000, "num_dev": 300, "num_eval": 1000}
+    told |= {"stratify": False} if args.shuffled else {}
     return told | {"max_length": 256, "dtype": "float32", "max_steps": args.steps, "output_dir": "out/textbook"}
 
 
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=4e-5)
     parser.add_argument("--schedule", choices=["constant", "linear"], default="linear")
+    parser.add_argument("--shuffled", action="store_true", help="stratify=false, as in runs from before that setting")
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--eps", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=3000)
