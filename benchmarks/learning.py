@@ -91,7 +91,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         [0, 1, 2],
         LARGE | {"learning_rate": 1.5e-4, "zo": RANK | {"fold": False}, "wire": "int4"},
     ),
-    "sst2-zo-minutes": ("sst2", [0], LARGE | MINUTES | {"learning_rate": 1e-4}),
+    "sst2-zo-minutes": ("sst2", [0], LARGE | MINUTES | {"learning_rate": 7e-5}),
     **{
         f"sst2-zo-sweep-{rank}x{refresh}": (
             "sst2",
