@@ -8,6 +8,7 @@ wrapped in UnitGradients.
 """
 
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class RecordedVisits:
         kept: KeptBlocks | None = None,
     ) -> None:
         self.blocks, self.run_whole, self.kept = recorded, run_whole, kept
-        self.gathered = UnitGradients(model.layout, model.dtype, self.blocks)
+        self.new_buffer = partial(UnitGradients, model.layout, model.dtype, self.blocks)
         self.units_of = units_of
         self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
         self.own = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
@@ -52,6 +53,11 @@ class RecordedVisits:
         self.repeats = False  # whether a block is used twice in a pass
         self._reaching: set[int] | None = None  # the entry of `reached` that is being filled
         self._offering: list[FlatTensor] | None = None  # the entry of `offers` that is being filled
+
+    @cached_property
+    def gathered(self) -> UnitGradients:
+        """Made when it is first used: large compiled blocks do not need its memory."""
+        return self.new_buffer()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -69,8 +75,10 @@ class RecordedVisits:
         here = (visit.index, visit.block)
         self.repeats = self.repeats or here in self.visited
         self.visited.add(here)
-        if self.repeats or not visit.is_plain or not self._is_small(visit.block, values):
+        if not visit.is_plain:
             return visit._run(values)
+        if self.repeats or not self._is_small(visit.block, values):
+            return visit.run(values), []
 
         def keep(static: list[Any]) -> BlockGraph:
             return visit.graph_of(static, lambda call: self.run_whole(visit.block, call))
@@ -162,7 +170,8 @@ class RecordedVisits:
         """The step is over, also after an error."""
         self._reaching = self._offering = None
         self.visited.clear()
-        self.gathered.leave()
+        if "gathered" in vars(self):
+            self.gathered.leave()
 
 
 def _tokens(values: list[Any]) -> int | None:

@@ -83,18 +83,20 @@ class Reverse:
         runs_again = fused and activations != "none" and not compiled
         self.recompute = [second_run(block) for block in self.blocks] if runs_again else None
         self.kept = KeptBlocks(model) if activations == "auto" and not compiled else None
+        keeps_all = self.compiled is not None and activations == "none"
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
-        records = runs_again and activations in ("block", "auto") and model.graphs is not None and has_room(model)
-        records = records and model.reverse_graphs and not model.sharded and not model.layout.experts
+        records = fused and (activations in ("block", "auto") or keeps_all) and model.reverse_graphs
+        records = records and model.graphs is not None and not model.sharded and not model.layout.experts
         self.visits: RecordedVisits | None = None
-        if records:
+        if records and has_room(model):
             recorded = RecordedBlocks(model.device, len(self.blocks))
             run_whole = weakly(self._run_whole)
-            if self.kept is not None:
+            room = KeptBlocks(model) if keeps_all else self.kept
+            if room is not None:
                 no_stream_warning(model.changes)
-            self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, self.kept)
+            self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)
         self._handed_over = 0  # gradients of `walk`
         self._sink: Sink | None = None
         self._final = False  # after this visit param.grad holds the complete gradient
@@ -149,11 +151,7 @@ class Reverse:
     ) -> torch.Tensor:
         """The mean loss over all trained tokens of all micro-batches, on the device. turn: makes a context in which the
         pass of a micro-batch is resumed. loss_count, weight: see vocabulary.py."""
-        first_run = None if self.visits is None else self.visits.first_run
-        first_kept = math.inf
-        if self.kept is not None and not (self.visits is not None and self.visits.are_small(batches)):
-            first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
-        model, self.tape = self.model, Tape(self.activations, self.store, self.compiled, first_run, first_kept)
+        model, self.tape = self.model, self._new_tape(batches)
         self.spine = model.acquire_weights(self.layout.spine)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
@@ -183,11 +181,26 @@ class Reverse:
         model.binding.bind(None, None, self.spine)
         return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
 
+    def _new_tape(self, batches: list[DeviceBatch]) -> Tape:
+        """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these."""
+        first_run = None if self.visits is None else self.visits.first_run
+        small = self.visits is not None and self.visits.are_small(batches)
+        if self.compiled is not None:
+            trains_at_random = any(part.training for block in self.blocks for part in block.modules())
+            if small and len(batches) == 1 and not trains_at_random:
+                return Tape("block", self.store, first_run=first_run, through=self.compiled.without_tape)
+            return Tape(self.activations, self.store, self.compiled)
+        first_kept = math.inf
+        if self.kept is not None and not small:
+            first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
+        return Tape(self.activations, self.store, first_run=first_run, first_kept=first_kept)
+
     # -- reverse ---------------------------------------------------------------------------------------------------
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
-        self._sink, self.last = sink if self.visits is None else self.visits.front_of(sink), last
+        gathers = self.visits is not None and (self.compiled is None or self.tape.through is not None)
+        self._sink, self.last = self.visits.front_of(sink) if gathers else sink, last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
         grads = self.vocabulary.reverse_head(self._turns(self.layout.head_units))
@@ -264,12 +277,12 @@ class Reverse:
             self._visited_once = sum(v.block == block for stop in stops for v in stop.values()) == 1
             for visit in visits:
                 self._final = to_come[block] == 0 and visit is visits[-1]
-                if self.visits is not None and self.visits.takes(visit, self._sink):
-                    self.visits.reverse(visit, self._sink, self._run_again, self._stored, self._accumulated)
-                    continue
                 offering = nullcontext() if self.compiled is None else self.compiled.offering()
                 with offers_go_to(self._offer_at), offering:
-                    visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
+                    if self.visits is not None and self.visits.takes(visit, self._sink):
+                        self.visits.reverse(visit, self._sink, self._run_again, self._stored, self._accumulated)
+                    else:
+                        visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
             if self.visits is not None:
                 self.visits.block_done()
             self._release_block(block, done=to_come[block] == 0)
@@ -294,7 +307,7 @@ class Reverse:
 
     def _run_whole(self, block: int, call: Callable[[], Any]) -> Any:
         """The first run of a block whose graph is kept for good: the graph must not hold this object."""
-        return self.recompute[block].run_whole(call, weakly(self._offer))
+        return call() if self.recompute is None else self.recompute[block].run_whole(call, weakly(self._offer))
 
     @torch.no_grad()
     def _offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:
@@ -310,11 +323,13 @@ class Reverse:
         param = self._param_at.get(w_OI.data_ptr())
         if param is None:
             raise UserError("compile: this model computes with a part or a copy of a weight; set compile=false")
-        if id(param) in self._offered or not (self._visited_once or self._sink.accumulates):
+        if not self._sink.accumulates and (id(param) in self._offered or not self._visited_once):
             raise UserError("compile: this model uses a weight twice in one pass; set compile=false")
         self._offered.add(id(param))
         accepted = self._sink.linear(self._tensor[id(param)], self._stored[id(param)], dy_MO, x_MI)
         assert accepted, "a sink cannot decline what a compiled block offers"
+        if self.visits is not None:
+            self.visits.note_offer(self._tensor[id(param)])
 
     @torch.no_grad()
     def _accumulated(self, param: nn.Parameter) -> None:

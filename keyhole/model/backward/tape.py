@@ -9,7 +9,8 @@ block. In the forward pass a block runs without a graph; `activations` says what
     auto     the graphs of the last blocks, as many as fit, and the inputs of the others, as in "block"
              (kept_blocks.py); small blocks run as CUDA graphs (recorded.py), which keep activations where there is room
 
-or, for compiled blocks (compiled.py), a graph of the block that holds only its inputs.
+or, for compiled blocks (compiled.py), a graph of the block that holds only its inputs. Small compiled blocks are
+visited like any others, with the compiled function in place of their forward (`through`): CUDA graphs record them.
 
 A block's outputs are passed on as new leaves. So the operations between two blocks (usually none: the next block gets
 the same tensor) form a small graph of their own, as do the embedding before the first block and the norm after the
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
 from keyhole.errors import UserError
@@ -58,7 +59,8 @@ class Visit:
 
     def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable, index: int) -> None:
         self.block, self.module, self.forward, self.index = block, module, forward, index
-        self.store, self.compiled, self.first_run = tape.store, tape.compiled, tape.first_run
+        self.store, self.compiled = tape.store, tape.compiled
+        self.first_run, self.through = tape.first_run, tape.through
         self.has_graph = block >= tape.first_kept or tape.compiled is not None
         self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that need a gradient, by their index among the inputs
@@ -70,6 +72,8 @@ class Visit:
         """Runs the block for the first time; returns its output, detached."""
         shared = [x for x in (*args, *kwargs.values()) if type(x) in (dict, UserDict)]
         self.mapping_types = [type(mapping) for mapping in shared]
+        if shared and (self.compiled is not None or self.through is not None):
+            raise UserError("compile: blocks of this model hand tensors to each other in a mapping; set compile=false")
         if shared:
             place = {id(mapping): _Mapping(i) for i, mapping in enumerate(shared)}
             args = tuple(place.get(id(x), x) for x in args)
@@ -97,8 +101,11 @@ class Visit:
         return not self.mapping_types and self.random is None
 
     def run(self, values: list[Any]) -> Any:
-        """The output of a plain visit."""
-        return self._run(values)[0]
+        """The output of a plain visit. Compiled code differs with and without a graph, so it always runs with one."""
+        if self.through is None:
+            return self._run(values)[0]
+        output = self.graph_of(values, lambda call: call()).output
+        return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
 
     def _run(self, values: list[Any]) -> tuple[Any, list[dict[Any, Any]]]:
         """The block's output, and what it wrote into its mappings, of which it gets copies."""
@@ -106,6 +113,8 @@ class Visit:
         copies = [kind(one) for kind, one in zip(self.mapping_types, entries, strict=True)]
         args = [copies[x.index] if isinstance(x, _Mapping) else x for x in args]
         kwargs = {name: copies[x.index] if isinstance(x, _Mapping) else x for name, x in kwargs.items()}
+        if self.through is not None:
+            return self.through(self.module, tuple(args), kwargs), []
         output = self.forward(*args, **kwargs)
         pairs = zip(copies, entries, strict=True)
         return output, [{k: v for k, v in after.items() if v is not before.get(k)} for after, before in pairs]
@@ -118,8 +127,6 @@ class Visit:
         if self.compiled is None:
             return self._run(values)
         args, kwargs, _ = tree_unflatten(values, self.spec)
-        if self.mapping_types:
-            raise UserError("compile: blocks of this model hand tensors to each other in a mapping; set compile=false")
         self.saved = Saved(self.module, [values[i] for i in self.origins], self.store)
         return self.compiled(self.module, args, kwargs, self.saved), []
 
@@ -232,8 +239,9 @@ class Tape:
         compiled: Compiled | None = None,
         first_run: Callable[[Visit, list[Any]], Any] | None = None,
         first_kept: float = math.inf,
+        through: Callable[[nn.Module, tuple, dict[str, Any]], Any] | None = None,
     ) -> None:
-        self.store, self.compiled = store, compiled
+        self.store, self.compiled, self.through = store, compiled, through
         self.first_kept = 0 if activations == "none" else first_kept  # this block and later ones keep their graphs
         self.first_run = first_run  # replaces Visit._run
         self.stops: list[dict[int, Visit]] = []

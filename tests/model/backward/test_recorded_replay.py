@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.recorded_visits import RecordedVisits
@@ -135,6 +136,29 @@ def test_replays_with_kept_activations_give_the_same_bits(name: str, micro_batch
     assert all(one is not None for one in recorded.recordings.values())
     assert losses == plain[0]
     assert all(map(torch.equal, weights, plain[1]))
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "lomo": lambda model: keyhole.LOMO(model, weight_decay=0.1, compile=IN_PLACE),
+    "lomo, all kept": lambda model: keyhole.LOMO(model, max_grad_norm=0.5, compile=IN_PLACE, activations="none"),
+    "lsp": lambda model: keyhole.LSP(model, d=8, r=2, check_freq=3, optimizer_on="gpu", compile=IN_PLACE),
+    "adalomo, all kept": lambda model: keyhole.AdaLOMO(model, compile=IN_PLACE, activations="none"),
+}
+
+
+@in_every_run(lambda name: name == "lomo, all kept")
+@pytest.mark.parametrize("name", COMPILED)
+def test_replays_of_compiled_blocks_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded from the compiled function that runs otherwise."""
+    torch._dynamo.reset()
+    monkeypatch.setitem(METHODS, name, COMPILED[name])
+    keeps = "all kept" in name
+    losses, weights, recorded = trained(name, True, 1, keeps=keeps)
+    plain = trained(name, False, 1)
+    kinds = [key[0] for key in recorded.recordings if key[0] != "update"]
+    assert recorded.replays > 10 and all(one is not None for one in recorded.recordings.values())
+    assert all(bool(kind[-1]) == keeps for kind in kinds if kind[0] == "reverse")
+    assert losses == plain[0] and all(map(torch.equal, weights, plain[1]))
 
 
 @pytest.mark.parametrize("name", ["lomo", "lsp"])
