@@ -9,7 +9,7 @@ module, all of it on the device, its parameters views of one vector w. A step is
     w -= lr (l+ - l-) / (2 eps) z
 
 with z from torch's own generator, drawn once per step and kept (MeZO draws it four times from one seed, to save
-memory), and the loss over candidates from full logits. Rows are padded on the right, so a causal model needs no mask.
+memory), and the loss over candidates from full logits. Rows are padded on the right, so a causal mask is all they need.
 On a GPU the loss of each shape of batches is a CUDA graph: the same kernels, launched at once, because from Python they
 would take four times as long. Accuracy on the test questions is scored by keyhole, as for every method.
 """
@@ -36,7 +36,10 @@ Batch = Mapping[str, torch.Tensor]
 
 def candidates_loss(module: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Cross-entropy over the candidates' mean token log-likelihoods."""
-    logits_MV = module(input_ids=batch["input_ids"], use_cache=False).logits.flatten(0, 1).float()
+    length = batch["input_ids"].shape[1]
+    hidden_TT = torch.full((length, length), -torch.inf, device=batch["input_ids"].device).triu(1)
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": hidden_TT[None, None]}
+    logits_MV = module(**inputs, use_cache=False).logits.flatten(0, 1).float()
     next_BT = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # position t predicts token t + 1
     nll_BT = F.cross_entropy(logits_MV, next_BT.flatten(), ignore_index=-100, reduction="none").view(next_BT.shape)
     score_B = -nll_BT.sum(1) / (next_BT != -100).sum(1)

@@ -38,8 +38,8 @@ def test_a_step_on_views_of_one_vector_is_the_step_on_every_parameter() -> None:
 
 
 @torch.no_grad()
-def test_right_padding_needs_no_mask() -> None:
-    """The loss without a mask is that with one: a causal model never reads what follows a trained position."""
+def test_right_padding_needs_no_mask_of_its_own() -> None:
+    """The loss without one is that with it: a causal model never reads what follows a trained position."""
     own, batch = module(), candidate_batch([2, 4], seed=5)
     assert bool((batch["attention_mask"] == 0).any())
     torch.testing.assert_close(candidates_loss(own, batch), plain_candidates_loss(own, [batch]), rtol=1e-6, atol=1e-6)
