@@ -28,7 +28,7 @@ from keyhole.bench.measure import random_batch
 from keyhole.methods import METHODS
 from keyhole.methods.launches import UNRECORDED, of_backward, of_forward
 from keyhole.methods.workload import Workload
-from keyhole.plan.measure import _block, _launch
+from keyhole.plan.measure import host_rates
 
 FEW, MANY, STEPS, WARM_UP, TOKENS = 6, 18, 10, 3, 8
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def step_s(method: str, family: str, blocks: int) -> tuple[float, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    launch, (called, reversed_) = _launch(CPU), _block(CPU)
+    launch, called, reversed_ = (host_rates(CPU)[name] for name in ("launch", "called", "reversed"))
     print(f"launch {1e6 * launch:.1f} us, called {1e6 * called:.1f}, reversed {1e6 * reversed_:.1f}")
     print(f"{'method':13} {'family':7} us per block   in called  beside its own  us per step")
     for method in CASES:

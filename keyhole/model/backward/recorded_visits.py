@@ -46,6 +46,8 @@ class RecordedVisits:
         self.new_buffer = partial(UnitGradients, model.layout, model.dtype, self.blocks)
         self.units_of = units_of
         self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
+        self.parameters = [list(block.parameters()) for block in blocks]
+        self.takes_graphs: dict[type, bool] = {}  # by type of sink: whether it is Recordable
         self.own = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
         self.reached: dict[int, set[int]] = {}  # by block: parameters that got a gradient in its first backward pass
         self.offers: dict[Any, list[FlatTensor]] = {}  # accepted offers of a recordable backward, by its dependencies
@@ -84,7 +86,7 @@ class RecordedVisits:
             return visit.graph_of(static, lambda call: self.run_whole(visit.block, call))
 
         kept = {} if self.kept is None else {"keep": keep, "has_room": lambda: self.kept.has_room(_tokens(values))}
-        return self.blocks.forward(visit.index, visit.block, values, _addresses(visit), visit.run, **kept), []
+        return self.blocks.forward(visit.index, visit.block, values, self._addresses(visit), visit.run, **kept), []
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +96,10 @@ class RecordedVisits:
 
     def takes(self, visit: Visit, sink: Sink) -> bool:
         """Whether `reverse` is to be called for this visit."""
-        if self.repeats or visit.has_graph or not visit.is_plain or not isinstance(sink, Recordable):
+        kind = type(sink)
+        if kind not in self.takes_graphs:
+            self.takes_graphs[kind] = isinstance(sink, Recordable)  # takes longer than a launch
+        if self.repeats or visit.has_graph or not visit.is_plain or not self.takes_graphs[kind]:
             return False
         if visit.block not in self.reached:
             self._reaching = self.reached[visit.block] = set()
@@ -115,7 +120,7 @@ class RecordedVisits:
         something was added to param.grad."""
         block, units = visit.block, self.units_of[visit.block]
         state = sink.state(units)
-        depends_on, mark = None if state is None else (_addresses(visit), state), sink.mark()
+        depends_on, mark = None if state is None else (self._addresses(visit), state), sink.mark()
         noted = mark
 
         def differentiate(make: Callable[[], BlockGraph], grads: list[Any], keep: bool) -> tuple[list[Any], list[Any]]:
@@ -152,6 +157,30 @@ class RecordedVisits:
                 below = isinstance(origin, tuple) and origin[0].block == block - 1  # used before it is overwritten
                 pass_on(origin, grad if below or not self.blocks.is_static(grad) else grad.clone())
 
+    def _addresses(self, visit: Visit) -> tuple[int, ...]:
+        """The addresses of the weights of its block."""
+        return tuple([param.data_ptr() for param in self.parameters[visit.block]])
+
+    def hand_over(self, sink: Sink, found: list[tuple[FlatTensor, torch.Tensor, torch.Tensor]]) -> bool:
+        """Hands gradients of vectors (tensor, weights, gradient) to the sink; False: it cannot be recorded, and nothing
+        was done. Those that recordings have written are at fixed addresses, so their updates are one launch."""
+        how = self.gathered.sink.update_key if sink is vars(self).get("gathered") else None
+        if how is None:
+            return False
+        fixed = [one for one in found if self.blocks.is_static(one[2])]
+
+        def run() -> None:
+            for tensor, w, grad in fixed:
+                sink.gradient(tensor, w, grad)
+
+        where = tuple([(tensor.start, w.data_ptr(), grad.data_ptr()) for tensor, w, grad in fixed])
+        if fixed and self.blocks.update(("vectors", where, how), run):
+            self.gathered.sink.updated([tensor for tensor, _, _ in fixed])
+        for tensor, w, grad in found:
+            if not self.blocks.is_static(grad):
+                sink.gradient(tensor, w, grad)
+        return True
+
     def note_gradient(self, param: nn.Parameter) -> None:
         """Autograd has given the parameter a gradient, in an eager backward pass."""
         if self._reaching is not None:
@@ -178,8 +207,3 @@ def _tokens(values: list[Any]) -> int | None:
     """Tokens among the inputs of a block; None if no input is a hidden state."""
     hidden = next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
     return None if hidden is None else hidden.numel() // hidden.shape[-1]
-
-
-def _addresses(visit: Visit) -> tuple[int, ...]:
-    """The addresses of the weights of its block."""
-    return tuple(param.data_ptr() for param in visit.module.parameters())

@@ -91,12 +91,14 @@ class Reverse:
         records = records and model.graphs is not None and not model.sharded and not model.layout.experts
         self.visits: RecordedVisits | None = None
         if records and has_room(model):
-            recorded = RecordedBlocks(model.device, len(self.blocks))
+            recorded = RecordedBlocks(model.device, len(self.blocks), rehearses=self.compiled is not None)
             run_whole = weakly(self._run_whole)
             room = KeptBlocks(model) if keeps_all else self.kept
             if room is not None:
                 no_stream_warning(model.changes)
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)
+        self.parts = {i: list(block.modules()) for i, block in enumerate(self.blocks)}
+        self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
         self._handed_over = 0  # gradients of `walk`
         self._sink: Sink | None = None
         self._final = False  # after this visit param.grad holds the complete gradient
@@ -186,14 +188,14 @@ class Reverse:
         first_run = None if self.visits is None else self.visits.first_run
         small = self.visits is not None and self.visits.are_small(batches)
         if self.compiled is not None:
-            trains_at_random = any(part.training for block in self.blocks for part in block.modules())
+            trains_at_random = any(part.training for parts in self.parts.values() for part in parts)
             if small and len(batches) == 1 and not trains_at_random:
-                return Tape("block", self.store, first_run=first_run, through=self.compiled.without_tape)
-            return Tape(self.activations, self.store, self.compiled)
+                return Tape("block", self.store, None, first_run, through=self.compiled.without_tape, parts=self.parts)
+            return Tape(self.activations, self.store, self.compiled, parts=self.parts)
         first_kept = math.inf
         if self.kept is not None and not small:
             first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
-        return Tape(self.activations, self.store, first_run=first_run, first_kept=first_kept)
+        return Tape(self.activations, self.store, None, first_run, first_kept, parts=self.parts)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
@@ -296,9 +298,21 @@ class Reverse:
         for place, unit in enumerate(self.units_of[block]):
             stored = self.model.engine.acquire(unit.index, changes=self.trains)
             self.model.binding.bind(unit, self.model.in_compute_dtype(unit, stored, place), self.spine)
-            for tensor in unit.tensors if self.trains else ():
-                self._stored[id(tensor.param)] = view(stored, tensor, unit.start)
+            if not self.trains:
+                continue
+            self._stored.update(self._views(unit, stored))
+            for tensor in unit.tensors:
                 self._param_at[tensor.param.data_ptr()] = tensor.param
+
+    def _views(self, unit: Unit, stored: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """(id(param), its weights as stored) for each tensor of the unit; kept if the unit does not move."""
+        key = (unit.index, stored.data_ptr())
+        if key in self._resident:
+            return self._resident[key]
+        views = [(id(tensor.param), view(stored, tensor, unit.start)) for tensor in unit.tensors]
+        if unit.index not in self.model.engine.streamed:
+            self._resident[key] = views
+        return views
 
     def _run_again(self, block: int, call: Callable[[], Any]) -> Any:
         if self.experts is not None:
@@ -391,11 +405,15 @@ class Reverse:
         reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
         if self.model.sharded:  # reached on any rank
             reached = set().union(*self.model.ranks.objects(reached))
+        found = []
         for tensor in unit.tensors:
             if tensor.name in reached:
                 grad, tensor.param.grad = tensor.param.grad, None
                 w = view(stored, tensor, unit.start)
-                self._sink.gradient(tensor, w, torch.zeros_like(w) if grad is None else grad)
+                found.append((tensor, w, torch.zeros_like(w) if grad is None else grad))
+        if self.visits is None or not self.visits.hand_over(self._sink, found):
+            for tensor, w, grad in found:
+                self._sink.gradient(tensor, w, grad)
         if self._sink.finished(unit):
             engine.commit(unit.index)
         engine.release(unit.index)

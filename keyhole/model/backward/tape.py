@@ -60,7 +60,7 @@ class Visit:
     def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable, index: int) -> None:
         self.block, self.module, self.forward, self.index = block, module, forward, index
         self.store, self.compiled = tape.store, tape.compiled
-        self.first_run, self.through = tape.first_run, tape.through
+        self.first_run, self.through, self.parts = tape.first_run, tape.through, tape.parts_of(block, module)
         self.has_graph = block >= tape.first_kept or tape.compiled is not None
         self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that need a gradient, by their index among the inputs
@@ -82,7 +82,7 @@ class Visit:
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 self.origins[i] = getattr(value, "keyhole_origin", value)
-        if any(part.training for part in self.module.modules()):
+        if any([part.training for part in self.parts]):
             self.random = _random_state(_device_of(values))
         if self.has_graph:
             output, written = self._leave(self._with_graph(values))
@@ -114,7 +114,8 @@ class Visit:
         args = [copies[x.index] if isinstance(x, _Mapping) else x for x in args]
         kwargs = {name: copies[x.index] if isinstance(x, _Mapping) else x for name, x in kwargs.items()}
         if self.through is not None:
-            return self.through(self.module, tuple(args), kwargs), []
+            args, kwargs = tree_map(_fresh, (tuple(args), kwargs))
+            return self.through(self.module, args, kwargs), []
         output = self.forward(*args, **kwargs)
         pairs = zip(copies, entries, strict=True)
         return output, [{k: v for k, v in after.items() if v is not before.get(k)} for after, before in pairs]
@@ -177,7 +178,7 @@ class Visit:
     def graph_of(self, values: list[Any], run_again: Callable[[Callable], Any]) -> BlockGraph:
         """For a plain visit: the graph of another run, with leaves for its inputs in the order of `origins`. (`reverse`
         makes such a graph for any visit, and differentiates it through .grad.)"""
-        inputs = {i: values[i].detach().requires_grad_() for i in self.origins}
+        inputs = {i: values[i].data.requires_grad_() for i in self.origins}
         again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
         return BlockGraph(list(inputs.values()), again[0])
 
@@ -240,11 +241,19 @@ class Tape:
         first_run: Callable[[Visit, list[Any]], Any] | None = None,
         first_kept: float = math.inf,
         through: Callable[[nn.Module, tuple, dict[str, Any]], Any] | None = None,
+        parts: dict[int, list[nn.Module]] | None = None,
     ) -> None:
         self.store, self.compiled, self.through = store, compiled, through
+        self.parts = {} if parts is None else parts  # by block: its modules
         self.first_kept = 0 if activations == "none" else first_kept  # this block and later ones keep their graphs
         self.first_run = first_run  # replaces Visit._run
         self.stops: list[dict[int, Visit]] = []
+
+    def parts_of(self, block: int, module: nn.Module) -> list[nn.Module]:
+        """The modules of a block."""
+        if block not in self.parts:
+            self.parts[block] = list(module.modules())
+        return self.parts[block]
 
     @contextmanager
     def recording(self, blocks: list[nn.Module], current_pass: Callable[[], int]) -> Iterator[None]:
@@ -284,6 +293,11 @@ class Tape:
         for stop in self.stops:
             for visit in stop.values():
                 visit.restart()
+
+
+def _fresh(value: Any) -> Any:
+    """The tensor as one that is no view: compiled code is compiled again for views of another shape of tensor."""
+    return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
 
 
 def _device_of(values: list[Any]) -> torch.device:

@@ -46,11 +46,16 @@ class Imitated(RecordedBlocks):
     def __init__(self, reverse: Reverse) -> None:
         self.device, self.block_count, self.owner = torch.device("cpu"), len(reverse.blocks), reverse
         self.recordings, self.copied, self.places, self.static, self.why = {}, {}, {}, set(), ""
-        self.ran = {}
+        self.ran, self.kept_pools, self.rehearses = {}, {}, reverse.compiled is not None
+        self.pools: list[Any] = []  # of each capture; None: the common one
         self.seen = Counter()
         self.replays = self.drops = 0
 
-    def _capture(self, run: Callable[[], Any]) -> Any:
+    def _new_pool(self) -> Any:
+        return object()
+
+    def _capture(self, run: Callable[[], Any], pool: Any = None) -> Any:
+        self.pools.append(pool)
         return Graph(self, run)
 
     def forget(self) -> None:
@@ -225,9 +230,9 @@ class Failing(Imitated):
         finally:
             self.reverses = False
 
-    def _capture(self, run: Callable[[], Any]) -> Any:
+    def _capture(self, run: Callable[[], Any], pool: Any = None) -> Any:
         if not self.reverses:
-            return super()._capture(run)
+            return super()._capture(run, pool)
         self.capturing = True
         try:
             with pytest.raises(RuntimeError, match="capturing"):
