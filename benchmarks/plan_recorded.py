@@ -54,6 +54,7 @@ CHECKS = (
     "plan_check_h200_2026-11-16_b",
     "plan_check_h200_2026-11-16_c",
     "plan_check_h200_2026-11-17",
+    "plan_check_h200_2026-11-17_b",
 )
 STEPS = 20  # of a record, about: what grows with a run is still small
 SWITCHED_OFF = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
