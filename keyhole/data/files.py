@@ -6,7 +6,7 @@ A source is a path, a glob, a directory, or a hub id, and a data set is a list o
     data/part-*.parquet     every file that matches, in sorted order
     data/                   every data file directly inside that is not hidden, in sorted order (the report lists them,
                             and what is not read: listing.py), plain texts only if there is nothing else; a directory
-                            that `save_to_disk` of `datasets` wrote is read as a data set, split "train" if it has splits
+                            that `save_to_disk` of `datasets` wrote is read as a data set (split "train")
     owner/name              a hub data set, split "train"; `owner/name:split` or `owner/name:config:split`
 
 There is no registry. Nothing is downloaded unless the source is not on disk and looks like a hub id, and then only
