@@ -35,6 +35,8 @@ from keyhole.model.batch import Batch
 from keyhole.report.entries import Entry, is_test, read_lines
 from keyhole.training import guard
 
+AHEAD_BYTES = 2**20  # disk space that metrics.jsonl reserves
+
 
 @dataclass
 class QueuedStep:
@@ -184,7 +186,7 @@ class MetricsFile:
         with replacing(path) as file:
             file.write("".join(_line(entry) for entry in kept).encode())
         self.file = open_regular(path, os.O_WRONLY)
-        self.appender = Appender(self.file, os.fstat(self.file).st_size)
+        self.appender = Appender(self.file, os.fstat(self.file).st_size, ahead=AHEAD_BYTES)
 
     def write(self, entry: Entry) -> None:
         """Appends an entry. OSError if the write fails; the entry is then kept and written before the next one."""
@@ -195,6 +197,7 @@ class MetricsFile:
         try:
             self.appender.write_pending()
         finally:
+            self.appender.release()
             os.close(self.file)
 
 
