@@ -15,7 +15,6 @@ A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch
 All numbers except seconds, rates and memory are the same, bit for bit, in a run that was stopped and resumed.
 """
 
-import json
 import math
 import os
 import time
@@ -29,6 +28,7 @@ import torch
 
 from keyhole.disk.append import Appender
 from keyhole.disk.files import open_regular, replacing
+from keyhole.disk.json_text import json_text
 from keyhole.machine.host import read_text
 from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
@@ -218,10 +218,7 @@ def token_count(batches: list[Batch]) -> int:
 
 
 def _line(entry: Entry) -> str:
-    def strict(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps({name: strict(value) for name, value in entry.items()}, allow_nan=False) + "\n"
+    return json_text(entry) + "\n"
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:
