@@ -10,7 +10,7 @@ which runs before it even if --only does not name it:
 
     lomo           SGD (torch.optim.SGD, foreach), no checkpointing
     adalomo, lsp, adam-offload    AdamW (torch.optim.AdamW, fused if torch has it)
-    .. compiled    the same loops: blocks through torch.compile, all activations kept
+    lomo compiled  SGD: blocks through torch.compile, all activations kept
     zo             MeZO's published loop with in-place sums
 
 The floor of a step is printed beside it, from rates measured in this run. It is the largest of:
@@ -157,10 +157,6 @@ def cases(shape: Shape, device: str, budget: str) -> dict[str, tuple[str | None,
         "adamw": (None, lambda: plain(shape, device, lambda p: torch.optim.AdamW(p, 1e-5, fused=fused))),
         "adalomo": ("adamw", lambda: ours(shape, device, lambda m: keyhole.AdaLOMO(m, 5e-4, **KEEPS), "adalomo")),
         "lsp": ("adamw", lambda: ours(shape, device, lambda m: keyhole.LSP(m, 2e-5, d=d, learn=False, **KEEPS), "lsp")),
-        "lsp compiled": (
-            "adamw",
-            lambda: ours(shape, device, lambda m: keyhole.LSP(m, 2e-5, d=d, learn=False, **COMPILED), "lsp"),
-        ),
         "adam-offload": (
             "adamw",
             lambda: ours(shape, device, lambda m: keyhole.AdamOffload(m, 1e-5, **KEEPS), "adam-offload"),

@@ -4,7 +4,6 @@
 <bench>_<gpu>_<date>.md      the same as readable tables
 """
 
-import json
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.disk.files import write_text
+from keyhole.disk.json_text import json_text
 
 Record = dict[str, Any]
 
@@ -62,7 +62,7 @@ class Report:
     def save(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         json_path, markdown_path = self.paths
-        write_text(json_path, json.dumps({**self.about, "records": self.records}, indent=1) + "\n")
+        write_text(json_path, json_text({**self.about, "records": self.records}, indent=1) + "\n")
         write_text(markdown_path, self.markdown())
 
     def markdown(self) -> str:

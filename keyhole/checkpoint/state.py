@@ -116,12 +116,13 @@ def _fault(state: State, path: Path) -> str | None:
 
 
 def _is_selection(found: Any) -> bool:
-    """Whether this is a valid `selection`: pairs (step, number), and seconds; or nothing."""
+    """Whether this is a valid `selection`: pairs (step, number, or null if that was not finite), and seconds; or
+    nothing."""
     if found is None:
         return True
     pairs, seconds = found["evaluations"], found["seconds"]
-    numbers = [number for pair in pairs for number in pair] + [seconds]
-    return all(len(pair) == 2 for pair in pairs) and all(type(number) in (int, float) for number in numbers)
+    numbers = [*(step for step, _ in pairs), *(value for _, value in pairs if value is not None), seconds]
+    return all(type(number) in (int, float) for number in numbers)
 
 
 def verify(path: Path) -> State:

@@ -1,6 +1,5 @@
 """keyhole env [--json]"""
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -11,10 +10,11 @@ from keyhole.machine.sizes import GIB
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Print versions, GPU, memory and link speed: paste it into issues."""
+    from keyhole.disk.json_text import json_text
     from keyhole.machine.probe import environment
 
     found = environment(measure_link=True)
-    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    typer.echo(json_text(found, indent=2) if as_json else "\n".join(_lines(found)))
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:

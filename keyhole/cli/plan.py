@@ -1,6 +1,5 @@
 """keyhole plan MODEL|CONFIG [key=value ...] [--gpu SIZE] [--ram SIZE] [--link RATE] [--tokens BxT] [--machine NAME]"""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +39,7 @@ def plan(
     from keyhole.training.plan_request import Asked, check_plan
 
     request = check_plan(Asked(model, overrides or [], gpu, ram, link, tokens, steps, machine, measure, page))
+    from keyhole.disk.json_text import json_text
     from keyhole.plan.recommend import recommended
     from keyhole.plan.table import rows
     from keyhole.training.planning import ask
@@ -48,7 +48,7 @@ def plan(
     table = rows(found.question)
     chosen = recommended(table)
     if as_json:
-        typer.echo(json.dumps([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1))
+        typer.echo(json_text([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1))
     else:
         for line in (*found.lines, *_table(table, chosen), *_end(found, table, chosen)):
             typer.echo(line)

@@ -13,6 +13,7 @@ from pathlib import Path
 from keyhole.compare.file import Comparison
 from keyhole.data.settings import today
 from keyhole.disk.files import read_small, write_text
+from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
 from keyhole.training import rundir
 
@@ -38,7 +39,7 @@ def take(root: Path, comparison: Comparison, day: str) -> None:
     try:
         (root / "runs").mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "title": comparison.title, "source": comparison.source, "day": day}
-        write_text(root / MARKER, json.dumps(about) + "\n")
+        write_text(root / MARKER, json_text(about) + "\n")
     except OSError as error:
         raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
 

@@ -21,6 +21,7 @@ from keyhole.compare.plan import Trial
 from keyhole.data.run import Data
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
+from keyhole.disk.json_text import json_text
 from keyhole.methods import METHODS
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.report.entries import Entry, is_test, read_metrics
@@ -158,7 +159,7 @@ def write_result(root: Path, result: Result) -> None:
     """Marks a run as finished."""
     path = path_of(root, result.id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(asdict(result), indent=1) + "\n")
+    write_text(path, json_text(asdict(result), indent=1) + "\n")
 
 
 def read_result(root: Path, run: str) -> Result | None:

@@ -8,7 +8,6 @@ A mean over fewer seeds than were asked for is marked: `88.4 (1 of 3 seeds)`.
 Test questions are never used to choose.
 """
 
-import json
 import math
 import re
 import statistics
@@ -21,6 +20,7 @@ from keyhole.compare.file import CHOOSE_BY, Comparison
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import Group, Point
 from keyhole.compare.result import Result, lower_is_better
+from keyhole.disk.json_text import json_text
 from keyhole.machine.text import printable
 from keyhole.training.validation import as_published
 
@@ -155,7 +155,7 @@ def to_json(comparison: Comparison, cells: Sequence[Cell], environment: dict[str
     about = {"title": comparison.title, "source": comparison.source, "choose_by": comparison.choose_by}
     about |= {"seeds": comparison.seeds, "models": comparison.models, "environment": environment}
     rows = [asdict(cell) | {"errors": cell.errors} for cell in cells]
-    return json.dumps(about | {"cells": rows}, indent=1) + "\n"
+    return json_text(about | {"cells": rows}, indent=1) + "\n"
 
 
 def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:

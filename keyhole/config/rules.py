@@ -58,6 +58,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         for key in ("train_data", "eval_data"):
             if getattr(config, key) is not None:
                 yield Finding(key, "is set and so is task, which has data of its own; remove one of them")
+        if config.overlong == "split":
+            yield Finding("overlong", "split is for plain text, and a task has questions; use truncate, drop or error")
     elif config.loss != "tokens":
         yield Finding("loss", f"{config.loss} needs a task with candidates; set task, or loss=tokens")
     if config.packing and config.loss == "candidates":

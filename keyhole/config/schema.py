@@ -117,8 +117,8 @@ class RunConfig:
 
     max_length: Annotated[int, Limit(2, MOST)] | None = 1024
     """Longest sample in tokens; null = no limit."""
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to samples longer than max_length; cuts are reported."""
+    overlong: Literal["truncate", "split", "drop", "error"] = "truncate"
+    """What happens to samples longer than max_length (.txt files are always split, unless dropped or refused)."""
     pad_to_multiple_of: Annotated[int, Limit(1, MOST)] | Literal["auto"] | None = "auto"
     """Pad batches to a multiple of this many tokens; auto = few widths for short rows, 8 for others; null = 1."""
     stratify: bool | Literal["auto"] = "auto"

@@ -10,6 +10,10 @@ after p tokens of prompt and ending at e:
     e > n     the prompt loses its beginning (except a leading bos), so that the answer survives. It keeps at least
               min(p, n/2) tokens; if the answer does not fit the rest, its end is cut
 
+A plain text (`split`, and the pieces of a document always) is cut into samples of n tokens instead, so that nothing is
+lost. Each begins with bos if the tokenizer has one, or else with the last token of the sample before, as context: so
+every token but the first of the text is predicted once.
+
 The share of *trained* tokens that was cut is reported. A sample without trained tokens is dropped and counted: it would
 cost a forward pass and teach nothing. A data set of only such samples is an error.
 """
@@ -40,6 +44,7 @@ class Collector:
         self.where, self.source = Places(), array("i")
         self.cuts: dict[int, Cut] = {}
         self.ends: Counter[int] = Counter()
+        self.pieces: Counter[str] = Counter()  # samples of each plain text
         self.roles: set[str] = set()
         self.seen: set[bytes] = set()
         self.chats = 0
@@ -60,21 +65,54 @@ class Collector:
             if self.how.overlong == "error":
                 raise UserError(
                     f"{example.record.where}: {len(ids_T):,} tokens, more than max_length={limit}; "
-                    "raise max_length, or set overlong to truncate or drop"
+                    "raise max_length, or set overlong to truncate, split or drop"
                 )
             if self.how.overlong == "drop":
                 r.dropped_overlong += 1
                 return
+            if self._is_split(example):
+                self._split(example, tokens, limit)
+                return
             ids_T, trained_T, cut = self._truncate(ids_T, trained_T, limit)
+        self._add(example, ids_T, trained_T, tokens, cut)
+
+    def _add(self, example: Example, ids_T: np.ndarray, trained_T: np.ndarray, tokens: Tokens, cut: Cut | None) -> None:
+        """Adds a sample of the right length, unless it teaches nothing or is known."""
         if not trained_T.any():
-            r.dropped_untrained += 1
+            self.report.dropped_untrained += 1
             return
         if self.how.dedup and self._is_known(ids_T, trained_T):
-            r.duplicates += 1
+            self.report.duplicates += 1
             return
         if cut is not None:
             self.cuts[len(self.lengths)] = cut
         self._keep(example, ids_T, trained_T, tokens)
+
+    def _is_split(self, example: Example) -> bool:
+        """Whether a sample that is too long becomes several; refused where the parts would have lost their context."""
+        if self.how.overlong == "split" and (example.turns is not None or example.prompt):
+            raise UserError(
+                f"{example.record.where}: longer than max_length={self.how.max_length}, and overlong=split is for "
+                "plain text; the second part of an answer would be without its question: set overlong to truncate, "
+                "drop or error"
+            )
+        return self.how.overlong == "split" or example.record.is_document
+
+    def _split(self, example: Example, tokens: Tokens, n: int) -> None:
+        """Adds the sample as several of at most n tokens."""
+        head = len(self.bos) if self.bos and tokens.ids_T[: len(self.bos)].tolist() == self.bos else 0
+        if head >= n:
+            raise UserError(f"max_length={n}: no more than the {head} tokens that begin a text; raise it")
+        bos_ids, bos_trained = tokens.ids_T[:head], tokens.trained_T[:head]
+        ids_T, trained_T = tokens.ids_T[head:], tokens.trained_T[head:]
+        step = n - head if head else n - 1
+        self.report.split += 1
+        for start in range(0, max(1, len(ids_T) - (not head)), step):
+            part = slice(start, start + n - head)
+            own, mask = np.concatenate([bos_ids, ids_T[part]]), np.concatenate([bos_trained, trained_T[part]])
+            mask[0] = False
+            self.report.windows += 1
+            self._add(example, own, mask, tokens, None)
 
     def _truncate(self, ids_T: np.ndarray, trained_T: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, Cut]:
         """At most n tokens, with as much of the first answer as possible."""
@@ -106,7 +144,9 @@ class Collector:
         self.ids.frombytes(np.ascontiguousarray(ids_T, dtype=np.int32).tobytes())
         self.trained += np.ascontiguousarray(trained_T).tobytes()
         self.lengths.append(len(ids_T))
-        self.where.add(record.file, record.unit, record.number)
+        self.pieces[record.file] += record.is_document
+        place = ("sample", self.pieces[record.file]) if record.is_document else (record.unit, record.number)
+        self.where.add(record.file, *place)
         self.source.append(record.source)
         if tokens.end_id is not None:
             self.ends[tokens.end_id] += 1

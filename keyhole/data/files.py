@@ -5,8 +5,8 @@ A source is a path, a glob, a directory, or a hub id, and a data set is a list o
     data/train.jsonl        one file (readers.py lists the formats)
     data/part-*.parquet     every file that matches, in sorted order
     data/                   every data file directly inside that is not hidden, in sorted order (the report lists them,
-                            and what is not read: listing.py); a directory that `save_to_disk` of `datasets` wrote is
-                            read as a data set, split "train" if it has splits
+                            and what is not read: listing.py), plain texts only if there is nothing else; a directory
+                            that `save_to_disk` of `datasets` wrote is read as a data set (split "train")
     owner/name              a hub data set, split "train"; `owner/name:split` or `owner/name:config:split`
 
 There is no registry. Nothing is downloaded unless the source is not on disk and looks like a hub id, and then only
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from keyhole.data.listing import is_hidden
+from keyhole.data.listing import data_files
 from keyhole.data.readers import SUFFIXES, Record, kind_of, read_file
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError, listed, printable
@@ -67,8 +67,7 @@ def _found(source: str, path: Path) -> list[str]:
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
             return saved_files(path)
-        named = sorted(str(p) for p in path.iterdir() if p.is_file() and kind_of(p) and not is_hidden(p))
-        return saved_files(path) or named
+        return saved_files(path) or [str(file) for file in data_files(path)]
     if path.exists():
         return []
     if glob.has_magic(source) and not HUB_ID.fullmatch(source):

@@ -7,6 +7,8 @@ other data without any error:
     incomplete   `train-00002-of-00005.parquet` without all five parts
     twice        a file that two sources name, or one source through two links
     splits       a directory with files of several splits (train, test), which are all read
+
+A directory of plain texts is a data set; beside tables they are notes, which are not read.
 """
 
 import os
@@ -15,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from keyhole.data.readers import SUFFIXES, kind_of
+from keyhole.data.readers import PLAIN, SUFFIXES, kind_of
 from keyhole.errors import listed
 
 PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")
@@ -42,17 +44,27 @@ def is_hidden(path: Path) -> bool:
     return path.name.startswith(".")
 
 
+def data_files(folder: Path) -> list[Path]:
+    """The data files directly inside a directory: its tables, or if it has none, its plain texts."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and kind_of(path) and not is_hidden(path)]
+    tables = [path for path in files if kind_of(path) not in PLAIN]
+    return tables or [path for path in files if not path.name.lower().startswith(SAID_BY_NAME)]
+
+
 def _unread(folder: Path) -> str:
-    left = [path for path in sorted(folder.iterdir()) if not is_hidden(path)]
-    files = [path.name for path in left if not path.is_dir() and not kind_of(path)]
+    read = data_files(folder)
+    left = [path for path in sorted(folder.iterdir()) if not is_hidden(path) and path not in read]
+    files = [path.name for path in left if not path.is_dir()]
     others = [name for name in files if not name.lower().startswith(SAID_BY_NAME)]
     others += [f"{path.name}/" for path in left if path.is_dir()]
-    return f"{folder}: not read: {listed(others)} (only {', '.join(SUFFIXES)})" if others else ""
+    texts = any(kind_of(Path(name)) for name in others)
+    why = "plain texts are read only where no tables are" if texts else f"only {', '.join(SUFFIXES)}"
+    return f"{folder}: not read: {listed(others)} ({why})" if others else ""
 
 
 def _splits(folder: Path) -> str:
     """A word of a file's name that is the name of a split: `train-00000-of-00001.parquet`, `sst2.test.csv`."""
-    files = [path.name for path in folder.iterdir() if path.is_file() and kind_of(path) and not is_hidden(path)]
+    files = [path.name for path in data_files(folder)]
     found = {SPLITS[word] for name in files for word in re.split(r"[\W_]+", name.lower()) if word in SPLITS}
     if len(found) < 2:
         return ""

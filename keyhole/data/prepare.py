@@ -142,6 +142,8 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
     refused: it would be read as the first."""
     layouts: dict[str, str] = {}
     for record in records:
+        if record.is_document:
+            _check_document(record, how)
         record = rename(record, how.columns) if how.columns else record
         record = filled(record, how.row_templates) if how.row_templates else record
         layout = layouts.get(record.file)
@@ -151,11 +153,26 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
             layouts[record.file] = layout
             why = "data_format is set" if given else f"found column {', '.join(COLUMNS[layout])}"
             why = f"{' and '.join(how.row_templates)} from columns" if how.row_templates else why
+            why = "plain text: one document, or several between lines of <|endoftext|>" if record.is_document else why
             report.formats[record.file] = f"format {layout} ({why})"
         elif how.data_format in (None, "auto") and not how.row_templates:
             _check_layout(record, layout)
-        report.read += 1
+        report.read += record.ends
         yield normalise(record, layout)
+
+
+def _check_document(record: Record, how: PrepareSettings) -> None:
+    """Refuses settings about columns for a file that has none."""
+    given = {"columns": how.columns, **how.row_templates}
+    if named := [key for key, value in given.items() if value]:
+        raise UserError(
+            f"{record.file}: plain text has no columns, and {' and '.join(named)} is set; if the file is a table, "
+            "rename it to .tsv or .csv"
+        )
+    if how.data_format not in (None, "auto", "text"):
+        raise UserError(f"{record.file}: plain text, and data_format={how.data_format}; leave data_format out")
+    if how.max_length is None:
+        raise UserError(f"{record.file}: plain text is cut into samples of max_length tokens, and it is null; set it")
 
 
 def _check_layout(record: Record, layout: str) -> None:

@@ -2,6 +2,7 @@
 
     .jsonl .ndjson     an object per line                       .csv .tsv     a header, then a row per record
     .json              a list of objects, or JSONL              .parquet      columns; also .arrow (`save_to_disk`)
+    .txt .text .md     documents (documents.py)
 
 Text formats may be compressed (.jsonl.gz). delimited.py splits cells and interprets quotation marks.
 
@@ -28,7 +29,8 @@ from typing import Any, TextIO
 from keyhole.errors import UserError, listed
 
 PLAIN = (".txt", ".text", ".md")
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+SUFFIXES = (*TABLES, *PLAIN)
 MOST_ROW_BYTES = 2**24
 MOST_JSON_BYTES = 2**31
 MOST_GROWTH, GROWTH_FROM = 1000, 2**28  # factor over its size, checked from this many bytes on
@@ -45,6 +47,8 @@ class Record:
     row: dict[str, Any]
     source: int = 0  # index of its source
     part: int = 0  # which of the rows it was expanded into, from 1; 0: it is one row
+    is_document: bool = False  # a piece of a plain text, which is longer than a sample
+    ends: bool = True  # whether it is the last piece
 
     @property
     def where(self) -> str:
@@ -61,14 +65,11 @@ def kind_of(path: Path) -> str:
 def read_file(path: Path) -> Iterator[Record]:
     """The rows of one local file."""
     readers = {".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+    readers |= dict.fromkeys(PLAIN, _plain)
     reader = readers.get(kind_of(path), _jsonl if kind_of(path) else None)
     if reader is None:
         known = ", ".join(SUFFIXES)
-        plain = '; plain text needs its samples marked: a line {"text": "..."} for each, in a .jsonl'
-        raise UserError(
-            f"{path}: unknown kind of file {path.suffix!r}; expected one of {known} (text also with .gz)"
-            + (plain if path.suffix.lower() in PLAIN else "")
-        )
+        raise UserError(f"{path}: unknown kind of file {path.suffix!r}; expected one of {known} (text also with .gz)")
     with told(path):
         yield from reader(path)
 
@@ -131,12 +132,17 @@ def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
         number += 1
         if len(line) > MOST_ROW_BYTES:
             raise UserError(f"{path}, line {number}: longer than {MOST_ROW_BYTES:,} characters; split the row")
-        if "\0" in line:
-            raise UserError(
-                f"{path}, line {number}: a NUL character, which no text has; the file is damaged, or is UTF-16: "
-                "save it as UTF-8"
-            )
+        check_line(line, path, number)
         yield line
+
+
+def check_line(line: str, path: Path, number: int) -> None:
+    """Refuses a line that is no text."""
+    if "\0" in line:
+        raise UserError(
+            f"{path}, line {number}: a NUL character, which no text has; the file is damaged, or is UTF-16: "
+            "save it as UTF-8"
+        )
 
 
 def _bad_line(path: Path) -> str:
@@ -273,3 +279,9 @@ def _arrow(path: Path) -> Iterator[Record]:
     from keyhole.data.columns import read_arrow
 
     return read_arrow(path)
+
+
+def _plain(path: Path) -> Iterator[Record]:
+    from keyhole.data.documents import read_documents
+
+    return read_documents(path)

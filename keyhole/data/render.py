@@ -2,7 +2,8 @@
 
     chat            text and answer spans from the template (answers.py), tokenised once, nothing added:
                     the template writes bos itself, so it is never doubled
-    plain text      [bos] prompt answer eos; bos only if the tokenizer adds one, neither if already there
+    plain text      [bos] prompt answer eos; bos only if the tokenizer adds one, neither if already there; the pieces
+                    of a document (documents.py) have an eos after the last of them
 
 The whole text is tokenised at once, and answers are mapped to tokens by character offsets. Tokenising prompt and answer
 separately would give tokens that the model has never seen ("Answer: " + "yes" has a separate space token, "Answer: yes"
@@ -125,7 +126,7 @@ class Renderer:
         if self.eos is None or not self.trains_end:
             return False
         if example.turns is None:
-            return True
+            return example.record.ends
         followed = rendered.marked and rendered.text[rendered.spans[-1][1] :].strip()
         return is_trained(example.turns[-1]) and not followed
 

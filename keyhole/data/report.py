@@ -21,6 +21,8 @@ class Report:
     tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0
+    split: int = 0  # texts that became several samples
+    windows: int = 0  # the samples that they became
     truncated: int = 0
     cut_trained_tokens: int = 0
     cut_prompts: int = 0
@@ -61,6 +63,10 @@ class Report:
         out += ["only the first rows were read; `keyhole train --dry-run` counts all of them"] if self.partial else []
         out += [self.mixture] if self.mixture else []
         out += [f"tokens read from {printable(self.cached, 300)} (data_cache)"] if self.cached else []
+        if self.split:
+            out.append(
+                f"split: {self.split:,} texts longer than max_length={self.max_length} into {self.windows:,} samples"
+            )
         if self.duplicates:
             out.append(f"dedup: {self.duplicates:,} samples are the same as an earlier one and are left out")
         if self.straddling:

@@ -17,7 +17,7 @@ from keyhole.data.row_template import RowTemplate
 from keyhole.errors import UserError, printable
 
 TABLE = "prompt_completion"
-OVERLONG = ("truncate", "drop", "error")
+OVERLONG = ("truncate", "split", "drop", "error")
 TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
 AUTO = "auto"

@@ -16,7 +16,6 @@ losses and weights must be the same.
 Matrices here are so small that more threads would only wait for each other: the demo uses THREADS of them.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from keyhole.demo import budget, peak_memory
 from keyhole.demo.report import COLUMNS, cells, make_report, squeezed_line
 from keyhole.demo.train import Result, settings_of, start, train
 from keyhole.disk.files import write_text
+from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
 from keyhole.eval import tasks
 from keyhole.eval.scoring import score_task
@@ -64,8 +64,8 @@ def run_demo(
     for result in results:
         result.host_bytes, result.gpu_bytes = found.get(result.method, (0, 0))
     _print_table(results)
-    _write(root / "results.json", json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    _write(root / "budget.json", json.dumps([asdict(each) for each in squeezed], indent=1) + "\n")
+    _write(root / "results.json", json_text([asdict(result) for result in results], indent=1) + "\n")
+    _write(root / "budget.json", json_text([asdict(each) for each in squeezed], indent=1) + "\n")
     _write(root / "report.html", make_report(results, seed, environment(), squeezed))
     _say(f"report: {root / 'report.html'}")
     return results
@@ -125,7 +125,7 @@ def _own_directory(root: Path) -> Path:
         found.run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
-    _write(found.marker, json.dumps({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")
+    _write(found.marker, json_text({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")
     return root
 
 

@@ -12,7 +12,6 @@ model. Placement `auto` streams weights that do not fit the GPU.
 """
 
 import io
-import json
 import os
 import re
 import sys
@@ -29,6 +28,7 @@ from keyhole.data.tasks.names import check_names, divided
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.run import warning_lines
 from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, nearest_task, own_name, task_names, unknown_task
+from keyhole.disk.json_text import json_text
 from keyhole.disk.result_file import check_result_file, write_result
 from keyhole.errors import UserError
 from keyhole.eval.classes import ClassScore
@@ -213,7 +213,7 @@ def _cells(found: Score) -> list[str]:
 def _write_json(path: Path, directory: str, model: Model, scores: Sequence[Score], shown: str) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     about = {"model": directory, "dtype": dtype, "device": str(model.device)}
-    kept = json.dumps(about | {"results": [asdict(each) for each in scores]}, indent=1)
+    kept = json_text(about | {"results": [asdict(each) for each in scores]}, indent=1)
     write_result("--json", path, kept + "\n", shown)
 
 

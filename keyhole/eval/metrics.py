@@ -22,10 +22,13 @@ All of them are means over questions, except the correlations and F1.
 import math
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+
+MOST_LOSS = math.log(sys.float_info.max)
 
 
 def accuracy(chosen: Sequence[int], right: Sequence[int]) -> float:
@@ -113,3 +116,8 @@ def extract(text: str, pattern: str | None) -> str:
 
 OF_CHOICES = {"accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews}
 OF_TEXTS = {"exact_match": exact_match, "token_f1": token_f1, "exact_number": exact_number}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is larger than any double (null in JSON files)."""
+    return math.inf if loss > MOST_LOSS else math.exp(loss)

@@ -145,5 +145,5 @@ def data_score(model: Model, name: str, where: str, nll: float, tokens: int, sam
     loss = nll / tokens
     if not math.isfinite(loss):
         raise not_finite(model, f"{where}: the loss is {loss}")
-    perplexity = math.exp(loss) if loss < 700 else math.inf
+    perplexity = metrics.perplexity(loss)
     return DataScore(name, samples, tokens, loss, perplexity, truncated, metrics={"perplexity": perplexity})

@@ -7,7 +7,6 @@ itself downloads a task's data set (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE work 
 """
 
 import difflib
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from keyhole.disk.json_text import json_text
 from keyhole.disk.result_file import check_result_file, write_result
 from keyhole.errors import UserError
 from keyhole.harness import require
@@ -65,7 +65,7 @@ def run_harness(
     shown = "\n".join([table, make_table(results, "groups")] if results.get("groups") else [table])
     if json_path is not None:
         kept = {**results, "config": {**results.get("config", {}), "model": "keyhole", "model_source": directory}}
-        text = json.dumps(kept, indent=1, default=handle_non_serializable)
+        text = json_text(kept, indent=1, default=handle_non_serializable)
         write_result("--json", Path(json_path), text + "\n", shown)
     return shown
 

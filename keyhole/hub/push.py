@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.disk.files import read_small
+from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
 from keyhole.hub.card import README, card, hub_id, written_by
 from keyhole.model.structure.source import check_directory, hub_answers
@@ -113,7 +114,7 @@ def content(file: str, path: Path, name: str) -> str | bytes:
         raise UserError(f"push: {path} is no JSON object ({error}); mend it, or remove the adapter") from error
     if base is None or hub_id(base):
         return str(path)
-    return json.dumps(found | {"base_model_name_or_path": name}, indent=2).encode()
+    return json_text(found | {"base_model_name_or_path": name}, indent=2).encode()
 
 
 def _check_token() -> None:

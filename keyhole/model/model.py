@@ -153,9 +153,10 @@ class Model:
             self.placed.warn_if_larger(max(batch["input_ids"].numel() for batch in batches))
         return batches
 
-    def send(self, batches: list[Batch]) -> list[DeviceBatch]:
-        """Checked batches, copied to the device."""
-        sent = [self.head.to_device(one, self.device) for one in batches]
+    def send(self, batches: list[Batch], shares: bool = False) -> list[DeviceBatch]:
+        """Checked batches, copied to the device. shares: candidates may share a row (shared_rows.py), for passes
+        without a backward pass."""
+        sent = [self.head.to_device(one, self.device, shares) for one in batches]
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
@@ -252,7 +253,7 @@ class Model:
     def nll(self, batch: Batch | list[Batch]) -> Any:
         """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep: each unit crosses
         the link once."""
-        results = evaluation.nll_by_row(self, self.to_device(batch, of_step=False))
+        results = evaluation.nll_by_row(self, self.send(self.checked(batch, of_step=False), shares=True))
         return results[0] if isinstance(batch, Mapping) else results
 
     @without_autocast()

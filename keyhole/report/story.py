@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.disk.files import read_small, write_text
+from keyhole.disk.json_text import json_text
 from keyhole.report.entries import finite
 
 FORMAT = 1
@@ -94,7 +95,7 @@ class Story:
 
 def write_story(path: Path, story: Story) -> None:
     """Replaces the file."""
-    write_text(path, json.dumps({"format": FORMAT, **asdict(story)}) + "\n")
+    write_text(path, json_text({"format": FORMAT, **asdict(story)}) + "\n")
 
 
 def read_story(path: Path) -> Story | None:

@@ -2,9 +2,9 @@
 
 A record needs the projected gradients, which are on the device until the step is done. The recorder reads them one step
 late anyway (metrics.py) and passes them on, so the journal adds no synchronisation. If the process is killed, at most
-the step that the device was computing is lost, and the one queued behind it. A record that cannot be written (a full
-disk) is kept in memory and written with the next one; a failed flush is reported and does not count as flushed. In both
-cases training continues.
+the step that the device was computing is lost, and the one queued behind it. Disk space is reserved ahead. A record
+that cannot be written all the same (a disk that was full before) is kept in memory and written with the next one; a
+failed flush is reported and does not count as flushed. In both cases training continues.
 """
 
 from collections.abc import Callable
@@ -76,6 +76,13 @@ class Journaling:
             return False
         self.writer.sync()
         return True
+
+    def has(self, step: int) -> bool:
+        """Whether the journal is on the disk up to this step, so that a resume can replay it."""
+        try:
+            return self.writer is not None and self.flush_up_to(step)
+        except OSError:
+            return False
 
     def end(self) -> None:
         """Marks the end of the run: no more steps follow."""

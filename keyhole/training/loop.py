@@ -35,6 +35,7 @@ from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_cou
 from keyhole.training.page_facts import Trace, planned
 from keyhole.training.planning import pace_line
 from keyhole.training.reports import Reports
+from keyhole.training.room import NoRoom
 from keyhole.training.sample_answers import SampleAnswers
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
@@ -172,7 +173,7 @@ class Run:
         evaluates = bool(self.data.eval) and (last or step % (self.eval_steps or self.total) == 0)
         evaluates = evaluates and step not in self.reports.metrics.evaluated
         saves = self.saver.is_due(step) and not last and not self.interrupts.requested
-        self.display.lines(self.saver.poll(step))
+        self.display.lines([*self.saver.poll(step), *([] if last else self.saver.look())])
         waits = checks or evaluates or (saves and (self.saver.background is None or self.journal.writer is None))
         if waits:
             self.recorder.drain()
@@ -277,7 +278,7 @@ class Run:
         self.recorder.drain()
         self.flush()
         self.display.lines(self.saver.wait(step))
-        path = self.saver.save_once(step, self.data.train.state_dict())
+        path = self.save_last(step)
         message = f"stopped by {self.interrupts.requested} after step {step}"
         self.display.line(f"{message}; saved {path}; go on with --resume")
         self.reports.page.ended(STOPPED, f"By {self.interrupts.requested}; it can go on with --resume.")
@@ -292,7 +293,7 @@ class Run:
             self.display.line(f"the run ends after step {step}: {self.ends}")
         self.display.lines(self.saver.wait(step))
         if self.saver.settings.model:
-            self.saver.save_once(step, self.data.train.state_dict())
+            self.save_last(step)
         best = self.best_saved()
         if self.saver.settings.model:
             self.saver.publish(best)
@@ -307,6 +308,22 @@ class Run:
         self.reports.page.ended(DONE, "" if step == self.total else f"{self.ends}.".capitalize())
         self.display.line(f"done: {step} steps{self.display.summary()}{evaluated}{self._chosen(best)}{tested}; {where}")
         return 0
+
+    def save_last(self, step: int) -> Path:
+        """The save that ends the run. On a full disk it waits for room; a new signal, or too long a wait, gives up."""
+        before = self.interrupts.requested
+        given_up = lambda: self.interrupts.requested != before  # noqa: E731
+        try:
+            return self.saver.save_last(step, self.data.train.state_dict(), given_up)
+        except NoRoom as error:
+            good = self.saver.last_good
+            if self.journal.has(step):
+                kept = f"all {step} steps are in {self.directory.journal}: --resume replays them, and nothing is lost"
+            elif good is None:
+                kept = "there is no checkpoint, so all steps are lost"
+            else:
+                kept = f"the steps after {good.name} are lost, and --resume goes on from there"
+            raise UserError(f"{error}\n  once there is room: {kept}") from error
 
     def go_back(self, step: int, best: int | None) -> None:
         """Loads the published weights, if they are to be tested and are not those of this step."""

@@ -15,7 +15,6 @@ A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch
 All numbers except seconds, rates and memory are the same, bit for bit, in a run that was stopped and resumed.
 """
 
-import json
 import math
 import os
 import time
@@ -29,11 +28,14 @@ import torch
 
 from keyhole.disk.append import Appender
 from keyhole.disk.files import open_regular, replacing
+from keyhole.disk.json_text import json_text
 from keyhole.machine.host import read_text
 from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
 from keyhole.report.entries import Entry, is_test, read_lines
 from keyhole.training import guard
+
+AHEAD_BYTES = 2**20  # disk space that metrics.jsonl reserves
 
 
 @dataclass
@@ -184,7 +186,7 @@ class MetricsFile:
         with replacing(path) as file:
             file.write("".join(_line(entry) for entry in kept).encode())
         self.file = open_regular(path, os.O_WRONLY)
-        self.appender = Appender(self.file, os.fstat(self.file).st_size)
+        self.appender = Appender(self.file, os.fstat(self.file).st_size, ahead=AHEAD_BYTES)
 
     def write(self, entry: Entry) -> None:
         """Appends an entry. OSError if the write fails; the entry is then kept and written before the next one."""
@@ -195,6 +197,7 @@ class MetricsFile:
         try:
             self.appender.write_pending()
         finally:
+            self.appender.release()
             os.close(self.file)
 
 
@@ -215,10 +218,7 @@ def token_count(batches: list[Batch]) -> int:
 
 
 def _line(entry: Entry) -> str:
-    def strict(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps({name: strict(value) for name, value in entry.items()}, allow_nan=False) + "\n"
+    return json_text(entry) + "\n"
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:

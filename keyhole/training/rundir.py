@@ -31,6 +31,7 @@ from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.resume_point import Place
 from keyhole.checkpoint.select import checkpoints
 from keyhole.disk.files import flush, make_directories, read_small, remove, staged, write_text
+from keyhole.disk.json_text import json_text
 from keyhole.disk.weights_hash import stored_weights
 from keyhole.errors import UserError
 from keyhole.training.lock import Lock
@@ -239,13 +240,13 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
             inspect(str(found.root), resume=False)
         if not found.is_ours or found.run_id != run_id:
             about = {"format": FORMAT, "keyhole": keyhole.__version__} | ({"run": run_id} if run_id else {})
-            write_text(found.marker, json.dumps(about) + "\n")
+            write_text(found.marker, json_text(about) + "\n")
         for path in found.root.iterdir():
             if LEFTOVER.fullmatch(path.name):
                 remove(path)
         _probe(found.root)
         write_text(found.run / "config.yaml", config_yaml)
-        write_text(found.run / "env.json", json.dumps(environment, indent=2) + "\n")
+        write_text(found.run / "env.json", json_text(environment, indent=2) + "\n")
 
 
 def _probe(root: Path) -> None:

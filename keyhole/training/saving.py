@@ -6,14 +6,13 @@ or switched off, and at the end of a run, training waits for the write.
 A checkpoint needs   weights + the method's tensors + MARGIN_BYTES   on the disk before the oldest one is deleted. If
 there is less room, the oldest is deleted first, as long as one good checkpoint remains. If there is still not enough
 room, or the write fails, a save during training is skipped with a warning and tried again after RETRY_STEPS steps
-(training is worth more than a checkpoint); the save that ends a run raises. Weights are checked to be finite before
-they are written.
+(training is worth more than a checkpoint); the save that ends a run waits for room (room.py) and then raises. Weights
+are checked to be finite before they are written.
 
 A checkpoint gets its name when the journal is on the disk up to its step. If the journal cannot be written, a save
 during training is tried again later; the save that ends a run is made nevertheless, with a warning.
 """
 
-import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,21 +35,12 @@ from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
 from keyhole.model.weights.save_parts import bad_tensor
+from keyhole.training.room import Lookout, NoRoom, free_bytes, is_full, wait_for_room
 
 MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
 # Training continues after these errors: no room on the disk, or no memory for copies.
 CANNOT_SAVE = (OSError, Cancelled, MemoryError, torch.AcceleratorError, torch.OutOfMemoryError)
-
-
-def free_bytes(path: Path) -> int:
-    """Free space on the file system that holds (or will hold) the path."""
-    try:
-        while not path.exists():
-            path = path.parent
-        return shutil.disk_usage(path).free
-    except OSError as error:
-        raise UserError(f"output_dir: {path} cannot be reached any more: {error.strerror}") from error
 
 
 def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
@@ -97,6 +87,7 @@ class Saver:
         self.flush_journal: Callable[[int], bool] = lambda step: True
         self.selection: Callable[[], dict[str, Any] | None] = lambda: None  # for checkpoints
         self.best_step: int | None = None  # its checkpoint is kept
+        self.lookout, self.checkpoint_bytes = Lookout(), saved_bytes(model, {})  # the method's tensors: when saved
         self.background: Background | None = None
         if settings.background and settings.every is not None:
             background = Background(model, method)
@@ -212,13 +203,14 @@ class Saver:
         if bad is not None:
             raise self._broken(step, f"{bad} holds NaN or infinity")
         state = self.method.state_dict()
-        self._make_room(step, state)
+        self._make_room(step, state, MARGIN_BYTES if last else 0)
         path = self.root / f"checkpoint-{step}"
         try:
             about = replace(self.about, step=step, loader=loader, selection=self.selection())
             save_checkpoint(path, self.model, state, about, lambda: self._flush_journal(step, last))
         except (OSError, SafetensorError) as error:
-            raise UserError(f"output_dir: {path} could not be written: {error}") from error
+            kind = NoRoom if is_full(error) else UserError
+            raise kind(f"output_dir: {path} could not be written: {error}") from error
         self._note_saved(path, step)
         self._wait_for_room()
         return path
@@ -238,6 +230,23 @@ class Saver:
         """The save that ends a run, unless this step is on the disk already. Raises if it fails."""
         return self.last_good if self.last_good and self.last_step == step else self.save(step, loader, last=True)
 
+    def save_last(self, step: int, loader: dict[str, Any], given_up: Callable[[], bool]) -> Path:
+        """save_once for the end of a run: if the disk is full, waits for room until given_up() (room.py)."""
+        save = partial(self.save_once, step, loader)
+        return wait_for_room(save, lambda: free_bytes(self.root), self.say, given_up)
+
+    def look(self) -> list[str]:
+        """Lines about a disk that has become too small for the next checkpoint, or has room again."""
+        if not self.settings.model:
+            return []
+        return self.lookout.look(self._missing_bytes, lambda: free_bytes(self.root))
+
+    def _missing_bytes(self) -> int:
+        """What the next checkpoint takes, less what _make_room can delete: one besides the last good checkpoint."""
+        keep = self.settings.keep
+        several = keep is not None and len(select.checkpoints(self.root)) >= max(2, keep)
+        return MARGIN_BYTES if several else self.checkpoint_bytes
+
     def save_best(self, step: int, loader: dict[str, Any]) -> list[str]:
         """Saves the checkpoint of the best step so far, which is kept; training waits. Returns lines, also if it
         failed."""
@@ -250,15 +259,17 @@ class Saver:
             self.best_step = before
             return [*lines, f"warning: checkpoint-{step}, the best so far, NOT saved ({error})"]
 
-    def _make_room(self, step: int, state: dict[str, Any]) -> None:
-        need = saved_bytes(self.model, state)
+    def _make_room(self, step: int, state: dict[str, Any], dares_bytes: int = 0) -> None:
+        """Deletes old checkpoints if the disk has less room than needed. dares_bytes: what may be missing all the
+        same, because the need is an estimate, and nothing is lost by a save that fails."""
+        need = self.checkpoint_bytes = saved_bytes(self.model, state)
         limit = self.settings.keep
         self._wait_for_room()
         if need > free_bytes(self.root) and limit is not None:
             select.prune(self.root, limit - 1, step, self.say, self.best_step).join()
         free = free_bytes(self.root)
-        if need > free:
-            raise UserError(
+        if need - dares_bytes > free:
+            raise NoRoom(
                 f"output_dir: a checkpoint takes {need / GIB:.2f} GiB, and {self.root} has "
                 f"{free / GIB:.2f} GiB free; free some space"
             )

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from keyhole.disk.json_text import strict
 from keyhole.errors import UserError
 
 LOSSES = ("loss", "perplexity")
@@ -64,7 +65,8 @@ class Selection:
                 "--resume: the dev questions are not those of the run so far, so their scores cannot be compared; put "
                 "back the files of task_data, or start a new run in another output_dir"
             )
-        self.values = {int(step): float(value) for step, value in saved.get("evaluations", [])}
+        pairs = saved.get("evaluations", [])  # null: not finite
+        self.values = {int(step): math.nan if value is None else float(value) for step, value in pairs}
         self.seconds_before, self.began_s = float(saved.get("seconds", 0.0)), time.monotonic()
 
     def add_before(self, entries: list[dict[str, Any]], after: int) -> None:
@@ -120,5 +122,5 @@ class Selection:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        found = {"evaluations": sorted(self.values.items()), "seconds": self.seconds}
+        found = {"evaluations": strict(sorted(self.values.items())), "seconds": self.seconds}
         return found | ({"questions": self.questions} if self.questions else {})

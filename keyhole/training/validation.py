@@ -27,6 +27,7 @@ from typing import Any
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
 from keyhole.errors import UserError
+from keyhole.eval.metrics import perplexity
 from keyhole.eval.score import Score, check_code, score
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
@@ -61,7 +62,7 @@ def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: Fa
     loss = nll / max(1, tokens)
     if model.classifies:
         return {"eval_loss": loss, "eval_rows": tokens}
-    return {"eval_loss": loss, "perplexity": math.exp(min(loss, 700.0)), "eval_tokens": tokens}
+    return {"eval_loss": loss, "perplexity": perplexity(loss), "eval_tokens": tokens}
 
 
 def sum_in_order(numbers: Iterable[float]) -> float:

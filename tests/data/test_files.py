@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.files import SUFFIXES, Record, read, resolve
+from keyhole.data.files import Record, read, resolve
 from keyhole.data.formats import detect
 from keyhole.data.prepare import prepare
+from keyhole.data.readers import TABLES
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.errors import UserError
 from tests.data.chats import tokenizer
@@ -56,7 +57,7 @@ def rows(source: str | list[str]) -> list[dict[str, Any]]:
     return [record.row for record in read(source)]
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", TABLES)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     """JSON, JSONL, CSV, TSV and Parquet hold the same rows, quotes, tabs and line breaks included."""
     path = write(tmp_path / f"data{suffix}", ROWS)
@@ -105,7 +106,9 @@ def test_json_that_is_jsonl_after_all(tmp_path: Path) -> None:
         ("a.csv", "prompt,completion\n", r"a.csv: the file holds no rows"),
         ("a.csv", 'prompt,completion\na,"b"c\n', r"a.csv, line 2: not valid CSV"),
         ("a.parquet", "not parquet", r"a.parquet: not a readable Parquet file"),
-        ("a.txt", "hello", r'a.txt: unknown kind of file .* expected one of .json.*: a line {"text": "..."} for'),
+        ("a.txt", " \n\n", r"a.txt: the file holds no rows"),
+        ("a.txt", "a\nb\0c", r"a.txt, line 2: a NUL character"),
+        ("a.doc", "hello", r"a.doc: unknown kind of file '.doc'; expected one of .json.*, .txt"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -123,7 +123,7 @@ def test_every_file_has_its_own_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"overlong": "cut"}, "overlong='cut': expected truncate or drop or error"),
+        ({"overlong": "cut"}, "overlong='cut': expected truncate or split or drop or error"),
         ({"train_on": "prompts"}, "train_on='prompts': expected answers or all"),
         ({"data_format": "x"}, "data_format='x'"),
         ({"packing": True, "max_length": None}, "packing=true needs max_length"),

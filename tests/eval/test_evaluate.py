@@ -50,6 +50,20 @@ def test_tasks_and_data_in_one_table(
     assert found["dtype"] == "float32" and found["device"] == "cpu"
 
 
+def test_a_perplexity_beyond_all_numbers_is_null_in_the_file(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """exp(710) is no double: the table says inf, and the file stays JSON."""
+    model = keyhole.load(tiny_model, device="cpu")
+    with torch.no_grad():
+        model.module.lm_head.weight.mul_(1e5)
+    model.save_pretrained(tmp_path / "large")
+    text = evaluate(
+        str(tmp_path / "large"), [str(tiny_data)], device="cpu", json_path=tmp_path / "out.json", say=lambda line: None
+    )
+    (found,) = json.loads((tmp_path / "out.json").read_text(), parse_constant=lambda name: pytest.fail(name))["results"]
+    assert found["loss"] > 710 and found["perplexity"] is None and found["metrics"] == {"perplexity": None}
+    assert " inf |" in text
+
+
 def test_loss_is_that_of_training(tiny_model: Path, tiny_data: Path) -> None:
     """Validation loss is the NLL over all trained tokens by their number, not a mean of rows or batches."""
     model = keyhole.load(tiny_model, device="cpu", placement="stream")

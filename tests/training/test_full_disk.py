@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal import writer
 from keyhole.errors import UserError
 from keyhole.model.model import Model
-from keyhole.training import display, saving, trackers
+from keyhole.training import display, room, saving, trackers
 from keyhole.training import loop as trainer
+from keyhole.training import metrics as run_metrics
 from keyhole.training.display import Display
 from keyhole.training.start import train
 from tests.matrix import in_every_run
@@ -96,41 +98,128 @@ def test_files_that_cannot_grow_do_not_stop_training(make: Make, method: str, ba
 FILLED = (3, 77)  # steps: when the disk is full, the last page of the journal still takes up to 73 records
 
 
+def fill(folder: Path) -> None:
+    """Fills a file system to the last byte."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        for size in (2**20, 512):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+
+
 def full_from_3_to_77() -> None:
-    """Fills the file system that the run writes to, to the last byte, and frees it again."""
+    """Fills the file system that the run writes to, and frees it again."""
     real = trainer.Run.step
 
     def step(self: trainer.Run, number: int) -> None:
-        filler = self.directory.root.parent / "filler"
+        folder = self.directory.root.parent
         if number == FILLED[0]:
-            with filler.open("wb", buffering=0) as file:
-                with suppress(OSError):
-                    while file.write(bytes(2**20)):
-                        pass
-                with suppress(OSError):
-                    while file.write(bytes(512)):
-                        pass
+            fill(folder)
         if number == FILLED[1]:
-            filler.unlink()
+            (folder / "filler").unlink()
         real(self, number)
 
     trainer.Run.step = step
 
 
-def test_a_full_file_system_does_not_stop_training(make: Make, small_disk: Callable[[int], Path]) -> None:
-    """Journal, metrics and checkpoints all fail for fifty steps: loud, the run goes on, and nothing is missing at its
-    end."""
+def full_and_nothing_reserved() -> None:
+    writer.AHEAD_BYTES = run_metrics.AHEAD_BYTES = 0
+    full_from_3_to_77()
+
+
+@pytest.mark.parametrize("arrange", [full_from_3_to_77, full_and_nothing_reserved])
+def test_a_full_file_system_does_not_stop_training(
+    make: Make, small_disk: Callable[[int], Path], arrange: Callable[[], None]
+) -> None:
+    """Checkpoints fail for fifty steps, and without reserved space journal and metrics, too: loud, the run goes on,
+    and nothing is missing at its end."""
     settings = {"method": "zo", "max_steps": 80, "save_steps": 40, "logging_steps": 80}
     config, whole = make(output_dir=str(small_disk(80) / "out"), **settings), make("whole", **settings)
-    code, out = Child(config, full_from_3_to_77, draws=True).end()
+    code, out = Child(config, arrange, draws=True).end()
     assert code == 0, out
-    assert "warning: the journal cannot be written" in out and "the journal is whole again" in out
-    assert "warning: run/metrics.jsonl failed" in out and "run/metrics.jsonl is complete again" in out
+    fails = arrange is full_and_nothing_reserved
+    assert ("warning: the journal cannot be written" in out) == ("the journal is whole again" in out) == fails
+    assert ("run/metrics.jsonl failed" in out) == ("run/metrics.jsonl is complete again" in out) == fails
     assert "warning: checkpoint-40 NOT saved" in out and (Path(config.output_dir) / "checkpoint-80").is_dir()
     train(whole)
     assert same(weights(whole.output_dir), weights(config.output_dir)) and metrics(whole) == metrics(config)
     ours, theirs = (journal.read(Path(each.output_dir) / "run" / "journal") for each in (config, whole))
     assert ours.records == theirs.records and ours.last == 80
+
+
+def full_for_good() -> None:
+    """Nobody frees any space after step 3."""
+    room.WAIT_S = 0.0
+    real = trainer.Run.step
+
+    def step(self: trainer.Run, number: int) -> None:
+        if number == 4:
+            fill(self.directory.root.parent)
+            room.LOOK_S = 0.0
+            self.saver.lookout.next_s = 0.0
+        real(self, number)
+
+    trainer.Run.step = step
+
+
+@pytest.mark.parametrize(("method", "save_steps"), [("zo", None), ("zo", 2), ("adamw", 2)])
+def test_a_run_that_ends_on_a_full_disk_says_what_is_left(
+    make: Make, small_disk: Callable[[int], Path], method: str, save_steps: int | None
+) -> None:
+    """The run fails, and its message is true: with a journal the resumed run loses no step, others only those after the
+    checkpoint it names; the result is that of an undisturbed run."""
+    settings = {"method": method, "max_steps": 7, "save_steps": save_steps, "background_save": False}
+    config, whole = make(output_dir=str(small_disk(80) / "out"), **settings), make("whole", **settings)
+    root = Path(config.output_dir)
+    code, out = Child(config, full_for_good).end()
+    assert code != 0 and "UserError" in out, out
+    assert "GiB are free in output_dir, and a checkpoint takes" in out.partition("step 6/7")[0]  # hours before the end
+    told = f"all 7 steps are in {root / 'run' / 'journal'}: --resume replays them, and nothing is lost"
+    told = told if method == "zo" else "the steps after checkpoint-2 are lost, and --resume goes on from there"
+    assert told in out and "0.00 GiB free" in out
+    (root.parent / "filler").unlink()
+    assert train(config, resume="") == 0 and train(whole) == 0
+    assert same(weights(whole.output_dir), weights(root)) and metrics(whole) == metrics(config)
+
+
+def test_the_last_save_waits_for_room(
+    make: Make, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Somebody frees some while the weights are in memory: the run ends as if nothing had happened."""
+    config = make(output_dir=str(small_disk(80) / "out"), method="adamw", max_steps=3)
+    root, real, pauses = Path(config.output_dir), trainer.Run.save_last, []
+
+    def full(self: trainer.Run, step: int) -> Path:
+        fill(root.parent)
+        return real(self, step)
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            (root.parent / "filler").unlink()
+
+    monkeypatch.setattr(trainer.Run, "save_last", full)
+    monkeypatch.setattr(room.time, "sleep", pause)
+    assert train(config) == 0 and len(pauses) == 3
+    out = capsys.readouterr().out
+    assert out.count("the last checkpoint is NOT saved") == 1 and "the save goes on by itself when there is room" in out
+    assert (root / "checkpoint-3").is_dir() and (root / "model.safetensors").is_file()
+
+
+def test_a_signal_ends_the_wait_for_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives up; without a journal and a checkpoint the message says that all is lost."""
+    config = make(method="adamw", max_steps=2)
+    real, asked = trainer.Run.save_last, []
+
+    def full(self: trainer.Run, step: int) -> Path:
+        monkeypatch.setattr(saving, "free_bytes", lambda path: 0)
+        monkeypatch.setattr(room.time, "sleep", lambda seconds: asked.append(self.interrupts.ask("SIGINT")))
+        return real(self, step)
+
+    monkeypatch.setattr(trainer.Run, "save_last", full)
+    with pytest.raises(UserError, match="once there is room: there is no checkpoint, so all steps are lost"):
+        train(config)
+    assert len(asked) == 1
 
 
 def test_what_fails_while_closing_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

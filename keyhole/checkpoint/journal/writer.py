@@ -5,7 +5,8 @@ Durability: `append` passes a record to the operating system; from then on it su
 cut. Training waits for neither; `sync` does.
 
 A full disk: a record that was written only in part is cut off again, kept in memory, and written before the next one.
-So the steps in the file stay consecutive, and none is lost once there is room again.
+So the steps in the file stay consecutive, and none is lost once there is room again. AHEAD_BYTES of disk space are
+reserved from the start (19,000 records of one direction), so a disk that others fill up takes all records of most runs.
 
 A failed flush: the system may drop data that it could not write to the disk, and report success the next time. So
 records are kept in memory until they have been flushed; after a failure they are written again before the next flush.
@@ -20,6 +21,8 @@ from pathlib import Path
 from keyhole.checkpoint.journal.format import CRC, Journal, Record, layout, pack_record
 from keyhole.disk.append import Appender
 from keyhole.disk.files import open_regular
+
+AHEAD_BYTES = 2**20
 
 
 class Writer:
@@ -38,7 +41,7 @@ class Writer:
         except OSError:
             os.close(self.file)
             raise
-        self.appender = Appender(self.file, end, self._taken)
+        self.appender = Appender(self.file, end, self._taken, AHEAD_BYTES)
         self.unsynced: deque[bytes] = deque()  # records in the file that are not flushed yet, from offset synced_end on
         self.synced, self.synced_end, self.tried = last, end, last
         self.fault: OSError | None = None
@@ -121,4 +124,5 @@ class Writer:
                 self.appender.write_pending()
             self.sync()
         finally:
+            self.appender.release()
             os.close(self.file)

@@ -46,7 +46,9 @@ class _Program:
         self.sandbox.filters |= {name: _of_text(self.sandbox.filters[name]) for name in OF_TEXT}
         self.sandbox.filters |= {"slices": self._slices, SHOWN: _shown}
         try:
-            self.program = self.sandbox.from_string(Watched().visit(_Shown().visit(self._parse())))
+            tree = self._parse()
+            self.names = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}  # columns, and others
+            self.program = self.sandbox.from_string(Watched().visit(_Shown().visit(tree)))
         except Exception as error:  # also SyntaxError: Jinja generates Python, which allows 20 nested loops
             raise UserError(f"{key}: not valid Jinja: {printable(str(error), 200)}: {source!r:.120}") from None
 

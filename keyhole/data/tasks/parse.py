@@ -16,6 +16,7 @@ from keyhole.data.tasks.expressions import Expression, Text
 from keyhole.data.tasks.spec import (
     CHOICE,
     LIBRARY,
+    LIKELIHOOD,
     METRICS,
     SPLITS,
     TaskSpec,
@@ -110,7 +111,33 @@ def _fault(spec: TaskSpec) -> str:
         return "program: goes with metric pass@1: the program that checks a completion"
     if unknown := [name for name in (*spec.optional, *filter(None, [spec.value])) if name not in spec.columns]:
         return f"{listed(unknown)}: not one of the columns {listed(spec.columns)}"
-    return ""
+    return _constant(spec)
+
+
+def _constant(spec: TaskSpec) -> str:
+    """Which text would be the same for every row, so that nothing could be learned from it; "" if none.
+
+    A constant prompt is right where the candidates differ from row to row, and for texts whose likelihood is the
+    result."""
+    known = set(spec.columns)
+    for name, expression in spec.let.items():
+        known |= {name} if expression.names & known else set()
+    asks = [spec.prompt, *filter(None, [spec.candidate])]
+    asks += [spec.candidates] if isinstance(spec.candidates, Expression) else []
+    if spec.kind != LIKELIHOOD and not any(program.names & known for program in asks):
+        return f"prompt: {_names_none(spec.prompt, spec)}"
+    fixed = next((text for text in spec.texts if not text.names & known), None)
+    return "" if fixed is None else f"texts: {_names_none(fixed, spec)}"
+
+
+def _names_none(text: Text, spec: TaskSpec) -> str:
+    names = [*spec.columns, *spec.let]
+    single = next((name for name in names if f"{{{name}}}" in text.source), None)
+    hint = f"; {{{single}}} is plain text here" if single else ""
+    return (
+        f"{text.source!r:.80} names no column, so every row would ask the same{hint}; write one of {listed(names)} in "
+        f"double braces, such as {{{{ {single or names[0]} }}}}"
+    )
 
 
 class _Loader(yaml.BaseLoader):

@@ -21,6 +21,7 @@ from pathlib import Path
 from keyhole.data.delimited import read_cells
 from keyhole.data.readers import (
     MOST_ROW_BYTES,
+    TABLES,
     Record,
     bounded_lines,
     check_header,
@@ -43,7 +44,8 @@ MOST_BROKEN = 0.01
 def suffix_of(path: Path) -> str:
     """The suffix that determines the reader of a task's file, without .gz; "" for an unknown file type."""
     name = Path(path.stem) if path.suffix.lower() == ".gz" else path
-    return name.suffix.lower() if name.suffix.lower() in LINES else kind_of(path)
+    kind = kind_of(path) if kind_of(path) in TABLES else ""
+    return name.suffix.lower() if name.suffix.lower() in LINES else kind
 
 
 def read_rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:

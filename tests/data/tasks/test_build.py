@@ -106,7 +106,8 @@ def test_a_template_may_handle_what_is_no_text(tmp_path: Path) -> None:
 
 def test_references_are_texts(tmp_path: Path) -> None:
     """A list with null in it names no answer."""
-    (tmp_path / "own.yaml").write_text("columns: {x: x}\nprompt: q\nanswer: a\nreferences: x\nmetric: exact_match\n")
+    text = "columns: {x: x}\nprompt: '{{ x | length }}'\nanswer: a\nreferences: x\nmetric: exact_match\n"
+    (tmp_path / "own.yaml").write_text(text)
     with pytest.raises(UserError, match="references: found None, expected texts"):
         build(Record("a.jsonl", "line", 3, {"x": [None]}), read_spec(str(tmp_path / "own.yaml")))
 

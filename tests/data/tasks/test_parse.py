@@ -44,6 +44,13 @@ WRONG = [
      "there are 3; use macro_f1"),
     (GOOD.replace("candidates: [no, yes]", 'answer: "x"').replace("accuracy", "exact_match"),
      "labels: for tasks with candidates"),
+    (GOOD.replace("{{ text }}", "{text} is"),
+     "prompt: '{text} is\\n' names no column, so every row would ask the same; {text} is plain text here; write one of "
+     "text, label in double braces, such as {{ text }}"),
+    (GOOD.replace("{{ text }}", "{{ half }}") + 'let: {half: "1"}', "names no column"),
+    (GOOD + "texts: [text]", "texts: 'text' names no column"),
+    (GOOD.replace("candidates: [no, yes]", 'answer: "{{ text }}"').replace("{{ text }}\\n", "Say it:")
+     .replace("labels: [[no, 0], [yes, 1]]\n", "").replace("accuracy", "exact_match"), "'Say it:' names no column"),
     ("- a list", "expected `key: value` lines"),
     ("a: [", "not valid YAML"),
 ]  # fmt: skip
@@ -55,6 +62,24 @@ def test_mistakes_are_named(text: str, says: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_spec(text, "my", "my.yaml")
     assert says in str(caught.value) and "task my.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        GOOD.replace("{{ text }}", "").replace(
+            "candidates: [no, yes]", 'candidate: "{{ text }} {{ candidate }}"\ncandidates: [no, yes]'
+        ),
+        GOOD.replace("{{ text }}", "")
+        .replace("[no, yes]", '"text.split()"')
+        .replace("labels: [[no, 0], [yes, 1]]\n", ""),
+        GOOD.replace("{{ text }}", "{{ half }}") + 'let: {part: "text[:2]", half: "part"}',
+        "columns: {text: text}\nprompt: Say\nanswer: '{{ text }}'\nmetric: perplexity",
+    ],
+)
+def test_a_prompt_may_be_constant_where_rows_still_differ(changed: str) -> None:
+    """By their candidates, by names that come from columns, or because the answer's likelihood is the result."""
+    assert parse_spec(changed, "my", "my.yaml").columns["text"]
 
 
 def test_words_stay_as_they_are_written() -> None:
@@ -74,11 +99,11 @@ def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        ("{{ wrods }}", "'wrods' is undefined"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "range"),
-        ("{{ 'x' * 10**12 }}", "beyond all bounds"),
+        ("{{ text }}{{ wrods }}", "'wrods' is undefined"),
+        ("{{ text }}{% for i in range(10**9) %}x{% endfor %}", "range"),
+        ("{{ text * 10**12 }}", "beyond all bounds"),
         ("{{ text.__class__ }}", "unsafe|undefined"),
-        ("{{ {}['a'] }}", "a"),
+        ("{{ {}['a'] ~ text }}", "a"),
     ],
 )
 def test_a_prompt_cannot_run_away(prompt: str, says: str) -> None:

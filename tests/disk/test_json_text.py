@@ -1,0 +1,94 @@
+"""What keyhole writes as JSON is JSON for everybody."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.compare.file import read_comparison
+from keyhole.compare.result import Result, read_result, write_result
+from keyhole.compare.table import Cell, to_json
+from keyhole.disk.json_text import json_text
+from keyhole.report.story import Story, read_story, write_story
+from keyhole.training.selection import Selection, SelectionSettings
+from tests.compare.comparisons import write
+
+ROOT = Path(__file__).parents[2] / "keyhole"
+# json.dumps elsewhere: hashes, headers without fractions, messages between our own processes, texts of prompts
+NOT_FOR_OTHERS = {
+    "checkpoint/journal/format.py", "checkpoint/state.py", "compare/kept.py", "compare/plan.py", "compare/zero_shot.py",
+    "bench/process.py", "config/words.py", "data/cache.py", "data/readers.py", "data/row_template.py",
+    "data/sandbox.py",
+    "data/tasks/cache.py", "data/tasks/question.py", "data/tasks/spec.py", "data/turns.py", "demo/peak_memory.py",
+    "disk/json_text.py", "disk/tensors.py", "eval/programs.py", "eval/tasks.py", "hf/card.py",
+    "model/structure/reach.py", "model/structure/tokenizer.py", "offload/timeline.py", "plan/measure.py",
+    "ranks/failures.py", "training/plan_request.py", "training/resume.py",
+}  # fmt: skip
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner), max_leaves=9)
+
+
+def parsed(text: str) -> Any:
+    """As any other program reads it: `NaN` and `Infinity` are errors."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def without(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@given(VALUES)
+def test_finite_values_survive_and_others_are_null(value: Any) -> None:
+    """Also inside of lists and objects, and of what `default` makes of unknown things."""
+    assert parsed(json_text(value)) == without(value)
+    assert parsed(json_text([object()], default=lambda _: [value])) == [[without(value)]]
+
+
+def test_results_of_a_comparison_are_json(tmp_path: Path) -> None:
+    """A diverged run: its file, and the table of all runs; the file is read again, with nothing in the place of the
+    numbers."""
+    made = Result("a-0", "m", "t", "zo", [["learning_rate", "1"]], 0, dev=math.inf, test=math.nan)
+    made.curve, made.tests = [[1, 2.0, math.inf, math.nan]], {}
+    write_result(tmp_path, made)
+    parsed((tmp_path / "results" / "a-0.json").read_text())
+    found = read_result(tmp_path, "a-0")
+    assert found is not None and found.dev is None and found.test is None and found.curve == [[1, 2.0, None, None]]
+    cell = Cell("m", "t", "zo", (("learning_rate", "1"),), mean=math.inf, runs=[made])
+    comparison = read_comparison(write(tmp_path / "small.yaml"), ())
+    assert parsed(to_json(comparison, [cell], {"rate": math.nan}))["cells"][0]["mean"] is None
+
+
+def test_the_story_of_a_run_is_json(tmp_path: Path) -> None:
+    """A plan without an end, a pace of nothing."""
+    write_story(tmp_path / "report.json", Story(planned={"seconds": {"link": math.inf}}, measured={"pace": math.nan}))
+    parsed((tmp_path / "report.json").read_text())
+    assert read_story(tmp_path / "report.json").measured == {}
+
+
+def test_evaluations_that_are_not_finite_survive_a_checkpoint() -> None:
+    """They count as evaluations, for patience, and are never the best."""
+    before = Selection(SelectionSettings(best=True, metric="perplexity", patience=2))
+    for step, value in ((1, 3.0), (2, math.inf), (3, math.nan)):
+        before.note(step, {"eval_loss": 1.0, "perplexity": value})
+    after = Selection(before.settings, parsed(json.dumps(before.state_dict())))
+    assert after.best_steps() == before.best_steps() == [1] and after.values.keys() == before.values.keys()
+    assert after.out_of_patience() == before.out_of_patience() is not None
+
+
+def test_nothing_else_writes_json_for_others() -> None:
+    """A new json.dumps goes through json_text, or is listed above with those that nobody else reads."""
+    writing = {path for path in ROOT.rglob("*.py") if re.search(r"json\.dumps?\(", path.read_text())}
+    assert {path.relative_to(ROOT).as_posix() for path in writing} == NOT_FOR_OTHERS
