@@ -73,15 +73,17 @@ class TorchMethod(ByTorch):
         sent = self.model.to_device(own) if own or not ranks.several else []
         loss_count = max(1, ranks.total(sum(b.loss_count for b in sent)))
         total = torch.zeros((), device=self.model.device)
-        with self.model_dropout.step():
-            for k, b in enumerate(sent):
-                with self.model_dropout.turn(first + k):
-                    total += self._differentiate(b, loss_count)
-        if ranks.several:
-            total = total_loss(self.model, total)
-            self._add_up_gradients()
-        self._update()
-        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            with self.model_dropout.step():
+                for k, b in enumerate(sent):
+                    with self.model_dropout.turn(first + k):
+                        total += self._differentiate(b, loss_count)
+                if ranks.several:
+                    total = total_loss(self.model, total)
+                    self._add_up_gradients()
+                self._update()
+        finally:  # after an error too: a step that is tried again would add to these gradients
+            self.optimizer.zero_grad(set_to_none=True)
         return total
 
     @torch.no_grad()
