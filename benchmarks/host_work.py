@@ -16,10 +16,20 @@ A Llama block has 7 matrices and 2 vectors, one of OPT 6 and 10: two equations f
 own kernels are their references, about 20 small operations in place of one launch of Triton with its arguments: both
 take about as long on the hosts that were compared (`lomo` on 30 Llama blocks: 268 ms measured on a GPU's host with
 launches of 7 us, 257 here).
+
+Streamed `zo`, two passes in lockstep, with blocks whole and cut in five units:
+
+    UNIT      = (cut block - whole block) / 4         VISIT = (whole block - UNIT) / 2 - UNRECORDED x forward
+
+Its kernel is left out, up to the launch, because a reference would be most of the step; so are CUDA's events, streams
+and copies, about 20 calls per unit, which a CPU does not have. Counted are CPU seconds of all threads (on one core they
+take turns, and a neighbour's do not count). The last line is the turn alone: two passes that do nothing but wait.
 """
 
+import os
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -28,9 +38,18 @@ from keyhole.bench.measure import random_batch
 from keyhole.methods import METHODS
 from keyhole.methods.launches import UNRECORDED, of_backward, of_forward
 from keyhole.methods.workload import Workload
-from keyhole.plan.measure import _block, _launch
+from keyhole.model.forward.lockstep import Lockstep
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import Unit, find_layout
+from keyhole.model.structure.skeleton import build
+from keyhole.model.weights.format import Wire
+from keyhole.offload.arena import split
+from keyhole.offload.engine import Engine
+from keyhole.ops.zo import flat
+from keyhole.plan.measure import host_rates
 
 FEW, MANY, STEPS, WARM_UP, TOKENS = 6, 18, 10, 3, 8
+CUT, PARTS, TURNS = 512, 5, 400  # elements of a unit, units of a block, turns
 CPU = torch.device("cpu")
 CASES = ("sgd", "galore", "lora", "adam-offload", "lomo", "adalomo", "lsp", "lomo-lora", "apollo-mini")
 
@@ -59,9 +78,74 @@ def step_s(method: str, family: str, blocks: int) -> tuple[float, Any]:
     return min(found[WARM_UP:]), model.layout
 
 
+def streamed(blocks: int, cut: int | None) -> Model:
+    """A Llama whose blocks are behind the engine; cut: the most elements of a unit. All weights are 0."""
+    module = build(config("llama", blocks), torch.float32)
+    for buffer in module.buffers():
+        buffer.zero_()
+    layout = find_layout(module, cut)
+    homes = split(torch.zeros(layout.numel), [unit.numel for unit in layout.units])
+    engine = Engine(homes, {unit.index for unit in layout.of_kind("block")}, CPU)
+    model = Model(module, layout, engine, Wire(torch.float32))
+    model.binding.bind_homes()
+    return model
+
+
+class _Unlaunched:
+    """A kernel that is not launched."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: None
+
+
+def streamed_s(blocks: int, cut: int | None) -> tuple[float, float]:
+    """CPU seconds of a step of zo, a first quartile, and units per block."""
+    model = streamed(blocks, cut)
+    zo, batch, found = METHODS["zo"].load()(model, 1e-6), random_batch(1, TOKENS, 32), []
+    with patch.object(flat, "_zo_kernel", _Unlaunched()), patch.object(flat, "use_kernel", lambda device: True):
+        for _ in range(2 * STEPS):
+            begin_s = time.process_time()
+            zo.step(batch)
+            found.append(time.process_time() - begin_s)
+    model.close()
+    return sorted(found[WARM_UP:])[(len(found) - WARM_UP) // 4], len(model.layout.of_kind("block")) / blocks
+
+
+def turn_s() -> float:
+    """CPU seconds per unit of two passes in lockstep that do nothing."""
+    conductor, units, found = Lockstep(CPU), [Unit(i, "", "block", 0, 0, []) for i in range(TURNS)], []
+
+    def body() -> None:
+        for unit in units:
+            conductor.current.meet(unit)
+
+    for _ in range(STEPS):
+        begin_s = time.process_time()
+        conductor.run([body, body], lambda unit, resume: (resume(0), resume(1)))
+        found.append((time.process_time() - begin_s) / TURNS)
+    conductor.close()
+    return min(found)
+
+
+def print_lockstep(called: float) -> None:
+    """The host's work per block and unit of streamed zo."""
+    block = {}
+    for cut in (None, CUT):
+        (few, parts), (many, _) = streamed_s(FEW, cut), streamed_s(MANY, cut)
+        block[cut] = (many - few) / (MANY - FEW)
+        print(f"zo, streamed, {parts:.0f} units per block: {1e6 * block[cut]:.0f} us per block")
+    assert parts == PARTS, parts
+    unit = (block[CUT] - block[None]) / (PARTS - 1)
+    forward = of_forward(streamed(FEW, None).layout).called / FEW
+    visit = (block[None] - unit) / 2 - UNRECORDED * forward * called
+    print(f"per unit {1e6 * unit:.0f} us, {unit / called:.1f} called; per block and pass {visit / called:.1f} called")
+    print(f"of which the turn: {1e6 * turn_s():.0f} us per unit of two passes")
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    launch, (called, reversed_) = _launch(CPU), _block(CPU)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    launch, called, reversed_ = (host_rates(CPU)[name] for name in ("launch", "called", "reversed"))
     print(f"launch {1e6 * launch:.1f} us, called {1e6 * called:.1f}, reversed {1e6 * reversed_:.1f}")
     print(f"{'method':13} {'family':7} us per block   in called  beside its own  us per step")
     for method in CASES:
@@ -77,6 +161,7 @@ def main() -> None:
                 f"{1e6 * (few - FEW * block):12.0f}",
                 flush=True,
             )
+    print_lockstep(called)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,21 @@
                                   [--list] [key=value ...]
 
 MODEL: a directory of SmolLM2-135M (any other model has other rates); TASK_DATA: <task>/train, <task>/val as `task_data`
-takes them. Each run is a comparison of one method (`keyhole compare`): its table is printed and written to OUT as soon
-as it is there, with the dev metric by step and the median seconds per step. Runs that there is no time for are named.
---only: the run of this name, or runs whose name begins so; --seeds: others than the table's. key=value: settings for
-all runs, such as loss=candidates.
+takes them. Runs on the same task with the same seeds, over weights in the same format, are one comparison (`keyhole
+compare`), which reads data and weights once and scores the untrained model once; the first seed of all of them comes
+first. A line per run is printed as soon as it has ended; the table goes to OUT under the name of the first run, with
+the dev metric by step and the median seconds per step. Comparisons that there is no time for are named. --only: the run
+of this name, or runs whose name begins so; --seeds: others than the table's. key=value: settings for all runs, such as
+loss=candidates.
 
-All runs: float32 weights with products in TF32, batches of 16 (sst2-zo-bf16, -rank, -int4 and -sweep: bfloat16,
-batches of 64; sst2-zo-128: batches of 128), 1,000 examples, the loss over candidates (RTE and Alpaca by first-order
-methods: over tokens), linear decay, the step that is best on dev is tested.
+All runs: float32 weights with products in TF32, batches of 16 (sst2-zo-bf16, -rank, -int4, -sweep and -minutes:
+bfloat16, batches of 128; sst2-zo-128: batches of 128), 1,000 examples, the loss over candidates (RTE and Alpaca by
+first-order methods: over tokens), linear decay, the step that is best on dev is tested.
+
+Rates of `zo`: what a run learns goes with the sum of its rates, what noise does to the weights with the root of the sum
+of their squares times the gradient noise of a batch. With 128 rows instead of 16 that noise is 2.8 times smaller, so
+1,000 steps at 1.5e-4 go as far as 3,750 at 4e-5, for less noise. Directions of low rank bear about half of the dense
+rate, in batches in which the dense rate is at its limit.
 """
 
 import argparse
@@ -51,8 +58,9 @@ ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
 PARTS = ZO | {"zo": {"estimator": "grzo", "directions": 16, "rank": 4, "refresh": 50}}  # a direction per row
 BF16 = {"dtype": "bfloat16"}
 RANK = {"rank": 2, "refresh": 50}
-LARGE = ZO | BF16 | {"batch_size": 64, "max_steps": 2000, "eval_steps": 400}  # less noise for nearly the same seconds
-SHORT = {"max_steps": 800, "eval_steps": 400}
+LARGE = ZO | BF16 | {"batch_size": 128, "max_steps": 1000, "eval_steps": 500, "pad_to_multiple_of": 64}  # one width
+SHORT = {"max_steps": 400, "eval_steps": 400}
+MINUTES = {"max_steps": 6000, "eval_steps": 2000, "pad_to_multiple_of": "auto"}  # max_steps by the GPU's pace
 TOKENS = {"loss": "tokens"}
 METRICS = ("eval_loss", "eval_accuracy")  # the latter where there is one
 FZOO = ZO | {"learning_rate": 1e-3, "zo": {"estimator": "fzoo"}}
@@ -76,21 +84,22 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo-long": ("sst2", [0], ZO | {"learning_rate": 2e-5, "max_steps": 12000, "eval_steps": 1000}),
     "sst2-zo-high": ("sst2", [0], ZO | {"learning_rate": 8e-5}),
     "sst2-zo-tokens": ("sst2", [0], ZO | {"learning_rate": 4e-5} | TOKENS),
-    "sst2-zo-bf16": ("sst2", [0, 1, 2], LARGE | {"learning_rate": 8e-5}),
-    "sst2-zo-rank": ("sst2", [0, 1, 2], LARGE | {"learning_rate": 4e-5, "zo": RANK}),
+    "sst2-zo-bf16": ("sst2", [0, 1, 2], LARGE | {"learning_rate": 1.5e-4}),
+    "sst2-zo-rank": ("sst2", [0, 1, 2], LARGE | {"learning_rate": [1.5e-4, 1e-4], "zo": RANK}),
     "sst2-zo-int4": (
         "sst2",
         [0, 1, 2],
-        LARGE | {"learning_rate": 4e-5, "zo": RANK | {"fold": False}, "wire": "int4"},
+        LARGE | {"learning_rate": 1.5e-4, "zo": RANK | {"fold": False}, "wire": "int4"},
     ),
+    "sst2-zo-minutes": ("sst2", [0], LARGE | MINUTES | {"learning_rate": 7e-5}),
     **{
         f"sst2-zo-sweep-{rank}x{refresh}": (
             "sst2",
             [0],
-            LARGE | SHORT | {"learning_rate": 4e-5, "zo": {"rank": rank, "refresh": refresh}},
+            LARGE | SHORT | {"learning_rate": 1.2e-4, "zo": {"rank": rank, "refresh": refresh}},
         )
+        for refresh in (50, 10, 100, 1)
         for rank in (1, 2, 4, 8)
-        for refresh in (1, 10, 50, 100)
     },
     "sst2-zo-fzoo": ("sst2", [0], FZOO | {"max_steps": 666, "eval_steps": 222}),
     "sst2-zo-2000": ("sst2", [0], FZOO | {"learning_rate": [5e-4, 1e-3, 2e-3], "max_steps": 222, "eval_steps": 111}),
@@ -111,17 +120,29 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
 }
 
 
-def write(name: str, args: argparse.Namespace, minutes: float) -> list[str]:
-    """The words of `keyhole compare` for one run."""
-    task, seeds, settings = RUNS[name]
+def grouped(names: list[str], seeds: str) -> list[list[str]]:
+    """Runs that make one comparison: the same task, seeds and format of the weights (the untrained model is scored in
+    it)."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name in names:
+        task, own, settings = RUNS[name]
+        groups.setdefault((task, seeds or tuple(own), settings.get("wire")), []).append(name)
+    return list(groups.values())
+
+
+def write(names: list[str], args: argparse.Namespace, minutes: float) -> list[str]:
+    """The words of `keyhole compare` for these runs."""
+    task, seeds, _ = RUNS[names[0]]
     seeds = [int(seed) for seed in args.seeds.split(",")] if args.seeds else seeds
     common = dict(COMMON)
     if task in ("cb", "copa"):
         common |= {"num_train": 200, "num_dev": 50}
-    asked = {"models": {"model": args.model}, "tasks": [task], "methods": {name: settings}, "seeds": seeds}
-    file = args.out / f"{name}.yaml"
-    file.write_text(json.dumps(asked | {"common": common, "output_dir": str(args.out / "runs" / name)}))
-    return ["compare", str(file), f"max_minutes={minutes:.2f}", f"task_data={args.task_data}", *args.settings]
+    methods = {name: RUNS[name][2] for name in names}
+    asked = {"models": {"model": args.model}, "tasks": [task], "methods": methods, "seeds": seeds}
+    file = args.out / f"{names[0]}.yaml"
+    file.write_text(json.dumps(asked | {"common": common, "output_dir": str(args.out / "runs" / names[0])}))
+    minutes_of = [f"max_minutes={minutes:.2f}"] if not any(w.startswith("max_minutes=") for w in args.settings) else []
+    return ["compare", str(file), *minutes_of, f"task_data={args.task_data}", *args.settings]
 
 
 def told(directory: Path) -> list[str]:
@@ -156,12 +177,12 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     begin_s = time.monotonic()
-    for name in dict.fromkeys(names):
-        left = args.minutes - (time.monotonic() - begin_s) / 60
+    for group in grouped(list(dict.fromkeys(names)), args.seeds):
+        left, name = args.minutes - (time.monotonic() - begin_s) / 60, group[0]
         if left < 0.3:
-            print(f"{name}: no time left", flush=True)
+            print(f"{', '.join(group)}: no time left", flush=True)
             continue
-        words = write(name, args, left)
+        words = write(group, args, left)
         started_s = time.monotonic()
         try:
             code: Any = keyhole(words)

@@ -11,6 +11,14 @@ cases whose measured times differ by more than 2 %, the share with the right pla
 this machine (plan/measure.py). galore's SVDs and the fit of lsp's projectors are left out: neither is part of a usual
 step.
 
+The host's rates (launch, called, reversed) are measured again in the process of each case, in 0.4 s after
+its steps, and its plan uses those: the check is of the planner, and the host's speed is not the same from process to
+process. In five runs `called`, measured once in a process of its own, was 24, 15, 34 and 18 us where plain `sgd`, whose
+step is little else, took 55, 32, 49 and 55 ms later (the first run measured none). Whether a process is on the GPU's
+socket, which core it is on, the clock of that core and who else uses it are decided anew for each. After the steps and
+not before them, because what the measurement loads (autograd, kernels in float32, another workspace of cuBLAS) would
+count in the case's memory. The rates are kept with the case, for plan_recorded.py.
+
 A case runs in a process of its own, as a run does: what an earlier case left in an allocator, page-locked or in the
 heap counts in none of the numbers, and a case that fails, hangs or is killed costs one row. The processes are started
 together, import what they need, and wait for their turn on the GPU, one after the other. (A quick run stays in one
@@ -26,7 +34,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +56,7 @@ from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan.costs import Costs
 from keyhole.plan.fit import fit
+from keyhole.plan.measure import host_rates
 from keyhole.plan.measure import measure as measure_rates
 from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile
@@ -56,6 +65,7 @@ from keyhole.plan.table import Question, make_row
 LIMIT_S = 400.0  # after which no case begins
 CASE_S = 75.0  # of one case, after which its process is ended
 PREFIX = "@found "
+HOST = "launch", "called", "reversed"
 NEAR = 0.02  # pairs that differ by less have no order
 LARGE, SMALL = "llama 3.5B", "opt 1.3B"
 WIDE, NARROW = (4, 1024), (1, 512)
@@ -149,20 +159,25 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
     loaded_s = time.perf_counter() - begin_s
     warm_up = 8 if row.sweep == "forward" and model.engine.streamed else 3
     found = measure.time_steps(lambda: method.step(batch), model.engine, warm_up, 4)
-    memory, host = measure.device_memory(device), measure.host_memory()
-    plan = planned(case, model.module, rates, dtype, model.placed.limit_bytes, model.layout, model.engine.streamed)
+    memory, host_bytes = measure.device_memory(device), measure.host_memory()
+    decided, module = model.describe() + method.describe(), model.module
+    placed = model.placed.limit_bytes, model.layout, model.engine.streamed
     method.flush()
     if hasattr(method, "close"):
         method.close()
     model.close()
-    return plan | {
+    measure.clear_device(device)
+    host = host_rates(device)
+    return planned(case, module, replace(rates, **host), dtype, *placed) | {
         "case": asdict(case),
-        "measured": {"gpu": memory["reserved_bytes"], "host": host, "seconds": found["step_s"]},
+        "host_rates": host,
+        "measured": {"gpu": memory["reserved_bytes"], "host": host_bytes, "seconds": found["step_s"]},
         "allocated": memory["allocated_bytes"],
         "steps_s": found["steps_s"],
+        "used": found["used"],
         "bytes_measured": [found["bytes_up"], found["bytes_down"]],
         "loaded_s": loaded_s,
-        "decided": model.describe() + method.describe(),
+        "decided": decided,
     }
 
 
@@ -186,6 +201,11 @@ def ratio(found: dict[str, Any], name: str) -> float | None:
     return found["planned"][name] / measured if measured else None
 
 
+def microseconds(host: dict[str, float]) -> str:
+    """The host's rates: launch, called, reversed."""
+    return " ".join(f"{1e6 * host[name]:.1f}" for name in HOST) + " us"
+
+
 def line(title: str, found: dict[str, Any]) -> str:
     p, m = found["planned"], found["measured"]
     parts = []
@@ -195,6 +215,8 @@ def line(title: str, found: dict[str, Any]) -> str:
         measured = f"{m[name] / unit:8{form}}" if m[name] is not None else "       -"
         parts.append(f"{p[name] / unit:8{form}} {measured} {shown}")
     split = " ".join(f"{name} {value:.3f}" for name, value in found["parts"].items())
+    if "host_rates" in found:
+        split += f" | {microseconds(found['host_rates'])}"
     return f"{title:50} {'  |  '.join(parts)}  | {found['bound_by']:7} {split}"
 
 
@@ -357,8 +379,8 @@ def main() -> None:
     print("\n".join(rates.lines()))
     rows = ", ".join(f"{rows}: {rate / 1e12:.3g}" for rows, rate in rates.products.items())
     print(f"products by rows: {rows} TFLOP/s; device memory {rates.device_memory / 1e9:.0f} GB/s; ", end="")
-    kinds = " ".join(f"{1e6 * each:.1f}" for each in (rates.launch, rates.called, rates.reversed))
-    print(f"launch, called, reversed {kinds} us; {time.perf_counter() - begin_s:.0f} s so far", flush=True)
+    print(f"launch, called, reversed {microseconds(vars(rates))}; ", end="")
+    print(f"{time.perf_counter() - begin_s:.0f} s so far", flush=True)
     print(f"{'case':50} {'GPU GiB planned, measured':25}  |  {'host GiB':23}  |  seconds per step", flush=True)
     for case in cases:
         answer = next(found)

@@ -11,7 +11,8 @@ the record where it was measured.
 
 Records were taken over two days, while the code changed, several cases per process: a difference is a reason to look,
 not a verdict. benchmarks/plan_check.py measures and plans with the same code; --checks plans its cases again, run by
-run, each with the rates that were measured in the same run. The first run measured no `called` and `reversed`, and its
+run, each with the rates that were measured in the same run, and with the host's rates of its own process where they
+were measured (from the sixth run on). The first run measured no `called` and `reversed`, and its
 `launch` in another way; the second was on the same kind of machine, and what is bound by the host took 0.97 to 1.04 of
 the time there (`apollo-mini`, `lomo-lora`, `sgd`). So the first is planned with these three rates of the second.
 """
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.plan_check import Case, dry, line, summary
+from benchmarks.plan_check import HOST, Case, dry, line, summary
 from keyhole.bench.shapes import llama_config, model_config
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import Bytes
@@ -53,8 +54,8 @@ CHECKS = (
     "plan_check_h200_2026-11-16_b",
     "plan_check_h200_2026-11-16_c",
     "plan_check_h200_2026-11-17",
+    "plan_check_h200_2026-11-17_b",
 )
-HOST = "launch", "called", "reversed"
 STEPS = 20  # of a record, about: what grows with a run is still small
 SWITCHED_OFF = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
 LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -226,7 +227,9 @@ def checks(path: Path, modules: dict[str, Any]) -> Iterator[tuple[Case, dict[str
     rates = Rates.from_dict(found["rates"] | known)
     for each in found["results"]:
         case = Case(**(each["case"] | {"tokens": tuple(each["case"]["tokens"])}))
-        yield case, dry(case, rates, modules) | {"measured": each["measured"]}
+        own = replace(rates, **each.get("host_rates", {}))
+        kept = {name: each[name] for name in ("measured", "host_rates") if name in each}
+        yield case, dry(case, own, modules) | kept
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ which runs before it even if --only does not name it:
 
     lomo           SGD (torch.optim.SGD, foreach), no checkpointing
     adalomo, lsp, adam-offload    AdamW (torch.optim.AdamW, fused if torch has it)
+    lomo compiled  SGD: blocks through torch.compile, all activations kept
     zo             MeZO's published loop with in-place sums
 
 The floor of a step is printed beside it, from rates measured in this run. It is the largest of:
@@ -63,6 +64,7 @@ TINY = SMOLLM2 | {
 }
 
 
+COMPILED = {"activations": "none", "compile": True}
 KEEPS = {"activations": "auto"}  # what fits is kept, as a plain loop without checkpointing keeps everything
 
 
@@ -151,6 +153,7 @@ def cases(shape: Shape, device: str, budget: str) -> dict[str, tuple[str | None,
             "sgd",
             lambda: ours(shape, device, lambda m: keyhole.LOMO(m, 1e-4, max_grad_norm=1.0, **KEEPS), "lomo"),
         ),
+        "lomo compiled": ("sgd", lambda: ours(shape, device, lambda m: keyhole.LOMO(m, 1e-4, **COMPILED), "lomo")),
         "adamw": (None, lambda: plain(shape, device, lambda p: torch.optim.AdamW(p, 1e-5, fused=fused))),
         "adalomo": ("adamw", lambda: ours(shape, device, lambda m: keyhole.AdaLOMO(m, 5e-4, **KEEPS), "adalomo")),
         "lsp": ("adamw", lambda: ours(shape, device, lambda m: keyhole.LSP(m, 2e-5, d=d, learn=False, **KEEPS), "lsp")),

@@ -5,14 +5,21 @@ made before the timing. Timed steps are queued as in a run: one after the other,
 no synchronisation before the last, so the upload of step t + 1 may begin in step t. The wall clock over all timed
 steps, waiting at the end for every stream, is reported beside the median of the events.
 
+What else a slow step may be due to is counted over the timed steps: the CPU's seconds of all threads, those in which a
+thread was ready and had no core (Linux counts them), how often one was taken off its core, and how often the allocator
+had to give memory back or ask the driver for more. Threads that are pinned to one core (model/forward/lockstep.py)
+cannot leave it to another process.
+
 Device memory is the peak that PyTorch's allocator reserved and allocated from the first step on (memory for making
 random weights is freed before). Host memory is the peak resident set of the process, pinned weights included.
 """
 
 import gc
+import resource
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +44,14 @@ def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, t
         losses.append(step())
         _wait(device)
     up, down = engine.bytes_up, engine.bytes_down
-    begin_s = time.perf_counter()
+    used_before, begin_s = _used(device), time.perf_counter()
     marks = [_mark(device)]
     for _ in range(timed):
         losses.append(step())
         marks.append(_mark(device))
     _wait(device)
     wall_s = (time.perf_counter() - begin_s) / timed
+    used = {name: (after - used_before[name]) / timed for name, after in _used(device).items()}
     steps_s = [_seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
     return {
         "step_s": statistics.median(steps_s),
@@ -54,7 +62,23 @@ def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, t
         "losses": [float(loss) for loss in losses],
         "bytes_up": (engine.bytes_up - up) // timed,
         "bytes_down": (engine.bytes_down - down) // timed,
+        "used": used,
     }
+
+
+def _used(device: torch.device) -> dict[str, float]:
+    """Since the process began: seconds on a core and in wait of one, of all threads that are alive; switches that no
+    thread asked for; and what the allocator asked of the driver."""
+    waited = 0.0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, IndexError, ValueError):
+            waited += int(path.read_text().split()[1]) / 1e9
+    counts = {"cpu_s": time.process_time(), "without_core_s": waited}
+    counts["switches"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        counts |= {name: stats.get(name, 0) for name in ("num_alloc_retries", "num_device_alloc", "num_device_free")}
+    return counts
 
 
 def time_parts(
@@ -124,7 +148,7 @@ def clear_device(device: torch.device) -> None:
     """The same after a model is closed; removes its memory limit too."""
     clean_up(device)
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, device.index)  # None: the current one; "cuda" is refused
 
 
 def device_memory(device: torch.device) -> dict[str, int]:

@@ -36,6 +36,12 @@ numbers in operations of the same machine (Neoverse N1: launch 7 us, called 29, 
 Three were chosen by those runs: which part of ADAPTED is `reversed` (on the N1 all of it is worth 25 `called`), TENSOR
 (0.4 to 1.4 there), and PLAIN (1.1 to 1.3 there).
 
+UNIT is 10.4 measured that way, 0.7 for Triton's launcher (21 us on the N1, measured with a driver that launches
+nothing), and 3 for CUDA's events, streams and copies, which a CPU does not have: about 20 calls of a third of a launch
+each, and two copies (an estimate). VISIT is 4.0 to 6.8 in three measurements. The code of the first five runs of
+plan_check took 8.6 and 22: with these its `zo` in 4 GiB would have been planned at 0.99, 1.18, 1.05 and 0.71 of what
+was measured.
+
 A block that runs as CUDA graphs costs RECORDED launches, whatever it holds: one graph each for the forward pass, for
 the backward pass and for the updates of a unit, copies of inputs, and the sweep's own work (SmolLM2-135M, 30 blocks:
 37 ms with launches of 7 us; LOG.md, "Short batches"). Experts: per expert.
@@ -52,7 +58,7 @@ UNRECORDED = 0.7
 TENSOR, MATRIX, VECTOR = 1.2, 15, 8
 UPDATE = 10, 6
 ADAPTED = 7, 15, 6
-VISIT, UNIT = 7.5, 12
+VISIT, UNIT = 5.5, 14
 STEP = 150, 290
 PLAIN = 1.6
 HOOKED = 3.28

@@ -202,25 +202,24 @@ def _graph_bytes(layout: Layout, work: Workload, room: Room) -> float:
     return room.formats.dtype.itemsize * work.passes * work.tokens * found.saved_frozen
 
 
-def _may_record(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
-    """Whether blocks are prepared for CUDA graphs (model/backward/reverse.py), whatever the size of the batch."""
-    own = work.settings
-    runs_again = getattr(own, "activations", "block") in ("block", "auto") and getattr(own, "fused", True)
+def _may_record(layout: Layout, work: Workload, room: Room, rates: Rates, offers_compiled: bool) -> bool:
+    """Whether blocks are prepared for CUDA graphs (model/backward/reverse.py): compiled ones if the batch is small,
+    others whatever its size."""
+    own, how = work.settings, getattr(work.settings, "activations", "block")
     on_gpu = rates.gpu_bytes is not None and not room.is_budget and not layout.experts
     whole = len(layout.of_kind("block")) == layout.block_count > 0
-    return runs_again and not _is_compiled(work) and on_gpu and whole
+    possible = how in ("block", "auto")
+    if _is_compiled(work):
+        small = work.passes == 1 and launched_as_graphs(layout, work.tokens)
+        possible = offers_compiled and small and how in ("block", "auto", "none")
+    return possible and getattr(own, "fused", True) and on_gpu and whole
 
 
-def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
-    """Whether forward and backward of blocks run as CUDA graphs (model/backward/recorded_visits.py)."""
-    return _may_record(layout, work, room, rates) and launched_as_graphs(layout, work.tokens)
-
-
-def _recording_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates, trains: bool) -> int:
+def _recording_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room, trains: bool) -> int:
     """Bytes of such graphs, which are made only if there is room: a buffer for the gradients of a block
     (model/backward/unit_gradients.py), and if batches are small, the activations of a block in the graphs' memory pool
     and cuBLAS's workspace for the stream on which they are recorded."""
-    if room.limit_bytes is None or not _may_record(layout, work, room, rates):
+    if room.limit_bytes is None:
         return 0
     planned = reverse_bytes(layout, streamed, work, room)
     free = room.limit_bytes - planned.homes - planned.slots
@@ -243,18 +242,21 @@ def reverse_work(
     reverses: int = 1,
     plain: bool = False,
     trains: bool = True,
+    offers_compiled: bool = True,
 ) -> StepWork:
     """A forward pass and `reverses` backward passes, block by block, with one product per matrix for its gradient.
     weight_products: the share of these products that is computed; plain: torch's autograd over the whole model; trains:
-    matrices and vectors have gradients. Units that slots still hold when the direction changes, at the begin and at the
-    end of a backward pass, are not uploaded again. Costs of the update itself are added by the method."""
+    matrices and vectors have gradients; offers_compiled: linear layers of compiled blocks offer theirs. Units that
+    slots still hold when the direction changes, at the begin and at the end of a backward pass, are not uploaded again.
+    Costs of the update itself are added by the method."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
     share_kept = _kept_share(layout, streamed, work, room, plain)
     again, extra = 1.0 - share_kept, 0
     if getattr(work.settings, "activations", "block") == "auto":
         extra = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
-    recorded = not plain and _is_recorded(layout, work, room, rates)
-    extra += 0 if plain else _recording_bytes(layout, streamed, work, room, rates, trains)
+    may_record = not plain and _may_record(layout, work, room, rates, offers_compiled)
+    recorded = may_record and launched_as_graphs(layout, work.tokens)
+    extra += _recording_bytes(layout, streamed, work, room, trains) if may_record else 0
     first, last = of_forward(layout), of_backward(layout)
     if trains:
         last += of_gradients(layout, plain)
@@ -263,7 +265,7 @@ def reverse_work(
     begun = (UNRECORDED * again + 1 - again) * first
     if recorded:
         begun = first
-    share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
+    share, kernels = (COMPILED, 1.0 if recorded else COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     home = met_bytes(layout, streamed, work, room)
     expert_first, expert_last = (Launches(), Launches()) if plain else _expert_launches(layout, work)
     begun, first = kernels * begun + expert_first, kernels * first + expert_first

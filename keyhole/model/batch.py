@@ -21,15 +21,16 @@ import torch
 from keyhole.errors import UserError
 from keyhole.model.objective import PER_ROW, Candidates, check_candidates, places
 from keyhole.model.packing import is_packed, separate
+from keyhole.model.shared_rows import IGNORED, find_shared
 
 Batch = Mapping[str, torch.Tensor]
-IGNORED = -100
 PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 @dataclass
 class DeviceBatch:
-    """Inputs of the decoder, and for the N trained tokens their positions, targets and rows of the batch."""
+    """Inputs of the decoder, and for the N trained tokens their positions, targets and rows of the batch. Inputs may
+    have fewer rows than the batch (shared_rows.py); a position then has several targets."""
 
     inputs: dict[str, torch.Tensor]
     index_N: torch.Tensor  # into the flattened [B * T] positions
@@ -165,21 +166,28 @@ def check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "
             raise UserError(f"batch: {name} holds {low} to {high}; the model has {has} 0 to {row_count - 1}{or_else}")
 
 
-def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
+def to_device(batch: Batch, device: torch.device, shares: bool = False) -> DeviceBatch:
+    """Copies a checked batch to the device. shares: rows that differ in their last token become one
+    (shared_rows.py), for passes without a backward pass."""
     labels_BT = batch["labels"].long()  # collators also return 32 bits
     next_BT = torch.full_like(labels_BT, IGNORED)
     next_BT[:, :-1] = labels_BT[:, 1:]
     flat = next_BT.flatten()
-    index_N = (flat != IGNORED).nonzero()[:, 0]
-    inputs = {"input_ids": batch["input_ids"].long()}
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    trained_N = index_N = (flat != IGNORED).nonzero()[:, 0]
+    row_N = index_N // labels_BT.shape[1]
+    ids, mask, positions = batch["input_ids"].long(), batch.get("attention_mask"), batch.get("position_ids")
+    if shares and (found := find_shared(batch)) is not None:
+        stays_K, place_B = found
+        index_N = place_B[row_N] * labels_BT.shape[1] + trained_N % labels_BT.shape[1]
+        ids, mask = ids[stays_K], None if mask is None else mask[stays_K]
+    inputs = {"input_ids": ids}
     packed = positions is not None and is_packed(positions, mask)
     hides = mask is not None and not bool(mask.all())  # an all-ones mask is dropped: it changes nothing, costs kernels
     if hides and not packed:
         inputs["attention_mask"] = mask
     if positions is not None:
         inputs["position_ids"] = separate(positions, mask) if hides and packed else positions
-    candidates, row_N = None, index_N // labels_BT.shape[1]
+    candidates = None
     if "question" in batch:
         candidates = places(batch["question"], batch["answer"], row_N)
         candidates = replace(
@@ -189,7 +197,7 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     return DeviceBatch(
         inputs={name: move(x, device) for name, x in inputs.items()},
         index_N=move(index_N, device),
-        target_N=move(flat[index_N], device),
+        target_N=move(flat[trained_N], device),
         row_N=move(row_N, device),
         row_count=labels_BT.shape[0],
         token_count=index_N.numel(),

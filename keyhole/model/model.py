@@ -153,9 +153,10 @@ class Model:
             self.placed.warn_if_larger(max(batch["input_ids"].numel() for batch in batches))
         return batches
 
-    def send(self, batches: list[Batch]) -> list[DeviceBatch]:
-        """Checked batches, copied to the device."""
-        sent = [self.head.to_device(one, self.device) for one in batches]
+    def send(self, batches: list[Batch], shares: bool = False) -> list[DeviceBatch]:
+        """Checked batches, copied to the device. shares: candidates may share a row (shared_rows.py), for passes
+        without a backward pass."""
+        sent = [self.head.to_device(one, self.device, shares) for one in batches]
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
@@ -207,16 +208,20 @@ class Model:
         steady: bool = False,
         block_at_once: bool = False,
         streams: dict[int, torch.cuda.Stream] | None = None,
+        alone: bool = False,
     ) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
         block_at_once: a pass waits for all units of a block before it enters the block. streams: of single passes, in
-        place of the current one; `serve` forks and joins them (forward/branches.py)."""
+        place of the current one; `serve` forks and joins them (forward/branches.py). alone: there is one pass, and it
+        runs on the calling thread."""
         passes = self._lockstep
         passes.streams = streams or {}
         passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
         with self.conducted_by(passes):
             try:
+                if alone:
+                    return [passes.run_alone(lambda: self.hidden(batches[0]), serve)]
                 return passes.run([lambda b=b: self.hidden(b) for b in batches], serve)
             finally:
                 passes.rows = None
@@ -248,7 +253,7 @@ class Model:
     def nll(self, batch: Batch | list[Batch]) -> Any:
         """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep: each unit crosses
         the link once."""
-        results = evaluation.nll_by_row(self, self.to_device(batch, of_step=False))
+        results = evaluation.nll_by_row(self, self.send(self.checked(batch, of_step=False), shares=True))
         return results[0] if isinstance(batch, Mapping) else results
 
     @without_autocast()

@@ -270,7 +270,7 @@ class Engine:
         """Copies the page's home into the slot."""
         self.bytes_up += self._crossing_bytes(page)
         if not self.reuse_slots:
-            slot.buffer = self._new_buffer()
+            slot.use(self._new_buffer())
             if self.cuda:
                 lend(slot.buffer, self.streams)
         last_page, slot.last_page, slot.intact = slot.last_page, page, self.gate is None

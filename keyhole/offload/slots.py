@@ -26,16 +26,26 @@ class Slot:
     """A reused device buffer, and the events after which it may be overwritten."""
 
     def __init__(self, buffer: torch.Tensor, cuda: bool) -> None:
-        self.buffer = buffer
+        self.use(buffer)
         self.page: int | None = None  # the page that the slot is reserved for; None: the slot is free
         self.last_page: int | None = None  # the page whose bytes it holds; their write-back may still be running
         self.intact = False  # these bytes equal the home's
         if cuda:
             self.ready, self.computed, self.changed = (torch.cuda.Event() for _ in range(3))
 
+    def use(self, buffer: torch.Tensor) -> None:
+        """Sets the memory of the slot."""
+        self.buffer = buffer
+        self.views: dict[tuple[torch.dtype, int], torch.Tensor] = {}  # of the buffer; units of one kind are alike
+
     def as_page(self, home: torch.Tensor) -> torch.Tensor:
         """The first bytes of the buffer, viewed with the dtype and length of a home."""
-        return self.buffer[: page_bytes(home)].view(home.dtype)
+        key = home.dtype, home.numel()
+        page = self.views.get(key)
+        if page is None:
+            with torch.inference_mode(False):  # an evaluation may be the first to use it, and a step changes it
+                page = self.views[key] = self.buffer[: page_bytes(home)].view(home.dtype)
+        return page
 
 
 class FreeSlots:

@@ -10,10 +10,11 @@ sweeps and in every NTH sweep after that.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+NOTHING = nullcontext()
 AT_ONCE = 3
 FIRST, NTH = 4, 8
 
@@ -35,12 +36,12 @@ class Stalls:
         if self.measures:
             self.sweeps.append([])
 
-    @contextmanager
-    def wait(self, stream: "torch.cuda.Stream") -> Iterator[None]:
+    def wait(self, stream: "torch.cuda.Stream") -> AbstractContextManager[None]:
         """A context in which a wait is enqueued on the stream."""
-        if not self.measures:
-            yield
-            return
+        return self._measured(stream) if self.measures else NOTHING
+
+    @contextmanager
+    def _measured(self, stream: "torch.cuda.Stream") -> Iterator[None]:
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
         yield

@@ -12,12 +12,13 @@ Open the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing).
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+NOTHING = nullcontext()
 LANES = ("upload", "compute", "write-back", "gradients")
 
 
@@ -43,9 +44,12 @@ class Timeline:
         event.record(stream)
         return event
 
-    @contextmanager
-    def span(self, lane: str, label: str) -> Iterator[None]:
+    def span(self, lane: str, label: str) -> AbstractContextManager[None]:
         """Measures the work that is enqueued within the context, on the current stream."""
+        return self._span(lane, label) if self.enabled else NOTHING
+
+    @contextmanager
+    def _span(self, lane: str, label: str) -> Iterator[None]:
         if not self.measures:
             yield
             return

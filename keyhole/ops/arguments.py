@@ -6,6 +6,8 @@ that change from step to step (rate, step) may be tensors on the device too: the
 A caller that violates this has a bug, so these are asserts, not errors for users. noise/index.py checks indices.
 """
 
+from ctypes import c_float
+
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,7 +19,7 @@ VECTOR = 8  # alignment, in elements, that lets the compiler widen memory access
 
 def float32(value: float) -> float:
     """The nearest float32, so that reference and kernel start from the same number."""
-    return torch.tensor(value, dtype=torch.float32).item()
+    return c_float(value).value
 
 
 def number(value: Number) -> Number:

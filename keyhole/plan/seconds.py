@@ -24,7 +24,7 @@ times; if one is much faster, or if there are many slots, it is always ahead. A 
 
 which decides on short batches. Streamed `lomo` on a Llama-3.5B with 512 tokens (5 slots; link 0.215 s, host 0.131,
 device 0.045) took 0.257 s, and on a faster host (0.213, 0.104) 0.236; this gives 0.236 and 0.226. `zo` in 4 GiB
-(3 slots; 0.065, 0.035) took 0.065 s; on a slower host, where it wrote back in every step, 0.099 (0.069, 0.058: 0.084
+(3 slots; 0.065, 0.035) took 0.065 s; on a slower host, where it wrote back in every step, 0.099 (0.069, 0.061: 0.085
 planned) (benchmarks/plan_check_h200_2026-11-16_b.json, _c.json). `lora` on an 8B in 4 GiB (11 slots; 0.55, 0.29) took
 0.567.
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.plan_check import CASES, run, summary
+from benchmarks.plan_check import CASES, HOST, run, summary
 from keyhole.methods import METHODS
 from keyhole.plan.profiles import PROFILES
 
@@ -21,3 +21,5 @@ def test_a_case_has_planned_and_measured_numbers() -> None:
     found = run(case, torch.device("cpu"), PROFILES["laptop"], quick=True)
     assert min(found["planned"]["seconds"], found["measured"]["seconds"], found["measured"]["host"]) > 0
     assert any(line.startswith("seconds: ") for line in summary([found]))
+    assert set(found["host_rates"]) == set(HOST) and min(found["host_rates"].values()) > 0
+    assert 0 < found["used"]["cpu_s"] and found["used"]["without_core_s"] >= 0

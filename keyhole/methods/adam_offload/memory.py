@@ -121,7 +121,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     beside = (BESIDE_LANE if helped else BESIDE_COPIES if overlaps else 1.0) * rates.adam
     share = lane / (lane + beside)
     by_gpu = share * numel
-    found = reverse_work(layout, streamed, work, room, rates)
+    found = reverse_work(layout, streamed, work, room, rates, offers_compiled=False)
     return replace(found, updates_in_reverse=True).plus(
         touched=2 * b * numel + 28 * by_gpu,
         up=(12 + b) * by_gpu + 4 * (1 - share) * resident,

@@ -17,6 +17,7 @@ from keyhole.methods.zo.estimators.base import Estimator, Pair
 from keyhole.methods.zo.parts import split
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
+from keyhole.model.objective import PER_ROW
 from keyhole.ranks import Ranks
 
 
@@ -56,7 +57,7 @@ class Looks:
 
 def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks) -> Looks:
     """Evaluates every look on all rows."""
-    sent = model.send(ranks.share(batches))
+    sent = model.send(ranks.share(batches), shares=by_candidates(batches))
     count = ranks.total(sum(batch.loss_count for batch in sent))
     looks = sum(pair.looks for pair in pairs)
     return Looks(pairs, [sent] * looks, count, [len(batches)] * looks)
@@ -65,7 +66,12 @@ def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ra
 def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], ranks: Ranks) -> Looks:
     """Evaluates each pair on its part of the rows."""
     parts = split(batches, estimator.directions)
-    sent = [model.send(ranks.share(part)) for part in parts]
+    sent = [model.send(ranks.share(part), shares=by_candidates(part)) for part in parts]
     count = ranks.total(sum(batch.loss_count for part in sent for batch in part))
     counts = [len(part) for part in parts for _ in range(2)]
     return Looks(estimator.pairs, [part for part in sent for _ in range(2)], count, counts)
+
+
+def by_candidates(batches: list[Batch]) -> bool:
+    """Whether the loss is one over candidates, which may share rows (model/shared_rows.py)."""
+    return any(PER_ROW[0] in batch for batch in batches)

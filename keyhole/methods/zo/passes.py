@@ -17,7 +17,7 @@ Legend: M tokens looked up, N trained tokens, H width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,9 +61,11 @@ def _perturb_spine(zo: ZO, looks: Looks) -> None:
 def _server(zo: ZO, looks: Looks) -> Callable[[Unit | None, Callable[[int], None]], None]:
     """The function called at each unit: it loads, updates and perturbs the unit, and resumes every pass."""
 
+    copies = _Copies(zo, looks)
+    apart = len(zo.copies) >= len(looks.visits)  # every pair has copies of its own
+
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-        apart = len(zo.copies) >= len(looks.visits)  # every pair has copies of its own
-        for pair, sides in enumerate(_arrive(zo, unit, looks)):
+        for pair, sides in enumerate(_arrive(zo, unit, looks, copies)):
             for side, (passes, weights, spine) in enumerate(sides):
                 zo.model.binding.bind(unit, weights, spine)
                 zo.branches.fork(pair, side)
@@ -78,7 +80,22 @@ def _server(zo: ZO, looks: Looks) -> Callable[[Unit | None, Callable[[int], None
     return serve
 
 
-def _arrive(zo: ZO, unit: Unit | None, looks: Looks) -> Any:
+class _Copies:
+    """Views of the perturbed copies, which units of the same size share: made once per sweep."""
+
+    def __init__(self, zo: ZO, looks: Looks) -> None:
+        self.spines = {p: zo.spines[p].unbind() for p, _, _ in looks.visits}
+        self._whole, self._views = zo.copies, dict[tuple[int, int], list[torch.Tensor]]()
+
+    def of(self, unit: Unit, visit: int) -> list[torch.Tensor]:
+        """plus and minus of a unit. visit: the number of the pair among those that are visited."""
+        key = visit % len(self._whole), unit.numel
+        if key not in self._views:
+            self._views[key] = [copy[: unit.numel] for copy in self._whole[key[0]]]
+        return self._views[key]
+
+
+def _arrive(zo: ZO, unit: Unit | None, looks: Looks, copies: _Copies) -> Any:
     """Yields, per pair, (passes of a look, perturbed weights of a unit, perturbed spine) of its looks; releases the
     unit's slot as early as possible."""
     if not looks.visits:
@@ -86,13 +103,13 @@ def _arrive(zo: ZO, unit: Unit | None, looks: Looks) -> Any:
     engine, last = zo.model.engine, looks.visits[-1][0]
     w = None if unit is None else engine.acquire(unit.index)
     for i, (p, pair, by_look) in enumerate(looks.visits):
+        weights: Sequence[torch.Tensor | None] = (None, None)
         if unit is not None:
-            plus, minus = (copy[: unit.numel] for copy in zo.copies[i % len(zo.copies)])
+            weights = plus, minus = copies.of(unit, i)
             zo.update.perturb(unit, w, plus, minus, zo.perturbation(pair), arrived=p == looks.first)
             if p == last:
                 engine.release(unit.index)
-        weights = (None, None) if unit is None else (plus, minus)
-        yield [(passes, weights[side], zo.spines[p, side]) for side, passes in enumerate(by_look)]
+        yield zip(by_look, weights, copies.spines[p], strict=False)  # a pair may have one look
 
 
 def _rows(zo: ZO, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
@@ -136,8 +153,9 @@ def _nll(zo: ZO, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]
 def _visit_head(zo: ZO, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
     """The nll of every trained token, per pass: each chunk of the head is visited once, for all passes."""
     running = [RunningNLL(batch.target_N) for batch in looks.passes]
+    copies = _Copies(zo, looks)
     for unit in zo.model.layout.head_units:
-        for sides in _arrive(zo, unit, looks):
+        for sides in _arrive(zo, unit, looks, copies):
             for passes, weights, spine in sides:
                 zo.model.binding.bind_head(unit, weights, spine)
                 for index in passes:

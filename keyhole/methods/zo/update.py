@@ -166,7 +166,9 @@ class Update:
         fused: dict[str, Any],
     ) -> None:
         for span in self.spans(unit, fused.get("weight_decay", 0.0)):
-            w_, plus_, minus_ = (flat[span.begin : span.end] for flat in (w, plus, minus))
+            w_, plus_, minus_ = w, plus, minus
+            if span.end - span.begin < unit.numel:
+                w_, plus_, minus_ = (flat[span.begin : span.end] for flat in (w, plus, minus))
             if span.trained:
                 how = perturbation | fused | ({} if span.decays else {"weight_decay": 0.0})
                 ops.zo_flat_(w_, plus_, minus_, ops.ZOStep(unit.start + span.begin, **self.noise, **how))

@@ -10,6 +10,10 @@ block is an argument and its weights are inputs, so that all blocks of one kind 
 forward and backward holds its inputs and parameters. Saved tensors go through `pack` and `unpack`: a parameter is saved
 by reference, since its memory may move until then (streamed weights), and an input may wait in host memory
 (activation_store.py).
+
+Fewer kernels are still launched by Python and autograd, some twenty per block: with short batches the host is the
+bottleneck again. So small blocks are recorded as CUDA graphs (recorded.py), as those that are not compiled, from the
+same compiled function; the first replay is compared with an ordinary run to the last bit.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +27,8 @@ from keyhole.machine.settings import Changes, compiler
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.compiled_linear import linears_offer
 from keyhole.model.forward.compile import prepare_compiling
+
+_NO_STORE = ActivationStore(torch.device("cpu"), to_host=False)
 
 
 def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -56,6 +62,10 @@ class Compiled:
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], saved: "Saved") -> Any:
         with self.offering(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             return (self.run if self.offer is None else self.run_offering)(block, args, kwargs)
+
+    def without_tape(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The block's output with its graph, for a visit that is recorded: no input waits in host memory."""
+        return self(block, args, kwargs, Saved(block, [], _NO_STORE))
 
     def offering(self) -> AbstractContextManager[None]:
         """A context in which the linear layers of a compiled block offer their gradients, if `offer` is set."""

@@ -17,7 +17,14 @@ has to give the same bits, or that block runs eagerly from then on. Graphs chang
 the graph, because the sink's use of gradients (rates, steps) changes from step to step.
 
 All graphs share one memory pool for their temporaries, so the next replay of any graph may overwrite them. Results that
-are used later are therefore copied out of the pool, within the graph itself.
+are used later are therefore copied out of the pool, within the graph itself. Activations that are kept are not copied,
+so they must not lie where another graph, captured earlier, had a temporary: it may be replayed before they are used.
+Forwards that keep theirs therefore have pools of their own, one per pass and shape of inputs. In such a pool memory is
+reused from one block to a later one only, and blocks are replayed in that order. A forward that is captured out of
+order begins a new pool.
+
+Compiled blocks (compiled.py) are rehearsed: they run on the static memory once before they are captured, since what is
+compiled or chosen then cannot be captured.
 
 A graph is tied to the addresses of weights, static inputs and the buffer. A resident block always has the same
 addresses, a streamed one has those of its slot. Hidden states are already at a static address, where the block before
@@ -76,9 +83,10 @@ class _Copied:
 class RecordedBlocks:
     """Captures and replays the forward, the backward and the updates of blocks. turn: the index of the pass."""
 
-    def __init__(self, device: torch.device, block_count: int) -> None:
-        self.device, self.block_count = device, block_count
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, block_count: int, rehearses: bool = False) -> None:
+        self.device, self.block_count, self.rehearses = device, block_count, rehearses
+        self.pool, self.stream = self._new_pool(), torch.cuda.Stream(device)
+        self.kept_pools: dict[Hashable, tuple[int, Any]] = {}  # of kept activations: the last block, and the pool
         self.recordings: dict[Hashable, _Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
         self.copied: dict[Hashable, _Copied] = {}
@@ -119,8 +127,12 @@ class RecordedBlocks:
             key = (kind, self._sources(values))  # again: if `_places` had to grow, inputs have lost their static place
             result = expected
             if keep is not None and has_room():
-                result = self._checked(key, self._capture_kept(places, static, keep), expected)
+                pool = self._kept_pool((turn, kind[3]), block)
+                result = self._checked(key, self._capture_kept(places, static, keep, pool), expected)
+                if self.recordings[key] is None:  # a pool goes with its last graph
+                    self.kept_pools.pop((turn, kind[3]), None)
             if self.recordings.get(key) is None:
+                self._rehearse(run, static)
                 result = self._checked(key, self._capture(lambda: _into(places, run(static))), expected)
             self.ran[turn, block] = self.recordings[key]
             return result
@@ -158,17 +170,21 @@ class RecordedBlocks:
             after = [flat.clone() for flat in memory]
             found = None
             if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
-                for flat, old in zip(memory, before, strict=True):
-                    flat.copy_(old)
                 places = self._places(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
                 more = self._places(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
                 static = self._copied(turn, read), self._copied(of_grads, grads)
                 key = (kind, self._sources(read), self._sources(grads))  # again: see `forward`
 
+                def run_static() -> tuple[Values, Values]:
+                    return run_kept(kept[0], static[1]) if kept else run(*static)
+
                 def captured() -> tuple[Values, Values]:
-                    of_inputs, of_parameters = run_kept(kept[0], static[1]) if kept else run(*static)
+                    of_inputs, of_parameters = run_static()
                     return _into(places, of_inputs), _into(more, of_parameters)
 
+                self._rehearse(run_static)
+                for flat, old in zip(memory, before, strict=True):
+                    flat.copy_(old)
                 found = self._capture(captured)
             result = self._checked(key, found, expected)
             if self.recordings[key] is not None and not all(map(torch.equal, memory, after)):
@@ -211,26 +227,43 @@ class RecordedBlocks:
         """Whether the table of recordings has no room for a new key."""
         return key not in self.recordings and len(self.recordings) >= MAX_GRAPHS
 
-    def _capture(self, run: Callable[[], Any]) -> _Recording | None:
-        """None: the capture failed."""
+    def _rehearse(self, run: Callable[..., Any], *args: Any) -> None:
+        if self.rehearses:
+            run(*args)
+
+    def _capture(self, run: Callable[[], Any], pool: Any = None) -> _Recording | None:
+        """None: the capture failed. pool: instead of the common one."""
         one = _Recording()
         if not any(self.recordings.values()):  # a pool goes with its last graph, also one that was not kept
-            self.pool = torch.cuda.graph_pool_handle()
+            self.pool = self._new_pool()
         torch.cuda.synchronize(self.device)
         try:
             with torch.cuda.stream(self.stream), no_collection():
-                one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                one.graph.capture_begin(pool=pool or self.pool, capture_error_mode="thread_local")
                 try:
                     one.result = run()
                 finally:
                     one.graph.capture_end()
         except RuntimeError as error:
             one, self.why = None, str(error).partition("\n")[0]
+            self.pool = self._new_pool()  # the old one may count as still being captured to
+            self.kept_pools.clear()
         torch.cuda.synchronize(self.device)
         return one
 
+    def _new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def _kept_pool(self, of: Hashable, block: int) -> Any:
+        """The pool of kept activations of a pass and shape: a new one if the block is not later than the last one."""
+        last, pool = self.kept_pools.get(of, (block, None))
+        if last >= block:
+            pool = self._new_pool()
+        self.kept_pools[of] = block, pool
+        return pool
+
     def _capture_kept(
-        self, places: list[torch.Tensor], static: Values, keep: Callable[[Values], BlockGraph]
+        self, places: list[torch.Tensor], static: Values, keep: Callable[[Values], BlockGraph], pool: Any
     ) -> _Recording | None:
         """Like `_capture`, with the autograd graph of the run. It reads static memory, which changes between steps: by
         tensors with version counters of their own, because the forward is replayed before each use of the graph."""
@@ -241,7 +274,8 @@ class RecordedBlocks:
             kept[:] = [keep(values)]
             return _into(places, kept[0].output)
 
-        one = self._capture(captured)
+        self._rehearse(keep, values)
+        one = self._capture(captured, pool)
         if one is not None:
             one.kept = kept
         return one
@@ -305,9 +339,9 @@ class RecordedBlocks:
     def forget(self) -> None:
         """Drops all recordings, and their static memory."""
         torch.cuda.synchronize(self.device)
-        for kept in (self.recordings, self.copied, self.places, self.static, self.ran):
+        for kept in (self.recordings, self.copied, self.places, self.static, self.ran, self.kept_pools):
             kept.clear()
-        self.pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
+        self.pool = self._new_pool()  # the old pool is freed with its last graph
 
 
 def _into(places: list[torch.Tensor], value: Any) -> Any:

@@ -8,6 +8,7 @@ wrapped in UnitGradients.
 """
 
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,9 +43,11 @@ class RecordedVisits:
         kept: KeptBlocks | None = None,
     ) -> None:
         self.blocks, self.run_whole, self.kept = recorded, run_whole, kept
-        self.gathered = UnitGradients(model.layout, model.dtype, self.blocks)
+        self.new_buffer = partial(UnitGradients, model.layout, model.dtype, self.blocks)
         self.units_of = units_of
         self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
+        self.parameters = [list(block.parameters()) for block in blocks]
+        self.takes_graphs: dict[type, bool] = {}  # by type of sink: whether it is Recordable
         self.own = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
         self.reached: dict[int, set[int]] = {}  # by block: parameters that got a gradient in its first backward pass
         self.offers: dict[Any, list[FlatTensor]] = {}  # accepted offers of a recordable backward, by its dependencies
@@ -52,6 +55,11 @@ class RecordedVisits:
         self.repeats = False  # whether a block is used twice in a pass
         self._reaching: set[int] | None = None  # the entry of `reached` that is being filled
         self._offering: list[FlatTensor] | None = None  # the entry of `offers` that is being filled
+
+    @cached_property
+    def gathered(self) -> UnitGradients:
+        """Made when it is first used: large compiled blocks do not need its memory."""
+        return self.new_buffer()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -69,14 +77,16 @@ class RecordedVisits:
         here = (visit.index, visit.block)
         self.repeats = self.repeats or here in self.visited
         self.visited.add(here)
-        if self.repeats or not visit.is_plain or not self._is_small(visit.block, values):
+        if not visit.is_plain:
             return visit._run(values)
+        if self.repeats or not self._is_small(visit.block, values):
+            return visit.run(values), []
 
         def keep(static: list[Any]) -> BlockGraph:
             return visit.graph_of(static, lambda call: self.run_whole(visit.block, call))
 
         kept = {} if self.kept is None else {"keep": keep, "has_room": lambda: self.kept.has_room(_tokens(values))}
-        return self.blocks.forward(visit.index, visit.block, values, _addresses(visit), visit.run, **kept), []
+        return self.blocks.forward(visit.index, visit.block, values, self._addresses(visit), visit.run, **kept), []
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
@@ -86,7 +96,10 @@ class RecordedVisits:
 
     def takes(self, visit: Visit, sink: Sink) -> bool:
         """Whether `reverse` is to be called for this visit."""
-        if self.repeats or visit.has_graph or not visit.is_plain or not isinstance(sink, Recordable):
+        kind = type(sink)
+        if kind not in self.takes_graphs:
+            self.takes_graphs[kind] = isinstance(sink, Recordable)  # takes longer than a launch
+        if self.repeats or visit.has_graph or not visit.is_plain or not self.takes_graphs[kind]:
             return False
         if visit.block not in self.reached:
             self._reaching = self.reached[visit.block] = set()
@@ -107,7 +120,7 @@ class RecordedVisits:
         something was added to param.grad."""
         block, units = visit.block, self.units_of[visit.block]
         state = sink.state(units)
-        depends_on, mark = None if state is None else (_addresses(visit), state), sink.mark()
+        depends_on, mark = None if state is None else (self._addresses(visit), state), sink.mark()
         noted = mark
 
         def differentiate(make: Callable[[], BlockGraph], grads: list[Any], keep: bool) -> tuple[list[Any], list[Any]]:
@@ -144,6 +157,30 @@ class RecordedVisits:
                 below = isinstance(origin, tuple) and origin[0].block == block - 1  # used before it is overwritten
                 pass_on(origin, grad if below or not self.blocks.is_static(grad) else grad.clone())
 
+    def _addresses(self, visit: Visit) -> tuple[int, ...]:
+        """The addresses of the weights of its block."""
+        return tuple([param.data_ptr() for param in self.parameters[visit.block]])
+
+    def hand_over(self, sink: Sink, found: list[tuple[FlatTensor, torch.Tensor, torch.Tensor]]) -> bool:
+        """Hands gradients of vectors (tensor, weights, gradient) to the sink; False: it cannot be recorded, and nothing
+        was done. Those that recordings have written are at fixed addresses, so their updates are one launch."""
+        how = self.gathered.sink.update_key if sink is vars(self).get("gathered") else None
+        if how is None:
+            return False
+        fixed = [one for one in found if self.blocks.is_static(one[2])]
+
+        def run() -> None:
+            for tensor, w, grad in fixed:
+                sink.gradient(tensor, w, grad)
+
+        where = tuple([(tensor.start, w.data_ptr(), grad.data_ptr()) for tensor, w, grad in fixed])
+        if fixed and self.blocks.update(("vectors", where, how), run):
+            self.gathered.sink.updated([tensor for tensor, _, _ in fixed])
+        for tensor, w, grad in found:
+            if not self.blocks.is_static(grad):
+                sink.gradient(tensor, w, grad)
+        return True
+
     def note_gradient(self, param: nn.Parameter) -> None:
         """Autograd has given the parameter a gradient, in an eager backward pass."""
         if self._reaching is not None:
@@ -162,15 +199,11 @@ class RecordedVisits:
         """The step is over, also after an error."""
         self._reaching = self._offering = None
         self.visited.clear()
-        self.gathered.leave()
+        if "gathered" in vars(self):
+            self.gathered.leave()
 
 
 def _tokens(values: list[Any]) -> int | None:
     """Tokens among the inputs of a block; None if no input is a hidden state."""
     hidden = next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
     return None if hidden is None else hidden.numel() // hidden.shape[-1]
-
-
-def _addresses(visit: Visit) -> tuple[int, ...]:
-    """The addresses of the weights of its block."""
-    return tuple(param.data_ptr() for param in visit.module.parameters())

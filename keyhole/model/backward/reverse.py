@@ -83,18 +83,23 @@ class Reverse:
         runs_again = fused and activations != "none" and not compiled
         self.recompute = [second_run(block) for block in self.blocks] if runs_again else None
         self.kept = KeptBlocks(model) if activations == "auto" and not compiled else None
+        keeps_all = self.compiled is not None and activations == "none"
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
-        records = runs_again and activations in ("block", "auto") and model.graphs is not None and has_room(model)
-        records = records and model.reverse_graphs and not model.sharded and not model.layout.experts
+        records = fused and (activations in ("block", "auto") or keeps_all) and model.reverse_graphs
+        records = records and model.graphs is not None and not model.sharded and not model.layout.experts
         self.visits: RecordedVisits | None = None
-        if records:
-            recorded = RecordedBlocks(model.device, len(self.blocks))
+        if records and has_room(model):
+            recorded = RecordedBlocks(model.device, len(self.blocks), rehearses=self.compiled is not None)
             run_whole = weakly(self._run_whole)
-            if self.kept is not None:
+            room = KeptBlocks(model) if keeps_all else self.kept
+            if room is not None:
                 no_stream_warning(model.changes)
-            self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, self.kept)
+            self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)
+        self.modules = list(model.module.modules())
+        self.parts = {i: list(block.modules()) for i, block in enumerate(self.blocks)}
+        self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
         self._handed_over = 0  # gradients of `walk`
         self._sink: Sink | None = None
         self._final = False  # after this visit param.grad holds the complete gradient
@@ -149,11 +154,7 @@ class Reverse:
     ) -> torch.Tensor:
         """The mean loss over all trained tokens of all micro-batches, on the device. turn: makes a context in which the
         pass of a micro-batch is resumed. loss_count, weight: see vocabulary.py."""
-        first_run = None if self.visits is None else self.visits.first_run
-        first_kept = math.inf
-        if self.kept is not None and not (self.visits is not None and self.visits.are_small(batches)):
-            first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
-        model, self.tape = self.model, Tape(self.activations, self.store, self.compiled, first_run, first_kept)
+        model, self.tape = self.model, self._new_tape(batches)
         self.spine = model.acquire_weights(self.layout.spine)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
@@ -178,16 +179,36 @@ class Reverse:
             self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
         recording = self.tape.recording(self.blocks, lambda: model.conductor.current.index)
         with torch.enable_grad(), recording:
-            self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
+            how = {"block_at_once": block_at_once, "alone": self._is_alone(batches)}
+            self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, **how)
             release(None)
         model.binding.bind(None, None, self.spine)
         return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
+
+    def _is_alone(self, batches: list[DeviceBatch]) -> bool:
+        """Whether there is one pass, without random numbers, for which `turn` would set a state, and without experts,
+        which passes announce."""
+        return len(batches) == 1 and not self.layout.experts and not any([part.training for part in self.modules])
+
+    def _new_tape(self, batches: list[DeviceBatch]) -> Tape:
+        """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these."""
+        first_run = None if self.visits is None else self.visits.first_run
+        small = self.visits is not None and self.visits.are_small(batches)
+        if self.compiled is not None:
+            if small and self._is_alone(batches):
+                return Tape("block", self.store, None, first_run, through=self.compiled.without_tape, parts=self.parts)
+            return Tape(self.activations, self.store, self.compiled, parts=self.parts)
+        first_kept = math.inf
+        if self.kept is not None and not small:
+            first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
+        return Tape(self.activations, self.store, None, first_run, first_kept, parts=self.parts)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
-        self._sink, self.last = sink if self.visits is None else self.visits.front_of(sink), last
+        gathers = self.visits is not None and (self.compiled is None or self.tape.through is not None)
+        self._sink, self.last = self.visits.front_of(sink) if gathers else sink, last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
         grads = self.vocabulary.reverse_head(self._turns(self.layout.head_units))
@@ -264,12 +285,12 @@ class Reverse:
             self._visited_once = sum(v.block == block for stop in stops for v in stop.values()) == 1
             for visit in visits:
                 self._final = to_come[block] == 0 and visit is visits[-1]
-                if self.visits is not None and self.visits.takes(visit, self._sink):
-                    self.visits.reverse(visit, self._sink, self._run_again, self._stored, self._accumulated)
-                    continue
                 offering = nullcontext() if self.compiled is None else self.compiled.offering()
                 with offers_go_to(self._offer_at), offering:
-                    visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
+                    if self.visits is not None and self.visits.takes(visit, self._sink):
+                        self.visits.reverse(visit, self._sink, self._run_again, self._stored, self._accumulated)
+                    else:
+                        visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
             if self.visits is not None:
                 self.visits.block_done()
             self._release_block(block, done=to_come[block] == 0)
@@ -283,9 +304,21 @@ class Reverse:
         for place, unit in enumerate(self.units_of[block]):
             stored = self.model.engine.acquire(unit.index, changes=self.trains)
             self.model.binding.bind(unit, self.model.in_compute_dtype(unit, stored, place), self.spine)
-            for tensor in unit.tensors if self.trains else ():
-                self._stored[id(tensor.param)] = view(stored, tensor, unit.start)
+            if not self.trains:
+                continue
+            self._stored.update(self._views(unit, stored))
+            for tensor in unit.tensors:
                 self._param_at[tensor.param.data_ptr()] = tensor.param
+
+    def _views(self, unit: Unit, stored: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """(id(param), its weights as stored) for each tensor of the unit; kept if the unit does not move."""
+        key = (unit.index, stored.data_ptr())
+        if key in self._resident:
+            return self._resident[key]
+        views = [(id(tensor.param), view(stored, tensor, unit.start)) for tensor in unit.tensors]
+        if unit.index not in self.model.engine.streamed:
+            self._resident[key] = views
+        return views
 
     def _run_again(self, block: int, call: Callable[[], Any]) -> Any:
         if self.experts is not None:
@@ -294,7 +327,7 @@ class Reverse:
 
     def _run_whole(self, block: int, call: Callable[[], Any]) -> Any:
         """The first run of a block whose graph is kept for good: the graph must not hold this object."""
-        return self.recompute[block].run_whole(call, weakly(self._offer))
+        return call() if self.recompute is None else self.recompute[block].run_whole(call, weakly(self._offer))
 
     @torch.no_grad()
     def _offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:
@@ -310,11 +343,13 @@ class Reverse:
         param = self._param_at.get(w_OI.data_ptr())
         if param is None:
             raise UserError("compile: this model computes with a part or a copy of a weight; set compile=false")
-        if id(param) in self._offered or not (self._visited_once or self._sink.accumulates):
+        if not self._sink.accumulates and (id(param) in self._offered or not self._visited_once):
             raise UserError("compile: this model uses a weight twice in one pass; set compile=false")
         self._offered.add(id(param))
         accepted = self._sink.linear(self._tensor[id(param)], self._stored[id(param)], dy_MO, x_MI)
         assert accepted, "a sink cannot decline what a compiled block offers"
+        if self.visits is not None:
+            self.visits.note_offer(self._tensor[id(param)])
 
     @torch.no_grad()
     def _accumulated(self, param: nn.Parameter) -> None:
@@ -376,11 +411,15 @@ class Reverse:
         reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
         if self.model.sharded:  # reached on any rank
             reached = set().union(*self.model.ranks.objects(reached))
+        found = []
         for tensor in unit.tensors:
             if tensor.name in reached:
                 grad, tensor.param.grad = tensor.param.grad, None
                 w = view(stored, tensor, unit.start)
-                self._sink.gradient(tensor, w, torch.zeros_like(w) if grad is None else grad)
+                found.append((tensor, w, torch.zeros_like(w) if grad is None else grad))
+        if self.visits is None or not self.visits.hand_over(self._sink, found):
+            for tensor, w, grad in found:
+                self._sink.gradient(tensor, w, grad)
         if self._sink.finished(unit):
             engine.commit(unit.index)
         engine.release(unit.index)

@@ -9,7 +9,8 @@ block. In the forward pass a block runs without a graph; `activations` says what
     auto     the graphs of the last blocks, as many as fit, and the inputs of the others, as in "block"
              (kept_blocks.py); small blocks run as CUDA graphs (recorded.py), which keep activations where there is room
 
-or, for compiled blocks (compiled.py), a graph of the block that holds only its inputs.
+or, for compiled blocks (compiled.py), a graph of the block that holds only its inputs. Small compiled blocks are
+visited like any others, with the compiled function in place of their forward (`through`): CUDA graphs record them.
 
 A block's outputs are passed on as new leaves. So the operations between two blocks (usually none: the next block gets
 the same tensor) form a small graph of their own, as do the embedding before the first block and the norm after the
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
 from keyhole.errors import UserError
@@ -58,7 +59,8 @@ class Visit:
 
     def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable, index: int) -> None:
         self.block, self.module, self.forward, self.index = block, module, forward, index
-        self.store, self.compiled, self.first_run = tape.store, tape.compiled, tape.first_run
+        self.store, self.compiled = tape.store, tape.compiled
+        self.first_run, self.through, self.parts = tape.first_run, tape.through, tape.parts_of(block, module)
         self.has_graph = block >= tape.first_kept or tape.compiled is not None
         self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that need a gradient, by their index among the inputs
@@ -70,6 +72,8 @@ class Visit:
         """Runs the block for the first time; returns its output, detached."""
         shared = [x for x in (*args, *kwargs.values()) if type(x) in (dict, UserDict)]
         self.mapping_types = [type(mapping) for mapping in shared]
+        if shared and (self.compiled is not None or self.through is not None):
+            raise UserError("compile: blocks of this model hand tensors to each other in a mapping; set compile=false")
         if shared:
             place = {id(mapping): _Mapping(i) for i, mapping in enumerate(shared)}
             args = tuple(place.get(id(x), x) for x in args)
@@ -78,7 +82,7 @@ class Visit:
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 self.origins[i] = getattr(value, "keyhole_origin", value)
-        if any(part.training for part in self.module.modules()):
+        if any([part.training for part in self.parts]):
             self.random = _random_state(_device_of(values))
         if self.has_graph:
             output, written = self._leave(self._with_graph(values))
@@ -97,8 +101,11 @@ class Visit:
         return not self.mapping_types and self.random is None
 
     def run(self, values: list[Any]) -> Any:
-        """The output of a plain visit."""
-        return self._run(values)[0]
+        """The output of a plain visit. Compiled code differs with and without a graph, so it always runs with one."""
+        if self.through is None:
+            return self._run(values)[0]
+        output = self.graph_of(values, lambda call: call()).output
+        return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output)
 
     def _run(self, values: list[Any]) -> tuple[Any, list[dict[Any, Any]]]:
         """The block's output, and what it wrote into its mappings, of which it gets copies."""
@@ -106,6 +113,9 @@ class Visit:
         copies = [kind(one) for kind, one in zip(self.mapping_types, entries, strict=True)]
         args = [copies[x.index] if isinstance(x, _Mapping) else x for x in args]
         kwargs = {name: copies[x.index] if isinstance(x, _Mapping) else x for name, x in kwargs.items()}
+        if self.through is not None:
+            args, kwargs = tree_map(_fresh, (tuple(args), kwargs))
+            return self.through(self.module, args, kwargs), []
         output = self.forward(*args, **kwargs)
         pairs = zip(copies, entries, strict=True)
         return output, [{k: v for k, v in after.items() if v is not before.get(k)} for after, before in pairs]
@@ -118,8 +128,6 @@ class Visit:
         if self.compiled is None:
             return self._run(values)
         args, kwargs, _ = tree_unflatten(values, self.spec)
-        if self.mapping_types:
-            raise UserError("compile: blocks of this model hand tensors to each other in a mapping; set compile=false")
         self.saved = Saved(self.module, [values[i] for i in self.origins], self.store)
         return self.compiled(self.module, args, kwargs, self.saved), []
 
@@ -170,7 +178,7 @@ class Visit:
     def graph_of(self, values: list[Any], run_again: Callable[[Callable], Any]) -> BlockGraph:
         """For a plain visit: the graph of another run, with leaves for its inputs in the order of `origins`. (`reverse`
         makes such a graph for any visit, and differentiates it through .grad.)"""
-        inputs = {i: values[i].detach().requires_grad_() for i in self.origins}
+        inputs = {i: values[i].data.requires_grad_() for i in self.origins}
         again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
         return BlockGraph(list(inputs.values()), again[0])
 
@@ -232,11 +240,20 @@ class Tape:
         compiled: Compiled | None = None,
         first_run: Callable[[Visit, list[Any]], Any] | None = None,
         first_kept: float = math.inf,
+        through: Callable[[nn.Module, tuple, dict[str, Any]], Any] | None = None,
+        parts: dict[int, list[nn.Module]] | None = None,
     ) -> None:
-        self.store, self.compiled = store, compiled
+        self.store, self.compiled, self.through = store, compiled, through
+        self.parts = {} if parts is None else parts  # by block: its modules
         self.first_kept = 0 if activations == "none" else first_kept  # this block and later ones keep their graphs
         self.first_run = first_run  # replaces Visit._run
         self.stops: list[dict[int, Visit]] = []
+
+    def parts_of(self, block: int, module: nn.Module) -> list[nn.Module]:
+        """The modules of a block."""
+        if block not in self.parts:
+            self.parts[block] = list(module.modules())
+        return self.parts[block]
 
     @contextmanager
     def recording(self, blocks: list[nn.Module], current_pass: Callable[[], int]) -> Iterator[None]:
@@ -276,6 +293,11 @@ class Tape:
         for stop in self.stops:
             for visit in stop.values():
                 visit.restart()
+
+
+def _fresh(value: Any) -> Any:
+    """The tensor as one that is no view: compiled code is compiled again for views of another shape of tensor."""
+    return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
 
 
 def _device_of(values: list[Any]) -> torch.device:

@@ -214,23 +214,30 @@ class VocabularyGradients:
         """Gradients of the table, chunk by chunk, after the first block's; computed again for each of the turns."""
         if not self.layout.table.param.requires_grad:
             return
+        looked_up = self._looked_up()
         for hand_over in turns:
             for unit in self.layout.of_kind("table"):
                 stored = self.model.engine.acquire(unit.index)
                 head_RH = self._head_rows_grad(unit, stored) if self.layout.tied else None
-                hand_over(unit, stored, _add(head_RH, self._embedding_grad(unit)))
+                hand_over(unit, stored, _add(head_RH, self._embedding_grad(unit, looked_up)))
 
-    def _embedding_grad(self, unit: Unit) -> torch.Tensor | None:
-        """[R, H]: the gradients of the rows of this chunk that were looked up, summed row by row."""
-        first, end = unit.rows
+    def _looked_up(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """([M] ids, [M, H] gradients) of all lookups of all passes; None: none has a gradient. Padding has the id -1:
+        its lookup gives no gradient, as in torch's own embedding."""
         found = [e for e in self.embedded.values() if e.rows_MH.grad is not None]
         if not found:
             return None
-        ids_M = torch.cat([e.ids_M for e in found]) - first
-        grad_MH = torch.cat([e.rows_MH.grad for e in found])
-        if self.padding_idx is not None:  # as in torch's own embedding: the lookup gives this row no gradient
-            ids_M = torch.where(ids_M == self.padding_idx - first, end - first, ids_M)
-        ids_M = torch.where((ids_M < 0) | (ids_M >= end - first), end - first, ids_M)  # other chunks: an extra row
+        ids_M = torch.cat([e.ids_M for e in found])
+        if self.padding_idx is not None:
+            ids_M = torch.where(ids_M == self.padding_idx, -1, ids_M)
+        return ids_M, torch.cat([e.rows_MH.grad for e in found])
+
+    def _embedding_grad(self, unit: Unit, looked_up: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor | None:
+        """[R, H]: the gradients of the rows of this chunk that were looked up, summed row by row."""
+        if looked_up is None:
+            return None
+        (ids_M, grad_MH), (first, end) = looked_up, unit.rows
+        ids_M = torch.where((ids_M < first) | (ids_M >= end), end - first, ids_M - first)  # other chunks: an extra row
         add_up = torch.ops.aten.embedding_dense_backward
         return add_up(grad_MH, ids_M, end - first + 1, -1, False)[: end - first]
 

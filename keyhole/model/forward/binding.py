@@ -7,13 +7,16 @@ a pass is resumed, those inside a block when the pass enters that block.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from keyhole.model.forward.head import Head
-from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.homes import Homes, view
+
+Views = list[tuple[nn.Parameter, torch.Tensor]]
 
 
 def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
@@ -32,8 +35,8 @@ class Binding:
         self.spine: torch.Tensor  # the memory that the spine's parameters point into, for the running pass
         blocks = (None, *range(self.layout.block_count))
         self.spine_of = {b: [t for t in self.layout.spine.tensors if t.block == b] for b in blocks}
-        self._views: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
-        self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._views: dict[tuple, Views] = {}
+        self._home_views: Views = []
 
     def forget(self) -> None:
         """Drops cached views, which keep the memory of an earlier method alive."""
@@ -53,18 +56,31 @@ class Binding:
         """Points the parameters of a block unit into `flat`, and those of the spine outside of blocks and in the
         unit's block into `spine`. (A pass that enters the next block calls `enter_block` for that one.)"""
         self.spine = spine
-        self.enter_block(None)
-        if unit is not None:
+        if unit is not None and unit.rows is not None:  # there may be thousands of experts: their views are not kept
+            self.enter_block(None)
             self.enter_block(unit.block)
-            if unit.rows is not None:
-                unit.tensors[0].param.data = rows_view(unit, flat)
-            else:
-                self._point((unit.index, flat.data_ptr()), unit.tensors, flat, unit.start)
+            unit.tensors[0].param.data = rows_view(unit, flat)
+            return
+        key = ("unit", None if unit is None else (unit.index, flat.data_ptr()), spine.data_ptr())
+        for param, at in self._kept(key, lambda: self._views_of(unit, flat)):
+            param.data = at
 
     def enter_block(self, block: int | None) -> None:
         """Points the spine's parameters in a block (None: outside of all blocks) into the spine of the running pass."""
-        key = ("spine", block, self.spine.data_ptr())
-        self._point(key, self.spine_of[block], self.spine, self.layout.spine.start)
+        for param, at in self._spine_views(block):
+            param.data = at
+
+    def _views_of(self, unit: Unit | None, flat: torch.Tensor | None) -> Views:
+        outside = self._spine_views(None)
+        if unit is None:
+            return outside
+        own = [(tensor.param, view(flat, tensor, unit.start)) for tensor in unit.tensors]
+        return outside + self._spine_views(unit.block) + own
+
+    def _spine_views(self, block: int | None) -> Views:
+        spine, start = self.spine, self.layout.spine.start
+        key = ("spine", block, spine.data_ptr())
+        return self._kept(key, lambda: [(t.param, view(spine, t, start)) for t in self.spine_of[block]])
 
     def bind_head(self, unit: Unit, flat: torch.Tensor, spine: torch.Tensor) -> None:
         """Points the head to the rows of a chunk, and to the part of its bias for these rows."""
@@ -74,11 +90,11 @@ class Binding:
             bias = view(spine, tensor, self.layout.spine.start)[slice(*unit.rows)]
         self.head.bind(rows_view(unit, flat), bias)
 
-    def _point(self, key: tuple, tensors: list[FlatTensor], flat: torch.Tensor, start: int) -> None:
+    def _kept(self, key: tuple, find: Callable[[], Views]) -> Views:
+        """The views that were kept under this key, or that are found now."""
         views = self._views.get(key)
         if views is None:
-            views = [(t.param, view(flat, t, start)) for t in tensors]
+            views = find()
             if self.keep_views:
                 self._views[key] = views
-        for param, at in views:
-            param.data = at
+        return views

@@ -11,6 +11,7 @@ c_{q-1}] is a tensor on the device: the host never reads the projected gradients
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -37,6 +38,9 @@ class Flags:
     COUNT: bool
     PAIRS: bool
     ON_DEVICE: bool = False  # the steps are pointers
+
+
+_flags = cache(Flags)  # there are few, and a launch takes less time with one that it has seen
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class ZOStep:
         count, decay = self.coef is not None and self.changed is not None, float32(self.weight_decay) != 0
         kind = 1 + BESIDE.index(self.beside) if perturb else 0
         gaussian, there = self.distribution == "gaussian", is_on_device(*self.steps)
-        return Flags(self.directions, kind, gaussian, decay, stochastic, count, pairs, there)
+        return _flags(self.directions, kind, gaussian, decay, stochastic, count, pairs, there)
 
     @property
     def steps(self) -> tuple[Count, Count]:

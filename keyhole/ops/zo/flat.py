@@ -16,6 +16,7 @@ elements (and the tensors are 16-byte aligned), memory is accessed 4 elements at
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -165,7 +166,10 @@ def zo_flat_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.Tensor | N
     if torch.version.hip is None:
         options["maxnreg"] = REGISTERS
     with on_device(w):
-        for part, multiple in _parts(how.offset % TILE, w.numel()):
-            tensors = [None if tensor is None else tensor[part] for tensor in (w, plus, minus)]
+        parts = _parts(how.offset % TILE, w.numel())
+        for part, multiple in parts:
+            tensors: Any = w, plus, minus
+            if len(parts) > 1:
+                tensors = [None if tensor is None else tensor[part] for tensor in tensors]
             programs, place = span(how.offset + part.start, part.stop - part.start, TILE)
             _zo_kernel[(programs,)](*tensors, how.coef, how.changed, *place, *numbers, MULTIPLE=multiple, **options)

@@ -4,6 +4,7 @@ On a CPU a graph is imitated by running the passes again, on the static tensors 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,19 +123,36 @@ def test_other_bits_are_noticed() -> None:
     assert all(map(torch.equal, recorded[1], plain[1]))
 
 
-def test_candidates_are_static_too() -> None:
+def choices(step: int, shared: bool) -> list[dict]:
+    """Two questions with two candidates of one token; shared: behind the same prompt, so that they have one row."""
+    one = batch(rows=4, length=6, seed=step)
+    if shared:
+        one["input_ids"][1::2, :-1] = one["input_ids"][::2, :-1]
+    labels = torch.full_like(one["labels"], -100)
+    labels[:, -1] = one["input_ids"][:, -1]
+    question, answer = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 0, 0, 1] if step % 3 else [0, 1, 0, 1])
+    return [one | {"labels": labels, "question": question, "answer": answer}]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["separate rows", "shared rows"])
+def test_candidates_are_static_too(shared: bool) -> None:
     """Of a batch trained by the choice between candidates, everything that the passes read is copied."""
-
-    def rows(step: int) -> list[dict]:
-        one = batch(rows=4, length=6, seed=step)
-        labels = torch.full_like(one["labels"], -100)
-        labels[:, -1] = one["input_ids"][:, -1]
-        question, answer = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 0, 0, 1] if step % 3 else [0, 1, 0, 1])
-        return [one | {"labels": labels, "question": question, "answer": answer}]
-
+    rows = partial(choices, shared=shared)
     recorded = trained(Imitated, {}, rows, device="cpu", dtype="float32")
     plain = trained(None, {}, rows, device="cpu", dtype="float32")
     assert recorded[2].recorded.replays >= 6
+    assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 4}], ids=["dense", "rank 2"])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_over_shared_rows_give_the_same_bits(options: dict) -> None:
+    """On a GPU, against steps without any graph, and recordings were used."""
+    rows = partial(choices, shared=True)
+    recorded = trained(None, options, rows, device="cuda", dtype="bfloat16")
+    plain = trained(None, options, rows, device="cuda", dtype="bfloat16", graphs=False)
+    assert recorded[2].recorded.replays >= 2, recorded[2].recorded.why
     assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
 
 

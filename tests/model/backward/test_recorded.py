@@ -87,6 +87,48 @@ def test_recordings_that_keep_activations_give_the_same_bits(name: str, micro_ba
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
+@pytest.mark.parametrize("name", ["lomo", "lsp"])
+def test_kept_activations_survive_passes_of_other_lengths(name: str) -> None:
+    """Lengths of the two micro-batches of a step are first recorded apart, and then mixed: passes that were recorded
+    earlier are replayed between the forward of a block and its reverse."""
+    lengths = [(9, 9)] * 3 + [(6, 6)] * 3 + [(9, 6)] * 3 + [(6, 9)] * 3 + [(12, 6)] * 3 + [(9, 12)] * 3 + [(6, 9)] * 2
+    found = []
+    for graphs, activations in ((False, "block"), (True, "auto")):
+        how = {"dtype": "bfloat16", "seed": 3, "reverse_graphs": graphs}
+        model = keyhole.load(config("llama"), init="random", device="cuda", **how)
+        method = KEEPING[name](model, activations=activations)
+        losses = [
+            float(method.step([batch(rows=2, length=length, seed=10 * step + i) for i, length in enumerate(pair)]))
+            for step, pair in enumerate(lengths)
+        ]
+        method.flush()
+        found.append((losses, [model.home(tensor).clone() for tensor in model.layout.tensors]))
+    assert any(key[0][-1] for key, one in method.reverse.recorded.recordings.items() if one and key[0][0] == "reverse")
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "lomo, all kept": lambda model: keyhole.LOMO(model, 1e-2, max_grad_norm=0.5, compile=True, activations="none"),
+    "lsp": lambda model: keyhole.LSP(model, 1e-3, d=8, r=2, check_freq=5, compile=True),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_recorded_compiled_blocks_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded from the function that runs otherwise, with its graph if activations are kept."""
+    monkeypatch.setitem(METHODS, name, COMPILED[name])
+    plain = trained(name, False, 1, dtype="bfloat16")
+    recorded = trained(name, True, 1, dtype="bfloat16")
+    blocks = recorded[2].reverse.recorded
+    kinds = [key[0] for key, one in blocks.recordings.items() if key[0] != "update" and one is not None]
+    reverses = [bool(kind[-1]) for kind in kinds if kind[0] == "reverse"]
+    assert plain[2].reverse.recorded is None
+    assert reverses and all(kept == ("all kept" in name) for kept in reverses), blocks.why
+    assert recorded[0] == plain[0]
+    assert all(map(torch.equal, recorded[1], plain[1]))
+
+
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "lsp", "adam-offload"])
 def test_recorded_blocks_of_a_streamed_model(name: str) -> None:
     """Slots are addresses too: streamed and recorded equals resident and not recorded."""

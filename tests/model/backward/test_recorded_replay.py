@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.recorded_visits import RecordedVisits
@@ -45,11 +46,22 @@ class Imitated(RecordedBlocks):
     def __init__(self, reverse: Reverse) -> None:
         self.device, self.block_count, self.owner = torch.device("cpu"), len(reverse.blocks), reverse
         self.recordings, self.copied, self.places, self.static, self.why = {}, {}, {}, set(), ""
-        self.ran = {}
+        self.ran, self.kept_pools, self.rehearses = {}, {}, reverse.compiled is not None
+        self.kept_in: dict[int, list[tuple[Any, int]]] = {}  # by pool: pass and shape, block
+        self.alive: list[Any] = []  # pools, so that no two have one id
         self.seen = Counter()
         self.replays = self.drops = 0
 
-    def _capture(self, run: Callable[[], Any]) -> Any:
+    def _new_pool(self) -> Any:
+        return object()
+
+    def _kept_pool(self, of: Any, block: int) -> Any:
+        pool = super()._kept_pool(of, block)
+        self.kept_in.setdefault(id(pool), []).append((of, block))
+        self.alive.append(pool)
+        return pool
+
+    def _capture(self, run: Callable[[], Any], pool: Any = None) -> Any:
         return Graph(self, run)
 
     def forget(self) -> None:
@@ -107,7 +119,9 @@ def trained(
         batches = [batch(rows=2, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(micro_batches)]
         losses.append(float(method.step(batches)))
     method.flush()
-    return losses, [model.home(tensor).clone() for tensor in model.layout.tensors], recorded
+    weights = [model.home(tensor).clone() for tensor in model.layout.tensors]
+    model.close()  # an imitated recording holds the method, so nothing else would undo what compiling has set
+    return losses, weights, recorded
 
 
 @in_every_run(lambda name, micro_batches: (micro_batches == 2) == (name in ACCUMULATED) and name not in ALIKE)
@@ -137,6 +151,29 @@ def test_replays_with_kept_activations_give_the_same_bits(name: str, micro_batch
     assert all(map(torch.equal, weights, plain[1]))
 
 
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "lomo": lambda model: keyhole.LOMO(model, weight_decay=0.1, compile=IN_PLACE),
+    "lomo, all kept": lambda model: keyhole.LOMO(model, max_grad_norm=0.5, compile=IN_PLACE, activations="none"),
+    "lsp": lambda model: keyhole.LSP(model, d=8, r=2, check_freq=3, optimizer_on="gpu", compile=IN_PLACE),
+    "adalomo, all kept": lambda model: keyhole.AdaLOMO(model, compile=IN_PLACE, activations="none"),
+}
+
+
+@in_every_run(lambda name: name == "lomo, all kept")
+@pytest.mark.parametrize("name", COMPILED)
+def test_replays_of_compiled_blocks_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded from the compiled function that runs otherwise."""
+    torch._dynamo.reset()
+    monkeypatch.setitem(METHODS, name, COMPILED[name])
+    keeps = "all kept" in name
+    losses, weights, recorded = trained(name, True, 1, keeps=keeps)
+    plain = trained(name, False, 1)
+    kinds = [key[0] for key in recorded.recordings if key[0] != "update"]
+    assert recorded.replays > 10 and all(one is not None for one in recorded.recordings.values())
+    assert all(bool(kind[-1]) == keeps for kind in kinds if kind[0] == "reverse")
+    assert losses == plain[0] and all(map(torch.equal, weights, plain[1]))
+
+
 @pytest.mark.parametrize("name", ["lomo", "lsp"])
 def test_a_block_whose_kept_graph_cannot_be_recorded_is_recomputed(name: str) -> None:
     """The step is the ordinary one."""
@@ -158,6 +195,23 @@ def test_a_block_whose_kept_graph_cannot_be_recorded_is_recomputed(name: str) ->
     assert recorded.failures
     assert losses == plain[0]
     assert all(map(torch.equal, [model.home(tensor) for tensor in model.layout.tensors], plain[1]))
+
+
+def test_kept_activations_share_a_pool_with_later_blocks_of_their_pass_alone() -> None:
+    """Elsewhere a graph that is replayed between their forward and their reverse might have a temporary in their place:
+    an update, or the pass of another micro-batch whose length was recorded in an earlier step."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    method = keyhole.LOMO(model)
+    recorded, step = recording(method, keeps=True), 0
+    for lengths in ((9, 9), (9, 6), (6, 9), (6, 6)):
+        for _ in range(3):
+            method.step([batch(rows=2, length=length, seed=10 * step + i) for i, length in enumerate(lengths)])
+            step += 1
+    found = list(recorded.kept_in.values())
+    assert len(found) >= 4  # two passes of two lengths each
+    for visits in found:
+        assert len({of for of, _ in visits}) == 1
+        assert [block for _, block in visits] == sorted({block for _, block in visits})
 
 
 def test_a_block_that_is_used_twice_in_a_pass_is_not_recorded() -> None:
@@ -201,9 +255,9 @@ class Failing(Imitated):
         finally:
             self.reverses = False
 
-    def _capture(self, run: Callable[[], Any]) -> Any:
+    def _capture(self, run: Callable[[], Any], pool: Any = None) -> Any:
         if not self.reverses:
-            return super()._capture(run)
+            return super()._capture(run, pool)
         self.capturing = True
         try:
             with pytest.raises(RuntimeError, match="capturing"):
