@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError
-from keyhole.methods.base import State
+from keyhole.methods.base import State, checked_rate
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.shards import total_loss
@@ -178,7 +178,7 @@ class AdamW(TorchMethod):
     ) -> None:
         super().__init__(model, max_grad_norm, dropout=ModelDropout(model, seed, model_dropout))
         groups = self._groups(weight_decay, weight_decay_on)
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps)
+        self.optimizer = torch.optim.AdamW(groups, lr=checked_rate(lr), betas=(beta1, beta2), eps=eps)
 
 
 class SGD(TorchMethod):
@@ -199,4 +199,5 @@ class SGD(TorchMethod):
         seed: int = 0,
     ) -> None:
         super().__init__(model, max_grad_norm, dropout=ModelDropout(model, seed, model_dropout))
-        self.optimizer = torch.optim.SGD(self._groups(weight_decay, weight_decay_on), lr=lr, momentum=momentum)
+        groups = self._groups(weight_decay, weight_decay_on)
+        self.optimizer = torch.optim.SGD(groups, lr=checked_rate(lr), momentum=momentum)
