@@ -11,7 +11,6 @@ NaN, out of memory) would fail again and is not repeated; `crash` is tried again
 """
 
 import json
-import math
 import typing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from keyhole.disk.files import read_small, write_text
 from keyhole.disk.json_text import json_text
 from keyhole.methods import METHODS
 from keyhole.methods.traits import AUTO_RATE
-from keyhole.report.entries import Entry, is_test, read_metrics
+from keyhole.report.entries import Entry, finite, is_test, read_metrics
 from keyhole.training.selection import Selection, SelectionSettings, value_of
 from keyhole.training.validation import Judge, common_metric
 
@@ -101,11 +100,13 @@ def summarise(trial: Trial, data: Data) -> Result:
             made.search_forwards = row.search_steps * (row.search_passes - made.forwards)
     made.tokens = sum(entry["tokens"] for entry in steps)
     made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
-    made.curve = [[e["step"], seconds.get(e["step"], 0.0), value_of(e, metric), e["eval_loss"]] for e in evaluations]
+    made.curve = [
+        [e["step"], seconds.get(e["step"], 0.0), finite(value_of(e, metric)), e["eval_loss"]] for e in evaluations
+    ]
     made.losses = _pieces(steps, seconds)
     made.best_step = _chosen_step(trial, evaluations, metric, steps[-1]["step"] if steps else None)
     at = [entry for entry in evaluations if entry["step"] == made.best_step]
-    made.dev = value_of(at[0], metric) if at else None
+    made.dev = finite(value_of(at[0], metric)) if at else None
     for entry in (entry for entry in entries if is_test(entry) and entry["step"] == made.best_step):
         made.tests = finite_tests(entry)
         made.test = made.tests.get(f"test_{made.test_metric}")
@@ -113,9 +114,10 @@ def summarise(trial: Trial, data: Data) -> Result:
 
 
 def finite_tests(found: Entry) -> dict[str, float]:
-    """The test metrics of an entry, without those that are not finite (null in a metrics file)."""
+    """The test metrics of an entry, without those that are not finite (null in a metrics file), or so large that their
+    mean would not be (perplexities of a diverged run)."""
     tests = {name: value for name, value in found.items() if name.startswith("test_")}
-    return {name: value for name, value in tests.items() if value is not None and math.isfinite(value)}
+    return {name: value for name, value in tests.items() if finite(value) is not None}
 
 
 def _seconds_at(steps: list[Entry]) -> dict[int, float]:
@@ -165,7 +167,8 @@ def write_result(root: Path, result: Result) -> None:
 def read_result(root: Path, run: str) -> Result | None:
     """The result of a finished run; None if there is none, or if it has invalid values."""
     try:
-        content: dict[str, Any] = json.loads(read_small(path_of(root, run), MOST_BYTES))
+        text = read_small(path_of(root, run), MOST_BYTES)
+        content: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)  # NaN of earlier versions
         kinds = typing.get_type_hints(Result)
         made = Result(**{key: value for key, value in content.items() if key in kinds})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -185,4 +188,6 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
     if inner:
         return any(_fits(value, arm) for arm in inner)
-    return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    if kind is float:
+        return finite(value) is not None
+    return isinstance(value, kind) and not isinstance(value, bool)

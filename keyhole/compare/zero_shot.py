@@ -16,6 +16,7 @@ from keyhole.compare.result import Result, finite_tests
 from keyhole.config.data import data_settings
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.methods.workload import Workload
+from keyhole.report.entries import finite
 from keyhole.training.validation import Judge, common_metric
 
 Failed = Callable[[Result, Exception], Result]
@@ -59,7 +60,7 @@ def score(
             dev = judge.dev_metrics(model, lambda: False) or {}
         finally:
             model.close()
-        made.test, made.dev = made.tests.get(f"test_{made.test_metric}"), dev.get(f"eval_{made.dev_metric}")
+        made.test, made.dev = made.tests.get(f"test_{made.test_metric}"), finite(dev.get(f"eval_{made.dev_metric}"))
     except Exception as error:
         return failed(made, error)
     return made

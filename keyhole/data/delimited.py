@@ -1,6 +1,7 @@
 """Reads CSV and TSV cells, for training data and tasks: finds the delimiter, and decides whether cells are quoted.
 
     delimiter    .csv: the first of tab, comma, semicolon that the first line has outside of quotation marks
+                 a first line `sep=;`, which spreadsheets write, names it, and is no row
                  others: tabs; a .tsv whose first line has commas and no tab is refused as a CSV file
     quoting      between commas and semicolons always: "a ""b"", c" is one cell
                  between tabs depending on the file, because both kinds are common
@@ -30,6 +31,7 @@ from keyhole.errors import UserError
 
 TAB = "\t"
 LOOKED_AT = 2**26  # characters of a file that decide whether it is quoted
+SEPARATOR = re.compile(r'"?sep=([\t,;|])"?')
 NUMBER = re.compile(r"\s*[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?\s*")  # or empty
 
 
@@ -40,7 +42,18 @@ def read_cells(
     skip_spaces: spaces after a comma are not part of the cell."""
     end = _line_end(path)
     with open_text(path, newline=end, encoding=encoding) as file:
-        delimiter = _delimiter(path, file.readline(MOST_ROW_BYTES))
+        first = file.readline(MOST_ROW_BYTES)
+    said = SEPARATOR.fullmatch(first.strip("\r\n")) if kind_of(path) == ".csv" else None
+    delimiter = _delimiter(path, first) if said is None else said[1]
+    rows = _cells(path, end, encoding, delimiter, skip_spaces, marks_are_letters)
+    if said is not None:
+        next(rows)
+    yield from rows
+
+
+def _cells(
+    path: Path, end: str, encoding: str | None, delimiter: str, skip_spaces: bool, marks_are_letters: bool
+) -> Iterator[tuple[int, list[str]]]:
     if delimiter == TAB and not _is_quoted(path, end, encoding, marks_are_letters):
         with open_text(path, newline=end, encoding=encoding) as file:
             for number, line in enumerate(bounded_lines(file, path), 1):

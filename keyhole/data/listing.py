@@ -7,23 +7,33 @@ other data without any error:
     incomplete   `train-00002-of-00005.parquet` without all five parts
     twice        a file that two sources name, or one source through two links
     splits       a directory with files of several splits (train, test), which are all read
+    disguised    a .txt file that begins like JSONL or a table: it is trained on as plain text
 
 A directory of plain texts is a data set; beside tables they are notes, which are not read.
 """
 
 import os
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from keyhole.data.readers import PLAIN, SUFFIXES, kind_of
+from keyhole.data.readers import PLAIN, SUFFIXES, kind_of, open_text
 from keyhole.errors import listed
 
 PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")
 SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"}
 SPLITS |= {"dev": "validation", "eval": "validation"}
 SAID_BY_NAME = ("readme", "license", "licence", "changelog", "citation", "notice")
+MOST_LINE = 2**20
+HEADERS = (
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("question", "answer"),
+    ("text", "label"),
+    ("id", "text"),
+)
 SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` of `datasets`
 
 
@@ -31,7 +41,13 @@ def remarks(sources: list[str], names: list[str]) -> list[str]:
     """Lines about these sources, which were resolved to these files."""
     folders = [path for path in (Path(source).expanduser() for source in sources) if path.is_dir()]
     plain = [path for path in folders if not any((path / name).is_file() for name in SAVED)]
-    return [*map_lines(_unread, plain), *map_lines(_splits, plain), *_incomplete(names), *_twice(names)]
+    return [
+        *map_lines(_unread, plain),
+        *map_lines(_splits, plain),
+        *_incomplete(names),
+        *_twice(names),
+        *_disguised(names),
+    ]
 
 
 def map_lines(tell: Callable[[Path], str], folders: list[Path]) -> list[str]:
@@ -90,3 +106,20 @@ def _twice(names: list[str]) -> list[str]:
     count = Counter(os.path.realpath(name) if Path(name).is_file() else name for name in names)
     again = [f"{Path(name).name} ({number} times)" for name, number in count.items() if number > 1]
     return [f"read more than once, so trained on more often: {listed(again)}"] if again else []
+
+
+def _disguised(names: list[str]) -> list[str]:
+    """Plain texts whose first line is that of another format."""
+    found = []
+    for path in (Path(name) for name in names if kind_of(Path(name)) in PLAIN and Path(name).is_file()):
+        try:
+            with open_text(path) as file:
+                line = file.readline(MOST_LINE).strip()
+        except (OSError, EOFError, ValueError, zlib.error):
+            continue  # reading it will report that
+        cells = {cell.strip('" ') for cell in re.split(r"[\t,;]", line)}
+        if line.startswith("{") and line.endswith("}"):
+            found.append(f"{path.name}: begins with a JSON object, and is trained on as plain text; call it .jsonl")
+        elif len(cells) > 1 and any(cells >= set(columns) for columns in HEADERS):
+            found.append(f"{path.name}: begins with names of columns, and is trained on as plain text; call it .csv")
+    return found

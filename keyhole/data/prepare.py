@@ -71,7 +71,10 @@ def tokenise(
     for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
             collector.add(example, tokens)
-        tell("tokenising", report.read, total, "rows")
+        if collector.pieces:  # documents, which are long: a row may take minutes
+            tell("tokenising", report.samples, None, "samples")
+        else:
+            tell("tokenising", report.read, total, "rows")
         if samples is not None and _is_enough(report, how, samples):
             report.partial = next(records, None) is not None
             break

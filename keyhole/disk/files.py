@@ -55,6 +55,21 @@ def make_directories(path: Path) -> None:
             flush(place.parent)
 
 
+def try_place(path: Path) -> None:
+    """OSError if a directory cannot be created at `path`, or in it if it exists. Creates an unnamed file in the nearest
+    existing directory, so that nothing is left if the process is killed. If the file system has no unnamed files,
+    creates a directory and removes it again. Permissions are not enough to tell whether a directory is writable: those
+    of /proc let root write."""
+    place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    try:
+        os.close(os.open(place, os.O_WRONLY | getattr(os, "O_TMPFILE", os.O_DIRECTORY), 0o600))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT) or not place.is_dir():
+            raise OSError(error.errno, error.strerror, str(place)) from None
+        (place / ".probe.tmp").mkdir(exist_ok=True)
+        (place / ".probe.tmp").rmdir()
+
+
 def open_regular(path: Path, flags: int) -> int:
     """A descriptor of a regular file. OSError for a link, which is not followed, a device or a pipe."""
     try:

@@ -7,6 +7,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
+from keyhole.model.shared_rows import IGNORED
 
 # Redundant for packed samples: position_ids say the same
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -15,11 +16,19 @@ SWITCHES = ("use_cache", "return_dict", "output_attentions", "output_hidden_stat
 
 def tensors_of(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The inputs of the model; keyhole refuses unknown ones."""
+    if not isinstance(inputs, Mapping):
+        raise UserError(f"batch: found a {type(inputs).__name__}; data_collator must return a dict of tensors")
     said = PACKED if "position_ids" in inputs else ()
     given = {name: x for name, x in inputs.items() if x is not None and name not in said and name not in SWITCHES}
     if other := [f"{name} is a {type(x).__name__}" for name, x in given.items() if not isinstance(x, torch.Tensor)]:
         raise UserError(f"batch: {', '.join(other)}; data_collator must return tensors, of what the model is given")
     return {name: x.cpu() for name, x in given.items()}
+
+
+def trains_nothing(batches: list[dict[str, torch.Tensor]]) -> bool:
+    """Whether no token of a step of a decoder is trained on: every label is IGNORED, or the first of its row."""
+    labels = [batch["labels"] for batch in batches if "labels" in batch and batch["labels"].ndim == 2]
+    return len(labels) == len(batches) and all(bool((each[:, 1:] == IGNORED).all()) for each in labels)
 
 
 def no_labels(config: Any, rows: int) -> torch.Tensor:

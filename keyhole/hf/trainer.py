@@ -39,7 +39,7 @@ from keyhole.checkpoint.state import State
 from keyhole.errors import UserError
 from keyhole.hf import card, checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments
-from keyhole.hf.batches import no_labels, tensors_of
+from keyhole.hf.batches import no_labels, tensors_of, trains_nothing
 from keyhole.hf.loading import load_model, make_method, own_settings, wanted
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
@@ -82,6 +82,7 @@ class KeyholeMixin:
         ):
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[Any] = []
+        self._said_empty = False
         self._uncounted: int | None = None  # steps counted at the last update
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
         super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
@@ -127,6 +128,13 @@ class KeyholeMixin:
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
+        if not self._said_empty and not self.keyhole.classifies and trains_nothing(batches):
+            self._said_empty = True
+            warnings.warn(
+                f"step {self.state.global_step + 1}: every label is -100, so nothing is trained on and the step changes "
+                "nothing; look at what data_collator returns (said once)",
+                stacklevel=2,
+            )
         self._uncounted = self.state.global_step
         return self.method.step(batches).detach().to(self.args.device)
 

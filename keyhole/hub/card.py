@@ -52,7 +52,11 @@ def _card(directory: Path, run: Path | None, name: str) -> str:
     model = json.loads(read_small(directory / "config.json", MOST_BYTES))
     entries = [] if run is None else _entries(run / "metrics.jsonl", _last_step(directory))
     parts = [_title(name, config), *([_training(config, entries)] if config else []), _figures(entries)]
-    parts += [_settings(config) if config else "", _environment(run), _use(name, model)]
+    parts += [
+        _settings(config) if config else "",
+        _environment(run),
+        _use(name, model, (directory / "adapter").is_dir()),
+    ]
     head = dump(_metadata(name, config, model, entries))
     return f"---\n{head}---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
@@ -172,13 +176,16 @@ def _environment(run: Path | None) -> str:
     return f"## Versions and hardware\n\n{versions}; {device}"
 
 
-def _use(name: str, model: dict[str, Any]) -> str:
+def _use(name: str, model: dict[str, Any], adapted: bool) -> str:
+    """How to load it. adapted: adapters were learned beside the weights, which a plain load leaves out."""
     if "ForSequenceClassification" in str(model.get("architectures")):
         task = "AutoModelForSequenceClassification"
     else:
         task = "AutoModelForCausalLM"
-    lines = [f"from transformers import {task}, AutoTokenizer", ""]
+    lines = ["from peft import PeftModel"] if adapted else []
+    lines += [f"from transformers import {task}, AutoTokenizer", ""]
     lines += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")', f'model = {task}.from_pretrained("{name}")']
+    lines += [f'model = PeftModel.from_pretrained(model, "{name}", subfolder="adapter")'] if adapted else []
     return "\n".join(["## Use", "", "```python", *lines, "```"])
 
 

@@ -49,6 +49,14 @@ def files_of(directory: str | Path) -> dict[str, Path]:
     found = {name: path for name, path in found.items() if name not in OWN_FILES and name != README}
     for folder in FOLDERS:
         found |= {f"{folder}/{path.name}": path for path in (directory / folder).glob("*") if path.is_file()}
+    if not any(name.endswith((".safetensors", ".bin")) and "/" not in name for name in found):
+        why = "has its run ended?"
+        if any((directory / name).is_file() for name in OWN_FILES):
+            why = (
+                "the checkpoint holds only what was learned (zo.fold=false); push the output_dir of the run, or what "
+                "keyhole.load(DIR).save_pretrained(NEW) writes"
+            )
+        raise UserError(f"push: {directory} has no weights (model.safetensors); {why}")
     curve = directory / "run" / "loss.png"
     if curve.is_file() and curve.stat().st_size:
         found["loss.png"] = curve
@@ -83,8 +91,6 @@ def push(
 ) -> str:
     """Publishes the model of a directory; returns the address of its page."""
     place, files = Path(directory), files_of(directory)
-    if not any(file.endswith((".safetensors", ".bin")) for file in files):
-        raise UserError(f"push: {directory} has no weights (model.safetensors); has its run ended?")
     name = prepare(name, private)
     contents = {file: content(file, path, name) for file, path in files.items()}
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi

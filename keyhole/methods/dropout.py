@@ -7,6 +7,8 @@ are cut into units: streamed equals resident, and a resumed run equals one that 
 recomputed in the backward pass starts from the state of its first run (model/backward/tape.py). The generators of the
 caller do not change.
 
+A step that ends in an error is not counted, so the same step tried again has the same masks.
+
 A model without dropout stays in evaluation mode, with the same bits. Zeroth-order passes never use dropout: the
 difference of two losses would be dominated by their masks.
 """
@@ -68,19 +70,26 @@ class ModelDropout:
         if not self.active:
             yield
             return
-        self.begin()
         before = [part.training for part in self.module.modules()]
         self.module.train()
         try:
-            yield
+            with self.counted():
+                yield
         finally:
             for part, training in zip(self.module.modules(), before, strict=True):
                 part.training = training
 
-    def begin(self) -> None:
-        """Called at the beginning of a step: no pass has drawn yet."""
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A context for the random numbers of one step: no pass has drawn yet. After an error the step does not
+        count."""
         self.steps += 1
         self.states.clear()
+        try:
+            yield
+        except BaseException:
+            self.steps -= 1
+            raise
 
     @contextmanager
     def turn(self, index: int) -> Iterator[None]:

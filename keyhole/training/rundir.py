@@ -15,7 +15,6 @@ point the lock is held, so all checks are repeated: another process may have sta
 regular files and directories are accepted: through a link a run would write elsewhere.
 """
 
-import errno
 import json
 import os
 import re
@@ -30,6 +29,7 @@ import keyhole
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.resume_point import Place
 from keyhole.checkpoint.select import checkpoints
+from keyhole.disk import files
 from keyhole.disk.files import flush, make_directories, read_small, remove, staged, write_text
 from keyhole.disk.json_text import json_text
 from keyhole.disk.weights_hash import stored_weights
@@ -163,22 +163,13 @@ def _check_place(root: Path) -> None:
 
 
 def try_place(root: Path) -> None:
-    """Creates an unnamed file in the nearest existing directory, so that nothing is left if the process is killed. If
-    the file system has no unnamed files, creates a directory and removes it again. Permissions are not enough to tell
-    whether a directory is writable: those of /proc let root write."""
-    place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
+    """Refuses a place where no directory can be made."""
     try:
-        try:
-            os.close(os.open(place, os.O_WRONLY | getattr(os, "O_TMPFILE", os.O_DIRECTORY), 0o600))
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
-                raise
-            (place / ".probe.tmp").mkdir(exist_ok=True)
-            (place / ".probe.tmp").rmdir()
+        files.try_place(root)
     except OSError as error:
         raise UserError(
-            f"output_dir: {place} cannot be written to: no directory can be made in it ({error.strerror}); choose "
-            "another output_dir"
+            f"output_dir: {error.filename} cannot be written to: no directory can be made in it ({error.strerror}); "
+            "choose another output_dir"
         ) from error
 
 

@@ -87,6 +87,15 @@ def test_json_that_is_jsonl_after_all(tmp_path: Path) -> None:
     ]
 
 
+def test_a_line_of_a_spreadsheet_names_the_delimiter(tmp_path: Path) -> None:
+    """Excel writes `sep=;` before the header; a column of that name in a file of commas is a column."""
+    for line, mark in (("sep=;", ";"), ('"sep=,"', ","), ("sep=|", "|"), ("sep=\t", "\t")):
+        (tmp_path / "a.csv").write_bytes(f"\ufeff{line}\r\ntext{mark}n\r\na b{mark}1\r\n".encode())
+        assert rows(str(tmp_path / "a.csv")) == [{"text": "a b", "n": "1"}]
+    (tmp_path / "a.csv").write_text("sep=,text\na,b\n")
+    assert rows(str(tmp_path / "a.csv")) == [{"sep=": "a", "text": "b"}]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -36,6 +36,23 @@ def test_what_is_not_read_of_a_directory_is_named(tmp_path: Path) -> None:
     assert told(f"{tmp_path}/a.jsonl") == []
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"prompt": "a", "completion": "b"}\n', "begins with a JSON object"),
+        ("id,text,label\n1,a,b\n", "begins with names of columns"),
+        ("prompt\tcompletion\na\tb\n", "begins with names of columns"),
+        ("The text, as it is.\n", ""),
+        ("{ a brace, and more\n", ""),
+        ("caf\u00e9".encode("latin-1").decode("latin-1"), ""),
+    ],
+)
+def test_a_table_that_is_called_a_text_is_named(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    found = told(str(tmp_path / "a.txt"))
+    assert [says in line for line in found] == [True] * bool(says)
+
+
 def test_missing_parts_are_named(tmp_path: Path) -> None:
     make(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", "y-00001-of-00001.jsonl")
     (line,) = told(f"{tmp_path}/*.jsonl")

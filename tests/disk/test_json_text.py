@@ -66,6 +66,13 @@ def test_results_of_a_comparison_are_json(tmp_path: Path) -> None:
     parsed((tmp_path / "results" / "a-0.json").read_text())
     found = read_result(tmp_path, "a-0")
     assert found is not None and found.dev is None and found.test is None and found.curve == [[1, 2.0, None, None]]
+    text = (tmp_path / "results" / "a-0.json").read_text()
+    for harm, kept in (('"seconds": %s' % (10**400), False), ('"seconds": 1e300', False), ('"dev": NaN', True)):
+        key = harm.partition(":")[0]
+        changed = re.sub(rf"{key}: [^,]*", harm, text)
+        assert changed != text
+        (tmp_path / "results" / "a-0.json").write_text(changed)
+        assert (read_result(tmp_path, "a-0") is not None) == kept  # else the run is repeated
     cell = Cell("m", "t", "zo", (("learning_rate", "1"),), mean=math.inf, runs=[made])
     comparison = read_comparison(write(tmp_path / "small.yaml"), ())
     assert parsed(to_json(comparison, [cell], {"rate": math.nan}))["cells"][0]["mean"] is None

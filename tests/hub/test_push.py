@@ -17,7 +17,7 @@ from keyhole.cli import main
 from keyhole.errors import UserError
 from keyhole.hub import push as pushing
 from keyhole.hub.card import card
-from keyhole.hub.push import push
+from keyhole.hub.push import files_of, push
 from keyhole.methods import METHODS
 from keyhole.model.structure import source
 from tests.hub.server import TOKEN, Hub, hub_here
@@ -82,6 +82,25 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
     ):
         assert says in body, says
     assert "secret-folder" not in text
+
+
+def test_the_card_of_a_model_with_adapters_says_how_to_load_them(trained: Path) -> None:
+    """A plain load leaves them out, silently."""
+    assert "peft" not in card(trained, "me/tuned")
+    (trained / "adapter").mkdir()
+    text = card(trained, "me/tuned")
+    assert "from peft import PeftModel" in text
+    assert 'model = PeftModel.from_pretrained(model, "me/tuned", subfolder="adapter")' in text
+
+
+def test_a_directory_without_weights_is_refused_by_a_dry_run_too(trained: Path) -> None:
+    """A run that has not ended, and a light checkpoint, whose card would promise a model."""
+    (trained / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"has no weights .*; has its run ended\?"):
+        files_of(trained)
+    (trained / "optimizer.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"holds only what was learned \(zo.fold=false\); push the output_dir"):
+        files_of(trained)
 
 
 def test_a_card_leaves_out_what_a_default_stands_for(trained: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 from keyhole import assets
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Header, Journal, Record
+from keyhole.disk.files import try_place
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
@@ -90,6 +91,10 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         raise UserError(f"OUT: {out} is a file; choose a new directory")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"OUT: {out} exists and is not empty; choose a new directory")
+    try:
+        try_place(out)
+    except OSError as error:
+        raise UserError(f"OUT: {out} cannot be written: {error.filename}: {error.strerror}") from error
     found = read_whole(path, steps)
     records = [record for record in found.records if steps is None or record.step <= steps]
     check_base(found.header, base)
@@ -134,7 +139,8 @@ def read_whole(path: Path, steps: int | None) -> Journal:
         keep = ", ".join(row.name for row in METHODS.values() if row.journaled)
         raise UserError(f"JOURNAL: {path} has no run/journal; give the output_dir of a run that keeps one ({keep})")
     if not path.is_file():
-        raise UserError(f"JOURNAL: {path} is not there; give a run's output_dir, or its run/journal")
+        found = "no regular file" if path.exists() else "not there"
+        raise UserError(f"JOURNAL: {path} is {found}; give a run's output_dir, or its run/journal")
     try:
         found = journal.read(path)
     except journal.BadJournal as fault:

@@ -34,6 +34,7 @@ from keyhole.data.tasks.tables import latin_line, suffix_of
 from keyhole.errors import UserError
 
 TEST_SEED = 0
+LEAST_ANSWERS = 8  # fewer may be equal by chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,19 @@ def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Spli
         raise UserError(f"task {spec.name}: no row of {place} has an answer")
     note += f"; {len(chosen) - len(questions):,} without an answer left out" if len(chosen) > len(questions) else ""
     count = f"{len(questions):,} of {len(records):,}" if len(questions) < len(records) else f"all {len(records):,}"
-    return Task(spec.name, questions, spec, f"{count} rows of {place}{note}", _empty(spec, records, chosen, place))
+    warnings = (*_empty(spec, records, chosen, place), *_one_answer(spec, questions, place))
+    return Task(spec.name, questions, spec, f"{count} rows of {place}{note}", warnings)
+
+
+def _one_answer(spec: TaskSpec, questions: list[Question], place: Split) -> list[str]:
+    """A warning if all questions have the same answer: a model learns to give it whatever it is asked."""
+    if not isinstance(spec.candidates, tuple) or len(questions) < LEAST_ANSWERS or spec.value is not None:
+        return []
+    answers = {question.candidates[question.answer] for question in questions}
+    told = (
+        f"all {len(questions):,} rows drawn from {place} have the same answer, {min(answers)!r}; are the rows sorted?"
+    )
+    return [told] if len(answers) == 1 else []
 
 
 def _empty(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split) -> tuple[str, ...]:

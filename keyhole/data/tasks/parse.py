@@ -126,8 +126,16 @@ def _constant(spec: TaskSpec) -> str:
     asks += [spec.candidates] if isinstance(spec.candidates, Expression) else []
     if spec.kind != LIKELIHOOD and not any(program.names & known for program in asks):
         return f"prompt: {_names_none(spec.prompt, spec)}"
+    if spec.kind == CHOICE and (giving := [key for key, text in _texts_of(spec) if "label" in text.names]):
+        return f"{giving[0]}: reads label, which names the right candidate, so the question would give its answer away"
     fixed = next((text for text in spec.texts if not text.names & known), None)
     return "" if fixed is None else f"texts: {_names_none(fixed, spec)}"
+
+
+def _texts_of(spec: TaskSpec) -> list[tuple[str, Text]]:
+    """What a model is given, by key."""
+    one = [("prompt", spec.prompt), ("candidate", spec.candidate)]
+    return [(key, text) for key, text in (*one, *(("texts", text) for text in spec.texts)) if text is not None]
 
 
 def _names_none(text: Text, spec: TaskSpec) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError
-from keyhole.methods.base import State
+from keyhole.methods.base import State, checked_rate
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.shards import total_loss
@@ -73,15 +73,17 @@ class TorchMethod(ByTorch):
         sent = self.model.to_device(own) if own or not ranks.several else []
         loss_count = max(1, ranks.total(sum(b.loss_count for b in sent)))
         total = torch.zeros((), device=self.model.device)
-        with self.model_dropout.step():
-            for k, b in enumerate(sent):
-                with self.model_dropout.turn(first + k):
-                    total += self._differentiate(b, loss_count)
-        if ranks.several:
-            total = total_loss(self.model, total)
-            self._add_up_gradients()
-        self._update()
-        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            with self.model_dropout.step():
+                for k, b in enumerate(sent):
+                    with self.model_dropout.turn(first + k):
+                        total += self._differentiate(b, loss_count)
+                if ranks.several:
+                    total = total_loss(self.model, total)
+                    self._add_up_gradients()
+                self._update()
+        finally:  # after an error too: a step that is tried again would add to these gradients
+            self.optimizer.zero_grad(set_to_none=True)
         return total
 
     @torch.no_grad()
@@ -176,7 +178,7 @@ class AdamW(TorchMethod):
     ) -> None:
         super().__init__(model, max_grad_norm, dropout=ModelDropout(model, seed, model_dropout))
         groups = self._groups(weight_decay, weight_decay_on)
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps)
+        self.optimizer = torch.optim.AdamW(groups, lr=checked_rate(lr), betas=(beta1, beta2), eps=eps)
 
 
 class SGD(TorchMethod):
@@ -197,4 +199,5 @@ class SGD(TorchMethod):
         seed: int = 0,
     ) -> None:
         super().__init__(model, max_grad_norm, dropout=ModelDropout(model, seed, model_dropout))
-        self.optimizer = torch.optim.SGD(self._groups(weight_decay, weight_decay_on), lr=lr, momentum=momentum)
+        groups = self._groups(weight_decay, weight_decay_on)
+        self.optimizer = torch.optim.SGD(groups, lr=checked_rate(lr), momentum=momentum)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.base import checked_rate
 from keyhole.methods.baselines.first_order import TorchMethod
 from keyhole.methods.dropout import ModelDropout
 from keyhole.model.model import Model
@@ -112,7 +113,7 @@ class GaLore(TorchMethod):
             for kind in (True, False)
             if (members := [p for p in group["params"] if (id(p) in projected) == kind])
         ]
-        self.optimizer = GaLoreAdamW(groups, lr, beta1=beta1, beta2=beta2, eps=eps)
+        self.optimizer = GaLoreAdamW(groups, checked_rate(lr), beta1=beta1, beta2=beta2, eps=eps)
         self.rank = rank
 
     def describe(self) -> list[str]:

@@ -221,6 +221,7 @@ class LOMO(UpdateSink, Method):
         return 0.0
 
     def _update(self, reverse: Any) -> None:
+        self._drop_extra_gradients()  # of a step that broke off
         self.scale = None if self.loss_scale is None else torch.full_like(self.static_scale, 1 / self._factor)
         if self._norm_first:
             reverse(NormSink(self), False)

@@ -90,17 +90,18 @@ class LoRA(ByTorch):
         batches, first, count, weight = (
             share(self.model, batch) if several else (self.model.to_device(batch), 0, None, 1.0)
         )
-        self.step_count += 1
         try:
-            with self.dropout.step(), self.reverse.sweep():
-                loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
-                self.reverse.reverse(Nothing())
-            if several:
-                loss = total_loss(self.model, loss)
-                self._add_up_gradients()
-            self._update()
+            with self.dropout.step():
+                with self.reverse.sweep():
+                    loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
+                    self.reverse.reverse(Nothing())
+                if several:
+                    loss = total_loss(self.model, loss)
+                    self._add_up_gradients()
+                self._update()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
+        self.step_count += 1
         return loss
 
     @torch.no_grad()
@@ -193,11 +194,11 @@ class AdapterDropout(ModelDropout):
             with super().step():
                 yield
             return
-        self.begin()
         for part in self.parts:
             part.train()
         try:
-            yield
+            with self.counted():
+                yield
         finally:
             for part in self.parts:
                 part.eval()

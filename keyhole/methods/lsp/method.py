@@ -176,6 +176,8 @@ class LSP(Method):
                 updates.end()
             except BaseException:  # out of memory, an interrupt: updates made so far stay
                 updates.unchecked.broken = bool(updates.current.norms)
+                if not updates.unchecked.broken:
+                    self.step_count -= 1  # nothing was applied: the next step is this one
                 raise
 
     # -- between steps ---------------------------------------------------------------------------------------------

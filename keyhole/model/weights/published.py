@@ -46,7 +46,7 @@ def choose_format(
     layout = find_layout(module)
     stored = stored_tensors(directory)
     if (names := match_names(module, layout, stored)) is None:
-        refuse_unmatched(directory, stored)
+        refuse_unmatched(directory, stored, module, layout)
         names = {}
     inside = [t for u in layout.of_kind("block") for t in u.tensors if is_matrix(t.shape)]
     grids = {_grid(forms.get(names.get(t.name, "")), t.shape) for t in inside}

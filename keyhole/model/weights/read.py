@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from keyhole.disk.weight_files import Stored, is_pickled, open_shard, stored_tensors
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 from keyhole.machine.progress import tell
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
@@ -32,7 +32,7 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
     may_lack = _head_names(model.module) if fresh_head else frozenset()
     names = match_names(model.module, model.layout, stored, may_lack)
     if names is None:
-        refuse_unmatched(directory, stored)
+        refuse_unmatched(directory, stored, model.module, model.layout)
         return _fill_by_transformers(model, directory, dtype, may_lack)
     check_shapes(model.layout, stored, names, directory)
     check_ties(model.module, model.layout, stored, directory)
@@ -122,14 +122,16 @@ def match_names(
     return names
 
 
-def refuse_unmatched(directory: Path, stored: Mapping[str, Stored]) -> None:
+def refuse_unmatched(directory: Path, stored: Mapping[str, Stored], module: nn.Module, layout: Layout) -> None:
     """UserError if quantised weights have names that only Transformers could match: it would need the packages of their
     format, and would not unpack them."""
     if kinds := sorted({one.form for one in stored.values() if one.form}):
+        missing = [own for own, known in names_of(module, layout) if not any(name in stored for name in known)]
         raise UserError(
-            f"model: {directory} is published as {', '.join(kinds)} under other names than those of the model (experts "
-            "one by one, where the model has stacks of them), which is not read; dequantize it first, or fetch it in "
-            "16 bits and pack it here (wire=int4)"
+            f"model: {directory} is published as {', '.join(kinds)}, and has no tensor for {listed(missing, 3)}: its "
+            "config.json says another model, or it is published under other names than those of the model (experts one "
+            "by one, where the model has stacks of them), which is not read; dequantize it first, or fetch it in 16 "
+            "bits and pack it here (wire=int4)"
         )
 
 
@@ -150,7 +152,7 @@ def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head
     files = len({one.file for one in stored.values()})
     count = f"{len(stored)} tensors in {files} {'file' if files == 1 else 'files'}"
     if names is None:
-        refuse_unmatched(directory, stored)
+        refuse_unmatched(directory, stored, module, layout)
         return [f"weights: {count}, whose names Transformers will have to match; not checked further"]
     check_shapes(layout, stored, names, directory)
     check_ties(module, layout, stored, directory)

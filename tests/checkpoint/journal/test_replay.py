@@ -101,6 +101,9 @@ def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> Non
         replay(str(tiny_model), tmp_path / "nowhere", out, device="cpu")
     with pytest.raises(UserError, match="OUT: .*journal is a file; choose a new directory"):
         replay(str(tiny_model), root, root / "run" / "journal", device="cpu")
+    for place in (root / "run" / "journal" / "out", Path("/proc/out")):  # before the replay, not after it
+        with pytest.raises(UserError, match="OUT: .*out cannot be written: /"):
+            replay("nowhere", root, place, device="cpu")
     with pytest.raises(UserError, match="model: nowhere is not a directory here"):
         replay("nowhere", root, out, device="cpu")
     content = bytearray((root / "run" / "journal").read_bytes())

@@ -96,10 +96,10 @@ def test_what_is_no_text_is_not_written(tmp_path: Path, prompt: str, value: obje
 def test_a_template_may_handle_what_is_no_text(tmp_path: Path) -> None:
     """By a test, or by a filter of lists."""
     (tmp_path / "own.yaml").write_text(
-        "columns: {x: x, y: y, label: label}\ncandidates: [a, b]\nmetric: accuracy\n"
-        "prompt: \"{% if x is not none %}{{ x }}{% endif %}{{ y | join(', ') }}, {{ 1.5 }}{{ label }}\"\n"
+        "columns: {x: x, y: y, n: n, label: label}\ncandidates: [a, b]\nmetric: accuracy\n"
+        "prompt: \"{% if x is not none %}{{ x }}{% endif %}{{ y | join(', ') }}, {{ 1.5 }}{{ n }}\"\n"
     )
-    record = Record("a.jsonl", "line", 3, {"x": None, "y": ["b", "c"], "label": 1})
+    record = Record("a.jsonl", "line", 3, {"x": None, "y": ["b", "c"], "n": 1, "label": 1})
     made = build(record, read_spec(str(tmp_path / "own.yaml")))
     assert made.prompt == "b, c, 1.51"
 

@@ -51,6 +51,9 @@ WRONG = [
     (GOOD + "texts: [text]", "texts: 'text' names no column"),
     (GOOD.replace("candidates: [no, yes]", 'answer: "{{ text }}"').replace("{{ text }}\\n", "Say it:")
      .replace("labels: [[no, 0], [yes, 1]]\n", "").replace("accuracy", "exact_match"), "'Say it:' names no column"),
+    (GOOD.replace("{{ text }}", "{{ text }} {{ label }}"),
+     "prompt: reads label, which names the right candidate, so the question would give its answer away"),
+    (GOOD + "texts: ['{{ text }} {{ label }}']", "texts: reads label"),
     ("- a list", "expected `key: value` lines"),
     ("a: [", "not valid YAML"),
 ]  # fmt: skip
