@@ -166,6 +166,11 @@ def check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "
             raise UserError(f"batch: {name} holds {low} to {high}; the model has {has} 0 to {row_count - 1}{or_else}")
 
 
+def hides_tokens(mask: torch.Tensor | None) -> bool:
+    """Whether this attention mask hides a token."""
+    return mask is not None and not bool(mask.all())
+
+
 def to_device(batch: Batch, device: torch.device, shares: bool = False) -> DeviceBatch:
     """Copies a checked batch to the device. shares: rows that differ in their last token become one
     (shared_rows.py), for passes without a backward pass."""
@@ -182,7 +187,7 @@ def to_device(batch: Batch, device: torch.device, shares: bool = False) -> Devic
         ids, mask = ids[stays_K], None if mask is None else mask[stays_K]
     inputs = {"input_ids": ids}
     packed = positions is not None and is_packed(positions, mask)
-    hides = mask is not None and not bool(mask.all())  # an all-ones mask is dropped: it changes nothing, costs kernels
+    hides = hides_tokens(mask)  # an all-ones mask is dropped: it changes nothing, costs kernels
     if hides and not packed:
         inputs["attention_mask"] = mask
     if positions is not None:

@@ -32,7 +32,8 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
 from keyhole.model.attached import Addon, Attached, AttachedMethods, Placed
-from keyhole.model.batch import Batch, DeviceBatch, as_list
+from keyhole.model.batch import Batch, DeviceBatch, as_list, hides_tokens
+from keyhole.model.causality import is_causal
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward import generate as generation
@@ -49,6 +50,7 @@ from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
 from keyhole.model.rank_duties import writes_home
+from keyhole.model.shared_rows import find_shared
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.skeleton import is_classifier
@@ -118,6 +120,7 @@ class Model:
             if unit.expert is not None:
                 self._stack_pages.setdefault(unit.tensors[0].name, set()).add(unit.index)
         self._keeps_packed_apart = False  # not tested yet
+        self._is_causal: dict[bool, bool] = {}  # by whether rows are padded, if it was tested
         install_hooks(self)
         self.tiles = compute_in_tiles(self)
         compute_by_expert(self)
@@ -156,10 +159,23 @@ class Model:
     def send(self, batches: list[Batch], shares: bool = False) -> list[DeviceBatch]:
         """Checked batches, copied to the device. shares: candidates may share a row (shared_rows.py), for passes
         without a backward pass."""
+        shares = shares and self._may_share(batches)
         sent = [self.head.to_device(one, self.device, shares) for one in batches]
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
+
+    def _may_share(self, batches: list[Batch]) -> bool:
+        """Whether rows may share hidden states; tested when rows first could, without padding and with it. Not if the
+        model is sharded: the test visits units, and ranks whose rows do not share would not take part."""
+        if self.classifies or self.sharded:
+            return False
+        for padded in {
+            hides_tokens(one.get("attention_mask")) for one in batches if one["input_ids"].device.type == "cpu"
+        }:
+            if padded not in self._is_causal and any(find_shared(one) is not None for one in batches):
+                self._is_causal[padded] = is_causal(self, padded)
+        return all(self._is_causal.values())
 
     def check_packing(self, length: int | None = None) -> None:
         """UserError if samples packed into a row of `length` tokens would attend to each other; tested once."""

@@ -5,8 +5,9 @@ A choice between " terrible" and " great" is a batch of two rows per question th
     x_1 ... x_n terrible        hidden state n predicts "terrible"
     x_1 ... x_n great           hidden state n predicts "great": the same state, since position n sees tokens 1 .. n
 
-The last trained token of a row is only predicted, never read by a position that counts. So neighbouring rows that are
-equal before it need one pass: one row stays, and its position n has several targets. Tasks whose answers are one token
+The last trained token of a row is only predicted, never read by a position that counts, if a position sees what came
+before it and nothing else: the model is tested for that first (causality.py). So neighbouring rows that are equal
+before it need one pass: one row stays, and its position n has several targets. Tasks whose answers are one token
 (SST-2, RTE, BoolQ, CB) have half or a third of the rows; others stay as they are. Losses are those of separate rows, up
 to the rounding of products with fewer rows.
 

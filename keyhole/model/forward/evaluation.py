@@ -31,6 +31,13 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
     return [(sum_by_row(nll_N, b), count_by_row(b)) for nll_N, b in zip(found, batches, strict=True)]
 
 
+def nll_by_token(model: Any, batches: list[DeviceBatch], learn: bool = True) -> list[torch.Tensor]:
+    """The NLL of each target, per batch, at the weights as they are at home, without updates that wait. learn: see
+    Engine.sweep."""
+    states = _swept(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine), learn)
+    return [state.nll_N() for state in states]
+
+
 def token_scores(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(nll_N, best_N) per batch."""
     states = evaluated(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine, RunningChoice))
@@ -46,7 +53,10 @@ def class_logits(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Ten
 def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[Any]:
     """Runs one pass per batch; returns one result per pass."""
     model.apply_deferred()
+    return _swept(model, batches, result)
 
+
+def _swept(model: Any, batches: list[DeviceBatch], result: Result, learn: bool = True) -> list[Any]:
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
         model.binding.bind(unit, model.acquire_weights(unit) if unit else None, spine)
         for i in range(len(batches)):
@@ -54,7 +64,7 @@ def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[An
         if unit:
             model.engine.release(unit.index)
 
-    with model.sweep("evaluate"):
+    with model.sweep("evaluate", learn):
         spine = model.acquire_weights(model.layout.spine)
         hidden = model.lockstep(batches, serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
         return result(hidden, spine)
