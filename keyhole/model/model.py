@@ -194,6 +194,7 @@ class Model:
     @contextmanager
     def conducted_by(self, conductor: Conductor) -> Iterator[None]:
         """A context in which the conductor decides what the module's parameters point to."""
+        self.check_idle()
         padding_idx, self.embedding.padding_idx = self.embedding.padding_idx, None
         self.conductor = conductor
         try:
@@ -204,10 +205,19 @@ class Model:
             self.embedding._parameters["weight"] = self.layout.table.param
             self.binding.bind_homes()
 
+    def check_idle(self) -> None:
+        """UserError if a pass is running: passes that are no passes of one lockstep would take each other's weights."""
+        if self.conductor is not None:
+            raise UserError(
+                "model: it is in the middle of a pass; a hook inside of it, or another thread, cannot call step, nll, "
+                "logits or generate of the same model: call them before or after"
+            )
+
     @contextmanager
     def sweep(self, name: str, learn: bool = True, of_all: bool = False) -> Iterator[None]:
         """A context for one visit of every unit, in the order of the model. of_all: every rank makes this sweep and
         starts no other collective during it."""
+        self.check_idle()
         head = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block")]
         with self.engine.sweep(name, blocks + head, learn, of_all):
@@ -232,9 +242,9 @@ class Model:
         place of the current one; `serve` forks and joins them (forward/branches.py). alone: there is one pass, and it
         runs on the calling thread."""
         passes = self._lockstep
-        passes.streams = streams or {}
-        passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
         with self.conducted_by(passes):
+            passes.streams = streams or {}
+            passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
             try:
                 if alone:
                     return [passes.run_alone(lambda: self.hidden(batches[0]), serve)]

@@ -131,6 +131,7 @@ class Reverse:
     def sweep(self, reverses: int = 1, surveys: int = 0) -> Iterator[None]:
         """A context for one step: a forward pass and `reverses` backward passes; in the last of them a table of several
         chunks is first surveyed `surveys` times."""
+        self.model.check_idle()
         blocks = [u.index for u in self.layout.of_kind("block")]
         head = [u.index for u in self.layout.head_units]
         table = [u.index for u in self.layout.of_kind("table")]
