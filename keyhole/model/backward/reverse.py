@@ -39,7 +39,7 @@ from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.recorded_visits import RecordedVisits
 from keyhole.model.backward.sink import Sink, chunk
-from keyhole.model.backward.tape import Tape
+from keyhole.model.backward.tape import Tape, is_training
 from keyhole.model.backward.unit_gradients import has_room
 from keyhole.model.backward.vocabulary import HandOver, VocabularyGradients
 from keyhole.model.batch import DeviceBatch
@@ -98,8 +98,6 @@ class Reverse:
             if room is not None:
                 no_stream_warning(model.changes)
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)
-        self.modules = list(model.module.modules())
-        self.parts = {i: list(block.modules()) for i, block in enumerate(self.blocks)}
         self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
         self._longest = 0  # tokens of a row in this step
         self._handed_over = 0  # gradients of `walk`
@@ -157,7 +155,9 @@ class Reverse:
     ) -> torch.Tensor:
         """The mean loss over all trained tokens of all micro-batches, on the device. turn: makes a context in which the
         pass of a micro-batch is resumed. loss_count, weight: see vocabulary.py."""
-        model, self.tape = self.model, self._new_tape(batches)
+        model, may_draw = self.model, is_training(self.model.module)
+        alone = len(batches) == 1 and not may_draw and not self.layout.experts  # experts are announced by passes
+        self.tape = self._new_tape(batches, alone, may_draw)
         self.spine = model.acquire_weights(self.layout.spine)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
@@ -183,29 +183,25 @@ class Reverse:
         recording = self.tape.recording(self.blocks, lambda: model.conductor.current.index)
         self._longest = max(one.inputs["input_ids"].shape[-1] for one in batches)
         with torch.enable_grad(), recording, exact_attention(model.device, self._longest):
-            how = {"block_at_once": block_at_once, "alone": self._is_alone(batches)}
+            how = {"block_at_once": block_at_once, "alone": alone}
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, **how)
             release(None)
         model.binding.bind(None, None, self.spine)
         return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
 
-    def _is_alone(self, batches: list[DeviceBatch]) -> bool:
-        """Whether there is one pass, without random numbers, for which `turn` would set a state, and without experts,
-        which passes announce."""
-        return len(batches) == 1 and not self.layout.experts and not any([part.training for part in self.modules])
-
-    def _new_tape(self, batches: list[DeviceBatch]) -> Tape:
-        """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these."""
+    def _new_tape(self, batches: list[DeviceBatch], alone: bool, may_draw: bool) -> Tape:
+        """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these. alone: there is one pass,
+        on this thread; may_draw: a block may draw random numbers."""
         first_run = None if self.visits is None else self.visits.first_run
         small = self.visits is not None and self.visits.are_small(batches)
         if self.compiled is not None:
-            if small and self._is_alone(batches):
-                return Tape("block", self.store, None, first_run, through=self.compiled.without_tape, parts=self.parts)
-            return Tape(self.activations, self.store, self.compiled, parts=self.parts)
+            if small and alone:
+                return Tape("block", self.store, None, first_run, through=self.compiled.without_tape, may_draw=may_draw)
+            return Tape(self.activations, self.store, self.compiled, may_draw=may_draw)
         first_kept = math.inf
         if self.kept is not None and not small:
             first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
-        return Tape(self.activations, self.store, None, first_run, first_kept, parts=self.parts)
+        return Tape(self.activations, self.store, None, first_run, first_kept, may_draw=may_draw)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
