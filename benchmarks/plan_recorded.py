@@ -19,9 +19,9 @@ the time there (`apollo-mini`, `lomo-lora`, `sgd`). So the first is planned with
 Two things were measured wrongly in the sixth run, and are replaced here; plan_check.py measures both otherwise since.
 Steps of `adam-offload` were still getting longer when they were timed (0.229, 0.274, 0.314, 0.303 s; 0.186, 0.308,
 0.344, 0.370): the median of the last two stands for the step (0.309 and 0.357; of all four 0.289 and 0.326). The host's
-rates beside `sgd` were measured at a bad moment (`called` 39.1 us, where the other processes had 14 to 24): the least of
-those of the two processes before it and the two after it are taken, as the least of a process's bursts is now. Planned
-is 1.13 of its step with them; with the medians of the run it would be 1.24.
+rates beside `sgd` were measured at a bad moment (`called` 39.1 us, where the other processes had 14 to 24): the least
+of those of the two processes before it and the two after it are taken, as the least of a process's bursts is now.
+Planned is 1.13 of its step with them; with the medians of the run it would be 1.24.
 
 What the host bounds has got faster since the first five runs, without a change of the plan's other parts: one pass runs
 without turns between threads, and views, modules and parameters are looked up once (LOG.md, "The planner against its

@@ -65,10 +65,10 @@ OFF |= {("sgd", "resident"): 0.30, ("lomo", "stream"): 0.16}
 
 @pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20, 14, 20, 20), strict=True))
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) -> None:
-    """The cases of plan_check.py with the rates of their run. The sixth run holds all limits, with the two substitutions
-    of plan_recorded.py. The first five were made by code that was slower where the host bounds the step (FASTER: today's
-    plan may be below their seconds by this much, never above), and had the host's rates of another process (OFF;
-    LOG.md); these must not get worse."""
+    """The cases of plan_check.py with the rates of their run. The sixth run holds all limits, with the two
+    substitutions of plan_recorded.py. The first five were made by code that was slower where the host bounds the step
+    (FASTER: today's plan may be as low as this share of their seconds, but not 15 % above), and had the host's rates of
+    another process (OFF; LOG.md); these must not get worse."""
     is_sixth = name == SIXTH
     found = list(checks(HERE / f"{name}.json", MODULES))
     assert len(found) == count

@@ -27,9 +27,9 @@ Measured on an H200 from the bytes that crossed the link, in G parameters/s, whi
     3.5B                  2.3           1.9           0.6            4.2           lsp_h200_2026-11-15_3.5B_d
 
 LANE and BESIDE_LANE are the medians of the ten. The sum, which decides the time, is uncertain by 15 %, and no rate of
-host memory that was measured in the same run explains it: 73 GB/s belonged to 3.4 to 3.8, 100 GB/s to 3.0 to 3.3. Gradients
-come with the backward pass, and the next forward pass begins with the weights whose gradients came last: updates
-overlap with the backward pass alone.
+host memory that was measured in the same run explains it: 73 GB/s belonged to 3.4 to 3.8, 100 GB/s to 3.0 to 3.3.
+Gradients come with the backward pass, and the next forward pass begins with the weights whose gradients came last:
+updates overlap with the backward pass alone.
 
 With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
 """
