@@ -67,9 +67,7 @@ def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) ->
     for case, each in found:
         shares = {part: ratio(each, part) for part in ("gpu", "host", "seconds")}
         off = {("zo", "stream"): 0.22, ("adam-offload", "stream"): 0.25, ("sgd", "resident"): 0.30}
-        if (
-            name == CHECKS[4] and case.gpu_memory == "4GiB"
-        ):  # LOG.md: not explained
+        if name == CHECKS[4] and case.gpu_memory == "4GiB":  # LOG.md: not explained
             off["zo", "stream"] = 0.38
         late = off.get((case.method, case.placement), 0.15)
         assert shares == pytest.approx({"gpu": 1, "host": 1, "seconds": 1}, rel=late), case.name

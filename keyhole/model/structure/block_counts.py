@@ -80,6 +80,8 @@ def _likeness(module: nn.Module, block: nn.Module) -> tuple[Any, ...] | None:
     return type(module), config_text(module), attention, name, hooks, kinds, shapes, next(module.parameters()).device
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # the caller may have neither, and the counts are kept
 def _counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
     call = call_of(module, block, LONG) or call_of(module, block, SHORT)
     if call is None:

@@ -1,9 +1,12 @@
 """What a block does per token is counted from its own code, without weights and for any family."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from keyhole.bench.shapes import llama_config, opt_config
 from keyhole.model.structure.block_counts import BlockCounts, _Counter, block_counts
@@ -13,6 +16,7 @@ from keyhole.model.structure.skeleton import build
 from tests.model.decoders import config
 
 BF16, FP32 = torch.bfloat16, torch.float32
+TINY = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "vocab_size": 16}
 
 
 def counts(made: object, dtype: torch.dtype = BF16) -> BlockCounts:
@@ -77,6 +81,15 @@ def test_a_block_that_reads_values_has_no_counts() -> None:
     for block in find_blocks(module):
         block.__class__ = Reads
     assert find_layout(module).counts is None
+
+
+@pytest.mark.parametrize(("context", "blocks"), [(torch.no_grad, 3), (torch.inference_mode, 4)])
+def test_a_caller_without_gradients_gets_the_same_counts(context: Callable[[], Any], blocks: int) -> None:
+    """A model may be loaded, and a machine measured, within either; what is found then is kept."""
+    usual, other = (LlamaConfig(**TINY, num_hidden_layers=n) for n in (2, blocks))  # not alike, so counted anew
+    with context():
+        found = counts(other, FP32)
+    assert found == counts(usual, FP32)
 
 
 def test_models_alike_are_counted_once() -> None:
