@@ -158,8 +158,8 @@ def _check_place(root: Path) -> None:
     for above in Path(os.path.abspath(root)).parents:
         if (above / STATE).is_file():
             raise UserError(
-                f"output_dir: {root} is inside of {above}, a checkpoint, which its run will delete when it is old; choose "
-                "another output_dir"
+                f"output_dir: {root} is inside of {above}, a checkpoint, which its run will delete when it is old; "
+                "choose another output_dir"
             )
     if place != root and not place.is_dir():
         raise UserError(f"output_dir: {place} is a file; choose a directory")
