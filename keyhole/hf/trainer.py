@@ -131,8 +131,8 @@ class KeyholeMixin:
         if not self._said_empty and not self.keyhole.classifies and trains_nothing(batches):
             self._said_empty = True
             warnings.warn(
-                f"step {self.state.global_step + 1}: every label is -100, so nothing is trained on and the step changes "
-                "nothing; look at what data_collator returns (said once)",
+                f"step {self.state.global_step + 1}: every label is -100, so nothing is trained on and the step "
+                "changes nothing; look at what data_collator returns (said once)",
                 stacklevel=2,
             )
         self._uncounted = self.state.global_step

@@ -17,12 +17,13 @@ from functools import partial
 import torch
 import torch.utils.checkpoint
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 from keyhole.methods.base import State, checked_rate
 from keyhole.methods.by_torch import ByTorch
-from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
+from keyhole.model.backward.attention import exact_attention
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
@@ -99,6 +100,10 @@ class TorchMethod(ByTorch):
 
     def _differentiate(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
         """Adds the gradients of one micro-batch; returns its part of the loss."""
+        with exact_attention(self.model.device, batch.inputs["input_ids"].shape[-1]):
+            return self._differentiated(batch, loss_count)
+
+    def _differentiated(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
         with _checkpoint_blocks(self.model.module) if self.activations == "block" else nullcontext():
             hidden_NH = self.model.hidden(batch)
         head, chosen = self.model.head, batch.candidates
@@ -128,6 +133,8 @@ class TorchMethod(ByTorch):
         return moments | self.model_dropout.state_dict()
 
     def load_state_dict(self, state: State) -> None:
+        if foreign := [name for name in state if "/" not in name and name != KEY]:
+            raise UserError(f"{self.name}: the state is of another method: it has {listed(foreign)}")
         self.model_dropout.load_state_dict(state)
         for full_name, value in state.items():
             if "/" not in full_name:

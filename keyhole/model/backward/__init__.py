@@ -11,5 +11,6 @@ kept_blocks.py        blocks that keep all their activations, as many as fit
 recorded.py           small blocks as CUDA graphs; recorded_visits.py: which blocks
 unit_gradients.py     the buffer for the gradients of such blocks
 compiled.py, compiled_linear.py    recomputation and backward pass of blocks that run through torch.compile
+attention.py                       attention whose backward pass gives the same bits every time
 memory.py             the device bytes of the backward pass
 """

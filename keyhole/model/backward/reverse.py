@@ -29,6 +29,7 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.machine.settings import expandable_segments, no_stream_warning
 from keyhole.model.backward.activation_store import ActivationStore
+from keyhole.model.backward.attention import exact_attention
 from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.compiled_linear import offers_go_to
 from keyhole.model.backward.experts import ExpertGradients
@@ -100,6 +101,7 @@ class Reverse:
         self.modules = list(model.module.modules())
         self.parts = {i: list(block.modules()) for i, block in enumerate(self.blocks)}
         self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
+        self._longest = 0  # tokens of a row in this step
         self._handed_over = 0  # gradients of `walk`
         self._sink: Sink | None = None
         self._final = False  # after this visit param.grad holds the complete gradient
@@ -178,7 +180,8 @@ class Reverse:
         if self.compiled is not None:  # with one micro-batch, the product that a linear layer offers is complete
             self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
         recording = self.tape.recording(self.blocks, lambda: model.conductor.current.index)
-        with torch.enable_grad(), recording:
+        self._longest = max(one.inputs["input_ids"].shape[-1] for one in batches)
+        with torch.enable_grad(), recording, exact_attention(model.device, self._longest):
             how = {"block_at_once": block_at_once, "alone": self._is_alone(batches)}
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, **how)
             release(None)
@@ -216,7 +219,8 @@ class Reverse:
         for hidden_NH, grad_NH in zip(self.hidden, grads, strict=True):
             torch.autograd.backward(hidden_NH, grad_NH, retain_graph=shared or not last)
         grads.clear()
-        self._reverse_blocks()
+        with exact_attention(self.model.device, self._longest):
+            self._reverse_blocks()
         self.vocabulary.reverse_embedding(self._turns(self.layout.of_kind("table")))
         self._reverse_spine()
 

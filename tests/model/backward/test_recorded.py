@@ -12,6 +12,13 @@ from tests.model.decoders import batch, config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations may be kept whatever else is on the GPU: other processes of these tests, for one."""
+    monkeypatch.setattr("keyhole.model.backward.kept_blocks.SPARE", 0.0)
+
+
 METHODS: dict[str, Callable[[Any], Any]] = {
     "lomo": lambda model: keyhole.LOMO(model, 1e-2),
     "lomo clipped": lambda model: keyhole.LOMO(model, 1e-2, max_grad_norm=0.5, weight_decay=0.1),
