@@ -31,11 +31,11 @@ All other constants of the host are here too. Beside the block's own operations:
 Their origin is `python -m benchmarks.host_work`: steps of models of 16 numbers' width on one core, where nothing is
 computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods, give these
 numbers in operations of the same machine (Neoverse N1: launch 6.2 us, called 31, reversed 18). Measured beside a
-block's own operations, Llama and OPT: `adam-offload` 86 to 100 and 133 to 145, `lomo` 153 to 157 and 257, `lomo-lora` 300 to 316 and 392 to 402; two
-equations for each pair. A step costs 130 to 170 under plain autograd, 130 to 250 in a sweep, 212 in lockstep. The host
-of an H200 (6.0, 15.5 and 23 us) with them: `lomo-lora` on OPT-1.3B 0.238 s for 0.234 measured, `apollo-mini` 0.366 for
-0.348, `lora` 0.111 for 0.128, `galore` 0.096 for 0.091 (benchmarks/plan_check_h200_2026-11-17_c.json). The runs before
-were made by slower code (plan_recorded.py).
+block's own operations in three runs, Llama and OPT: `adam-offload` 86 to 100 and 133 to 145, `lomo` 153 to 157 and 257,
+`lomo-lora` 300 to 316 and 392 to 402; two equations for each pair. A step costs 120 to 170 under plain autograd, 110 to
+250 in a sweep, 200 to 220 in lockstep. The host of an H200 (6.0, 15.5 and 23 us) with them: `lomo-lora` on OPT-1.3B
+0.240 s for 0.234 measured, `apollo-mini` 0.366 for 0.348, `lora` 0.113 for 0.128, `galore` 0.096 for 0.091
+(benchmarks/plan_check_h200_2026-11-17_c.json). The runs before were made by slower code (plan_recorded.py).
 
 ADAPTED is Python's: 4.1 to 6.1 operations of a forward pass, in the backward pass 5.6 to 14.8 in six measurements. The
 extremes are `lora` on Llama and on OPT, because of the blocks rather than the adapters: in operations of a Llama block,
