@@ -28,7 +28,7 @@ and copies, about 20 calls per unit, which a CPU does not have. The last line is
 nothing but wait.
 
 Counted are CPU seconds of all threads (on one core they take turns, and a neighbour's do not count), first quartiles.
-Four measurements of two versions of the code, one after the other, agreed within 2 % per block.
+Runs one after the other agreed within 2 to 6 % per block.
 """
 
 import os
