@@ -1,6 +1,6 @@
 """The host's work per block, tensor and adapter, measured without a GPU: the origin of methods/launches.py.
 
-    python -m benchmarks.host_work                  # half a minute; another process on the same cores spoils it
+    python -m benchmarks.host_work                  # about a minute; another process on the same cores spoils it
 
 Models of 16 numbers' width compute nothing worth mentioning, so a step is the host's work: Python, modules, autograd,
 calls. Steps with FEW and MANY blocks give the microseconds per block, without what a step costs once. They are divided
@@ -8,7 +8,9 @@ by an operation of a forward pass on this machine (`called`, plan/measure.py), b
 
     sweep     = block - UNRECORDED x forward - forward - backward          of `adam-offload`: hooks and offers alone
     update    = `lomo` - `adam-offload`;   sums, sketches = `adalomo`, `apollo-mini` - `lomo`
-    adapters  = `lomo-lora` - `lomo`, and `lora` without its block
+    adapters  = `lomo-lora` - `lomo`, and `lora` without its block; its forward pass: `lora` that recomputes blocks
+                - `lora` that does not - UNRECORDED x forward. Its AdamW is left out: torch's loop over tensors on a CPU
+                is a few kernels over all of them on a GPU
 
 The column "beside its own" is the first line for all methods, without UNRECORDED x forward for those of torch alone.
 
@@ -22,8 +24,11 @@ Streamed `zo`, two passes in lockstep, with blocks whole and cut in five units:
     UNIT      = (cut block - whole block) / 4         VISIT = (whole block - UNIT) / 2 - UNRECORDED x forward
 
 Its kernel is left out, up to the launch, because a reference would be most of the step; so are CUDA's events, streams
-and copies, about 20 calls per unit, which a CPU does not have. Counted are CPU seconds of all threads (on one core they
-take turns, and a neighbour's do not count). The last line is the turn alone: two passes that do nothing but wait.
+and copies, about 20 calls per unit, which a CPU does not have. The last line is the turn alone: two passes that do
+nothing but wait.
+
+Counted are CPU seconds of all threads (on one core they take turns, and a neighbour's do not count), first quartiles.
+Runs one after the other agreed within 2 to 6 % per block.
 """
 
 import os
@@ -63,19 +68,26 @@ def config(family: str, blocks: int) -> Any:
     return OPTConfig(**shared, ffn_dim=64, word_embed_proj_dim=16, max_position_embeddings=64)
 
 
-def step_s(method: str, family: str, blocks: int) -> tuple[float, Any]:
-    """The best seconds of a step, and the layout."""
+def step_s(method: str, family: str, blocks: int, updates: bool = True, **options: Any) -> tuple[float, Any]:
+    """CPU seconds of a step, a first quartile, and the layout. updates: of torch's optimizer."""
     row = METHODS[method]
-    own = row.settings(**({"learn": False} if method == "lsp" else {}))
+    own = row.settings(**({"learn": False} if method == "lsp" else {}), **options)
     work = Workload(method, TOKENS, row.passes(own), own, length=TOKENS)
     model = keyhole.load(config(family, blocks), init="random", device=CPU, dtype=torch.float32, workload=work)
     trained, batch, found = row.load()(model, 1e-6, **vars(own)), random_batch(1, TOKENS, 32), []
-    for _ in range(STEPS):
-        begin_s = time.perf_counter()
+    if not updates:
+        trained.optimizer.step = lambda: None
+    for _ in range(2 * STEPS):
+        begin_s = time.process_time()
         trained.step(batch)
-        found.append(time.perf_counter() - begin_s)
+        found.append(time.process_time() - begin_s)
     model.close()
-    return min(found[WARM_UP:]), model.layout
+    return _quartile(found), model.layout
+
+
+def _quartile(found: list[float]) -> float:
+    """The first one, of the steps after the warm-up."""
+    return sorted(found[WARM_UP:])[(len(found) - WARM_UP) // 4]
 
 
 def streamed(blocks: int, cut: int | None) -> Model:
@@ -108,7 +120,7 @@ def streamed_s(blocks: int, cut: int | None) -> tuple[float, float]:
             zo.step(batch)
             found.append(time.process_time() - begin_s)
     model.close()
-    return sorted(found[WARM_UP:])[(len(found) - WARM_UP) // 4], len(model.layout.of_kind("block")) / blocks
+    return _quartile(found), len(model.layout.of_kind("block")) / blocks
 
 
 def turn_s() -> float:
@@ -127,13 +139,27 @@ def turn_s() -> float:
     return min(found)
 
 
+def print_adapters(called: float, reversed_: float) -> None:
+    """The host's work per adapter, without its update."""
+    for family, layers in (("llama", 7), ("opt", 6)):
+        block = {}
+        for how in ("block", "none"):
+            few, layout = step_s("lora", family, FEW, False, activations=how)
+            block[how] = (step_s("lora", family, MANY, False, activations=how)[0] - few) / (MANY - FEW)
+        once, back = of_forward(layout).called / FEW * called, of_backward(layout).reversed / FEW * reversed_
+        forward = (block["block"] - block["none"] - UNRECORDED * once) / layers
+        backward = (block["none"] - once - back) / layers - forward
+        print(f"adapter, {family}: forward {forward / called:.1f} called, backward {backward / called:.1f}")
+
+
 def print_lockstep(called: float) -> None:
     """The host's work per block and unit of streamed zo."""
     block = {}
     for cut in (None, CUT):
         (few, parts), (many, _) = streamed_s(FEW, cut), streamed_s(MANY, cut)
         block[cut] = (many - few) / (MANY - FEW)
-        print(f"zo, streamed, {parts:.0f} units per block: {1e6 * block[cut]:.0f} us per block")
+        whole = f"{1e6 * block[cut]:.0f} us per block, {1e6 * (few - FEW * block[cut]):.0f} per step"
+        print(f"zo, streamed, {parts:.0f} units per block: {whole}")
     assert parts == PARTS, parts
     unit = (block[CUT] - block[None]) / (PARTS - 1)
     forward = of_forward(streamed(FEW, None).layout).called / FEW
@@ -161,6 +187,7 @@ def main() -> None:
                 f"{1e6 * (few - FEW * block):12.0f}",
                 flush=True,
             )
+    print_adapters(called, reversed_)
     print_lockstep(called)
 
 

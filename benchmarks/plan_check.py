@@ -11,22 +11,30 @@ cases whose measured times differ by more than 2 %, the share with the right pla
 this machine (plan/measure.py). galore's SVDs and the fit of lsp's projectors are left out: neither is part of a usual
 step.
 
-The host's rates (launch, called, reversed) are measured again in the process of each case, in 0.4 s after
-its steps, and its plan uses those: the check is of the planner, and the host's speed is not the same from process to
-process. In five runs `called`, measured once in a process of its own, was 24, 15, 34 and 18 us where plain `sgd`, whose
-step is little else, took 55, 32, 49 and 55 ms later (the first run measured none). Whether a process is on the GPU's
-socket, which core it is on, the clock of that core and who else uses it are decided anew for each. After the steps and
-not before them, because what the measurement loads (autograd, kernels in float32, another workspace of cuBLAS) would
-count in the case's memory. The rates are kept with the case, for plan_recorded.py.
+A step is timed when it takes what later ones take. Updates in host memory may lag behind the first steps: after three
+steps of warm-up those of `adam-offload` took 0.186, 0.308, 0.344 and 0.370 s (plan_check_h200_2026-11-17_c.json), and
+`zo` records its whole step as a graph in one of the first. So TIMED steps follow each other without a pause, and
+the median of the LAST is the measurement; all are kept in steps_s.
+
+The host's rates (launch, called, reversed) are measured again in the process of each case, in bursts after its steps
+that are spread over two seconds, the least of which counts (plan/measure.py), and its plan uses those: the check is of
+the planner, and the host's speed is not the same from process to process. In five runs `called`, measured once in a
+process of its own, was 24, 15, 34 and 18 us where plain `sgd`, whose step is little else, took 55, 32, 49 and 55 ms
+later (the first run measured none). Whether a process is on the GPU's socket, which core it is on, the clock of that
+core and who else uses it are decided anew for each. After the steps and not before them, because what the measurement
+loads (autograd, kernels in float32, another workspace of cuBLAS) would count in the case's memory. The rates are kept
+with the case, for plan_recorded.py.
 
 A case runs in a process of its own, as a run does: what an earlier case left in an allocator, page-locked or in the
 heap counts in none of the numbers, and a case that fails, hangs or is killed costs one row. The processes are started
-together, import what they need, and wait for their turn on the GPU, one after the other. (A quick run stays in one
-process.)
+together, import what they need, and wait for their turn on the GPU, one after the other. Nothing is measured before
+they are idle, that is, before all of them together use less than IDLE of a core for IDLE_S: the first process once said
+52 us for `called`, the next ones 16 to 20. (A quick run stays in one process.)
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -64,6 +72,9 @@ from keyhole.plan.table import Question, make_row
 
 LIMIT_S = 400.0  # after which no case begins
 CASE_S = 75.0  # of one case, after which its process is ended
+WARM_UP, TIMED, LAST = 3, 12, 6  # steps
+PAUSE_S = 0.25  # between bursts
+IDLE, IDLE_S, IDLE_LIMIT_S = 0.05, 0.5, 20.0
 PREFIX = "@found "
 HOST = "launch", "called", "reversed"
 NEAR = 0.02  # pairs that differ by less have no order
@@ -157,8 +168,8 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
     method = row.load()(model, 1e-6, **vars(own))
     batch = measure.random_batch(batch_size, length, model.config.vocab_size)
     loaded_s = time.perf_counter() - begin_s
-    warm_up = 8 if row.sweep == "forward" and model.engine.streamed else 3
-    found = measure.time_steps(lambda: method.step(batch), model.engine, warm_up, 4)
+    warm_up = 8 if row.sweep == "forward" and model.engine.streamed else WARM_UP
+    found = measure.time_steps(lambda: method.step(batch), model.engine, warm_up, LAST if quick else TIMED)
     memory, host_bytes = measure.device_memory(device), measure.host_memory()
     decided, module = model.describe() + method.describe(), model.module
     placed = model.placed.limit_bytes, model.layout, model.engine.streamed
@@ -167,11 +178,11 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
         method.close()
     model.close()
     measure.clear_device(device)
-    host = host_rates(device)
+    host = host_rates(device, 0.0 if quick else PAUSE_S)
     return planned(case, module, replace(rates, **host), dtype, *placed) | {
         "case": asdict(case),
         "host_rates": host,
-        "measured": {"gpu": memory["reserved_bytes"], "host": host_bytes, "seconds": found["step_s"]},
+        "measured": {"gpu": memory["reserved_bytes"], "host": host_bytes, "seconds": last_s(found["steps_s"])},
         "allocated": memory["allocated_bytes"],
         "steps_s": found["steps_s"],
         "used": found["used"],
@@ -179,6 +190,11 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
         "loaded_s": loaded_s,
         "decided": decided,
     }
+
+
+def last_s(steps_s: list[float], last: int = LAST) -> float:
+    """Seconds of a step that takes what later ones take."""
+    return statistics.median(steps_s[-last:])
 
 
 def dry(case: Case, rates: Rates, modules: dict[str, Any]) -> dict[str, Any]:
@@ -272,10 +288,27 @@ class Process:
             self.end()
             killer.cancel()
 
+    def used_s(self) -> float:
+        """Seconds that it has been on a core; 0 if it has ended."""
+        with suppress(OSError):
+            after_name = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
     def end(self) -> None:
         """Ends it, and waits until its memory is free."""
         self.process.kill()
         self.process.wait()
+
+
+def wait_until_idle(processes: list[Process]) -> None:
+    """Waits until they use next to nothing, but not for ever."""
+    begin_s = time.perf_counter()
+    while time.perf_counter() - begin_s < IDLE_LIMIT_S:
+        before = sum(process.used_s() for process in processes)
+        time.sleep(IDLE_S)
+        if sum(process.used_s() for process in processes) - before <= IDLE * IDLE_S:
+            return
 
 
 def wait_for_job(method: str) -> None:
@@ -307,11 +340,16 @@ def measured_apart(cases: list[Case], device: torch.device, quick: bool) -> Iter
     waiting = [Process(case) for case in jobs[:ahead]]
     for process in waiting:
         process.ready()
+    if not quick:
+        wait_until_idle(waiting)
     print(f"{len(waiting)} processes are ready after {time.perf_counter() - begin_s:.0f} s", flush=True)
     job: dict[str, Any] = {"device": str(device), "quick": quick, "rates": None}
     try:
         for i, case in enumerate(jobs):
             process = waiting.pop(0)
+            if i and ahead < len(jobs) and not quick:  # another one has begun to import
+                process.ready()
+                wait_until_idle([process, *waiting])
             if case is not None and time.perf_counter() - begin_s > LIMIT_S:
                 process.end()
                 found = {"error": f"left out, {LIMIT_S:.0f} s have passed"}

@@ -15,6 +15,18 @@ run, each with the rates that were measured in the same run, and with the host's
 were measured (from the sixth run on). The first run measured no `called` and `reversed`, and its
 `launch` in another way; the second was on the same kind of machine, and what is bound by the host took 0.97 to 1.04 of
 the time there (`apollo-mini`, `lomo-lora`, `sgd`). So the first is planned with these three rates of the second.
+
+Two things were measured wrongly in the sixth run, and are replaced here; plan_check.py measures both otherwise since.
+Steps of `adam-offload` were still getting longer when they were timed (0.229, 0.274, 0.314, 0.303 s; 0.186, 0.308,
+0.344, 0.370): the median of the last two stands for the step (0.309 and 0.357; of all four 0.289 and 0.326). The host's
+rates beside `sgd` were measured at a bad moment (`called` 39.1 us, where the other processes had 14 to 24): the least
+of those of the two processes before it and the two after it are taken, as the least of a process's bursts is now.
+Planned is 1.13 of its step with them; with the medians of the run it would be 1.24.
+
+What the host bounds has got faster since the first five runs, without a change of the plan's other parts: one pass runs
+without turns between threads, and views, modules and parameters are looked up once (LOG.md, "The planner against its
+sixth run"). So the first five are planned too fast there: `lora`, `lomo-lora`, and streamed `lsp` with moments on the
+host. For these only the sixth run counts.
 """
 
 import argparse
@@ -28,7 +40,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.plan_check import HOST, Case, dry, line, summary
+from benchmarks.plan_check import HOST, Case, dry, last_s, line, summary
 from keyhole.bench.shapes import llama_config, model_config
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import Bytes
@@ -55,7 +67,10 @@ CHECKS = (
     "plan_check_h200_2026-11-16_c",
     "plan_check_h200_2026-11-17",
     "plan_check_h200_2026-11-17_b",
+    "plan_check_h200_2026-11-17_c",
 )
+SIXTH = CHECKS[5]
+RISING, UNUSUAL = "adam-offload", "sgd"  # in it
 STEPS = 20  # of a record, about: what grows with a run is still small
 SWITCHED_OFF = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
 LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -225,11 +240,23 @@ def checks(path: Path, modules: dict[str, Any]) -> Iterator[tuple[Case, dict[str
     host = json.loads((HERE / f"{CHECKS[1]}.json").read_text())["rates"]
     known = {} if "called" in found["rates"] else {name: host[name] for name in HOST}
     rates = Rates.from_dict(found["rates"] | known)
+    if path.stem == SIXTH:
+        _as_usual(found["results"])
     for each in found["results"]:
         case = Case(**(each["case"] | {"tokens": tuple(each["case"]["tokens"])}))
         own = replace(rates, **each.get("host_rates", {}))
         kept = {name: each[name] for name in ("measured", "host_rates") if name in each}
         yield case, dry(case, own, modules) | kept
+
+
+def _as_usual(results: list[dict[str, Any]]) -> None:
+    """The two substitutions in the sixth run (above)."""
+    for i, each in enumerate(results):
+        if each["case"]["method"] == RISING:
+            each["measured"]["seconds"] = last_s(each["steps_s"], 2)
+        if each["case"]["method"] == UNUSUAL:
+            near = [results[i + k]["host_rates"] for k in (-2, -1, 1, 2)]
+            each["host_rates"] = {name: min(rates[name] for rates in near) for name in HOST}
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` repl
 separated by commas; any other setting applies to all runs.
 """
 
+import re
 import shlex
 import typing
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ from keyhole.compare.names import PLACES, by_path, check_names, keys, refuse_mis
 from keyhole.config.faults import Finding, nearest, refuse
 from keyhole.config.fields import settings
 from keyhole.config.loader import COMMAND_LINE, LocatedNode, compose, open_sections, parse_override, read_text
+from keyhole.config.rules import expanded
 from keyhole.config.types import is_null, show
 from keyhole.data.tasks.spec import task_name
 from keyhole.errors import UserError
@@ -126,12 +128,14 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
         tasks=_named(nodes, "tasks", picked, faults, may_add=True),
         methods=_named(nodes, "methods", picked, faults, may_add=False),
         seeds=_seeds(nodes, picked, faults),
-        output_dir=picked.get("output_dir") or _text(nodes, "output_dir", faults) or f"{path.stem}-out",
+        output_dir=expanded(picked.get("output_dir") or _text(nodes, "output_dir", faults) or f"{path.stem}-out"),
         common=_settings(nodes.get("common"), faults),
         overrides=overrides,
         choose_by=picked.get("choose_by") or _text(nodes, "choose_by", faults) or CHOOSE_BY[0],
         words=words,
     )
+    if made.output_dir.startswith("~") or re.search(r"\$\{?\w", made.output_dir):
+        faults.append(Finding("output_dir", f"found `{made.output_dir}`, which stands for no directory here"))
     if made.choose_by not in CHOOSE_BY:
         faults.append(Finding("choose_by", f"found `{made.choose_by}`, expected {' or '.join(CHOOSE_BY)}"))
     refuse_misplaced(made.common, "in `common`", (), faults)

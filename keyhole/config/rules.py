@@ -46,8 +46,10 @@ def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding
 def _faults(config: TrainConfig) -> Iterator[Finding]:
     for key in ("model", "train_data", "eval_data", "task", "task_data", "output_dir"):
         for path in _as_list(getattr(config, key)):
-            if unset := re.search(r"\$\{?(\w+)", _expanded(path)):
+            if unset := re.search(r"\$\{?(\w+)", expanded(path)):
                 yield Finding(key, f"found `{path}`, but there is no variable {unset[1]} in the environment")
+            if expanded(path).startswith("~") and not os.path.exists(path):
+                yield Finding(key, f"found `{path}`, but there is no home directory of {path[1:].partition('/')[0]}")
             if path != path.encode("utf-8", "replace").decode():
                 yield Finding(key, f"`{printable(path)}` is not UTF-8, so no config.yaml can name it; rename it")
     if config.max_steps is None and config.num_train_epochs is None:
@@ -87,7 +89,7 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("packing", "needs max_length: it is the length of a packed row")
     if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
         yield Finding("device", f"found `{config.device}`, expected cpu, cuda or cuda:N, or null to choose")
-    if os.path.realpath(_expanded(config.output_dir)) == os.path.realpath(_expanded(config.model)):
+    if os.path.realpath(expanded(config.output_dir)) == os.path.realpath(expanded(config.model)):
         yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
     row = METHODS[config.method]
     yield from (Finding(*fault) for fault in row.faults(getattr(config, row.section), config))
@@ -153,13 +155,13 @@ def _fill(config: TrainConfig) -> TrainConfig:
     epochs = config.num_train_epochs if config.max_steps is None else None
     return replace(
         config,
-        model=assets.locate(_expanded(config.model), assets.MODEL),
-        output_dir=_expanded(config.output_dir),
+        model=assets.locate(expanded(config.model), assets.MODEL),
+        output_dir=expanded(config.output_dir),
         train_data=_locate_all(config.train_data, assets.TRAIN),
-        task=[_expanded(name) for name in config.task]
+        task=[expanded(name) for name in config.task]
         if isinstance(config.task, list)
-        else config.task and _expanded(config.task),
-        task_data=None if config.task_data is None else _expanded(config.task_data),
+        else config.task and expanded(config.task),
+        task_data=None if config.task_data is None else expanded(config.task_data),
         eval_data=_locate_all(config.eval_data, assets.TEST),
         learning_rate=rate,
         num_train_epochs=epochs,
@@ -168,7 +170,7 @@ def _fill(config: TrainConfig) -> TrainConfig:
 
 
 def _locate_all(data: str | list[str] | None, stands_for: Path) -> str | list[str] | None:
-    found = [assets.locate(_expanded(item), stands_for) for item in _as_list(data)]
+    found = [assets.locate(expanded(item), stands_for) for item in _as_list(data)]
     return found if isinstance(data, list) else found[0] if found else None
 
 
@@ -176,6 +178,6 @@ def _as_list(value: str | list[str] | None) -> list[str]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _expanded(path: str) -> str:
+def expanded(path: str) -> str:
     """The path with ~ and $NAME replaced: in a config, or after `key=`, no shell has expanded them."""
     return os.path.expanduser(os.path.expandvars(path))

@@ -14,6 +14,7 @@ through the optional `datasets` package. Only regular files are read: a pipe or 
 """
 
 import glob
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -48,7 +49,7 @@ def resolve(sources: list[str]) -> list[str]:
     """Paths, globs and directories as file names; hub ids are left unchanged. One error names all missing files."""
     names, missing = [], []
     for source in map(str, sources):
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         try:
             found = _found(source, path)
             missing += [] if found else [_missing(source, path)]

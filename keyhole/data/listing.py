@@ -39,7 +39,7 @@ SAVED = ("state.json", "dataset_dict.json")  # `save_to_disk` of `datasets`
 
 def remarks(sources: list[str], names: list[str]) -> list[str]:
     """Lines about these sources, which were resolved to these files."""
-    folders = [path for path in (Path(source).expanduser() for source in sources) if path.is_dir()]
+    folders = [path for path in (Path(os.path.expanduser(source)) for source in sources) if path.is_dir()]
     plain = [path for path in folders if not any((path / name).is_file() for name in SAVED)]
     return [
         *map_lines(_unread, plain),

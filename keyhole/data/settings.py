@@ -7,6 +7,7 @@ keyhole/config/data.py makes a DataSettings from a TrainConfig; without a config
 """
 
 import datetime
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,7 +91,7 @@ class PrepareSettings:
         given = self.chat_template
         if given is None or "{{" in given or "{%" in given:
             return given
-        path = Path(given).expanduser()
+        path = Path(os.path.expanduser(given))
         try:
             if not path.is_file():
                 found = "not a regular file" if path.exists() else "no such file"

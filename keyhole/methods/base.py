@@ -63,7 +63,10 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         """Wraps `step` so that it computes in the model's dtype, even under the caller's autocast (ops/autocast.py),
-        and uses the rate that a scheduler has set."""
+        and uses the rate that a scheduler has set; and `load_state_dict`, so that it refuses the state of something
+        else."""
+        if "load_state_dict" in vars(cls):
+            cls.load_state_dict = _of_this_method(cls.load_state_dict)  # type: ignore[method-assign]
         for name in {"step", "backward"} & vars(cls).keys():
             setattr(cls, name, _without_autocast(vars(cls)[name]))
 
@@ -205,6 +208,22 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return exact
+
+
+def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
+    @wraps(load)
+    def checked(self: Method, state: State) -> None:
+        try:
+            load(self, state)
+        except UserError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"{self.name}: this is not a state that {type(self).__name__}.state_dict returned "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    return checked
 
 
 def _check_shared(options: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ All other constants of the host are here too. Beside the block's own operations:
     MATRIX      per matrix in a reverse sweep: hooks, the offer of its gradient, the product; each with Python around it
     VECTOR      per vector in a reverse sweep: a hook and its gradient
     UPDATE      per matrix and per vector that is updated at once by our own kernels (lomo, lsp; not adam-offload)
-    ADAPTED     per adapted layer: in each forward pass, in the backward pass, and in its AdamW
+    ADAPTED     per adapted layer: in each forward pass, in the backward pass, and its AdamW
                 (methods/lora/adapted_linear.py)
     VISIT       per block and pass in lockstep (model/forward/lockstep.py): a turn, hooks, weights that are bound
     UNIT        per unit in lockstep: acquired, perturbed, committed, released
@@ -30,15 +30,23 @@ All other constants of the host are here too. Beside the block's own operations:
 
 Their origin is `python -m benchmarks.host_work`: steps of models of 16 numbers' width on one core, where nothing is
 computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods, give these
-numbers in operations of the same machine (Neoverse N1: launch 7 us, called 29, reversed 18). The host of an H200
-(7.4, 24 and 25 us) with them: `sgd` on OPT-1.3B 0.050 s for 0.055 and 0.057 measured in two runs, `lora` 0.175 for
-0.189, `lomo-lora` 0.35 for 0.348 and 0.357, `apollo-mini` 0.45 for 0.451 and 0.435 (benchmarks/plan_check_h200_*).
-Three were chosen by those runs: which part of ADAPTED is `reversed` (on the N1 all of it is worth 25 `called`), TENSOR
-(0.4 to 1.4 there), and PLAIN (1.1 to 1.3 there).
+numbers in operations of the same machine (Neoverse N1: launch 6.2 us, called 31, reversed 18). Measured beside a
+block's own operations in three runs, Llama and OPT: `adam-offload` 86 to 100 and 133 to 145, `lomo` 153 to 157 and 257,
+`lomo-lora` 300 to 316 and 392 to 402; two equations for each pair. A step costs 120 to 170 under plain autograd, 110 to
+250 in a sweep, 200 to 220 in lockstep. The host of an H200 (6.0, 15.5 and 23 us) with them: `lomo-lora` on OPT-1.3B
+0.240 s for 0.234 measured, `apollo-mini` 0.366 for 0.348, `lora` 0.113 for 0.128, `galore` 0.096 for 0.091
+(benchmarks/plan_check_h200_2026-11-17_c.json). The runs before were made by slower code (plan_recorded.py).
+
+ADAPTED is Python's: 4.1 to 6.1 operations of a forward pass, in the backward pass 5.6 to 14.8 in six measurements. The
+extremes are `lora` on Llama and on OPT, because of the blocks rather than the adapters: in operations of a Llama block,
+one of OPT takes 20 more than is counted. So `lora` on OPT is planned at 0.86 of what the N1 measured, and on Llama at
+1.15. The update is an estimate: torch's AdamW takes 3 to 5 per adapter with one tensor after the other, as on a CPU,
+1 to 2 with lists of tensors, as on a GPU, which then launches a few kernels for all. TENSOR (0.2 and 1.3 on the N1) and
+PLAIN (1.1 to 1.3) were chosen by earlier runs on an H200.
 
 UNIT is 10.4 measured that way, 0.7 for Triton's launcher (21 us on the N1, measured with a driver that launches
 nothing), and 3 for CUDA's events, streams and copies, which a CPU does not have: about 20 calls of a third of a launch
-each, and two copies (an estimate). VISIT is 4.0 to 6.8 in three measurements. The code of the first five runs of
+each, and two copies (an estimate). VISIT is 4.0 to 6.8 in five measurements. The code of the first five runs of
 plan_check took 8.6 and 22: with these its `zo` in 4 GiB would have been planned at 0.99, 1.18, 1.05 and 0.71 of what
 was measured.
 
@@ -55,11 +63,11 @@ LLAMA_KERNELS = 37  # of a block's forward pass in bfloat16, where it cannot be 
 LLAMA_CALLS = 73, 165  # of its forward and backward pass
 PER_CALL = 33 / 69, 66 / 161
 UNRECORDED = 0.7
-TENSOR, MATRIX, VECTOR = 1.2, 15, 8
-UPDATE = 10, 6
-ADAPTED = 7, 15, 6
+TENSOR, MATRIX, VECTOR = 1.2, 12, 7
+UPDATE = 6, 8
+ADAPTED = 5, 10, 1
 VISIT, UNIT = 5.5, 14
-STEP = 150, 290
+STEP = 140, 200
 PLAIN = 1.6
 HOOKED = 3.28
 
@@ -132,8 +140,7 @@ def of_updates(layout: Layout) -> Launches:
 def of_adapters(layers: int, forwards: float, passes: int) -> Launches:
     """A step of adapted layers: `forwards` forward passes and a backward pass for each of `passes` micro-batches, and
     their update."""
-    called = passes * forwards * ADAPTED[0] + ADAPTED[2]
-    return hooked(called * layers) + Launches(reversed=passes * ADAPTED[1] * layers)
+    return hooked((passes * (forwards * ADAPTED[0] + ADAPTED[1]) + ADAPTED[2]) * layers)
 
 
 def of_lockstep(layout: Layout, passes: int) -> Launches:

@@ -129,6 +129,9 @@ class Model:
         if graphs and self.device.type == "cuda" and is_recordable:
             self.graphs = BlockGraphs(self, find_blocks(module))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError("a model holds threads and page-locked memory, and is not copied or pickled; load it again")
+
     def __repr__(self) -> str:
         count = sum(tensor.shape.numel() for tensor in self.layout.tensors)
         where = f"{len(self.engine.streamed)} of {len(self.layout.units)} units streamed"
@@ -298,8 +301,8 @@ class Model:
         if self.classifies:
             found = evaluation.class_logits(self, self.to_device(batch, of_step=False))
             return found[0][0] if isinstance(batch, Mapping) else found
-        if not isinstance(batch, Mapping):
-            return [self.logits(each) for each in batch]
+        if isinstance(batch, list | tuple):
+            return [self.logits(one) for one in batch]
         return generation.logits(self, batch)
 
     @without_autocast()
@@ -369,6 +372,8 @@ class Model:
         """Writes an ordinary HF directory: safetensors, config, tokenizer."""
         from keyhole.model.weights.save import save_model
 
+        if not isinstance(path, str | Path) or not str(path):
+            raise UserError(f"save_pretrained: found {path!r}, expected the path of a directory ('.' is this one)")
         self.apply_deferred()
         save_model(self, Path(path))
 

@@ -12,13 +12,16 @@
                     modules and autograd's record cost differs from host to host, and is most of a small batch's time
     reversed        its backward pass in the same way: autograd calls operations from C++, in about half the time
 
-Each is the best of a few rounds, the first of which warms up. The last three, the host's, are first quartiles of the
-rounds of HOST_S, after WARM_UP_S: the first call takes 1.6 times as long, and a clock needs a while to rise. A step is
-made of the host's usual rounds; its best ones are luck, and where others use the host too, the median is theirs. On a
-Neoverse N1 the best of 12 launches was 5.9 to 6.9 us in four measurements; first quartiles beside two busy processes on
-two cores, in six: `launch` 6.8 to 7.1, `called` 30.3 to 30.6, `reversed` 18.2 to 18.5, while a median of `called` was
-once 128. On idle cores those of `called` and `reversed` are within 2 % of the best: constants that were found with the
-best hold.
+Each is the best of a few rounds, the first of which warms up. The last three, the host's, are measured in bursts that
+are spread over the time of the other measurements: each is a first quartile of the rounds of BURST_S, after WARM_UP_S
+(the first call takes 1.6 times as long, and a clock needs a while to rise), and the least burst counts. A step is made
+of the host's usual rounds; its best ones are luck, and where others use the host too, the median is theirs. On a
+Neoverse N1 the best of 12 launches was 5.9 to 6.9 us in four measurements; first quartiles of 0.1 s beside two busy
+processes on two cores, in six: `launch` 6.8 to 7.1, `called` 30.3 to 30.6, `reversed` 18.2 to 18.5, while a median of
+`called` was once 128. On idle cores those of `called` and `reversed` are within 2 % of the best: constants that were
+found with the best hold. One burst is not enough: what slows a host down lasts longer than a tenth of a second. On the
+host of an H200 one of 0.1 s said 39.1 us for `called`, after steps of `sgd` that took what they take at 16 us, where
+the processes before and after it said 15 and 16 (benchmarks/plan_check_h200_2026-11-17_c.json).
 
 The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by
 GPU, CPU, cores and version of torch, written with one rename; if the file cannot be read, the machine is measured
@@ -52,7 +55,7 @@ from keyhole.plan.profiles import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05
-WARM_UP_S, HOST_S = 0.03, 0.1
+WARM_UP_S, BURST_S, BURSTS = 0.03, 0.05, 5
 LAUNCHES = 200
 ADAM_BYTES = 28  # per parameter (ops/adam/host.py)
 LIMIT_BYTES = 2**20
@@ -116,19 +119,26 @@ def measure(device: torch.device) -> Rates:
     cuda = device.type == "cuda"
     memory = host_memory()
     limit = memory.cgroup_limit_bytes or memory.total_bytes
-    host_rate, adam = _host_memory(), _adam()
+    host = HostRates(device)
+    host.burst()
+    host_rate = _host_memory()
+    host.burst()
+    adam = _adam()
+    host.burst()
     link = {"host_to_device": host_rate / 2e9, "device_to_host": host_rate / 2e9, "both_ways": host_rate / 2e9}
     if cuda:
         with torch.cuda.device(device):
             link = link_speed()
-    host = host_rates(device)
+    host.burst()
+    products = _products(device)
+    host.burst()
     try:
         return Rates(
             name=torch.cuda.get_device_name(device) if cuda else f"{_cpu_name()}, {cpu_count()} cores",
             measured=True,
             gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
             host_bytes=min(limit, memory.total_bytes),
-            products=_products(device),
+            products=products,
             products_fp32=_product(
                 device, torch.float32, 2048 if cuda else 512, *((4096, 8192) if cuda else (512, 1024))
             ),
@@ -138,9 +148,7 @@ def measure(device: torch.device) -> Rates:
             both=link["both_ways"] * 1e9,
             host_memory=max(host_rate, ADAM_BYTES * adam),
             adam=adam,
-            launch=host["launch"],
-            called=host["called"],
-            reversed=host["reversed"],
+            **host.found,
             workspace_bytes=_workspace(device),
         )
     finally:
@@ -208,18 +216,40 @@ def _adam() -> float:
     return w.numel() / seconds
 
 
-def host_rates(device: torch.device) -> dict[str, float]:
-    """The rates of the host alone, in about 0.4 s: seconds per `launch`, operation `called` and `reversed`. The last
-    two are 0 if a block cannot be counted: then they follow from a launch (machine/rates.py)."""
-    one = torch.zeros(1, device=device)
+class HostRates:
+    """The rates of the host alone: seconds per `launch`, operation `called` and `reversed`, from bursts of a quarter of
+    a second, the more the better and the longer apart. The last two are 0 if a block cannot be counted: then they
+    follow from a launch (machine/rates.py)."""
 
-    def launch() -> None:
-        for _ in range(LAUNCHES):
-            one.add_(1.0)
+    def __init__(self, device: torch.device) -> None:
+        one = torch.zeros(1, device=device)
 
-    runs = {"launch": (launch, _nothing, LAUNCHES)} | _block(device)
-    found = {name: _host_s(run, before, device) / count for name, (run, before, count) in runs.items()}
-    return {"called": 0.0, "reversed": 0.0} | found
+        def launch() -> None:
+            for _ in range(LAUNCHES):
+                one.add_(1.0)
+
+        self._device = device
+        self._runs = {"launch": (launch, _nothing, LAUNCHES)} | _block(device)
+        self.bursts: list[dict[str, float]] = []
+
+    def burst(self) -> None:
+        """Measures all three once more."""
+        each = {name: _host_s(run, before, self._device) / n for name, (run, before, n) in self._runs.items()}
+        self.bursts.append({"launch": 0.0, "called": 0.0, "reversed": 0.0} | each)
+
+    @property
+    def found(self) -> dict[str, float]:
+        """The least of all bursts."""
+        return {name: min(burst[name] for burst in self.bursts) for name in self.bursts[0]}
+
+
+def host_rates(device: torch.device, pause_s: float = 0.0) -> dict[str, float]:
+    """The host's rates from BURSTS bursts with pauses between them."""
+    rates = HostRates(device)
+    for i in range(BURSTS):
+        time.sleep(pause_s if i else 0.0)
+        rates.burst()
+    return rates.found
 
 
 def _nothing() -> None:
@@ -259,10 +289,10 @@ def _block(device: torch.device) -> dict[str, tuple[Callable[[], None], Callable
 
 def _host_s(run: Callable[[], None], before: Callable[[], None], device: torch.device) -> float:
     """Seconds of the host for a run whose kernels the device need not have finished: the first quartile of the rounds
-    of HOST_S."""
+    of BURST_S."""
     found: list[float] = []
     begin_s = time.perf_counter()
-    while (now_s := time.perf_counter()) < begin_s + WARM_UP_S + HOST_S or not found:
+    while (now_s := time.perf_counter()) < begin_s + WARM_UP_S + BURST_S or not found:
         before()
         _wait(device)
         each_s = time.perf_counter()

@@ -29,6 +29,7 @@ import keyhole
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.resume_point import Place
 from keyhole.checkpoint.select import checkpoints
+from keyhole.checkpoint.state import STATE
 from keyhole.disk import files
 from keyhole.disk.files import flush, make_directories, read_small, remove, staged, write_text
 from keyhole.disk.json_text import json_text
@@ -154,6 +155,12 @@ def _check_place(root: Path) -> None:
         except (OSError, ValueError) as error:  # too long, no permission, or a zero byte
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"output_dir: {str(root)[:200]!r} is not possible: {reason}") from error
+    for above in Path(os.path.abspath(root)).parents:
+        if (above / STATE).is_file():
+            raise UserError(
+                f"output_dir: {root} is inside of {above}, a checkpoint, which its run will delete when it is old; "
+                "choose another output_dir"
+            )
     if place != root and not place.is_dir():
         raise UserError(f"output_dir: {place} is a file; choose a directory")
     if place.is_dir() and not os.access(place, os.R_OK | os.W_OK | os.X_OK):

@@ -22,7 +22,7 @@ def test_an_evaluation_that_is_not_finite_is_passed_over(tmp_path: Path) -> None
 def test_every_run_is_a_comparison(name: str, tmp_path: Path) -> None:
     """Its settings are checked as those of a run are; each seed and each rate of a grid is a run."""
     args = Namespace(model="demo", task_data=str(tmp_path), out=tmp_path, seeds="", settings=[])
-    words = learning.write(name, args, 1.0)
+    words = learning.write([name], args, 1.0)
     groups, _ = plan(read_comparison(Path(words[1]), words[2:]), lambda model: None)
     _, seeds, settings = learning.RUNS[name]
     rates = settings["learning_rate"]

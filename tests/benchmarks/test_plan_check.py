@@ -1,8 +1,12 @@
 """Planned against measured: the cases cover what they should, and one runs."""
 
+import subprocess
+import sys
+
+import pytest
 import torch
 
-from benchmarks.plan_check import CASES, HOST, run, summary
+from benchmarks.plan_check import CASES, HOST, LAST, Process, last_s, run, summary
 from keyhole.methods import METHODS
 from keyhole.plan.profiles import PROFILES
 
@@ -23,3 +27,22 @@ def test_a_case_has_planned_and_measured_numbers() -> None:
     assert any(line.startswith("seconds: ") for line in summary([found]))
     assert set(found["host_rates"]) == set(HOST) and min(found["host_rates"].values()) > 0
     assert 0 < found["used"]["cpu_s"] and found["used"]["without_core_s"] >= 0
+
+
+def test_the_first_steps_do_not_count() -> None:
+    """A graph that is captured in the first, and steps that still get longer."""
+    assert last_s([6.6, 0.2, 0.3, *[0.4] * LAST]) == 0.4
+    assert last_s([0.186, 0.308, 0.344, 0.370], 2) == pytest.approx(0.357)
+
+
+def test_the_core_seconds_of_a_process_are_read() -> None:
+    """They grow while it works, and are 0 once it has ended."""
+    busy = object.__new__(Process)
+    work = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
+    busy.process = subprocess.Popen(
+        [sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    busy.process.stdout.readline()
+    assert 0.25 < busy.used_s() < 5
+    busy.end()
+    assert busy.used_s() == 0

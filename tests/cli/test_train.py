@@ -87,6 +87,7 @@ BAD = [
     ("dtype: [bfloat16]", (), "one word is enough here: write bfloat16"),
     ("", ("report_to=[wandb, tensorbord]",), "did you mean `tensorboard`?"),
     ("eval_data: $NO_SUCH_VARIABLE/x.jsonl", (), "there is no variable NO_SUCH_VARIABLE in the environment"),
+    ("", ("output_dir=~nosuchuser/x",), "found `~nosuchuser/x`, but there is no home directory of nosuchuser"),
     ("method: [", (), "not valid YAML"),
     ("", ("placement=strem",), "did you mean `stream`?"),
     ("", ("max_steps=null",), "set max_steps or num_train_epochs"),

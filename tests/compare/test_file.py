@@ -238,3 +238,14 @@ def test_every_run_that_is_not_done_is_counted(tmp_path: Path) -> None:
                 results[result.id] = result
         cell = cell_of(group, comparison, results)
         assert cell.missing == missing and (shown(cell) == "...") == (cell.chosen is None)
+
+
+def test_the_output_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind `output_dir=` no shell replaces ~ and $NAME; a home or a variable that is not there is no directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", "here")
+    path = write(tmp_path / "a.yaml")
+    assert read_comparison(path, ("output_dir=~/$PLACE",)).output_dir == f"{tmp_path}/here"
+    for name in ("~nosuchuser/out", "$NO_SUCH_VARIABLE/out"):
+        with pytest.raises(UserError, match="output_dir: found .*, which stands for no directory here"):
+            read_comparison(path, (f"output_dir={name}",))

@@ -1,5 +1,8 @@
 """Loops of the user's own: backward(loss) on what the module computed, and torch's schedulers over any method."""
 
+import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +237,52 @@ def test_the_torch_optimizer_tells_what_it_does_not_do() -> None:
         shell.step()
     with pytest.raises(UserError, match="add_param_group: a method trains the parameters of its model"):
         shell.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "lora"])
+@pytest.mark.parametrize("state", [{}, {"step_count": "many", "seed": None}, {"x": 1}, None], ids=str)
+def test_a_state_of_something_else_is_refused(method: str, state: Any) -> None:
+    """By name, and not with a KeyError; torch's methods, whose own state may be empty, took what is not theirs for
+    nothing."""
+    made = METHODS[method].load()(load("llama"), 1e-2)
+    if state == made.state_dict():
+        made.load_state_dict(state)
+        return
+    with pytest.raises(UserError, match=f"{method}: |seed: |state"):
+        made.load_state_dict(state)
+
+
+def test_a_model_is_not_copied() -> None:
+    """By pickle, copy, or a library that copies what it is given."""
+    model = load("llama")
+    for make in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UserError, match="a model holds threads .* is not copied or pickled; load it again"):
+            make(model)
+
+
+@pytest.mark.parametrize("path", ["", None, 3])
+def test_a_model_is_saved_to_a_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty name, as an unset variable leaves it, is not this directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="save_pretrained: found .*, expected the path of a directory"):
+        load("llama").save_pretrained(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([[1, 2]], "found a list, expected the tokens"),
+        (torch.zeros(1, 0, dtype=torch.long), r"found \(1, 0\) of int64"),
+        (torch.zeros(3, dtype=torch.long), r"found \(3,\) of int64"),
+        (torch.zeros(1, 3), r"found \(1, 3\) of float32"),
+        (torch.full((1, 3), 10**6), "holds 1000000 to 1000000; the model has tokens 0 to"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_refused(ids: Any, says: str) -> None:
+    """By generation and by logits."""
+    model = load("llama")
+    for use in (model.generate, lambda given: model.logits({"input_ids": given}), lambda given: model.logits([given])):
+        with pytest.raises(UserError, match=f"{says}|batch: found a (int|Tensor), expected a dict"):
+            use(ids)

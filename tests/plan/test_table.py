@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from keyhole.bench.shapes import llama_config, opt_config
 from keyhole.errors import UserError
+from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
@@ -149,8 +150,12 @@ def test_three_changes_make_it_fit_and_are_ordered_by_their_price() -> None:
     assert found[0].settings.startswith(("placement=", "lomo.activations=host", "batch_size="))
 
 
-def test_a_refusal_names_what_would_fit() -> None:
-    """`place`, before a weight is read: the changes are in the message."""
+def test_a_refusal_names_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`place`, before a weight is read: the changes are in the message. With less than 13 GiB of free host memory there
+    are none, so the machine's own does not count."""
+    memory = replace(host_memory(), available_bytes=24 * GIB)
+    for module in (changes, placement):
+        monkeypatch.setattr(module, "host_memory", lambda: memory)
     work = Workload("lomo", 4096, 1, METHODS["lomo"].settings(), length=1024)
     with pytest.raises(UserError, match=r"gpu_memory: 2GiB is below the minimum.*(?s:.)*What would fit") as caught:
         placement.place(llama_7b(), "stream", "2GiB", Wire(BF16), torch.device("cpu"), work)

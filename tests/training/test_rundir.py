@@ -197,3 +197,13 @@ def test_an_unwritable_place_is_the_users_to_fix(tmp_path: Path) -> None:
     root = tmp_path / "file" / "out"
     with pytest.raises(UserError, match="output_dir"):
         open_run(rundir.RunDir(root))
+
+
+def test_a_run_is_not_put_into_a_checkpoint_of_another(tmp_path: Path) -> None:
+    """It would be deleted with the checkpoint."""
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "keyhole_state.json").write_text("{}")
+    for place in ("checkpoint-4/out", "checkpoint-4/a/b"):
+        with pytest.raises(UserError, match="is inside of .*checkpoint-4, a checkpoint, which its run will delete"):
+            rundir.inspect(str(tmp_path / place), resume=False)
+    assert rundir.inspect(str(tmp_path / "beside"), resume=False)

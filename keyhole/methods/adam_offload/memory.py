@@ -19,17 +19,17 @@ host memory, 12 + b bytes read and 12 written per parameter:
     c = BESIDE_LANE adam          the CPU's own rate beside the lane; BESIDE_COPIES adam if the GPU updates nothing, and
                                   only gradients and weights are copied
 
-Measured on an H200 from the bytes that crossed the link, in G parameters/s:
+Measured on an H200 from the bytes that crossed the link, in G parameters/s, while they overlap with a backward pass:
 
-                          g             c             c / adam      g + c
-    1.3B, two runs        2.0 to 2.5    0.9 to 1.4    0.27, 0.52    3.0 to 3.8    plan_check_h200_2026-11-16, _b
-    7B                    2.9           0.5           0.15          3.4           lsp_h200_2026-11-15_7B_d
-    3.5B                  2.3           1.9           0.6           4.2           lsp_h200_2026-11-15_3.5B_d
+                          g             c             c / adam       g + c
+    1.3B, ten cases       2.1 to 2.6    0.9 to 2.1    0.27 to 0.55   3.0 to 4.7    five runs of plan_check
+    7B                    2.9           0.5           0.15           3.4           lsp_h200_2026-11-15_7B_d
+    3.5B                  2.3           1.9           0.6            4.2           lsp_h200_2026-11-15_3.5B_d
 
-LANE and BESIDE_LANE are about their means. The sum, which decides the time, is uncertain by 15 %, and no rate of host
-memory that was measured in the same run explains it: 73 GB/s belonged to 3.4 to 3.8, 100 GB/s to 3.0 to 3.3. Gradients
-come with the backward pass, and the next forward pass begins with the weights whose gradients came last: updates
-overlap with the backward pass alone.
+LANE and BESIDE_LANE are the medians of the ten. The sum, which decides the time, is uncertain by 15 %, and no rate of
+host memory that was measured in the same run explains it: 73 GB/s belonged to 3.4 to 3.8, 100 GB/s to 3.0 to 3.3.
+Gradients come with the backward pass, and the next forward pass begins with the weights whose gradients came last:
+updates overlap with the backward pass alone.
 
 With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
 """
@@ -51,7 +51,7 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel
 
-LANE, BESIDE_LANE, BESIDE_COPIES = 0.68, 0.36, 0.5
+LANE, BESIDE_LANE, BESIDE_COPIES = 0.67, 0.45, 0.5
 WAITING = 512 * MIB
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 

@@ -201,6 +201,14 @@ class AdamOffload(Method):
         self.exchange.put(unit.index, tensor.start - unit.start, grad.clone() if gathered else grad)
         self.current.starts[unit.index].append(tensor.start)
 
+    def run_of_gradients(self, tensors: list[FlatTensor], grads: list[torch.Tensor], together: torch.Tensor) -> None:
+        """The same for adjacent tensors of a unit: one copy. (Each costs the host more than a kernel's launch.)"""
+        unit = self.state.trained[tensors[0].start].unit
+        for tensor, grad in zip(tensors, grads, strict=True):
+            torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
+        self.exchange.put(unit.index, tensors[0].start - unit.start, together)
+        self.current.starts[unit.index] += [tensor.start for tensor in tensors]
+
     def updated(self, tensors: list[FlatTensor]) -> None:
         """Not used: no update is captured as a CUDA graph."""
 

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 import torch.utils.checkpoint
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 from keyhole.methods.base import State, checked_rate
 from keyhole.methods.by_torch import ByTorch
-from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.attention import exact_attention
@@ -133,6 +133,8 @@ class TorchMethod(ByTorch):
         return moments | self.model_dropout.state_dict()
 
     def load_state_dict(self, state: State) -> None:
+        if foreign := [name for name in state if "/" not in name and name != KEY]:
+            raise UserError(f"{self.name}: the state is of another method: it has {listed(foreign)}")
         self.model_dropout.load_state_dict(state)
         for full_name, value in state.items():
             if "/" not in full_name:

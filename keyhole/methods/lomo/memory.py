@@ -29,8 +29,8 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
 SUMS, SURVEYS = 5, 2
-SUMMED = 9, 8
-SKETCHED, ADAM = 46, 10
+SUMMED = 10, 3
+SKETCHED, ADAM = 52, 4
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 

@@ -180,11 +180,10 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         down=home_bytes(layout, streamed, room) + 4 * away,
         adam=away * HOST_SHARE,
         exposed_adam=exposed * HOST_SHARE,
-        exposed_bytes=4 * exposed + (LATE * home_bytes(layout, streamed, room) if away else 0.0),
+        exposed_bytes=4 * exposed,
         host_bytes=12 * away,
         saved_bytes=8 * total + numbers.projector_bytes,
     )
 
 
-LATE = 0.5  # of streamed weights, if moments are on the host: the link is not hidden (fitted to four runs; LOG.md)
 HOST_SHARE = 24 / 28  # bytes through host memory per number, relative to those per parameter of AdamW with masters

@@ -19,7 +19,7 @@ from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.sink import Recordable, Sink
 from keyhole.model.backward.tape import Visit, pass_on
-from keyhole.model.backward.unit_gradients import UnitGradients
+from keyhole.model.backward.unit_gradients import UnitGradients, runs_of
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.graphs import SMALL_FLOP
 from keyhole.model.model import Model
@@ -163,8 +163,17 @@ class RecordedVisits:
 
     def hand_over(self, sink: Sink, found: list[tuple[FlatTensor, torch.Tensor, torch.Tensor]]) -> bool:
         """Hands gradients of vectors (tensor, weights, gradient) to the sink; False: it cannot be recorded, and nothing
-        was done. Those that recordings have written are at fixed addresses, so their updates are one launch."""
-        how = self.gathered.sink.update_key if sink is vars(self).get("gathered") else None
+        was done. Those that recordings have written are at fixed addresses, so their updates are one launch. A sink
+        that takes runs gets adjacent ones together."""
+        if sink is not vars(self).get("gathered"):
+            return False
+        if self.gathered.hands_over_runs:
+            grads = {tensor.start: grad for tensor, _, grad in found}
+            for run in runs_of([tensor for tensor, _, _ in found]):
+                each = [grads[tensor.start] for tensor in run]
+                self.gathered.sink.run_of_gradients(run, each, torch.cat([grad.flatten() for grad in each]))
+            return True
+        how = self.gathered.sink.update_key
         if how is None:
             return False
         fixed = [one for one in found if self.blocks.is_static(one[2])]

@@ -5,7 +5,8 @@ buffer that the next layer reuses. A CUDA graph (recorded.py) must write to fixe
 weights. So for small blocks UnitGradients stands between the two:
 
     linear      product <- dy^T x, in the block's buffer; products of further micro-batches are added, as in autograd
-    finished    the sink gets each of these gradients, complete, in the order in which they came
+    finished    the sink gets each of these gradients, complete, in the order in which they came; or adjacent ones
+                together
 
 If a sink's updates are kernels at fixed addresses, with their numbers (rate, step) on the device, they are captured as
 well: one launch for all matrices of a unit.
@@ -15,6 +16,7 @@ is not used. The sink computes the same numbers either way, so this choice may d
 """
 
 from collections.abc import Hashable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -43,6 +45,25 @@ def has_room(model: Model) -> bool:
     return 0 < block_bytes(model.layout, model.dtype.itemsize) <= free_bytes * FREE_SHARE
 
 
+@runtime_checkable
+class TakesRuns(Protocol):
+    """A sink that can use the gradients of adjacent tensors at once: one copy to the host instead of several."""
+
+    def run_of_gradients(self, tensors: list[FlatTensor], grads: list[torch.Tensor], together: torch.Tensor) -> None:
+        """together: a copy of all of them, one after the other as in their unit, which the sink may keep."""
+
+
+def runs_of(tensors: list[FlatTensor]) -> list[list[FlatTensor]]:
+    """The tensors in order, those that are adjacent together."""
+    runs: list[list[FlatTensor]] = []
+    for tensor in sorted(tensors, key=lambda one: one.start):
+        if runs and runs[-1][-1].stop == tensor.start:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return runs
+
+
 class UnitGradients:
     """A sink in front of another sink. The buffer holds one block: finish it before the next."""
 
@@ -66,7 +87,7 @@ class UnitGradients:
 
     def in_front_of(self, sink: Sink) -> "UnitGradients":
         """Sets the sink that receives the gradients from now on."""
-        self.sink = sink
+        self.sink, self.hands_over_runs = sink, isinstance(sink, TakesRuns)
         self.received.clear()
         return self
 
@@ -128,6 +149,12 @@ class UnitGradients:
             del self.received[tensor.name]
 
         def hand_over() -> None:
+            if self.hands_over_runs:
+                for run in runs_of([tensor for tensor, _ in inside]):
+                    begin = self.begin_of[run[0].start]
+                    together = self.buffer[begin : begin + run[-1].stop - run[0].start].clone()
+                    self.sink.run_of_gradients(run, [self.view(tensor) for tensor in run], together)
+                return
             for tensor, w in inside:
                 self.sink.gradient(tensor, w, self.view(tensor))
 

@@ -6,13 +6,14 @@ computed chunk by chunk. Per token the model crosses the link once, for all rows
 positions (`logits`) are one such call.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.batch import Batch
+from keyhole.model.batch import Batch, check_tokens
 from keyhole.model.structure.layout import Unit
 
 
@@ -70,6 +71,9 @@ class Generation:
 
 def logits(model: Any, batch: Batch) -> torch.Tensor:
     """[B, T, V]: the logits of a decoder at all positions of a batch."""
+    if not isinstance(batch, Mapping):
+        raise UserError(f"batch: found a {type(batch).__name__}, expected a dict of tensors with input_ids")
+    check_ids(model, batch.get("input_ids"))
     sent = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
     model.apply_deferred()
     if model.is_plain:
@@ -85,9 +89,7 @@ def generate(
     """The tokens of the prompts and of their answers. options: those of Transformers' `generate`."""
     if model.classifies:
         raise UserError(f"model: {type(model.module).__name__} classifies texts and cannot write any")
-    if not isinstance(input_ids, torch.Tensor):
-        found = type(input_ids).__name__
-        raise UserError(f"input_ids: found a {found}, expected the tokens: tokenizer(text, return_tensors='pt')")
+    check_ids(model, input_ids)
     model.apply_deferred()
     input_ids = input_ids.to(model.device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(model.device)
@@ -96,3 +98,14 @@ def generate(
         return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
     with model.sweep("generate", learn=False), Generation(model) as conductor, model.conducted_by(conductor):
         return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
+
+
+def check_ids(model: Any, input_ids: Any) -> None:
+    """Refuses what is no batch of tokens of the model: on a GPU an unknown token would end the process."""
+    if not isinstance(input_ids, torch.Tensor):
+        found = type(input_ids).__name__
+        raise UserError(f"input_ids: found a {found}, expected the tokens: tokenizer(text, return_tensors='pt')")
+    if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
+        found = f"{tuple(input_ids.shape)} of {str(input_ids.dtype).removeprefix('torch.')}"
+        raise UserError(f"input_ids: found {found}, expected integers [rows, length], of one token at least")
+    check_tokens("input_ids", input_ids, model.layout.table.shape[0])

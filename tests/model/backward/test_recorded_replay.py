@@ -302,6 +302,22 @@ def test_a_full_table_of_recordings_is_still_used(monkeypatch: pytest.MonkeyPatc
     assert replays[-1] - replays[-2] == 5
 
 
+def test_gradients_of_adjacent_matrices_go_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of a Llama has seven matrices in one unit; its vectors are apart."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    method = keyhole.AdamOffload(model, gpu_updates=False)
+    recording(method)
+    put, sizes = method.exchange.put, []
+    monkeypatch.setattr(method.exchange, "put", lambda *one: (sizes.append(one[2].numel()), put(*one)))
+    for step in range(3):
+        sizes.clear()
+        method.step(batch(rows=2, length=6, seed=step))
+    method.flush()
+    blocks = model.layout.of_kind("block")
+    matrices = [sum(t.shape.numel() for t in unit.tensors) for unit in reversed(blocks)]
+    assert [size for size in sizes if size in matrices] == matrices
+
+
 def test_a_loss_that_is_not_finite_counts_for_nothing() -> None:
     """Where the host does not wait for the loss, gradients become nan, no weight moves, and the step is taken back."""
     model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
