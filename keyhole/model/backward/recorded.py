@@ -91,6 +91,7 @@ class RecordedBlocks:
         self.seen: Counter[Hashable] = Counter()
         self.copied: dict[Hashable, _Copied] = {}
         self.places: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]: static memory for results
+        self.most: Counter[Hashable] = Counter()  # by place: the elements of the longest shape so far
         self.static: set[int] = set()  # addresses of results
         self.ran: dict[Hashable, _Recording | None] = {}  # (turn, block) -> its forward of this pass, if replayed
         self.why = ""  # the reason of the last capture that failed
@@ -172,6 +173,8 @@ class RecordedBlocks:
             if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
                 places = self._places(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
                 more = self._places(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
+                if kept and self.ran.get((turn, block)) is not ran:  # memory has grown: the forward is dropped
+                    return expected, False
                 static = self._copied(turn, read), self._copied(of_grads, grads)
                 key = (kind, self._sources(read), self._sources(grads))  # again: see `forward`
 
@@ -324,10 +327,11 @@ class RecordedBlocks:
 
     def _places(self, what: Hashable, row: int, rows: int, like: Values) -> list[torch.Tensor]:
         """Static memory for the tensors of a result. If it has to grow, all recordings are dropped, since they use the
-        old addresses."""
+        old addresses; what is allocated again has room for the longest shape so far."""
         found = []
         for i, tensor in enumerate(like):
-            key, numel = (what, i, tensor.dtype), -(-tensor.numel() // 64) * 64
+            key = (what, i, tensor.dtype)
+            self.most[key] = numel = max(self.most[key], -(-tensor.numel() // 64) * 64)
             if key not in self.places or self.places[key].shape[1] < numel:
                 if key in self.places:
                     self.forget()
