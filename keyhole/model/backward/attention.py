@@ -40,6 +40,7 @@ class _Before:
 
     attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
     deterministic, warns = False, False
+    flash = False  # whether the GPU has flash attention, and the user has not switched it off
 
 
 @contextmanager
@@ -49,24 +50,33 @@ def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
         yield
         return
     cudnn, fills = torch.backends.cuda.cudnn_sdp_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    _note()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    before = F.scaled_dot_product_attention  # ours, in a context within another
+    _note(device)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn and not _has_others())
     torch.utils.deterministic.fill_uninitialized_memory = False
     F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = _Before.attention
+        F.scaled_dot_product_attention = before
         torch.utils.deterministic.fill_uninitialized_memory = fills
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         _reset()
 
 
-def _note() -> None:
+def _note(device: torch.device | None = None) -> None:
     if F.scaled_dot_product_attention is not attention:
         _Before.attention = F.scaled_dot_product_attention
     _Before.deterministic = torch.are_deterministic_algorithms_enabled()
     _Before.warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    ampere = torch.cuda.is_initialized() and torch.cuda.get_device_capability(device) >= (8, 0)
+    _Before.flash = ampere and torch.backends.cuda.flash_sdp_enabled()
+
+
+def _has_others() -> bool:
+    """Whether there is another attention than cuDNN's: a user may have chosen that one alone (sdpa_kernel)."""
+    flags = torch.backends.cuda
+    return flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
 
 
 def _set(*unused: Any) -> None:
@@ -86,13 +96,15 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **more: Any,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention, with a backward pass that gives the same bits every time."""
-    if torch.compiler.is_compiling():
+    """torch's scaled_dot_product_attention, with a backward pass that gives the same bits every time. more: what
+    another version or attention takes."""
+    if torch.compiler.is_compiling() and _Before.flash and not more:
         known = attn_mask is None and dropout_p == 0.0 and query.dtype in HALVES and query.dim() == 4
         if known and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0:
             return torch.ops.keyhole.attention(query, key, value, is_causal, scale)[0]
-    more = {"enable_gqa": True} if enable_gqa else {}
+    more |= {"enable_gqa": True} if enable_gqa else {}
     how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     output = _Before.attention(query, key, value, **how, **more)
     if not torch.compiler.is_compiling() and output.requires_grad:

@@ -57,6 +57,43 @@ def test_on_a_cpu_and_within_one_tile_nothing_changes() -> None:
             assert settings() == before
 
 
+def test_contexts_within_each_other_and_errors_leave_everything_as_it_was() -> None:
+    """On a CPU these are settings only. The inner context leaves the outer one in force."""
+    before, cuda = settings(), torch.device("cuda")
+    with pytest.raises(ZeroDivisionError), exact_attention(cuda, 1024):
+        with exact_attention(cuda, 1024):
+            pass
+        assert F.scaled_dot_product_attention is attention and not torch.backends.cuda.cudnn_sdp_enabled()
+        module._set()  # an error within an attention node
+        raise ZeroDivisionError
+    assert settings() == before
+
+
+def test_an_attention_of_the_users_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what only it knows; and afterwards it is set again."""
+    calls = []
+
+    def own(q: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        calls.append(more)
+        return q * 2
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", own)
+    q = torch.ones(1, 1, 2, 8)
+    with exact_attention(torch.device("cuda"), 1024):
+        F.scaled_dot_product_attention(q, q, q, None, 0.0, True, enable_gqa=True, temperature=3)
+    assert F.scaled_dot_product_attention is own
+    (more,) = calls
+    assert more["is_causal"] and more["enable_gqa"] and more["temperature"] == 3
+
+
+def test_cudnn_stays_where_it_is_the_only_one() -> None:
+    before = settings()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        with exact_attention(torch.device("cuda"), 1024):
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert settings() == before
+
+
 def wide_llama() -> LlamaConfig:
     """Heads as wide as those of large models."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
