@@ -9,8 +9,10 @@ recompute.py          recomputation of a block, whose linear layers offer their 
 experts.py            gradients of experts that are loaded one at a time
 kept_blocks.py        blocks that keep all their activations, as many as fit
 recorded.py           small blocks as CUDA graphs; recorded_visits.py: which blocks
+static_memory.py      what such graphs read and write, at fixed addresses
 unit_gradients.py     the buffer for the gradients of such blocks
 compiled.py, compiled_linear.py    recomputation and backward pass of blocks that run through torch.compile
 attention.py                       attention whose backward pass gives the same bits every time
+refusals.py           models and losses that cannot be differentiated
 memory.py             the device bytes of the backward pass
 """

@@ -39,7 +39,6 @@ shape, two gradients of such an input, and in the pool one block's activations; 
 blocks for every shape.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -47,9 +46,9 @@ from typing import Any
 import torch
 
 from keyhole.model.backward.block_graph import BlockGraph
+from keyhole.model.backward.static_memory import StaticMemory, Values, copy_into
 from keyhole.model.forward.graphs import no_collection, signature_of, tensors_of
 
-Values = list[Any]
 MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
 MOST_PARAMETERS = 2**20  # elements of parameter gradients per recording; those of linear layers go to the buffer
 SIGHTS = 2  # a call is captured the second time: in the first, libraries choose kernels and workspaces
@@ -64,35 +63,16 @@ class _Recording:
         self.kept: list[BlockGraph] = []  # of a forward: its autograd graph, if it is kept
 
 
-class _Copied:
-    """Static memory for an input, and the tensor that was last copied there."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.place = value.detach().clone()
-        self.source: Any = lambda: None
-        self.version: int | None = None
-
-    def take(self, value: torch.Tensor) -> torch.Tensor:
-        version = None if value.is_inference() else value._version
-        if self.source() is not value or version is None or version != self.version:
-            self.place.copy_(value)
-            self.source, self.version = weakref.ref(value), version
-        return self.place
-
-
-class RecordedBlocks:
+class RecordedBlocks(StaticMemory):
     """Captures and replays the forward, the backward and the updates of blocks. turn: the index of the pass."""
 
     def __init__(self, device: torch.device, block_count: int, rehearses: bool = False) -> None:
-        self.device, self.block_count, self.rehearses = device, block_count, rehearses
+        super().__init__(device)
+        self.block_count, self.rehearses = block_count, rehearses
         self.pool, self.stream = self._new_pool(), torch.cuda.Stream(device)
         self.kept_pools: dict[Hashable, tuple[int, Any]] = {}  # of kept activations: the last block, and the pool
         self.recordings: dict[Hashable, _Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
-        self.copied: dict[Hashable, _Copied] = {}
-        self.places: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]: static memory for results
-        self.most: Counter[Hashable] = Counter()  # by place: the elements of the longest shape so far
-        self.static: set[int] = set()  # addresses of results
         self.ran: dict[Hashable, _Recording | None] = {}  # (turn, block) -> its forward of this pass, if replayed
         self.why = ""  # the reason of the last capture that failed
 
@@ -115,7 +95,7 @@ class RecordedBlocks:
         kind = ("forward", turn, block, signature_of(values), depends_on)
         if not self._is_due(kind):
             return run(values)
-        key = (kind, self._sources(values))
+        key = (kind, self.sources_of(values))
         if self._is_full(key):
             return run(values)
         if key not in self.recordings:
@@ -123,9 +103,12 @@ class RecordedBlocks:
             if signature_of(expected) is None:
                 self.recordings[key] = None
                 return expected
-            places = self._places(("output", turn), block, self.block_count, tensors_of(expected))
-            static = self._copied(turn, values)
-            key = (kind, self._sources(values))  # again: if `_places` had to grow, inputs have lost their static place
+            places = self.places_for(("output", turn), block, self.block_count, tensors_of(expected))
+            static = self.copy_in(turn, values)
+            key = (
+                kind,
+                self.sources_of(values),
+            )  # again: if memory had to grow, inputs have lost their static place
             result = expected
             if keep is not None and has_room():
                 pool = self._kept_pool((turn, kind[3]), block)
@@ -134,10 +117,10 @@ class RecordedBlocks:
                     self.kept_pools.pop((turn, kind[3]), None)
             if self.recordings.get(key) is None:
                 self._rehearse(run, static)
-                result = self._checked(key, self._capture(lambda: _into(places, run(static))), expected)
+                result = self._checked(key, self._capture(lambda: copy_into(places, run(static))), expected)
             self.ran[turn, block] = self.recordings[key]
             return result
-        self._copied(turn, values)
+        self.copy_in(turn, values)
         self.ran[turn, block] = self.recordings[key]
         return self._replay(key, lambda: run(values))
 
@@ -162,7 +145,7 @@ class RecordedBlocks:
         if not self._is_due(kind):
             return run(values, grads), False
         of_grads = ("gradient", turn)
-        key = (kind, self._sources(read), self._sources(grads))
+        key = (kind, self.sources_of(read), self.sources_of(grads))
         if self._is_full(key):
             return run(values, grads), False
         if key not in self.recordings:
@@ -171,19 +154,19 @@ class RecordedBlocks:
             after = [flat.clone() for flat in memory]
             found = None
             if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
-                places = self._places(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
-                more = self._places(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
+                places = self.places_for(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
+                more = self.places_for(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
                 if kept and self.ran.get((turn, block)) is not ran:  # memory has grown: the forward is dropped
                     return expected, False
-                static = self._copied(turn, read), self._copied(of_grads, grads)
-                key = (kind, self._sources(read), self._sources(grads))  # again: see `forward`
+                static = self.copy_in(turn, read), self.copy_in(of_grads, grads)
+                key = (kind, self.sources_of(read), self.sources_of(grads))  # again: see `forward`
 
                 def run_static() -> tuple[Values, Values]:
                     return run_kept(kept[0], static[1]) if kept else run(*static)
 
                 def captured() -> tuple[Values, Values]:
                     of_inputs, of_parameters = run_static()
-                    return _into(places, of_inputs), _into(more, of_parameters)
+                    return copy_into(places, of_inputs), copy_into(more, of_parameters)
 
                 self._rehearse(run_static)
                 for flat, old in zip(memory, before, strict=True):
@@ -197,8 +180,8 @@ class RecordedBlocks:
             for flat, new in zip(memory, after, strict=True):
                 flat.copy_(new)
             return result, False
-        self._copied(turn, read)
-        self._copied(of_grads, grads)
+        self.copy_in(turn, read)
+        self.copy_in(of_grads, grads)
         replayed = self.recordings[key] is not None
         return self._replay(key, lambda: run(values, grads)), replayed
 
@@ -275,7 +258,7 @@ class RecordedBlocks:
 
         def captured() -> Any:
             kept[:] = [keep(values)]
-            return _into(places, kept[0].output)
+            return copy_into(places, kept[0].output)
 
         self._rehearse(keep, values)
         one = self._capture(captured, pool)
@@ -304,57 +287,10 @@ class RecordedBlocks:
         one.graph.replay()
         return one.result
 
-    # -- static memory ---------------------------------------------------------------------------------------------
-
-    def is_static(self, tensor: torch.Tensor) -> bool:
-        """Whether the next replay may overwrite this tensor."""
-        return tensor.data_ptr() in self.static
-
-    def _sources(self, values: Values) -> tuple[int, ...]:
-        """Per tensor its address if a replay has written it there; else 0: it will be copied to static memory."""
-        return tuple(t.data_ptr() if self.is_static(t) else 0 for t in tensors_of(values))
-
-    def _copied(self, turn: Hashable, values: Values) -> Values:
-        """The values with their tensors in static memory."""
-        found = list(values)
-        for i, value in enumerate(values):
-            if isinstance(value, torch.Tensor) and not self.is_static(value):
-                key = (turn, i, value.shape, value.stride(), value.dtype)
-                if key not in self.copied:
-                    self.copied[key] = _Copied(value)
-                found[i] = self.copied[key].take(value)
-        return found
-
-    def _places(self, what: Hashable, row: int, rows: int, like: Values) -> list[torch.Tensor]:
-        """Static memory for the tensors of a result. If it has to grow, all recordings are dropped, since they use the
-        old addresses; what is allocated again has room for the longest shape so far."""
-        found = []
-        for i, tensor in enumerate(like):
-            key = (what, i, tensor.dtype)
-            self.most[key] = numel = max(self.most[key], -(-tensor.numel() // 64) * 64)
-            if key not in self.places or self.places[key].shape[1] < numel:
-                if key in self.places:
-                    self.forget()
-                self.places[key] = torch.empty(rows, numel, dtype=tensor.dtype, device=self.device)
-            found.append(self.places[key][row, : tensor.numel()].view(tensor.shape))
-        self.static |= {place.data_ptr() for place in found}
-        return found
-
     def forget(self) -> None:
         """Drops all recordings, and their static memory."""
         torch.cuda.synchronize(self.device)
-        for kept in (self.recordings, self.copied, self.places, self.static, self.ran, self.kept_pools):
+        super().forget()
+        for kept in (self.recordings, self.ran, self.kept_pools):
             kept.clear()
         self.pool = self._new_pool()  # the old pool is freed with its last graph
-
-
-def _into(places: list[torch.Tensor], value: Any) -> Any:
-    """The same value with its tensors copied to these places."""
-    left = iter(places)
-
-    def place(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            return next(left).copy_(part)
-        return type(part)(place(one) for one in part) if isinstance(part, tuple | list) else part
-
-    return place(value)

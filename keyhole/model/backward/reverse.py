@@ -34,10 +34,10 @@ from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.compiled_linear import offers_go_to
 from keyhole.model.backward.experts import ExpertGradients
 from keyhole.model.backward.kept_blocks import KeptBlocks
-from keyhole.model.backward.memory import HELD
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.recorded_visits import RecordedVisits
+from keyhole.model.backward.refusals import check_loss, check_model, check_reached, refused_losses
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.backward.tape import Tape, is_training
 from keyhole.model.backward.unit_gradients import has_room
@@ -47,7 +47,6 @@ from keyhole.model.forward.binding import rows_view
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Unit
-from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 from keyhole.weak import weakly
 
@@ -75,7 +74,7 @@ class Reverse:
         own = [u for u in model.layout.of_kind("block") if u.expert is None]
         self.units_of = {i: [u for u in own if u.block == i] for i in range(len(self.blocks))}
         self.most_units = max(map(len, self.units_of.values()), default=0)
-        _check(model, activations, self.units_of)
+        check_model(model, activations, self.units_of)
         if model.device.type == "cuda":  # activations of many sizes fragment the allocator's memory
             expandable_segments(model.changes)
         self.model, self.layout, self.activations, self.fused = model, model.layout, activations, fused
@@ -223,13 +222,7 @@ class Reverse:
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """UserError if `walk` cannot differentiate this loss."""
-        if not self.model.is_plain or self.model.sharded:
-            raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"as a {type(loss).__name__}"
-            raise UserError(f"backward(loss): found one {found}, expected a tensor with one number: the loss")
-        if not loss.requires_grad:
-            raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+        check_loss(self.model, loss)
 
     def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True, in_chunks: bool = False) -> None:
         """Like `reverse`, for a loss that was computed with the module itself while all weights are at home: autograd
@@ -246,7 +239,10 @@ class Reverse:
             with engine.sweep("walk", [], learn=False):
                 for unit in units:
                     engine.acquire(unit.index)
-                self._differentiate(loss, last)
+                self._handed_over = 0
+                with refused_losses():
+                    loss.backward(retain_graph=not last)
+                check_reached(self.model, self._handed_over)
                 for unit in units:
                     if sink.finished(unit):
                         engine.commit(unit.index)
@@ -254,23 +250,6 @@ class Reverse:
             self._stored.clear()
             self._chunks.clear()
             self._sink, self._final = None, False
-
-    def _differentiate(self, loss: torch.Tensor, last: bool) -> None:
-        """loss.backward(), with errors for losses that do not belong to the weights as they are."""
-        self._handed_over = 0
-        try:
-            loss.backward(retain_graph=not last)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise UserError(
-                "backward(loss): the weights have changed since this loss was computed, by another backward or step; "
-                "compute it after them"
-            ) from error
-        if not self._handed_over and any(tensor.param.requires_grad for tensor in self.layout.tensors):
-            raise UserError(
-                "backward(loss): no weight of this model received a gradient: the loss is not computed from it"
-            )
 
     def _reverse_blocks(self) -> None:
         engine, stops = self.model.engine, self.tape.stops
@@ -437,21 +416,3 @@ class Reverse:
             self.experts.drop()
         for tensor in self.layout.tensors:
             tensor.param.grad = None
-
-
-def _check(model: Model, activations: str, units_of: dict[int, list[Unit]]) -> None:
-    """Refuses models that cannot be differentiated block by block as they were loaded."""
-    engine = model.engine
-    trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
-    if trains and any(home.dtype == PACKED for home in engine.homes):
-        raise UserError("wire: packed weights have no gradient to add up in; use bf16, fp16 or fp32")
-    if activations == "none" and engine.streamed:
-        raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
-    needed = max((sum(u.index in engine.streamed for u in units) for units in units_of.values()), default=0)
-    needed += HELD if any(u.expert is not None and u.index in engine.streamed for u in model.layout.units) else 0
-    if engine.slot_count < needed:
-        raise UserError(
-            f"slot_count: {engine.slot_count} is too few: a block has {needed} streamed units, and a reverse needs all "
-            f"of them on the device at the same time. Load with workload=keyhole.Workload(method=...), which plans for "
-            f"it, or with slot_count={needed} or more"
-        )

@@ -1,0 +1,62 @@
+"""What cannot be differentiated, and why: a model as it was loaded, or a loss that was computed with its module."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.model.backward.memory import HELD
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import Unit
+from keyhole.model.weights.format import PACKED
+
+
+def check_model(model: Model, activations: str, units_of: dict[int, list[Unit]]) -> None:
+    """Refuses models that cannot be differentiated block by block as they were loaded."""
+    engine = model.engine
+    trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
+    if trains and any(home.dtype == PACKED for home in engine.homes):
+        raise UserError("wire: packed weights have no gradient to add up in; use bf16, fp16 or fp32")
+    if activations == "none" and engine.streamed:
+        raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
+    needed = max((sum(u.index in engine.streamed for u in units) for units in units_of.values()), default=0)
+    needed += HELD if any(u.expert is not None and u.index in engine.streamed for u in model.layout.units) else 0
+    if engine.slot_count < needed:
+        raise UserError(
+            f"slot_count: {engine.slot_count} is too few: a block has {needed} streamed units, and a reverse needs all "
+            f"of them on the device at the same time. Load with workload=keyhole.Workload(method=...), which plans for "
+            f"it, or with slot_count={needed} or more"
+        )
+
+
+def check_loss(model: Model, loss: Any) -> None:
+    """UserError if the loss is none that the module has computed with a graph, all weights being at home."""
+    if not model.is_plain or model.sharded:
+        raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"as a {type(loss).__name__}"
+        raise UserError(f"backward(loss): found one {found}, expected a tensor with one number: the loss")
+    if not loss.requires_grad:
+        raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+
+
+@contextmanager
+def refused_losses() -> Iterator[None]:
+    """A context for loss.backward(): a UserError if the weights are not those that the loss was computed with."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise UserError(
+            "backward(loss): the weights have changed since this loss was computed, by another backward or step; "
+            "compute it after them"
+        ) from error
+
+
+def check_reached(model: Model, handed_over: int) -> None:
+    """UserError if no gradient was handed over."""
+    if not handed_over and any(tensor.param.requires_grad for tensor in model.layout.tensors):
+        raise UserError("backward(loss): no weight of this model received a gradient: the loss is not computed from it")
