@@ -173,9 +173,7 @@ class Model:
         model is sharded: the test visits units, and ranks whose rows do not share would not take part."""
         if self.classifies or self.sharded:
             return False
-        for padded in {
-            hides_tokens(one.get("attention_mask")) for one in batches if one["input_ids"].device.type == "cpu"
-        }:
+        for padded in {hides_tokens(one.get("attention_mask")) for one in batches if is_on_host(one)}:
             if padded not in self._is_causal and any(find_shared(one) is not None for one in batches):
                 self._is_causal[padded] = is_causal(self, padded)
         return all(self._is_causal.values())
