@@ -50,7 +50,7 @@ from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
 from keyhole.model.rank_duties import writes_home
-from keyhole.model.shared_rows import find_shared
+from keyhole.model.shared_rows import find_shared, is_on_host
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.skeleton import is_classifier

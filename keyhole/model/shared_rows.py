@@ -28,9 +28,10 @@ IGNORED = -100
 
 def find_shared(batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(rows that stay [K], for every row the place among them of the one that stands for it [B]): a row that agrees
-    with the row before it goes. None if all stay, or the batch is on a GPU, where looking at it would synchronize."""
+    with the row before it goes. None if all stay, or a part of the batch is on a GPU, where looking at it would
+    synchronize."""
     ids_BT, question_B = batch["input_ids"], batch.get(PER_ROW[0])
-    if ids_BT.device.type != "cpu" or "position_ids" in batch:
+    if "position_ids" in batch or not is_on_host(batch):
         return None
     columns_T = torch.arange(ids_BT.shape[1])
     last_B = torch.where(batch["labels"] != IGNORED, columns_T, 0).amax(dim=1)
@@ -45,3 +46,8 @@ def find_shared(batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.
         goes_B[1:] &= question_B[1:] == question_B[:-1]
     goes_B[0] = False
     return ((~goes_B).nonzero()[:, 0], (~goes_B).cumsum(0) - 1) if bool(goes_B.any()) else None
+
+
+def is_on_host(batch: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all of the batch can be looked at."""
+    return all(x.device.type == "cpu" for x in batch.values())

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.methods.zo.method import ZO
 from keyhole.model.batch import to_device
+from keyhole.model.shared_rows import find_shared
 from tests.model.candidates import candidate_batch, plain_candidates_loss
 from tests.model.decoders import VOCAB, config
 
@@ -62,6 +63,13 @@ def test_equal_questions_stay_apart() -> None:
     rows = {name: batch[name] for name in ROWS}
     assert len(to_device(rows, CPU, shares=True).inputs["input_ids"]) == 1
     assert len(to_device(rows, CPU).inputs["input_ids"]) == 4
+
+
+@pytest.mark.parametrize("elsewhere", ROWS)
+def test_a_batch_that_is_partly_on_a_device_is_not_looked_at(elsewhere: str) -> None:
+    batch = of_one_token([2, 2])
+    assert find_shared(batch) is not None
+    assert find_shared(batch | {elsewhere: batch[elsewhere].to("meta")}) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma2"])

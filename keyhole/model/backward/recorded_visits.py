@@ -48,7 +48,7 @@ class RecordedVisits:
         self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
         self.parameters = [list(block.parameters()) for block in blocks]
         self.takes_graphs: dict[type, bool] = {}  # by type of sink: whether it is Recordable
-        self.own = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
+        self.trained: list[bool] = []  # per parameter of all blocks, whether it is trained
         self.reached: dict[int, set[int]] = {}  # by block: parameters that got a gradient in its first backward pass
         self.offers: dict[Any, list[FlatTensor]] = {}  # accepted offers of a recordable backward, by its dependencies
         self.visited: set[tuple[int, int]] = set()  # (pass, block) of this forward pass
@@ -62,6 +62,18 @@ class RecordedVisits:
         return self.new_buffer()
 
     # -- forward ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins. If the user has frozen a parameter since the last one, or trains one again, nothing that was
+        recorded is right."""
+        trained = [param.requires_grad for block in self.parameters for param in block]
+        if trained != self.trained:
+            self.own = [[param for param in block if param.requires_grad] for block in self.parameters]
+            self.reached.clear()
+            self.offers.clear()
+            if self.trained:
+                self.blocks.forget()
+            self.trained = trained
 
     def are_small(self, batches: list[DeviceBatch]) -> bool:
         """Whether every block is small in every pass."""

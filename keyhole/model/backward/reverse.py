@@ -191,6 +191,8 @@ class Reverse:
     def _new_tape(self, batches: list[DeviceBatch], alone: bool, may_draw: bool) -> Tape:
         """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these. alone: there is one pass,
         on this thread; may_draw: a block may draw random numbers."""
+        if self.visits is not None:
+            self.visits.begin()
         first_run = None if self.visits is None else self.visits.first_run
         small = self.visits is not None and self.visits.are_small(batches)
         if self.compiled is not None:

@@ -242,6 +242,30 @@ def test_no_recording_is_kept_under_an_address_that_was_given_up() -> None:
     assert sources - {0} <= recorded.static
 
 
+@pytest.mark.parametrize("name", ["lomo", "adalomo", "lsp"])
+def test_what_a_user_freezes_is_not_trained_by_a_replay(name: str) -> None:
+    """A matrix and norms, frozen between steps and trained again later: as without recordings."""
+    found = []
+    for records in (False, True):
+        model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+        layers = model.module.model.layers
+        frozen = [layers[0].mlp.up_proj.weight, *(layer.input_layernorm.weight for layer in layers)]
+        method = METHODS[name](model)
+        recorded = recording(method, keeps=True) if records else None
+        method.lr, kept = 1e-2, []
+        for step in range(12):
+            for param in frozen:
+                param.requires_grad_(not 4 <= step < 8)
+            method.step(batch(rows=2, length=6, seed=step))
+            if step in (3, 7):
+                method.flush()
+                kept.append([param.detach().clone() for param in frozen])
+        method.flush()
+        assert all(map(torch.equal, *kept))
+        found.append([model.home(tensor).clone() for tensor in model.layout.tensors])
+    assert recorded.replays > 10 and all(map(torch.equal, *found))
+
+
 def test_no_reverse_outlives_the_forward_whose_activations_it_reads() -> None:
     """Static memory grows in the reverse of a pass whose forward was replayed: the forward is dropped, and its memory
     with it. A later one may have its id."""
