@@ -71,7 +71,7 @@ def tokenise(
     for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
             collector.add(example, tokens)
-        if collector.pieces:  # documents, which are long: a row may take minutes
+        if collector.pieces.total():  # documents, which are long: a row may take minutes
             tell("tokenising", report.samples, None, "samples")
         else:
             tell("tokenising", report.read, total, "rows")

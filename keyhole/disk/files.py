@@ -66,8 +66,11 @@ def try_place(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT) or not place.is_dir():
             raise OSError(error.errno, error.strerror, str(place)) from None
-        (place / ".probe.tmp").mkdir(exist_ok=True)
-        (place / ".probe.tmp").rmdir()
+        try:
+            (place / ".probe.tmp").mkdir(exist_ok=True)
+            (place / ".probe.tmp").rmdir()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(place)) from None
 
 
 def open_regular(path: Path, flags: int) -> int:
