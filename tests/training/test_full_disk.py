@@ -127,6 +127,7 @@ def full_and_nothing_reserved() -> None:
     full_from_3_to_77()
 
 
+@in_every_run(lambda arrange: arrange is full_and_nothing_reserved)
 @pytest.mark.parametrize("arrange", [full_from_3_to_77, full_and_nothing_reserved])
 def test_a_full_file_system_does_not_stop_training(
     make: Make, small_disk: Callable[[int], Path], arrange: Callable[[], None]
