@@ -14,6 +14,7 @@ from keyhole.config.schema import OffloadConfig
 from keyhole.errors import UserError
 from keyhole.offload.gather import GatheringEngine
 from keyhole.ranks import Ranks
+from tests.matrix import in_every_run
 from tests.model.decoders import config
 from tests.ranks.gathered import CASES, SETTINGS, dying_train, gathered_results, run
 from tests.ranks.launch import Launch, written
@@ -37,6 +38,7 @@ def assert_gathered(ours: list[dict[str, Any]], alone: dict[str, dict[str, Any]]
         assert sum(case["up"] - case["own"] for case in dense) == dense[0]["shared"] > 0
 
 
+@in_every_run(lambda machines: len(machines) == 1)
 @pytest.mark.parametrize(("machines", "cases"), [([3], CASES), ([1, 2], ["dense, always"])])
 def test_gathered_uploads_have_the_bits_of_whole_ones(tmp_path: Path, machines: list[int], cases: list[str]) -> None:
     """Three ranks, into whose parts no unit divides: dense, of low rank, packed, experts of which each rank meets
