@@ -135,9 +135,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _attention_shape(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention_shape(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, length, width = q.shape
     return q.new_empty((batch, length, heads, width)).transpose(1, 2), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -167,15 +165,8 @@ def _attention_reverse(
 
 @_attention_reverse.register_fake
 def _attention_reverse_shape(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any
+) -> tuple[torch.Tensor, ...]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

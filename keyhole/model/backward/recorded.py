@@ -105,10 +105,7 @@ class RecordedBlocks(StaticMemory):
                 return expected
             places = self.places_for(("output", turn), block, self.block_count, tensors_of(expected))
             static = self.copy_in(turn, values)
-            key = (
-                kind,
-                self.sources_of(values),
-            )  # again: if memory had to grow, inputs have lost their static place
+            key = (kind, self.sources_of(values))  # again: if memory had to grow, inputs have lost their place
             result = expected
             if keep is not None and has_room():
                 pool = self._kept_pool((turn, kind[3]), block)
