@@ -11,19 +11,17 @@ cases whose measured times differ by more than 2 %, the share with the right pla
 this machine (plan/measure.py). galore's SVDs and the fit of lsp's projectors are left out: neither is part of a usual
 step.
 
-A step is timed when it takes what later ones take. Updates in host memory may lag behind the first steps: after three
-steps of warm-up those of `adam-offload` took 0.186, 0.308, 0.344 and 0.370 s (plan_check_h200_2026-11-17_c.json), and
-`zo` records its whole step as a graph in one of the first. So TIMED steps follow each other without a pause, and
-the median of the LAST is the measurement; all are kept in steps_s.
-
-The host's rates (launch, called, reversed) are measured again in the process of each case, in bursts after its steps
-that are spread over two seconds, the least of which counts (plan/measure.py), and its plan uses those: the check is of
-the planner, and the host's speed is not the same from process to process. In five runs `called`, measured once in a
-process of its own, was 24, 15, 34 and 18 us where plain `sgd`, whose step is little else, took 55, 32, 49 and 55 ms
-later (the first run measured none). Whether a process is on the GPU's socket, which core it is on, the clock of that
-core and who else uses it are decided anew for each. After the steps and not before them, because what the measurement
-loads (autograd, kernels in float32, another workspace of cuBLAS) would count in the case's memory. The rates are kept
-with the case, for plan_recorded.py.
+Seconds and the host's rates (launch, called, reversed; plan/measure.py) are measured in turn, in ROUNDS: a burst of
+rates, then ROUND steps without a pause, of which the LAST count. Their medians are the measurement and what it is
+planned with: the check is of the planner, and the host's speed is not the same from process to process, nor from second
+to second. Whether a process is on the GPU's socket, which core it is on, the clock of that core and who else uses it
+change. When rates were measured once, `called` was 24, 15, 34 and 18 us in four runs in which plain `sgd`, whose step
+is little else, took 55, 32, 49 and 55 ms. When they were measured after all steps, the least of five bursts, some
+processes had 7 us for a launch and others 9.4, and it was not that of their steps: `sgd` began with 44 ms and ended
+with 55, `apollo-mini` was planned at 1.31 of its time, `lora` at 0.68 (plan_check_h200_2026-11-17_d.json). The first
+steps of a round do not count because updates in host memory lag behind them: those of `adam-offload` took 0.186,
+0.308, 0.344 and 0.370 s. Memory is measured before the first burst, because what a burst loads (autograd, kernels in
+float32, another workspace of cuBLAS) would count in it. Rates are kept with the case, for plan_recorded.py.
 
 A case runs in a process of its own, as a run does: what an earlier case left in an allocator, page-locked or in the
 heap counts in none of the numbers, and a case that fails, hangs or is killed costs one row. The processes are started
@@ -40,7 +38,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -62,9 +60,10 @@ from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
+from keyhole.offload.engine import Engine
 from keyhole.plan.costs import Costs
 from keyhole.plan.fit import fit
-from keyhole.plan.measure import host_rates
+from keyhole.plan.measure import HostRates
 from keyhole.plan.measure import measure as measure_rates
 from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile
@@ -72,8 +71,8 @@ from keyhole.plan.table import Question, make_row
 
 LIMIT_S = 400.0  # after which no case begins
 CASE_S = 75.0  # of one case, after which its process is ended
-WARM_UP, TIMED, LAST = 3, 12, 6  # steps
-PAUSE_S = 0.25  # between bursts
+WARM_UP, FIRST = 3, 3  # steps, before memory is measured
+ROUNDS, ROUND, LAST = 4, 4, 2
 IDLE, IDLE_S, IDLE_LIMIT_S = 0.05, 0.5, 20.0
 PREFIX = "@found "
 HOST = "launch", "called", "reversed"
@@ -169,8 +168,9 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
     batch = measure.random_batch(batch_size, length, model.config.vocab_size)
     loaded_s = time.perf_counter() - begin_s
     warm_up = 8 if row.sweep == "forward" and model.engine.streamed else WARM_UP
-    found = measure.time_steps(lambda: method.step(batch), model.engine, warm_up, LAST if quick else TIMED)
+    measure.time_steps(lambda: method.step(batch), model.engine, warm_up, FIRST)
     memory, host_bytes = measure.device_memory(device), measure.host_memory()
+    found = in_rounds(lambda: method.step(batch), model.engine, 1 if quick else ROUNDS)
     decided, module = model.describe() + method.describe(), model.module
     placed = model.placed.limit_bytes, model.layout, model.engine.streamed
     method.flush()
@@ -178,23 +178,30 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
         method.close()
     model.close()
     measure.clear_device(device)
-    host = host_rates(device, 0.0 if quick else PAUSE_S)
-    return planned(case, module, replace(rates, **host), dtype, *placed) | {
+    return planned(case, module, replace(rates, **found["host_rates"]), dtype, *placed) | {
         "case": asdict(case),
-        "host_rates": host,
-        "measured": {"gpu": memory["reserved_bytes"], "host": host_bytes, "seconds": last_s(found["steps_s"])},
+        "measured": {"gpu": memory["reserved_bytes"], "host": host_bytes, "seconds": found.pop("seconds")},
         "allocated": memory["allocated_bytes"],
-        "steps_s": found["steps_s"],
-        "used": found["used"],
-        "bytes_measured": [found["bytes_up"], found["bytes_down"]],
+        **found,
         "loaded_s": loaded_s,
         "decided": decided,
     }
 
 
-def last_s(steps_s: list[float], last: int = LAST) -> float:
-    """Seconds of a step that takes what later ones take."""
-    return statistics.median(steps_s[-last:])
+def in_rounds(step: Callable[[], torch.Tensor], engine: Engine, rounds: int) -> dict[str, Any]:
+    """Seconds of a step and the host's rates, measured in turn."""
+    rates, found = HostRates(engine.device), []
+    for _ in range(rounds):
+        rates.burst()
+        found.append(measure.time_steps(step, engine, 0, ROUND))
+    return {
+        "seconds": statistics.median(second for each in found for second in each["steps_s"][-LAST:]),
+        "host_rates": {name: statistics.median(burst[name] for burst in rates.bursts) for name in HOST},
+        "bursts": rates.bursts,
+        "steps_s": [second for each in found for second in each["steps_s"]],
+        "used": [each["used"] for each in found],
+        "bytes_measured": [sum(each[way] for each in found) // rounds for way in ("bytes_up", "bytes_down")],
+    }
 
 
 def dry(case: Case, rates: Rates, modules: dict[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from keyhole.plan.profiles import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05
-WARM_UP_S, BURST_S, BURSTS = 0.03, 0.05, 5
+WARM_UP_S, BURST_S = 0.03, 0.05
 LAUNCHES = 200
 ADAM_BYTES = 28  # per parameter (ops/adam/host.py)
 LIMIT_BYTES = 2**20
@@ -241,15 +241,6 @@ class HostRates:
     def found(self) -> dict[str, float]:
         """The least of all bursts."""
         return {name: min(burst[name] for burst in self.bursts) for name in self.bursts[0]}
-
-
-def host_rates(device: torch.device, pause_s: float = 0.0) -> dict[str, float]:
-    """The host's rates from BURSTS bursts with pauses between them."""
-    rates = HostRates(device)
-    for i in range(BURSTS):
-        time.sleep(pause_s if i else 0.0)
-        rates.burst()
-    return rates.found
 
 
 def _nothing() -> None:

@@ -15,11 +15,10 @@ Rows per method and wire:
 The process itself takes, with a GPU, PROCESS_BYTES for Python, PyTorch, its libraries and the CUDA context; KERNELS
 more where Triton compiles our kernels (all methods but the baselines, which run torch's own); BACKWARD more where
 autograd runs (the backward kernels of cuBLAS and cuDNN, loaded when first used, and autograd's threads); COMPILER more
-with torch.compile. On an H200 `zo` took 1.29 to 1.43 GiB, plain autograd 1.47 to 1.54, `lomo`, `lora` and
-`adam-offload` 1.73 to 1.90 beside their weights and state, and compiled blocks 0.1 to 0.6 more (benchmarks/zo_h200_*,
-lomo_h200_*, lsp_h200_*, frozen_base_h200_*; the first case of each process); in another run, each case in a process of
-its own, `zo` 1.45 to 1.52, plain autograd 1.56 to 1.69, the others 1.51 to 1.79 (plan_check_h200_2026-11-16). The
-constants are between the two.
+with torch.compile. On an H200, each case in a process of its own (plan_check_h200_*), `zo` took 1.45 to 1.55 GiB, plain
+autograd 1.48 to 1.69, the others 1.51 to 1.82 beside their weights and state: the least `lora`, the most `lsp`. Several
+cases in one process (benchmarks/zo_h200_*, lomo_h200_*, lsp_h200_*, frozen_base_h200_*; the first of each): 1.29 to
+1.43, 1.47 to 1.54, 1.73 to 1.90, and compiled blocks 0.1 to 0.6 more. The constants are those of the former.
 
 A wire of the same width as the dtype is left out, since its row would be the same. The table needs no weights and no
 GPU: the module is a skeleton (model/structure/skeleton.py).
@@ -46,8 +45,8 @@ from keyhole.plan.costs import Costs
 from keyhole.plan.fit import fit
 from keyhole.plan.seconds import StepSeconds, step_seconds
 
-PROCESS_BYTES = {True: int(1.23 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
-KERNELS, BACKWARD, COMPILER = int(0.17 * GIB), int(0.32 * GIB), int(0.3 * GIB)
+PROCESS_BYTES = {True: int(1.35 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
+KERNELS, BACKWARD, COMPILER = int(0.11 * GIB), int(0.19 * GIB), int(0.3 * GIB)
 PLACEMENTS = ("resident", "auto", "stream")
 
 

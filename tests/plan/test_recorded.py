@@ -61,15 +61,17 @@ def test_planned_as_measured(name: str, only: str) -> None:
 FASTER = {("lora", "resident"): 0.64, ("lomo-lora", "resident"): 0.76, ("lsp", "stream"): 0.76}
 OFF = {("zo", "stream"): 0.22, ("adam-offload", "stream"): 0.25, ("adam-offload", "resident"): 0.19}
 OFF |= {("sgd", "resident"): 0.30, ("lomo", "stream"): 0.16}
+LATER = {"apollo-mini": (1.0, 1.33), "lora": (0.70, 1.0)}
 
 
-@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20, 14, 20, 20), strict=True))
+@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20, 14, 20, 20, 20), strict=True))
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) -> None:
     """The cases of plan_check.py with the rates of their run. The sixth run holds all limits, with the two
     substitutions of plan_recorded.py. The first five were made by code that was slower where the host bounds the step
     (FASTER: today's plan may be as low as this share of their seconds, but not 15 % above), and had the host's rates of
-    another process (OFF; LOG.md); these must not get worse."""
-    is_sixth = name == SIXTH
+    another process (OFF; LOG.md). In the seventh the host's speed was another after the steps, when it was measured
+    (LATER). These must not get worse."""
+    is_sixth, later = name == SIXTH, LATER if name == CHECKS[6] else {}
     found = list(checks(HERE / f"{name}.json", MODULES))
     assert len(found) == count
     for case, each in found:
@@ -81,7 +83,8 @@ def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) ->
         if name == CHECKS[4] and case.gpu_memory == "4GiB":  # LOG.md: not explained
             late = 0.39
         least = 1 - late if is_sixth else FASTER.get((case.method, case.placement), 1 - late)
-        assert least <= shares["seconds"] <= 1 + late, (case.name, shares)
+        least, most = later.get(case.method, (least, 1 + late))
+        assert least <= shares["seconds"] <= most, (case.name, shares)
     right = summary([each for _, each in found])[-1]
     assert float(right.rpartition(", ")[2].rstrip("%")) >= (95 if is_sixth else 92), right
 
@@ -305,7 +308,9 @@ def test_an_operation_of_each_kind_is_measured() -> None:
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
     with torch.no_grad():
-        found = measure.host_rates(torch.device("cpu"))
+        rates = measure.HostRates(torch.device("cpu"))
+        rates.burst()
+    found = rates.found
     assert set(found) == set(HOST) and all(0 < each < 1 for each in found.values())
     assert torch.equal(before, torch.random.get_rng_state())
     assert replace(H200, **found).called == found["called"]

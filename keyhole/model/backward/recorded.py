@@ -39,6 +39,7 @@ shape, two gradients of such an input, and in the pool one block's activations; 
 blocks for every shape.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -51,6 +52,8 @@ from keyhole.model.forward.graphs import no_collection, signature_of, tensors_of
 
 MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
 MOST_PARAMETERS = 2**20  # elements of parameter gradients per recording; those of linear layers go to the buffer
+NUMBERS = itertools.count(1)
+OTHER_BITS = "a recording gave other bits"
 SIGHTS = 2  # a call is captured the second time: in the first, libraries choose kernels and workspaces
 
 
@@ -61,6 +64,7 @@ class _Recording:
         self.graph = torch.cuda.CUDAGraph()
         self.result: Any = None
         self.kept: list[BlockGraph] = []  # of a forward: its autograd graph, if it is kept
+        self.number = 0  # of a forward whose graph is kept: no other has it, while the id of an object comes back
 
 
 class RecordedBlocks(StaticMemory):
@@ -137,7 +141,7 @@ class RecordedBlocks(StaticMemory):
         ran = self.ran.get((turn, block))
         kept = ran.kept if ran is not None and run_kept is not None else []
         read = [] if kept else values  # a graph that was kept has the inputs
-        of_forward = id(kept) if kept else 0
+        of_forward = ran.number if kept else 0
         kind = ("reverse", turn, block, signature_of([*values, *grads]), depends_on, of_forward)
         if not self._is_due(kind):
             return run(values, grads), False
@@ -171,7 +175,7 @@ class RecordedBlocks(StaticMemory):
                 found = self._capture(captured)
             result = self._checked(key, found, expected)
             if self.recordings[key] is not None and not all(map(torch.equal, memory, after)):
-                self.recordings[key] = None
+                self.recordings[key], self.why = None, OTHER_BITS
             if self.recordings[key] is None:
                 kept.clear()  # from the next step on, this block is recomputed
             for flat, new in zip(memory, after, strict=True):
@@ -260,7 +264,7 @@ class RecordedBlocks(StaticMemory):
         self._rehearse(keep, values)
         one = self._capture(captured, pool)
         if one is not None:
-            one.kept = kept
+            one.kept, one.number = kept, next(NUMBERS)
         return one
 
     def _checked(self, key: Hashable, found: _Recording | None, expected: Any) -> Any:
@@ -272,7 +276,7 @@ class RecordedBlocks(StaticMemory):
         if signature_of(found.result) != signature_of(expected) or not all(
             torch.equal(x, y) for x, y in zip(tensors_of(found.result), tensors_of(expected), strict=True)
         ):
-            self.why = "a recording gave other bits"
+            self.why = OTHER_BITS
             return expected
         self.recordings[key] = found
         return found.result
@@ -286,8 +290,11 @@ class RecordedBlocks(StaticMemory):
 
     def forget(self) -> None:
         """Drops all recordings, and their static memory."""
-        torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         super().forget()
         for kept in (self.recordings, self.ran, self.kept_pools):
             kept.clear()
+        for kind in [one for one in self.seen if one[0] == "reverse" and one[-1]]:  # of forwards that are dropped
+            del self.seen[kind]
         self.pool = self._new_pool()  # the old pool is freed with its last graph
