@@ -85,11 +85,11 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo-high": ("sst2", [0], ZO | {"learning_rate": 8e-5}),
     "sst2-zo-tokens": ("sst2", [0], ZO | {"learning_rate": 4e-5} | TOKENS),
     "sst2-zo-bf16": ("sst2", [0, 1, 2], LARGE | {"learning_rate": 1.5e-4}),
-    "sst2-zo-rank": ("sst2", [0, 1, 2], LARGE | {"learning_rate": [1.5e-4, 1e-4], "zo": RANK}),
+    "sst2-zo-rank": ("sst2", [0, 1, 2], LARGE | {"learning_rate": [1e-4, 6e-5], "zo": RANK}),
     "sst2-zo-int4": (
         "sst2",
         [0, 1, 2],
-        LARGE | {"learning_rate": 1.5e-4, "zo": RANK | {"fold": False}, "wire": "int4"},
+        LARGE | {"learning_rate": 8e-5, "zo": RANK | {"fold": False}, "wire": "int4"},
     ),
     "sst2-zo-minutes": ("sst2", [0], LARGE | MINUTES | {"learning_rate": 7e-5}),
     **{

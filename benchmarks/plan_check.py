@@ -191,6 +191,8 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
 def in_rounds(step: Callable[[], torch.Tensor], engine: Engine, rounds: int) -> dict[str, Any]:
     """Seconds of a step and the host's rates, measured in turn."""
     rates, found = HostRates(engine.device), []
+    rates.burst()  # loads what it needs: its `called` is up to twice that of the next
+    rates.bursts.clear()
     for _ in range(rounds):
         rates.burst()
         found.append(measure.time_steps(step, engine, 0, ROUND))

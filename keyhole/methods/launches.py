@@ -24,9 +24,9 @@ All other constants of the host are here too. Beside the block's own operations:
     UNIT        per unit in lockstep: acquired, perturbed, committed, released
     STEP        per step: embedding, head and loss, batch and bookkeeping; plain, and in a sweep or in lockstep
     PLAIN       launches per operation of an optimizer that allocates its result (the measured one adds in place)
-    HOOKED      launches per operation of MATRIX, VECTOR, UPDATE and ADAPTED (and of sketches, methods/lomo/memory.py):
-                on a host whose `called` was 0.61 of another's, and whose `launch` 0.83, such steps took 0.87 to 0.9 of
-                the other's time, so they follow `launch`. 3.28 launches are a `called` on the slower one
+    HOOKED      launches per operation of MATRIX, VECTOR and UPDATE (and of sketches, methods/lomo/memory.py): on a host
+                whose `called` was 0.61 of another's, and whose `launch` 0.83, such steps took 0.87 to 0.9 of the
+                other's time, so they follow `launch`. 3.28 launches are a `called` on the slower one
 
 Their origin is `python -m benchmarks.host_work`: steps of models of 16 numbers' width on one core, where nothing is
 computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods, give these
@@ -37,13 +37,14 @@ block's own operations in three runs, Llama and OPT: `adam-offload` 86 to 100 an
 0.245 s for 0.234 measured, `apollo-mini` 0.366 for 0.348, `lora` 0.118 for 0.128, `galore` 0.096 for 0.091
 (benchmarks/plan_check_h200_2026-11-17_c.json). The runs before were made by slower code (plan_recorded.py).
 
-ADAPTED is Python's: 4.1 to 6.1 operations of a forward pass, in the backward pass 5.6 to 14.8 in six measurements. The
-extremes are `lora` on Llama and on OPT, because of the blocks rather than the adapters: in operations of a Llama block,
-one of OPT takes 20 more than is counted. 12 is nearer to OPT's, which an H200's host confirms: `lora` on OPT is planned
-at 0.93 of what was measured there, and on Llama at about 1.2 of what the N1 measured. The update is an estimate:
-torch's AdamW takes 3 to 5 per adapter with one tensor after the other, as on a CPU, 1 to 2 with lists of tensors, as on
-a GPU, which then launches a few kernels for all. TENSOR (0.2 and 1.3 on the N1) and PLAIN (1.1 to 1.3) were chosen by
-earlier runs on an H200.
+ADAPTED is Python's: 4.1 to 6.1 operations of a forward pass, in the backward pass 5.6 to 14.8 in six measurements on
+the N1. The extremes are `lora` on Llama and on OPT, because of the blocks rather than the adapters: in operations of a
+Llama block, one of OPT takes 20 more than is counted. It follows `called`, not `launch`: on the host of an H200 `lora`
+and `lomo-lora` on OPT took 0.128 and 0.234 s with launches of 6.0 us and calls of 15, 0.215 and 0.405 s with 9.7 and 33
+(plan_check_h200_2026-11-17_c.json, _e.json). The numbers here are those of the two: they plan 0.93 to 1.06 of each, and
+`lora` on Llama about 1.2 of what the N1 took. The update is an estimate: torch's AdamW takes 3 to 5 per adapter with
+one tensor after the other, as on a CPU, 1 to 2 with lists of tensors, as on a GPU, which then launches a few kernels
+for all. TENSOR (0.2 and 1.3 on the N1) and PLAIN (1.1 to 1.3) were chosen by earlier runs on an H200.
 
 UNIT is 10.4 measured that way, 0.7 for Triton's launcher (21 us on the N1, measured with a driver that launches
 nothing), and 3 for CUDA's events, streams and copies, which a CPU does not have: about 20 calls of a third of a launch
@@ -66,7 +67,7 @@ PER_CALL = 33 / 69, 66 / 161
 UNRECORDED = 0.7
 TENSOR, MATRIX, VECTOR = 1.2, 12, 7
 UPDATE = 6, 8
-ADAPTED = 5, 12, 1
+ADAPTED = 6.5, 16, 1.3
 VISIT, UNIT = 5.5, 14
 STEP = 140, 200
 PLAIN = 1.6
@@ -95,7 +96,7 @@ EXPERT = Launches(kernels=25), Launches(kernels=60)
 
 
 def hooked(operations: float) -> Launches:
-    """Operations of hooks, updates, adapters and sketches."""
+    """Operations of hooks, updates and sketches."""
     return Launches(kernels=HOOKED * operations)
 
 
@@ -141,7 +142,7 @@ def of_updates(layout: Layout) -> Launches:
 def of_adapters(layers: int, forwards: float, passes: int) -> Launches:
     """A step of adapted layers: `forwards` forward passes and a backward pass for each of `passes` micro-batches, and
     their update."""
-    return hooked((passes * (forwards * ADAPTED[0] + ADAPTED[1]) + ADAPTED[2]) * layers)
+    return Launches(called=(passes * (forwards * ADAPTED[0] + ADAPTED[1]) + ADAPTED[2]) * layers)
 
 
 def of_lockstep(layout: Layout, passes: int) -> Launches:

@@ -3,7 +3,8 @@
     products        [rows, 4096] x [4096, 8192] in bf16 for a few numbers of rows, and one in fp32; smaller on a CPU. On
                     a GPU in rounds of ROUND_S: its clock falls under load, within a few milliseconds
     device_memory   c = a + b on 64 Mi numbers
-    link            page-locked copies of 64 MiB (machine/probe.py)
+    link            page-locked copies of 64 MiB (machine/probe.py), at two moments: once the first said 33 GB/s where
+                    steps then uploaded at 53 (benchmarks/plan_check_h200_2026-11-17_e.json)
     host_memory     a copy of 256 MiB by all threads; or the bytes of AdamW, if it moved more: a copy also reads what it
                     overwrites
     adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
@@ -132,6 +133,9 @@ def measure(device: torch.device) -> Rates:
     host.burst()
     products = _products(device)
     host.burst()
+    if cuda:
+        with torch.cuda.device(device):
+            link = {way: max(rate, link[way]) for way, rate in link_speed().items()}
     try:
         return Rates(
             name=torch.cuda.get_device_name(device) if cuda else f"{_cpu_name()}, {cpu_count()} cores",
