@@ -130,7 +130,7 @@ def test_any_override_is_read_or_refused(given_words: list[str]) -> None:
         "a: &a [*a]\nmodel: x",
         "model: &m {x: *m}",
         "zo: &z {eps: *z}",
-        "[" * 3000,
+        "[" * 1500,
         "model: !!python/object/apply:os.system ['true']",
         "model: !!binary aGk=\nmethod: !!timestamp nonsense",
         "? [a, b]\n: 1",

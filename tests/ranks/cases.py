@@ -125,7 +125,7 @@ def same_bits(one: dict[str, Any], two: dict[str, Any]) -> bool:
 
 
 def write_results(directory: Path, size: int, names: Iterable[str], device: str = "cpu") -> int:
-    """Of these cases, as far as they are for so many ranks, in a file per rank; and the memory of some methods."""
+    """Of these cases, as far as they are for so many ranks, in a file per rank; and the host memory of Adam's state."""
     torch.set_num_threads(1)
     with joined() as ranks:
         found = {}
@@ -134,29 +134,39 @@ def write_results(directory: Path, size: int, names: Iterable[str], device: str 
             if case.size == size or device != "cpu":
                 found[name] = results(case, ranks, device)
                 found[name]["same"] = not case.again or same_bits(found[name], results(case, ranks, device))
-        if device == "cpu":
-            method = OFFLOAD if "lomo" in names else LOMO
-            found[f"memory of {method.name}"] = memory(method, ranks)
+        if device == "cpu" and "adam-offload" in names:
+            found["memory"] = memory(OFFLOAD, ranks)
         torch.save(found, directory / f"{size} {ranks.rank}.pt")
     return 0
 
 
-def memory(method: type, ranks: Ranks) -> dict[str, int]:
-    """Of a resident model and a step of the method, one micro-batch per rank: the peak of PyTorch's allocator on the
-    CPU, which is the device here, by its own count, the lowest of a few steps (gloo lets go of what was sent when its
-    threads get to it); bytes that were mapped for host memory; and bytes of what ranks share out. The leader's: a
-    profile takes more time than what it watches."""
+def write_memory(directory: Path, method: type) -> int:
+    """Of a method, in a file of the leader."""
+    torch.set_num_threads(1)
+    with joined() as ranks:
+        found = memory(method, ranks, STEPS_WATCHED)
+        if ranks.is_leader:
+            torch.save(found, directory / f"memory {ranks.size}.pt")
+    return 0
+
+
+def memory(method: type, ranks: Ranks, steps_watched: int = 0) -> dict[str, int]:
+    """Of a resident model and a step of the method, one micro-batch per rank: bytes that were mapped for host memory,
+    and bytes of what ranks share out. Of steps that are watched, the peak of PyTorch's allocator on the CPU, which is
+    the device here, by its own count, the lowest of them (gloo lets go of what was sent when its threads get to it).
+    The leader's: a profile takes more time than what it watches."""
     gc.collect()
     real, mapped = arena.host_memory, []
     arena.host_memory = lambda size_bytes: mapped.append(size_bytes) or real(size_bytes)
-    watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if ranks.is_leader else nullcontext()
+    watches = bool(steps_watched) and ranks.is_leader
+    watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if watches else nullcontext()
     try:
         with watched as profiler:
             shape = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
             made = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload(method.name)}
             model = keyhole.load(config("llama", **shape), ranks=ranks, **made)
             made_of_it = method(model, 1e-3, **({"threads": 1} if method is OFFLOAD else {}))
-            for step in range(STEPS_WATCHED):
+            for step in range(steps_watched or 1):
                 with record_function(f"step {step}"):
                     made_of_it.step([batch() for _ in range(ranks.size)])
                 ranks.barrier()
@@ -164,13 +174,14 @@ def memory(method: type, ranks: Ranks) -> dict[str, int]:
         arena.host_memory = real
     cut = sum(unit.numel * 4 for unit in model.layout.units if unit.kind in ("block", "head"))
     model.close()
-    if not ranks.is_leader:
-        return {}
+    found = {"host_bytes": sum(mapped), "cut_bytes": cut}
+    if not watches:
+        return found
     roots = sorted(profiler.profiler.kineto_results.experimental_event_tree(), key=lambda root: root.start_time_ns)
     first = min(next(counts for root in roots if (counts := _counts([root]))))
     peaks = [max(total for _, total, _ in _counts([root])) for root in roots if root.name.startswith("step ")]
-    assert len(peaks) == STEPS_WATCHED
-    return {"device_bytes": min(peaks) - first[1] + first[2], "host_bytes": sum(mapped), "cut_bytes": cut}
+    assert len(peaks) == steps_watched
+    return found | {"device_bytes": min(peaks) - first[1] + first[2]}
 
 
 def _counts(events: list[Any]) -> list[tuple[int, int, int]]:

@@ -15,6 +15,7 @@ import torch
 from keyhole.config import TrainConfig
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.training.start import train as train_alone
+from tests.matrix import in_every_run
 from tests.ranks.launch import Launch, train, written
 from tests.ranks.test_training import ZO, assert_same_run
 from tests.training.runs import Make, weights
@@ -72,8 +73,10 @@ def killed(
 
 
 @pytest.mark.slow
-def test_two_kills(make: Make, tmp_path: Path) -> None:
-    killed(make, tmp_path, kills=2, seed=0, life_s=2.0)
+@in_every_run(lambda kills: kills == 1)
+@pytest.mark.parametrize("kills", [1, 2])
+def test_few_kills(make: Make, tmp_path: Path, kills: int) -> None:
+    killed(make, tmp_path, kills=kills, seed=0, life_s=2.0)
 
 
 @pytest.mark.kills

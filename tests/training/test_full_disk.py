@@ -22,7 +22,7 @@ from tests.matrix import in_every_run
 from tests.training.children import Child
 from tests.training.runs import Make, losses, metrics, same, weights
 
-pytestmark = pytest.mark.picture  # it is one of the files that a full disk does not take
+picture = pytest.mark.picture  # it is one of the files that a full disk does not take
 
 
 def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +33,7 @@ def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: py
     assert not Path(make().output_dir).exists()
 
 
+@picture
 def test_a_disk_that_fills_up_does_not_stop_training(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -53,6 +54,7 @@ def test_a_disk_that_fills_up_does_not_stop_training(
     assert (Path(config.output_dir) / "checkpoint-12").is_dir()
 
 
+@picture
 def test_room_is_made_by_deleting_the_oldest_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two checkpoints only, the oldest goes before the third is written, never the newest."""
     config = make(save_steps=2)
@@ -77,6 +79,7 @@ def no_growth_from_4_to_8() -> None:
     trainer.Run.step = step
 
 
+@picture
 @in_every_run(lambda method, background: background == (method == "zo"))
 @pytest.mark.parametrize(("method", "background"), [("zo", True), ("adamw", True), ("adamw", False)])
 def test_files_that_cannot_grow_do_not_stop_training(make: Make, method: str, background: bool) -> None:
@@ -127,6 +130,7 @@ def full_and_nothing_reserved() -> None:
     full_from_3_to_77()
 
 
+@picture
 @in_every_run(lambda arrange: arrange is full_and_nothing_reserved)
 @pytest.mark.parametrize("arrange", [full_from_3_to_77, full_and_nothing_reserved])
 def test_a_full_file_system_does_not_stop_training(
@@ -163,6 +167,7 @@ def full_for_good() -> None:
     trainer.Run.step = step
 
 
+@picture
 @pytest.mark.parametrize(("method", "save_steps"), [("zo", None), ("zo", 2), ("adamw", 2)])
 def test_a_run_that_ends_on_a_full_disk_says_what_is_left(
     make: Make, small_disk: Callable[[int], Path], method: str, save_steps: int | None
@@ -183,6 +188,7 @@ def test_a_run_that_ends_on_a_full_disk_says_what_is_left(
     assert same(weights(whole.output_dir), weights(root)) and metrics(whole) == metrics(config)
 
 
+@picture
 def test_the_last_save_waits_for_room(
     make: Make, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -44,11 +44,11 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(case: str) -> dict[str, Any]:
-    shared = {"method": "zo", "max_steps": STEPS, "batch_size": 4, "gradient_accumulation_steps": 2}
+    shared = {"method": "zo", "max_steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2}
     return shared | {"lr_scheduler_type": "constant"} | CASES[case]
 
 
-@in_every_run(lambda case: case in ("fzoo", "grzo", "low rank, folded sums", "auto"))
+@in_every_run(lambda case: case in ("grzo", "low rank, folded sums", "auto"))
 @pytest.mark.parametrize("case", CASES)
 def test_a_journal_is_the_run(make: Make, tmp_path: Path, case: str) -> None:
     """From the base and the journal's first records, at any step, a run goes on to the same bits; and replay gives
@@ -106,7 +106,7 @@ def test_one_row_has_no_halves(make: Make) -> None:
 def test_long_runs_in_8_bits_are_wanted_by_somebody(make: Make, capsys: pytest.CaptureFixture) -> None:
     """Where the data decide on the steps, they are counted before anything is loaded; a number that allows them, kept
     factors or more bits let the run begin."""
-    asked = settings("low rank") | {"wire": "fp8", "max_steps": None, "num_train_epochs": 2}
+    asked = settings("low rank") | {"wire": "fp8", "max_steps": None, "num_train_epochs": 2, "batch_size": 4}
     with pytest.raises(UserError, match=r"wire: fp8 .* 6 steps are more than zo.fp8_steps=5: .* zo.fp8_steps=6"):
         train(make("long", **asked | {"zo": ZOConfig(fp8_steps=5)}))
     for name, change in {
@@ -122,7 +122,9 @@ def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_pa
     """Where weights of blocks never change, checkpoints hold no model, also those written behind training; the run goes
     on from the original one, and from no other; the best step is published whole."""
     kept = settings("low rank") | {"zo": ZOConfig(rank=2, refresh=2, fold=False), "save_steps": 1, "eval_steps": 2}
-    kept |= {"eval_data": str(tiny_data), "save_total_limit": None, "load_best_model_at_end": True}
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(tiny_data.read_text().splitlines(keepends=True)[:4]))
+    kept |= {"eval_data": str(few), "save_total_limit": None, "load_best_model_at_end": True}
     kept |= {"warmup_ratio": 0.0, "max_steps": 4}
     through, stopped = make("through", **kept), make("stopped", **kept | {"max_steps": 3})
     assert train(through) == train(stopped) == 0

@@ -43,7 +43,7 @@ ALIKE = ("low rank, at the end of one", "nearest, rademacher")  # in `make test`
 def run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     def go(**changes: Any) -> TrainConfig:
         base = {"model": str(tiny_model), "train_data": str(tiny_data), "output_dir": str(tmp_path / "out")}
-        base |= {"method": "zo", "learning_rate": 1e-2, "max_steps": 5, "batch_size": 4, "device": "cpu"}
+        base |= {"method": "zo", "learning_rate": 1e-2, "max_steps": 5, "batch_size": 2, "device": "cpu"}
         config = resolve(TrainConfig(**base | changes))[0]
         assert train(config) == 0
         return config

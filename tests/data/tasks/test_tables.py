@@ -87,6 +87,7 @@ def test_latin_1_is_reported(tmp_path: Path) -> None:
 
 
 HEAD = b"sentence,label\n"
+LINES = (b"a" * 999 + b"\n") * (MOST_ROW_BYTES // 1000 + 9)
 TSV = b"sentence\tlabel\n" + b"".join(f"good {i * i}\t1\n".encode() for i in range(300))
 JSON = json.dumps([{"sentence": f"good {i * i}", "label": 1} for i in range(300)]).encode()
 
@@ -95,7 +96,7 @@ JSON = json.dumps([{"sentence": f"good {i * i}", "label": 1} for i in range(300)
     ("name", "content", "says"),
     [
         ("a.csv", HEAD + b"good,1\n" * 3 + b'"oops,1\n' + b"good,1\n" * 9, "line 5: not valid CSV"),
-        ("a.csv", HEAD + b'"' + b"a\n" * (MOST_ROW_BYTES // 2 + 9) + b'",1\n', "line 2: not valid CSV: field larger"),
+        ("a.csv", HEAD + b'"' + LINES + b'",1\n', "line 2: not valid CSV: field larger"),
         ("a.csv", HEAD + b"a" * (MOST_ROW_BYTES + 9) + b",1\n", "line 2: longer than"),
         ("a.tsv", "sentence\tlabel\ncaf\u00e9\t1\n".encode() + b"bad\xff\t1\n", "line 3: not UTF-8"),
         ("a.csv", "sentence,label\ncaf\u00e9,1\n".encode() + b"bad\xff,1\n", "line 3: not UTF-8"),

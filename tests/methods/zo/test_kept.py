@@ -95,7 +95,7 @@ def test_folds_that_would_take_hours_are_refused(monkeypatch: pytest.MonkeyPatch
     keyhole.ZO(narrow("llama"), 1e-2, rank=2)
 
 
-@in_every_run(lambda name, dtype: (name == "gpt2") == (dtype == "float32"))
+@in_every_run(lambda name, dtype: name == "llama" and dtype == "bfloat16")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streamed_equals_resident(name: str, dtype: str) -> None:

@@ -22,7 +22,7 @@ def matrices(model: keyhole.Model) -> torch.Tensor:
 def test_the_noise_is_what_the_essay_says() -> None:
     """The same updates on weights in 8 bits and in 32: what sets them apart after T steps is 0.07 T E|u| / |w| of the
     energy, to a fifth."""
-    steps, size = 100, 2e-5
+    steps, size = 50, 2e-5
     updates = [(Pending(torch.tensor([size, 1.0]), step), 0.0) for step in range(steps)]
     moved = []
     for wire in ("fp8", "fp32"):
