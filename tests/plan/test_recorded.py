@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.plan_check import ratio, summary
-from benchmarks.plan_recorded import CHECKS, HERE, HOST, SIXTH, _gradient, checks, plan, records
+from benchmarks.plan_recorded import CHECKS, EIGHTH, HERE, HOST, SIXTH, _gradient, checks, plan, records
 from keyhole.bench.shapes import opt_config
 from keyhole.machine.rates import Rates
 from keyhole.methods import METHODS
@@ -62,16 +62,17 @@ FASTER = {("lora", "resident"): 0.64, ("lomo-lora", "resident"): 0.76, ("lsp", "
 OFF = {("zo", "stream"): 0.22, ("adam-offload", "stream"): 0.25, ("adam-offload", "resident"): 0.19}
 OFF |= {("sgd", "resident"): 0.30, ("lomo", "stream"): 0.16}
 LATER = {"apollo-mini": (1.0, 1.33), "lora": (0.70, 1.0)}
+SHARED = {"apollo-mini": (1.0, 1.25), "lsp stream": (0.70, 1.0), "adam-offload resident": (0.79, 1.0)}
 
 
-@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20, 14, 20, 20, 20), strict=True))
+@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20, 14, 20, 20, 20, 20), strict=True))
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) -> None:
     """The cases of plan_check.py with the rates of their run. The sixth run holds all limits, with the two
     substitutions of plan_recorded.py. The first five were made by code that was slower where the host bounds the step
     (FASTER: today's plan may be as low as this share of their seconds, but not 15 % above), and had the host's rates of
     another process (OFF; LOG.md). In the seventh the host's speed was another after the steps, when it was measured
-    (LATER). These must not get worse."""
-    is_sixth, later = name == SIXTH, LATER if name == CHECKS[6] else {}
+    (LATER); in the eighth others used its memory and cores (SHARED). These must not get worse."""
+    is_sixth, other = name == SIXTH, {CHECKS[6]: LATER, EIGHTH: SHARED}.get(name, {})
     found = list(checks(HERE / f"{name}.json", MODULES))
     assert len(found) == count
     for case, each in found:
@@ -83,7 +84,7 @@ def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) ->
         if name == CHECKS[4] and case.gpu_memory == "4GiB":  # LOG.md: not explained
             late = 0.39
         least = 1 - late if is_sixth else FASTER.get((case.method, case.placement), 1 - late)
-        least, most = later.get(case.method, (least, 1 + late))
+        least, most = other.get(case.method) or other.get(f"{case.method} {case.placement}") or (least, 1 + late)
         assert least <= shares["seconds"] <= most, (case.name, shares)
     right = summary([each for _, each in found])[-1]
     assert float(right.rpartition(", ")[2].rstrip("%")) >= (95 if is_sixth else 92), right
@@ -225,12 +226,11 @@ def test_launches_by_what_is_trained() -> None:
     assert once == pytest.approx(24 * 37 * 33 / 69) and back == pytest.approx(24 * 101 * 66 / 161)
     frozen, adapters = (1 + UNRECORDED) * once + STEP[1], (2 * ADAPTED[0] + sum(ADAPTED[1:])) * matrices
     hooks = (MATRIX + UPDATE[0]) * matrices + (VECTOR + UPDATE[1]) * vectors
-    assert lomo.called == lora.called == both.called == pytest.approx(frozen)
-    assert lomo.kernels == pytest.approx(HOOKED * hooks) and lora.kernels == pytest.approx(HOOKED * adapters)
-    assert both.kernels == pytest.approx(HOOKED * (hooks + adapters))
+    assert lomo.called == pytest.approx(frozen)
+    assert lora.called == both.called == pytest.approx(frozen + adapters)
+    assert lomo.kernels == both.kernels == pytest.approx(HOOKED * hooks) and lora.kernels == 0
     assert lomo.reversed == both.reversed == lora.reversed == back
-    assert lora.called - kept.called == pytest.approx(UNRECORDED * once)
-    assert lora.kernels - kept.kernels == pytest.approx(HOOKED * ADAPTED[0] * matrices)
+    assert lora.called - kept.called == pytest.approx(UNRECORDED * once + ADAPTED[0] * matrices)
     assert kept.reversed == lora.reversed
     short = METHODS["lomo"].planned_work(opt(), set(), replace(work("lomo"), tokens=512), ROOM, H200)
     assert short.called == STEP[1] and short.reversed == 0 < short.kernels

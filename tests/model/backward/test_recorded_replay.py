@@ -241,7 +241,7 @@ def test_no_recording_is_kept_under_an_address_that_was_given_up() -> None:
     assert sources - {0} <= recorded.static
 
 
-@in_every_run(lambda name: name != "adalomo")  # whose sink is lomo's
+@in_every_run(lambda name: name != "adalomo")
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "lsp"])
 def test_what_a_user_freezes_is_not_trained_by_a_replay(name: str) -> None:
     """A matrix and norms, frozen between steps and trained again later: as without recordings."""
