@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.errors import UserError
+from keyhole.machine.collector import no_collector
 
 LIMIT_BYTES = 2**28  # the index of a model with a million tensors has 100 MB
 
@@ -21,7 +22,8 @@ def read_json(path: Path, what: str, limit_bytes: int = LIMIT_BYTES) -> dict[str
         size = path.stat().st_size
         if size > limit_bytes:
             raise ValueError(f"it has {size:,} bytes; at most {limit_bytes:,} are expected")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        with no_collector():
+            found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__}, where an object {{...}} is expected")
     except RecursionError:

@@ -1,8 +1,12 @@
-"""Imports without the garbage collector.
+"""What must not be interrupted by the garbage collector.
 
-The objects that an import creates (modules, classes, tables) stay alive. Python's garbage collector nevertheless
-traverses them again and again while torch and transformers are imported, and finds nothing to free. With the collector
-off, the imports of `keyhole train` take 6.3 s of CPU time instead of 7.2 (Neoverse N1, torch 2.13, Transformers 5.22).
+imports           The objects that an import creates (modules, classes, tables) stay alive, and Python's collector
+                  traverses them again and again while torch and transformers are imported. Without it the imports
+                  of `keyhole train` take 6.3 s of CPU time instead of 7.2 (Neoverse N1, torch 2.13, Transformers
+                  5.22).
+CUDA captures     The collector might free a CUDA graph of a deleted model, and so invalidate the capture.
+files of unknown  Brackets nested without end stop a parser at Python's recursion limit. If the collector ran there,
+origin            finalizers of unrelated objects would fail for want of depth.
 """
 
 import gc

@@ -34,12 +34,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from keyhole.machine.collector import no_collector
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.branches import Branches
-from keyhole.model.forward.graphs import no_collection
 from keyhole.model.forward.memory import launched_as_graphs
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class RecordedSteps:
             self.branches.forked.clear()
             with (
                 torch.cuda.stream(self.stream),
-                no_collection(),
+                no_collector(),
                 method.captured(self.now.step, self.branches, self.more),
             ):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

@@ -46,9 +46,10 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.collector import no_collector
 from keyhole.model.backward.block_graph import BlockGraph
 from keyhole.model.backward.static_memory import StaticMemory, Values, copy_into
-from keyhole.model.forward.graphs import no_collection, signature_of, tensors_of
+from keyhole.model.forward.graphs import signature_of, tensors_of
 
 MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
 MOST_PARAMETERS = 2**20  # elements of parameter gradients per recording; those of linear layers go to the buffer
@@ -225,7 +226,7 @@ class RecordedBlocks(StaticMemory):
             self.pool = self._new_pool()
         torch.cuda.synchronize(self.device)
         try:
-            with torch.cuda.stream(self.stream), no_collection():
+            with torch.cuda.stream(self.stream), no_collector():
                 one.graph.capture_begin(pool=pool or self.pool, capture_error_mode="thread_local")
                 try:
                     one.result = run()

@@ -23,16 +23,15 @@ Bytes per pass (and per block, if each has its own graph): one input and output,
 of the graphs: one block's activations.
 """
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from keyhole.machine.collector import no_collector
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
 SMALL_FLOP = 4e11  # per block and pass
@@ -151,7 +150,7 @@ class BlockGraphs:
             self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.model.device)
         try:
-            with torch.cuda.stream(self.stream), no_collection():
+            with torch.cuda.stream(self.stream), no_collector():
                 one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     one.output = ordinary(*static_args, **static_kwargs)
@@ -161,19 +160,6 @@ class BlockGraphs:
             torch.cuda.synchronize(self.model.device)
             return None
         return None if signature_of(one.output) is None else one
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Disables Python's garbage collector, which might free a CUDA graph of a deleted model and so invalidate the
-    capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)

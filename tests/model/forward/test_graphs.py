@@ -1,7 +1,6 @@
 """Graphs of blocks: what could spoil them while they are recorded, and what they return. (That they change no number
 on a GPU: tests/methods/zo.)"""
 
-import gc
 import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import keyhole
 from keyhole.model.backward.recorded import SIGHTS, RecordedBlocks
-from keyhole.model.forward.graphs import BlockGraphs, no_collection, signature_of
+from keyhole.model.forward.graphs import BlockGraphs, signature_of
 from keyhole.model.structure.find import find_blocks
 from tests.methods.zo.loops import EPS, load
 from tests.model.decoders import batch
@@ -26,20 +25,6 @@ class Loop:
 
     def __init__(self, held: Any) -> None:
         self.held, self.me = held, self
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_no_collection_within(enabled: bool) -> None:
-    """It is put off, and afterwards things are as they were, also after an error."""
-    was = gc.isenabled()
-    try:
-        gc.enable() if enabled else gc.disable()
-        with pytest.raises(ValueError), no_collection():
-            assert not gc.isenabled()
-            raise ValueError
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable() if was else gc.disable()
 
 
 @pytest.mark.gpu
