@@ -88,6 +88,9 @@ def compare(
         for group in groups:
             for trial in group.trials.values():
                 say(f"{trial.id}: {trial.label}")
+        total, listed = number_of_runs(comparison, groups), sum(len(group.trials) for group in groups)
+        fewer = " (choose_by: first-seed: of each grid only the best point is run with the other seeds)"
+        say(f"{total} runs{fewer if total < listed else ''}")
         return 0
     directory.inspect(root)
     kept.day = directory.day_of(root)
@@ -97,6 +100,13 @@ def compare(
     with locked(root / "runs" / "lock") as lock:
         lock.take()
         return execution.go()
+
+
+def number_of_runs(comparison: Comparison, groups: list[Group]) -> int:
+    """With choose_by: first-seed, only one point of each grid is run with the other seeds."""
+    if comparison.choose_by != "first-seed":
+        return sum(len(group.trials) for group in groups)
+    return sum(len(group.points) for group in groups) + len(groups) * (len(comparison.seeds) - 1)
 
 
 @dataclass
@@ -120,10 +130,7 @@ class Execution:
 
     def go(self) -> int:
         """Executes the remaining runs. Tables are written also after an interruption."""
-        seeds = self.comparison.seeds
-        total = sum(len(group.points) for group in self.groups) + len(self.groups) * (len(seeds) - 1)
-        if self.comparison.choose_by != "first-seed":
-            total = sum(len(group.trials) for group in self.groups)
+        total = number_of_runs(self.comparison, self.groups)
         self._recall()
         left = f"{total} runs, {len(self.results)} done" if self.results else f"{total} runs"
         self.say(f"{self.comparison.title}: {left}; everything goes to {self.root}/")

@@ -195,7 +195,8 @@ def _grids(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
             rows.append(_grid_row(cell, _place(cell, cells), result, colours.get(cell.method)))
     if not rows:
         return ""
-    head = "<th>method</th><th>task</th><th>settings</th><th>seed</th><th>dev</th><th>test</th><th>best step</th>"
+    head = "<th>method</th><th class='left'>task</th><th class='left'>settings</th><th>seed</th><th>dev</th>"
+    head += "<th>test</th><th>best step</th>"
     return (
         "<section><details><summary>Every run</summary><div class='scroll'><table class='small'><thead><tr>"
         f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details></section>"

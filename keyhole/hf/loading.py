@@ -49,6 +49,9 @@ def wanted(args: TrainingArguments, given: dict[str, Any]) -> Wanted:
         return default if found is None else found
 
     method = either("method")
+    if method is None:
+        ways = "KeyholeArguments(..., method=...) or KeyholeTrainer(..., method=...)"
+        raise UserError(f"method: none is given; set it by {ways}, to one of {', '.join(METHODS)}")
     if method not in METHODS:
         raise UserError(f"method: found {method!r}, expected one of {', '.join(METHODS)}")
     length = either("max_length", default=DEFAULT_LENGTH)
@@ -97,8 +100,8 @@ def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) ->
         path = getattr(source, "name_or_path", None)
         instead = f"give its name, {path!r}" if path else "give a directory or hub id"
         raise UserError(
-            f"model: found a {type(source).__name__}; {instead}, or what keyhole.load returns: the weights are read to "
-            "where they will live"
+            f"model: found a {type(source).__name__}; {instead}, or what keyhole.load returns: keyhole reads the "
+            "weights itself, directly into host memory or onto the GPU"
         )
     row = asked.row
     tokens = args.per_device_train_batch_size * asked.max_length

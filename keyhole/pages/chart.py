@@ -122,9 +122,8 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
     axes = Axes(x, y, log, right, height)
     body = _grid(axes, x_label, y_label)
     if baseline is not None and math.isfinite(baseline):
-        at = axes.y(baseline)
-        body.append(f'<line class="base" x1="{LEFT}" x2="{axes.right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        body.append(f'<text class="tick" x="{LEFT + 4}" y="{at - 4:.1f}">before training</text>')
+        at = f"{axes.y(baseline):.1f}"
+        body.append(f'<line class="base" x1="{LEFT}" x2="{axes.right:.1f}" y1="{at}" y2="{at}"/>')
     body += [_band(axes, each) for each in series if each.low != each.high]
     body += [
         f'<polyline class="raw c{each.colour}" points="{_points(axes, each.x, each.faint)}"/>'
@@ -132,6 +131,8 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
         if len(each.faint) > 1
     ]
     body += [_curve(axes, each) for each in series]
+    if baseline is not None and math.isfinite(baseline):  # after the curves, so that none is drawn through it
+        body.append(f'<text class="tick over" x="{LEFT + 4}" y="{axes.y(baseline) - 4:.1f}">before training</text>')
     body += _names(axes, series)
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
 

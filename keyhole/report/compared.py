@@ -15,7 +15,7 @@ from urllib.parse import quote
 from keyhole.machine.text import duration, printable
 from keyhole.pages.chart import Series, chart, noisy
 from keyhole.pages.frame import choice, colour_of, header, page
-from keyhole.report.page import LABELS, is_plain, shown_metrics, unit_of
+from keyhole.report.page import EXACT, LABELS, is_plain, shown_metrics, unit_of
 from keyhole.report.parts import STYLE
 from keyhole.report.view import PAGE, View
 
@@ -131,7 +131,8 @@ def _charts(
 ) -> str:
     def of_steps(name: str) -> list[Series]:
         found = [(view, *view.curves.mean(name, over_time)) for view in views]
-        return [noisy(_end(view.name), colours[view.name], scale(x), y) for view, x, y in found if x]
+        draw = Series if name in EXACT else noisy
+        return [draw(_end(view.name), colours[view.name], scale(x), y) for view, x, y in found if x]
 
     def of_evaluations(name: str) -> list[Series]:
         found = [(view, *view.curves.evaluation(name, over_time)) for view in views]

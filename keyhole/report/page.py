@@ -20,6 +20,7 @@ from keyhole.report.view import View
 
 REFRESH_S = 30
 TRAIN, EVAL = 0, 1  # colours
+EXACT = ("learning_rate",)  # is set, not measured: drawn as it is, without a running mean
 SHOWN_FIRST = ("loss", "learning_rate", "tokens_per_second", "gpu_gib", "host_gib")
 MOST_EXTRA = 6  # charts of a method's own numbers
 LABELS = {"learning_rate": "learning rate", "tokens_per_second": "tokens per second", "grad_norm": "gradient norm"}
@@ -118,8 +119,9 @@ def _curves(curves: Curves, by_candidates: bool) -> str:
         panels.append((label, _charts(curves, over_time, scale, along, by_candidates)))
     width = "" if curves.width == 1 else f" A point stands for {curves.width} steps."
     return (
-        f"<section><h2>Curves</h2>{choice('along', panels)}<p class='note'>Faint: as measured. Strong: running mean."
-        f"{width} Time is that of the training steps, without evaluations and saves.</p></section>"
+        f"<section><h2>Curves</h2>{choice('along', panels)}<p class='note'>Faint: as measured. Strong: running mean "
+        f"(the learning rate: as set).{width} Time is that of the training steps, without evaluations and "
+        "saves.</p></section>"
     )
 
 
@@ -128,7 +130,7 @@ def _charts(
 ) -> str:
     def line(name: str, label: str) -> Series:
         x, y = curves.mean(name, over_time)
-        return noisy(label, TRAIN, scale(x), y)
+        return Series(label, TRAIN, scale(x), y) if name in EXACT else noisy(label, TRAIN, scale(x), y)
 
     evaluated = curves.evaluation("eval_loss", over_time)
     loss = [line("loss", "train" if evaluated[0] else "")]

@@ -158,8 +158,11 @@ class Display:
         return f"{duration(elapsed_s)}, {duration(left_s)} left" if step < self.total else duration(elapsed_s)
 
     def summary(self) -> str:
-        """` in 12 min 3 s; loss 2.3145 at step 1, 1.0512 at step 1000; peak GPU memory 12.31 GiB`."""
+        """` in 12 min 3 s; loss 2.3145 at step 1, 1.0512 at step 1000; peak GPU memory 12.31 GiB`. A resumed run names
+        the steps that the time is of: `, the last 400 in 5 min 1 s; ...`."""
         text = f" in {duration(time.monotonic() - self.began_s)}"
+        if self.first_step:
+            text = f", the last {self.ends[-1]['step'] - self.first_step}{text}" if self.ends else ", none of them now"
         if self.ends:
             losses = [f"{entry['loss']:.4f} at step {entry['step']}" for entry in self.ends]
             where = "GPU" if "gpu_gib" in self.ends[0] else "host"

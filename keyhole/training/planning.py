@@ -107,7 +107,10 @@ def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, t
             large = [key for key, rates in PROFILES.items() if (rates.gpu_bytes or 0) >= gpu_bytes]
             name, device = large[0] if large else list(PROFILES)[-1], None
             estimate = PROFILES[name]
-            say(f"there is no GPU here: planned for --machine {name}, the smallest that has {about(gpu_bytes)}")
+            why = f"the smallest that has {about(gpu_bytes)}"
+            if not large:
+                why = f"the largest that is known, as if it had {about(gpu_bytes)}"
+            say(f"there is no GPU here: planned for --machine {name}, {why}")
     if estimate is not None:
         rates = estimate
         gpu_bytes = (rates.gpu_bytes or 0) - RESERVE_BYTES if gpu_bytes is None else gpu_bytes

@@ -267,6 +267,16 @@ def test_mistakes_are_found_before_the_first_run(tmp_path: Path) -> None:
         run(write(tmp_path / "c.yaml"), tmp_path / "mine")
 
 
+@pytest.mark.parametrize(("words", "last"), [((), "6 runs (choose_by"), (("seeds=0",), "4 runs")])
+def test_a_dry_run_says_how_many_runs_there_will_be(tmp_path: Path, words: tuple[str, ...], last: str) -> None:
+    """Of a grid only the best point is run with the other seeds, so more are listed than are run."""
+    lines: list[str] = []
+    comparison = read_comparison(write(tmp_path / "a.yaml"), (f"output_dir={tmp_path / 'o'}", *words))
+    assert compare(comparison, dry_run=True, say=lines.append) == 0
+    assert len(lines) == (9 if not words else 5) and lines[-1].startswith(last)
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_wrong_label_that_a_later_seed_draws_is_found_before_the_first_run(tmp_path: Path) -> None:
     """Seed 3 draws 2 + 2 of the rows without the wrong one, seed 0 with it; the order of the seeds does not matter."""
     rows = [{"text": f"good thing {i}", "stars": 5 if i % 2 else 1} for i in range(12)]

@@ -138,6 +138,7 @@ def test_the_page_names_the_model_where_there_are_several() -> None:
     for model in "mn":
         assert f"<b>t, {model}</b>: x leads" in html and f"<b>x</b> on t, {model}," in html
         assert html.count(f"<td class='left'>t, {model}</td>") == 2
+    assert "<th class='left'>task</th>" in html, "above its column"
     assert "t, m" not in make_page(comparison, made[:1], {}, ENVIRONMENT)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-from transformers import HfArgumentParser, Trainer
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from keyhole.errors import UserError
 from keyhole.hf import KeyholeArguments, KeyholeMixin, KeyholeTrainer, refusals
@@ -51,6 +51,13 @@ def test_a_module_is_answered_with_its_name(tmp_path: Path) -> None:
     module = SimpleNamespace(name_or_path="some/model")
     with pytest.raises(UserError, match="give its name, 'some/model', or what keyhole.load returns"):
         KeyholeTrainer(module, args)
+
+
+def test_a_missing_method_is_told_with_where_to_set_it(tmp_path: Path) -> None:
+    """As in a script that keeps its TrainingArguments."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(UserError, match=r"method: none is given; set it by KeyholeArguments\(\.\.\., method="):
+        KeyholeTrainer("demo", args)
 
 
 @pytest.mark.parametrize(("rate", "model", "warns"), [(5e-5, "x", True), (1e-7, "x", False), (5e-5, "demo", False)])

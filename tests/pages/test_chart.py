@@ -57,6 +57,12 @@ def test_every_point_is_inside_the_picture() -> None:
     assert all(0 <= x <= WIDTH and TOP - 0.1 <= y <= height_of(svg) - BOTTOM + 0.1 for x, y in points(svg))
 
 
+def test_no_curve_is_drawn_through_the_label_of_the_baseline() -> None:
+    """It comes after curves and grid, with an outline in the colour of the card."""
+    svg = chart([noisy("a", 0, [0.0, 1.0], [0.0, 1.0])], "t", "x", "y", baseline=0.5)
+    assert svg.index("before training") > svg.rindex("<polyline") and 'class="tick over"' in svg
+
+
 def test_non_finite_losses_are_left_out() -> None:
     """A run that blew up still gets a chart."""
     svg = chart([noisy("a", 0, [1.0, 2.0, 3.0, 4.0], [1.0, math.nan, math.inf, 2.0])], "t", "x", "y")

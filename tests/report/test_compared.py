@@ -65,6 +65,19 @@ def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert page.count('<polyline class="line c0') == page.count('<polyline class="line c1') > 0
 
 
+def test_a_learning_rate_is_drawn_as_it_was_set(tmp_path: Path) -> None:
+    """A running mean would show rates that were never used where a schedule jumps, as in a run that was prolonged."""
+    run = made(tmp_path, "a", [1.0] * 60) / "run"
+    rates = [1.0 - i / 30 for i in range(30)] * 2
+    rows = [{"step": i, "loss": 1.0, "learning_rate": rate, "seconds": 0.1} for i, rate in enumerate(rates, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["report", str(tmp_path / "a"), "-o", str(tmp_path / "both.html")])
+    for page in (run_page.make_page(read_view(run)), (tmp_path / "both.html").read_text()):
+        picture = page.partition('aria-label="learning rate by step"')[2].partition("</svg>")[0]
+        drawn = [float(pair.split(",")[1]) for pair in re.search(r'points="([^"]*)"', picture)[1].split()]
+        assert picture.count("<polyline") == 1 and drawn[30] == pytest.approx(drawn[0], abs=0.11)
+
+
 @pytest.mark.parametrize("name", ["lr=1e-3#2", "what?", "50%25", "zo:rank=2", "a'b <c>", "größe"])
 def test_a_link_leads_to_the_run_whatever_its_name(tmp_path: Path, name: str) -> None:
     """A browser resolves it to the run's own page: no fragment, no query, no scheme."""

@@ -89,7 +89,19 @@ def test_a_line_without_a_bar_tells_the_time(capsys: pytest.CaptureFixture, monk
         display.step(entry(step, 5.0 - step / 100))
     times = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
     assert times[0] == "30 s, 2 min 30 s left" and times[-1] == "3 min 0 s"
-    assert display.summary() == " in 3 min 0 s; loss 4.5900 at step 41, 4.0000 at step 100; peak host memory 1.50 GiB"
+    losses = "loss 4.5900 at step 41, 4.0000 at step 100"
+    assert display.summary() == f", the last 60 in 3 min 0 s; {losses}; peak host memory 1.50 GiB"
+
+
+def test_the_summary_counts_the_steps_of_its_time() -> None:
+    """All of a run that was not interrupted; none if it was finished before."""
+    display = Display(2, 1)
+    display.open(0)
+    display.step(entry(1, 2.0))
+    assert display.summary().startswith(" in 0 s; loss 2.0000 at step 1; ")
+    display = Display(2, 1)
+    display.open(2)
+    assert display.summary() == ", none of them now"
 
 
 def test_every_line_is_in_the_log_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -66,6 +66,8 @@ def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixtur
     said: list[str] = []
     found = ask(check_plan(Asked(str(mixture), gpu="11GiB")), said.append)
     assert found.question.rates is PROFILES["3060"] and "planned for --machine 3060" in said[0]
+    ask(check_plan(Asked(str(mixture), gpu="200GiB")), said.append)
+    assert said[-1].endswith("--machine h200, the largest that is known, as if it had 200GiB")
 
 
 def test_a_mixture_counts_the_experts_that_a_token_meets(mixture: Path) -> None:
