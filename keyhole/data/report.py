@@ -1,7 +1,7 @@
 """A report of a few lines: what was read of the data, and how it was changed.
 
 Everything that is lost between the file and the loss is counted and reported as a warning: cut answers, dropped
-samples, tool calls or reasoning that the chat template does not write.
+samples, tool calls, reasoning, system prompts or questions that the chat template does not write.
 """
 
 from dataclasses import dataclass, field
@@ -33,6 +33,8 @@ class Report:
     lost_calls: int = 0
     lost_reasoning: int = 0
     lost_text: int = 0
+    lost_context: int = 0
+    lost_tools: int = 0
     lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> answers
     empty: int = 0
     unheard: int = 0
@@ -101,6 +103,10 @@ class Report:
             out.append(f"{self.lost_reasoning:,} answers have reasoning that {without}; they are trained on without it")
         if self.lost_text:
             out.append(f"{self.lost_text:,} answers have text that {without} as it stands")
+        if self.lost_context:
+            out.append(f"{self.lost_context:,} turns of system or user have text that {without} as it stands")
+        if self.lost_tools:
+            out.append(f"{self.lost_tools:,} chats have tools whose descriptions {without}")
         if self.lost_keys:
             named = listed(f"{name} ({count:,})" for name, count in self.lost_keys.items())
             out.append(f"keys of answers, with texts that {without}: {named}")
