@@ -76,9 +76,10 @@ class Report:
         if self.packed:
             fill = _percent(self.tokens, self.rows * (self.max_length or 1))
             out.append(f"packed into {self.rows:,} rows of {self.max_length} tokens, {fill} filled")
-        return out + [f"warning: {loss}" for loss in self._losses()]
+        return out + [f"warning: {loss}" for loss in self.losses()]
 
-    def _losses(self) -> list[str]:
+    def losses(self) -> list[str]:
+        """What is lost between the files and the loss, a line for each kind."""
         out, limit = [*self.remarks], f"max_length={self.max_length}"
         if self.truncated and self.labels:
             out.append(f"truncated to {limit}: {self.truncated:,} samples")
