@@ -241,6 +241,17 @@ def test_a_setting_in_the_group_that_no_method_reads_is_refused(key: str, value:
     method.step(micro_batches(0, 1))
 
 
+def test_a_module_with_other_weights_than_were_loaded_is_refused() -> None:
+    """What a caller has resized or replaced would be computed with, and neither trained nor saved."""
+    resized, replaced = load("llama"), load("llama")
+    resized.module.resize_token_embeddings(resized.config.vocab_size + 8, mean_resizing=False)
+    norm = replaced.module.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    for model, name in ((resized, "(lm_head|model.embed_tokens).weight"), (replaced, "model.norm.weight")):
+        with pytest.raises(UserError, match=f"model: {name} was replaced or resized after keyhole.load"):
+            keyhole.LOMO(model, 1e-2)
+
+
 def test_the_torch_optimizer_tells_what_it_does_not_do() -> None:
     """A loop that takes it for a real one would train nothing; a second group would be ignored."""
     model = load("llama")
