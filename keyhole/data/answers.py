@@ -18,7 +18,8 @@ chat; if these are not prefixes, the row is refused. keyhole never trains on a g
 
 Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, text of a
 turn, and keys that only some templates know. A turn whose calls are missing is not trained on at all: it would teach
-the model to stop where the assistant went on. The same holds for an empty turn with its text under another key. A
+the model to stop where the assistant went on. The same holds for an empty turn with its text under another key. What
+the template leaves out before an answer (a system prompt, a question, the descriptions of tools) is counted too. A
 tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
 """
 
@@ -29,16 +30,26 @@ from typing import Any, NamedTuple
 from keyhole.data.chat_template import MARKER, ChatTemplate, Turns, after_last_turn
 from keyhole.data.formats import Example
 from keyhole.data.template_segments import Rendering
-from keyhole.data.turns import Turn, called_names, further_texts, is_ignored_wish, is_trained, reasoning, words
+from keyhole.data.turns import (
+    Turn,
+    called_names,
+    described_names,
+    further_texts,
+    is_ignored_wish,
+    is_trained,
+    reasoning,
+    words,
+)
 from keyhole.errors import UserError, printable
 
 SPACE = re.compile(r"\s*")
+ASKING = ("system", "developer", "user")  # roles whose text is written as it stands; tools' results may be encoded
 
 Span = tuple[int, int]
 
 
 class Lost(NamedTuple):
-    """Counts of assistant turns of which the template omits something."""
+    """Counts of turns, most of them the assistant's, of which the template omits something."""
 
     calls: int = 0
     reasoning: int = 0
@@ -46,6 +57,8 @@ class Lost(NamedTuple):
     empty: int = 0  # turns without any text, of which only the end is trained
     keys: tuple[str, ...] = ()  # for each turn: keys with texts that are not written
     unheard: int = 0  # turns of other roles that are marked for training
+    context: int = 0  # turns of ASKING with text that is not written
+    tools: int = 0  # 1 if a tool is not described
 
 
 class Rendered(NamedTuple):
@@ -82,7 +95,12 @@ class AnswerFinder:
             missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
             lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
             spans += [] if missing.calls or (missing.empty and missing.keys) else found
-        lost = lost._replace(unheard=sum(map(is_ignored_wish, example.turns)))
+        asked = [turn["content"].strip() for turn in turns if turn["role"] in ASKING]
+        lost = lost._replace(
+            unheard=sum(map(is_ignored_wish, example.turns)),
+            context=sum(text not in done.text for text in asked),
+            tools=int(any(name not in done.text for name in described_names(example.tools))),
+        )
         return Rendered(done.text, spans, lost, done.marks)
 
     def _answer(self, example: Example, turns: Turns, i: int, done: Rendering) -> list[Span]:

@@ -56,6 +56,7 @@ class Collector:
         self.roles |= {turn["role"] for turn in example.turns or ()}
         r.lost_calls, r.lost_reasoning = r.lost_calls + tokens.lost.calls, r.lost_reasoning + tokens.lost.reasoning
         r.lost_text, r.empty = r.lost_text + tokens.lost.text, r.empty + tokens.lost.empty
+        r.lost_context, r.lost_tools = r.lost_context + tokens.lost.context, r.lost_tools + tokens.lost.tools
         r.unheard += tokens.lost.unheard
         for name in tokens.lost.keys:
             if name in r.lost_keys or len(r.lost_keys) < MOST_KEYS:

@@ -43,6 +43,7 @@ def remarks(sources: list[str], names: list[str]) -> list[str]:
     plain = [path for path in folders if not any((path / name).is_file() for name in SAVED)]
     return [
         *map_lines(_unread, plain),
+        *map_lines(_no_files, plain),
         *map_lines(_splits, plain),
         *_incomplete(names),
         *_twice(names),
@@ -70,12 +71,23 @@ def data_files(folder: Path) -> list[Path]:
 def _unread(folder: Path) -> str:
     read = data_files(folder)
     left = [path for path in sorted(folder.iterdir()) if not is_hidden(path) and path not in read]
-    files = [path.name for path in left if not path.is_dir()]
+    files = [path.name for path in left if not path.is_dir() and not _is_no_file(path)]
     others = [name for name in files if not name.lower().startswith(SAID_BY_NAME)]
     others += [f"{path.name}/" for path in left if path.is_dir()]
     texts = any(kind_of(Path(name)) for name in others)
     why = "plain texts are read only where no tables are" if texts else f"only {', '.join(SUFFIXES)}"
     return f"{folder}: not read: {listed(others)} ({why})" if others else ""
+
+
+def _no_files(folder: Path) -> str:
+    names = [path.name for path in sorted(folder.iterdir()) if not is_hidden(path) and _is_no_file(path)]
+    why = "a link that leads nowhere, or no regular file"
+    return f"{folder}: not read: {listed(names)} ({why})" if names else ""
+
+
+def _is_no_file(path: Path) -> bool:
+    """Whether a path has the name of a data file, and there is nothing to read."""
+    return bool(kind_of(path)) and not path.is_file() and not path.is_dir()
 
 
 def _splits(folder: Path) -> str:

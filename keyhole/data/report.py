@@ -1,7 +1,7 @@
 """A report of a few lines: what was read of the data, and how it was changed.
 
 Everything that is lost between the file and the loss is counted and reported as a warning: cut answers, dropped
-samples, tool calls or reasoning that the chat template does not write.
+samples, tool calls, reasoning, system prompts or questions that the chat template does not write.
 """
 
 from dataclasses import dataclass, field
@@ -33,6 +33,8 @@ class Report:
     lost_calls: int = 0
     lost_reasoning: int = 0
     lost_text: int = 0
+    lost_context: int = 0
+    lost_tools: int = 0
     lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> answers
     empty: int = 0
     unheard: int = 0
@@ -74,9 +76,10 @@ class Report:
         if self.packed:
             fill = _percent(self.tokens, self.rows * (self.max_length or 1))
             out.append(f"packed into {self.rows:,} rows of {self.max_length} tokens, {fill} filled")
-        return out + [f"warning: {loss}" for loss in self._losses()]
+        return out + [f"warning: {loss}" for loss in self.losses()]
 
-    def _losses(self) -> list[str]:
+    def losses(self) -> list[str]:
+        """What is lost between the files and the loss, a line for each kind."""
         out, limit = [*self.remarks], f"max_length={self.max_length}"
         if self.truncated and self.labels:
             out.append(f"truncated to {limit}: {self.truncated:,} samples")
@@ -101,6 +104,10 @@ class Report:
             out.append(f"{self.lost_reasoning:,} answers have reasoning that {without}; they are trained on without it")
         if self.lost_text:
             out.append(f"{self.lost_text:,} answers have text that {without} as it stands")
+        if self.lost_context:
+            out.append(f"{self.lost_context:,} turns of system or user have text that {without} as it stands")
+        if self.lost_tools:
+            out.append(f"{self.lost_tools:,} chats have tools whose descriptions {without}")
         if self.lost_keys:
             named = listed(f"{name} ({count:,})" for name, count in self.lost_keys.items())
             out.append(f"keys of answers, with texts that {without}: {named}")

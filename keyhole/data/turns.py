@@ -140,6 +140,14 @@ def called_names(turn: Turn) -> list[str]:
     return names
 
 
+def described_names(tools: list[Any] | None) -> list[str]:
+    """The names of the functions that the column `tools` describes (if plain words, so never escaped)."""
+    known = (tool for tool in tools or () if isinstance(tool, dict))
+    functions = (tool.get("function", tool) for tool in known)
+    names = (function.get("name") for function in functions if isinstance(function, dict))
+    return [name for name in names if isinstance(name, str) and name.isascii() and name.isidentifier()]
+
+
 def further_texts(turn: Turn) -> dict[str, list[str]]:
     """Keys of a turn without a meaning of their own, and the texts under them."""
     spoken = [key for key in REASONING if isinstance(turn.get(key), str)]

@@ -121,9 +121,16 @@ class Conversation:
         if system and not self.has_turns:
             raise UserError("--system: the tokenizer has no chat template, so there is no place for it")
         self.first = [{"role": "system", "content": system}] if system else []
+        if system and self._drops_system(system):
+            raise UserError("--system: the model's chat template does not write it, so the model would not see it")
         self.turns: list[dict[str, str]] = []
         given = getattr(model.module.generation_config, "max_new_tokens", None)
         self.max_new_tokens = max_new_tokens or given or MAX_NEW_TOKENS
+
+    def _drops_system(self, system: str) -> bool:
+        """Whether the template leaves out the system prompt. One that refuses it says so itself, with its reason."""
+        done = self.template.attempt([*self.first, {"role": "user", "content": "Hi"}], None, prompt=True)
+        return done is not None and system.strip() not in done.text
 
     def reset(self) -> None:
         self.turns = []

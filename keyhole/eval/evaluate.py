@@ -158,7 +158,8 @@ def score_data(
     check_data(data, model.source, model.config, model.module)
     nll_R, count_R = score_rows(model, data, **options)
     found = float(nll_R.sum()), int(count_R.sum())
-    return data_score(model, task_name(source), source, *found, len(data), data.report.truncated)
+    made = data_score(model, task_name(source), source, *found, len(data), data.report.truncated)
+    return replace(made, losses=replace(data.report, truncated=0).losses())  # what was cut has a line of its own
 
 
 def table(scores: Sequence[Score]) -> str:
@@ -183,6 +184,7 @@ def table(scores: Sequence[Score]) -> str:
         for s in scores
         if isinstance(s, AnswerScore) and s.shortened
     ]
+    cut += [f"{s.name}: {line}" for s in scores if isinstance(s, DataScore) for line in s.losses]
     more = [
         f"{s.name}: {', '.join(_number(*pair) for pair in s.metrics.items())}" for s in scores if len(s.metrics) > 1
     ]

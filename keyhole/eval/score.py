@@ -50,7 +50,8 @@ class AnswerScore:
 
 @dataclass(frozen=True)
 class DataScore:
-    """Loss over the trained tokens of a data file, or of the right answers of a task."""
+    """Loss over the trained tokens of a data file, or of the right answers of a task. losses: what was left out of a
+    file between its rows and the loss, in words."""
 
     name: str
     samples: int
@@ -60,6 +61,7 @@ class DataScore:
     truncated: int
     metric: str = "perplexity"
     metrics: dict[str, float] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
 
 
 Score = TaskScore | AnswerScore | DataScore | ClassScore

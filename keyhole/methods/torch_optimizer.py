@@ -4,7 +4,8 @@
     loss = opt.step(batch); scheduler.step()
 
 A method updates weights within its own step, so `step` here does nothing. The group's `lr` and the method's `lr` are
-one number: the one that was changed since the last step of the method wins (the group's, if both were).
+one number: the one that was changed since the last step of the method wins (the group's, if both were). Other numbers
+of an update are the method's own settings; one that is written into the group would have no effect, and is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from keyhole.errors import UserError
 
 if TYPE_CHECKING:
     from keyhole.methods.base import Method
+
+NOT_READ = ("weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "amsgrad", "maximize")
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -51,7 +54,14 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Does nothing: no gradient is kept."""
 
     def sync(self) -> None:
-        """Called before a step of the method: makes both rates equal."""
+        """Called before a step of the method: makes both rates equal. UserError for a setting of the group that the
+        method does not read."""
+        unread = next((key for group in self.param_groups for key in NOT_READ if key in group), None)
+        if unread is not None:
+            raise UserError(
+                f"param_groups: {unread} has no effect here, only lr has; give it to {type(self.method).__name__}, if "
+                "it has such a setting"
+            )
         rates = {float(group["lr"]) for group in self.param_groups}
         rate = next((r for r in rates if r != self.seen), None)
         if rate is not None:

@@ -92,6 +92,7 @@ class AttachedMethods:
     def attach(self, model: "Model", method: Attached) -> None:
         """Called for a new method. Updates that other methods have deferred are applied first."""
         check_loss(model.config)
+        _check_parameters(model)
         if model.formats.frozen is not None and not method.keeps_base:
             raise UserError(
                 f"wire: {model.formats.name} weights are frozen, and {method.name} would change them: their grid is "
@@ -140,3 +141,15 @@ class AttachedMethods:
         if self._has_graph:
             increment_version([tensor.param for tensor in layout.tensors])
             self._has_graph = False
+
+
+def _check_parameters(model: "Model") -> None:
+    """Refuses a module of which a caller has replaced a parameter since it was loaded (resize_token_embeddings does):
+    the new one would never be trained or saved."""
+    there = {id(param) for param in model.module.parameters()}
+    gone = next((tensor.name for tensor in model.layout.tensors if id(tensor.param) not in there), None)
+    if gone is not None:
+        raise UserError(
+            f"model: {gone} was replaced or resized after keyhole.load, and the new weights would not be trained; save "
+            "a model with the weights it needs first (AutoModelForCausalLM, save_pretrained), and load that"
+        )

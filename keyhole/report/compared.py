@@ -17,7 +17,7 @@ from keyhole.pages.chart import Series, chart, noisy
 from keyhole.pages.frame import choice, colour_of, header, page
 from keyhole.report.page import EXACT, LABELS, is_plain, shown_metrics, unit_of
 from keyhole.report.parts import STYLE
-from keyhole.report.view import PAGE, View
+from keyhole.report.view import METRICS, PAGE, View
 
 COLUMNS = ("run", "method", "model", "state", "steps", "loss", "dev", "test", "tokens/s", "GPU GiB", "time")
 LEFT = {0, 1, 2, 3}  # columns of text
@@ -56,13 +56,22 @@ def cells(view: View) -> list[str]:
 
 
 def table(views: Sequence[View]) -> list[str]:
-    """Lines for a terminal."""
+    """Lines for a terminal: the table, and what the metrics of a run lack."""
     rows = [list(COLUMNS), *([printable(cell, 60) for cell in cells(view)] for view in views)]
     kept = [i for i in range(len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows[1:])]
     widths = {i: max(len(row[i]) for row in rows) for i in kept}
     return [
         "  ".join(f"{row[i]:<{widths[i]}}" if i in LEFT else f"{row[i]:>{widths[i]}}" for i in kept).rstrip()
         for row in rows
+    ] + [f"warning: {line}" for line in lacks(views)]
+
+
+def lacks(views: Sequence[View]) -> list[str]:
+    """Which runs have lines in their metrics that cannot be read, and how many."""
+    return [
+        f"{printable(view.name, 200)}: {view.unreadable:,} of the lines of {METRICS} cannot be read, and are left out"
+        for view in views
+        if view.unreadable
     ]
 
 
@@ -105,10 +114,11 @@ def _table(views: Sequence[View], colours: dict[str, int], place: Path) -> str:
         )
         dot = f"<span class='dot b{colours[view.name]}'></span>"
         rows.append(f"<tr><th scope='row'>{dot}{shown}</th>{marks}</tr>")
+    notes = "".join(f"<p class='note'>{escape(line)}</p>" for line in lacks(views))
     head = "".join(f"<th{' class=left' if i in LEFT else ''}>{column}</th>" for i, column in enumerate(COLUMNS))
     return (
         f"<section><div class='scroll'><table class='small'><thead><tr>{head}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>{notes}</section>"
     )
 
 

@@ -27,7 +27,7 @@ METRICS, STORY, PAGE = "metrics.jsonl", "report.json", "report.html"
 
 @dataclass
 class View:
-    """One run. directory: its run/."""
+    """One run. directory: its run/. unreadable: the lines of its metrics that are left out."""
 
     name: str
     directory: Path
@@ -36,6 +36,7 @@ class View:
     environment: dict[str, Any] = field(default_factory=dict)
     config: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    unreadable: int = 0
 
     @property
     def by_candidates(self) -> bool:
@@ -88,27 +89,34 @@ def _listed(path: Path) -> list[Path]:
 def read_view(directory: Path, name: str | None = None) -> View:
     """A run from its run/ directory."""
     try:
-        curves = read_curves(directory / METRICS)
+        curves, unreadable = read_curves(directory / METRICS)
     except OSError as error:
         raise UserError(f"{printable(directory / METRICS)} cannot be read: {error.strerror or error}") from error
     config = _read(directory / "config.yaml")
     environment = _json(directory / "env.json")
     settings = _yaml(config)
     story = read_story(directory / STORY) or _without_story(settings, curves)
-    return View(name or directory.absolute().parent.name, directory, story, curves, environment, config, settings)
+    name = name or directory.absolute().parent.name
+    return View(name, directory, story, curves, environment, config, settings, unreadable)
 
 
-def read_curves(path: Path) -> Curves:
-    """The curves of the entries, read line by line; invalid lines, and lines that are too long, are skipped."""
-    curves = Curves()
+def read_curves(path: Path) -> tuple[Curves, int]:
+    """The curves of the entries, read line by line, and the number of lines that are left out: those that are invalid
+    or too long. A last line without its end, as a run leaves it that is writing or was killed, is not counted."""
+    curves, unreadable = Curves(), 0
     if path.stat().st_size > MOST_METRICS:
         raise OSError(f"it has {path.stat().st_size:,} bytes, more than any run writes")
     with path.open("rb") as file:
         while line := file.readline(MOST_LINE):
-            entry = _entry(line)
+            is_whole = line.endswith(b"\n") or len(line) < MOST_LINE
+            while len(line) == MOST_LINE and not line.endswith(b"\n"):  # the rest of a line that is too long
+                line = file.readline(MOST_LINE)
+            entry = _entry(line) if is_whole else None
             if entry is not None:
                 curves.add(entry)
-    return curves
+            elif line.endswith(b"\n") and line.strip():
+                unreadable += 1
+    return curves, unreadable
 
 
 def _entry(line: bytes) -> Entry | None:

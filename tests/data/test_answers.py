@@ -204,6 +204,23 @@ def test_what_a_turn_says_under_keys_of_its_own_is_counted() -> None:
     assert found == ["<|im_end|>"] and lost.empty == 1 and lost.unheard == 1
 
 
+def test_a_system_prompt_a_question_and_tools_that_are_not_written_are_counted() -> None:
+    """A template that skips turns, or knows no tools, changes what the answer answers; white space is no text."""
+    said = [{"role": "system", "content": " Be brief.\n"}, *chat("First?", "A.", "Second?", "B.")]
+    assert not any(trained(chats.LLAMA3, said)[1])
+    skipping = (
+        "{{ eos_token }}{% for m in messages %}{% if m.role != 'system' and m.content != 'First?' %}"
+        "{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    found, lost = trained(skipping, said)
+    assert [text[:2] for text in found] == ["A.", "B."] and lost.context == 2
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    row = {"messages": chat("Hi", "A."), "tools": tools}
+    example = normalise(Record("data.jsonl", "line", 7, row), "messages")
+    for template, count in ((chats.CHATML, 1), ("{{ tools | tojson }}" + chats.CHATML, 0)):
+        assert Renderer(tokenizer(template), PrepareSettings())([example])[0].lost.tools == count
+
+
 def test_reasoning_in_a_part_of_the_content_is_no_text() -> None:
     parts = [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "A."}]
     with pytest.raises(UserError, match="expected text"):

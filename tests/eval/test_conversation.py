@@ -39,6 +39,17 @@ def test_the_answer_is_what_generate_gives(tiny_model: Path, placement: str) -> 
     assert out.getvalue() == answer + "\n"
 
 
+def test_a_system_prompt_that_the_template_drops_is_refused(tiny_model: Path) -> None:
+    """The model would answer without it, and nobody would know."""
+    model = load(tiny_model)
+    own = model.tokenizer.chat_template
+    model.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="--system: the model's chat template does not write it"):
+        Conversation(model, system="Be kind.")
+    Conversation(model)
+    model.tokenizer.chat_template = own
+
+
 def test_the_conversation_goes_on_until_reset(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question is asked with all that was said before it; /reset forgets, the system prompt stays."""
     seen = []

@@ -103,6 +103,17 @@ def test_what_was_cut_is_said(tiny_model: Path, task: str) -> None:
     assert "sums/val: 3 texts were too long and were cut" in text.splitlines()[-1]
 
 
+def test_what_was_left_out_of_a_file_is_said(tiny_model: Path, tmp_path: Path) -> None:
+    """Rows without anything to score are counted under the table and in the JSON, not only those that were cut."""
+    asked, calls = {"role": "user", "content": "Hi"}, [{"function": {"name": "clock", "arguments": {}}}]
+    rows = [[asked, {"role": "assistant", "content": "A."}], [asked, {"role": "assistant", "tool_calls": calls}]]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    text = evaluate(str(tiny_model), [str(tmp_path / "d.jsonl")], device="cpu", json_path=tmp_path / "o.json", say=str)
+    assert "d: dropped: 1 samples with nothing to train on" in text and "d: 1 answers call tools" in text
+    (found,) = json.loads((tmp_path / "o.json").read_text())["results"]
+    assert found["samples"] == 1 and len(found["losses"]) == 2
+
+
 def test_what_was_scored_before_an_error_is_shown(tiny_model: Path, task: str, tmp_path: Path) -> None:
     """The second file cannot be scored, which only its tokens show; the numbers of the first are not lost."""
     long = tmp_path / "long.jsonl"

@@ -228,6 +228,30 @@ def test_a_rate_that_no_step_can_have_is_refused(rate: float) -> None:
             method.step(micro_batches(0, 1))
 
 
+@pytest.mark.parametrize(("key", "value"), [("weight_decay", 0.1), ("momentum", 0.9), ("betas", (0.9, 0.95))])
+def test_a_setting_in_the_group_that_no_method_reads_is_refused(key: str, value: Any) -> None:
+    """It would have no effect, and the weights would stay as they are until then."""
+    model = load("llama")
+    method, before = keyhole.LOMO(model, 1e-2), weights(model)
+    method.param_groups[0][key] = value
+    with pytest.raises(UserError, match=f"param_groups: {key} has no effect here"):
+        method.step(micro_batches(0, 1))
+    assert all(torch.equal(before[name], now) for name, now in weights(model).items())
+    del method.param_groups[0][key]
+    method.step(micro_batches(0, 1))
+
+
+def test_a_module_with_other_weights_than_were_loaded_is_refused() -> None:
+    """What a caller has resized or replaced would be computed with, and neither trained nor saved."""
+    resized, replaced = load("llama"), load("llama")
+    resized.module.resize_token_embeddings(resized.config.vocab_size + 8, mean_resizing=False)
+    norm = replaced.module.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    for model, name in ((resized, "(lm_head|model.embed_tokens).weight"), (replaced, "model.norm.weight")):
+        with pytest.raises(UserError, match=f"model: {name} was replaced or resized after keyhole.load"):
+            keyhole.LOMO(model, 1e-2)
+
+
 def test_the_torch_optimizer_tells_what_it_does_not_do() -> None:
     """A loop that takes it for a real one would train nothing; a second group would be ignored."""
     model = load("llama")

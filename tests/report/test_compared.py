@@ -100,6 +100,18 @@ def test_a_name_that_is_not_utf_8_has_a_page(tmp_path: Path) -> None:
         assert "bad?" in run_page.make_page(views[0]).encode().decode()
 
 
+def test_lines_that_are_left_out_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the table and on the page; a line that is not yet whole, or empty, is no loss."""
+    good, bad = made(tmp_path, "good", [2.0, 1.0]), made(tmp_path, "bad", [2.0, 1.0])
+    with (bad / "run" / "metrics.jsonl").open("ab") as file:  # the first ends the line that `made` leaves open
+        file.write(b'\nno json\n\n[]\n{"step": 3, "note": "' + b"x" * 200_000 + b'"}\n{"step": 3, "loss": 0.5}\n{"st')
+    assert main(["report", str(good), str(bad), "-o", str(tmp_path / "p.html")]) == 0
+    said = "bad: 4 of the lines of metrics.jsonl cannot be read, and are left out"
+    printed, page = capsys.readouterr().out, (tmp_path / "p.html").read_text()
+    assert f"warning: {said}" in printed and said in page and "good: " not in printed + page
+    assert "2.0000 -> 0.5000" in printed
+
+
 def test_runs_are_told_apart(tmp_path: Path) -> None:
     """By as much of their paths as it takes; one that is named twice is one."""
     places = [tmp_path / "x" / "out" / "run", tmp_path / "y" / "out" / "run"]
