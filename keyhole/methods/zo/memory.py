@@ -19,6 +19,7 @@ from dataclasses import replace
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.low_rank.kept import room_for
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
@@ -73,12 +74,12 @@ def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, 
 
 
 def kept_terms(layout: Layout, own: ZOConfig, steps: int | None) -> int:
-    """Numbers in all kept terms at the end of a run (low_rank/kept.py), at most: a fold may be able to drop only the
-    terms beyond a matrix's full rank."""
+    """Numbers in the rooms of all kept terms at the end of a run (low_rank/kept.py), at most: a fold may be able to
+    drop only the terms beyond a matrix's full rank."""
     periods = KEPT_PERIODS if steps is None else steps // own.refresh
     since = periods if own.fold_periods is None else min(periods, own.fold_periods)
 
     def terms(side: int) -> int:
-        return own.rank * since + min(side, own.rank * (periods - since))
+        return room_for(own.rank * since + min(side, own.rank * (periods - since)))
 
     return kept_numels(layout, terms)

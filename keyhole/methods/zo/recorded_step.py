@@ -18,8 +18,8 @@ A graph is used only if it gives the same bits as eager execution. The step in w
 eagerly, then, from the same weights, the graph; losses and all weights must be equal. A shape that fails (the model
 reads a number on the host, or memory runs out) runs eagerly from then on.
 
-With low-rank directions (low_rank/) a step is captured as well, except for the first step of a period, which folds, and
-for all steps if factors are kept, because their addresses change every period.
+With low-rank directions (low_rank/) a step is captured as well, except for the first step of a period, which folds. If
+factors are kept, they are at the same addresses for several periods; then all recordings are dropped and made anew.
 
 These also run eagerly: the first steps of a shape, steps while a checkpoint watches the weights, streamed units, runs
 with a budget, several ranks. Bytes: the activations of one step, in a memory pool that all graphs share; during
@@ -93,9 +93,11 @@ class RecordedSteps:
         self.stream: torch.cuda.Stream | None = None
         self.branches = Branches()
         self.more: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of a unit for the pairs after the first
+        self.kept: int | None = None  # the rooms of kept factors that the recordings read
 
     def run(self, looks: Looks) -> list[torch.Tensor]:
         """The losses of all passes; applies the pending update. Read them before the next step."""
+        self._drop_outdated()
         key = self._key(looks) if self._is_usual(looks) else None
         if key is None or not self._is_due(key):
             return self.method.run_passes(looks)
@@ -134,6 +136,17 @@ class RecordedSteps:
         settings = (method.eps, *method.decay.items(), *method.noise.items())
         shapes = tuple((number[id(batch)], signature_of(batch)) for batch in looks.passes)
         return tuple(looks.pairs), tuple(map(len, looks.batches)), shapes, addresses, settings
+
+    def _drop_outdated(self) -> None:
+        """Frees the recordings that read kept factors from memory that is used no more."""
+        factors = self.method.factors
+        if factors is None or factors.kept.number == self.kept:
+            return
+        self.kept = factors.kept.number
+        if self.stream is not None:  # the last replay may be running
+            torch.cuda.synchronize(self.method.model.device)
+        self.recordings.clear()
+        self.seen.clear()
 
     def _is_due(self, key: Hashable) -> bool:
         self.seen[key] += 1

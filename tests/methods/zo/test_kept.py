@@ -151,9 +151,9 @@ def test_the_plan_counts_kept_terms_to_the_end_of_the_run() -> None:
         own = ZOConfig(**settings(every))
         method = keyhole.ZO(model, 1e-2, **settings(every))
         list(method.replay(known_updates(steps)))
-        held = sum(a.nbytes + v.nbytes for a, v in method.factors.kept.here)
+        held = sum(a.nbytes + v.nbytes for a, v in method.factors.kept.rooms)
         most = 2 * kept_terms(model.layout, own, steps)
         assert held <= most and (held == most or every is not None)
         assert factor_bytes(model.layout, own, 1, 2, steps) - factor_bytes(model.layout, own, 1, 2, 0) == most
         model.factors = None
-    assert most == 2 * sum((20 + min(20, *side)) * sum(side) for side in sides.values())
+    assert most == 2 * sum(kept_module.room_for(20 + min(20, *side)) * sum(side) for side in sides.values())

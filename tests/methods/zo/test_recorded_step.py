@@ -23,6 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "grzo": {"estimator": "grzo", "directions": 2},
     "meazo": {"estimator": "meazo"},
     "low rank": {"rank": 2, "refresh": 4, "directions": 2},
+    "kept": {"rank": 2, "refresh": 2, "fold": False},
 }
 
 
@@ -89,13 +90,23 @@ def two_lengths(step: int) -> list[dict]:
     return [batch(rows=4, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(1 + step % 2)]
 
 
-@in_every_run(lambda name: name in ("mezo", "low rank"))
-@pytest.mark.parametrize("name", ["mezo", "fzoo", "grzo", "low rank"])
+@in_every_run(lambda name: name in ("mezo", "low rank", "kept"))
+@pytest.mark.parametrize("name", ["mezo", "fzoo", "grzo", "low rank", "kept"])
 def test_replays_give_the_same_bits(name: str) -> None:
     """Losses, weights and counts, over two shapes, a changing rate and a flush in between."""
     recorded = trained(Imitated, METHODS[name], two_lengths, device="cpu", dtype="float32")
     plain = trained(None, METHODS[name], two_lengths, device="cpu", dtype="float32")
     assert recorded[2].recorded.replays >= 2 and all(recorded[2].recorded.recordings.values())
+    assert recorded[0] == plain[0]
+    assert all(map(torch.equal, recorded[1], plain[1]))
+
+
+def test_recordings_end_with_the_memory_of_kept_factors() -> None:
+    """Periods that fill a room each: after six steps the recording is dropped, and made anew for the new rooms."""
+    how = {"rank": 16, "refresh": 6, "fold": False}
+    recorded = trained(Imitated, how, lambda step: [batch(seed=step)], device="cpu", dtype="float32")
+    plain = trained(None, how, lambda step: [batch(seed=step)], device="cpu", dtype="float32")
+    assert recorded[2].recorded.replays == 4 and len(recorded[2].recorded.recordings) == 1
     assert recorded[0] == plain[0]
     assert all(map(torch.equal, recorded[1], plain[1]))
 
@@ -154,6 +165,19 @@ def test_graphs_over_shared_rows_give_the_same_bits(options: dict) -> None:
     plain = trained(None, options, rows, device="cuda", dtype="bfloat16", graphs=False)
     assert recorded[2].recorded.replays >= 2, recorded[2].recorded.why
     assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_over_a_frozen_base_give_the_same_bits() -> None:
+    """On a GPU, weights of 4 bits with kept factors beside them, across two sets of rooms."""
+    how = {"rank": 16, "refresh": 6, "fold": False}
+    options = {"device": "cuda", "dtype": "bfloat16", "wire": "int4"}
+    recorded = trained(None, how, lambda step: [batch(seed=step)], **options)
+    plain = trained(None, how, lambda step: [batch(seed=step)], **options, graphs=False)
+    assert recorded[2].recorded.replays == 4, recorded[2].recorded.why
+    assert recorded[0] == plain[0]
+    assert all(map(torch.equal, recorded[1], plain[1]))
 
 
 @pytest.mark.parametrize("name", METHODS)

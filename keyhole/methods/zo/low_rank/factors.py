@@ -157,8 +157,8 @@ class Factors:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a step reads the same memory as the step before, and changes no weight of blocks."""
-        return self.folds and (self.fold is None or not self.fold.left)
+        """Whether a step changes no weight of blocks."""
+        return self.fold is None or not self.fold.left
 
     def is_behind(self, unit: Unit) -> bool:
         """Whether the unit's home lacks a fold, or the current values of vectors."""
@@ -282,7 +282,7 @@ class Factors:
             bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
         elif getattr(layer, "bias", None) is not None:
             bias = layer.bias[None].expand(flat.shape[0], -1)
-        earlier = self.kept.here[index] if self.kept else None
+        earlier = self.kept.rooms[index] if self.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (self.rank, matrix.outputs))
         return Added(self.rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
 

@@ -18,9 +18,15 @@ measured error and the ranks.
 Folds work on float32 tensors on the host: A of each period as it was learned, and the sums; passes use device copies in
 the dtype of compute. So rounding errors of 16 bits do not accumulate either. V of a period is drawn again.
 
-Bytes for K terms of a matrix: b K (O + I) on the device; on the host 4 r O per period and 4 K (O + I) per sum.
+On the device the terms of a matrix are the first rows of a *room*, whose other rows are zeros and add nothing. A period
+is written into the room; if it is full, a room for STEP more terms takes its place. So passes read the same addresses
+for several periods, and a CUDA graph (recorded_step.py) is valid as long as `number` is the same.
+
+Bytes for K terms of a matrix: b K (O + I) on the device, K rounded up to a multiple of STEP; on the host 4 r O per
+period and 4 K (O + I) per sum.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +40,8 @@ from keyhole.ops.lowrank.compress import Cut, combine, cuts, fewest, gram, toget
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
 MOST_TERMS = 2048  # of a matrix between two folds
+STEP = 16  # terms by which a room grows; products are fast with multiples of 8
+NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,9 @@ class Kept:
                 f"of more than {MOST_TERMS} takes too long; set zo.fold_periods={MOST_TERMS // parts.rank}, or lower "
                 "zo.rank"
             )
-        self.here: list[Rows] = []  # by matrix, on the device, as passes use them
+        self.rooms: list[Rows] = []  # by matrix, on the device, as passes use them: the terms, then rows of zeros
+        self.counts: list[int] = []  # by matrix, the number of terms
+        self.number = next(NUMBERS)  # another one when a room is replaced
         self.periods: list[torch.Tensor] = []  # all A of each period since the last fold, on the host
         self.sums: list[Rows] = []  # by matrix, on the host
         self.lost: list[float] = [0.0] * len(parts.matrices)  # by matrix, the energy that folds have dropped
@@ -75,29 +85,43 @@ class Kept:
         self.lines: list[str] = []
 
     def __bool__(self) -> bool:
-        return bool(self.here)
+        return bool(self.rooms)
+
+    @property
+    def here(self) -> list[Rows]:
+        """The terms by matrix, on the device, in the dtype of compute."""
+        return [(a[:k], v[:k]) for k, (a, v) in zip(self.counts, self.rooms, strict=True)]
 
     @property
     def rank(self) -> float:
         """Mean number of terms per matrix."""
-        return sum(len(a) for a, _ in self.here) / max(1, len(self.here))
+        return sum(self.counts) / max(1, len(self.counts))
 
     def add(self, a: torch.Tensor, v: torch.Tensor) -> None:
         """Adds a period: all its A in float32, and V as it was used."""
         self.periods.append(a.to("cpu", torch.float32, copy=True))
+        if not self.rooms:
+            self._hold([(a.new_empty(0, m.outputs), v.new_empty(0, m.inputs)) for m in self.parts.matrices], a.device)
         for i, matrix in enumerate(self.parts.matrices):
-            own = self._rows(a, matrix.a).to(self.dtype, copy=True), self._rows(v, matrix.v).clone()
-            if len(self.here) <= i:
-                self.here.append(own)
-            else:  # one matrix at a time, so that little is held twice
-                self.here[i] = torch.cat([self.here[i][0], own[0]]), torch.cat([self.here[i][1], own[1]])
+            k, end = self.counts[i], self.counts[i] + self.parts.rank
+            if end > len(self.rooms[i][0]):  # one matrix at a time, so that little is held twice
+                self.rooms[i] = _roomy(self.rooms[i][0][:k], end), _roomy(self.rooms[i][1][:k], end)
+                self.number = next(NUMBERS)
+            self.rooms[i][0][k:end], self.rooms[i][1][k:end] = self._rows(a, matrix.a), self._rows(v, matrix.v)
+            self.counts[i] = end
+
+    def _hold(self, terms: list[Rows], device: torch.device) -> None:
+        """Copies these terms of each matrix to rooms on the device."""
+        self.counts, self.number = [len(a) for a, _ in terms], next(NUMBERS)
+        held = ([rows.to(device, self.dtype) for rows in both] for both in terms)
+        self.rooms = [(_roomy(a, len(a)), _roomy(v, len(v))) for a, v in held]
 
     def _rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
         return flat[at].view(self.parts.rank, -1)
 
     def learned(self, index: int) -> Rows:
         """All terms of a matrix in float32, on the device."""
-        matrix, (_, v_KI) = self.parts.matrices[index], self.here[index]
+        matrix, v_KI = self.parts.matrices[index], self.rooms[index][1][: self.counts[index]]
         a = [self._rows(period, matrix.a) for period in self.periods]
         if not self.sums:
             return torch.cat(a).to(v_KI.device), v_KI.float()
@@ -113,10 +137,10 @@ class Kept:
     @torch.no_grad()
     def fold(self, steps: int) -> None:
         """Folds everything into one sum per matrix, some matrices at a time."""
-        before = [len(a) for a, _ in self.here]
+        before, device = self.counts, self.rooms[0][0].device
         sides = [min(matrix.inputs, matrix.outputs) for matrix in self.parts.matrices]
         k, every = max(map(min, before, sides)), range(len(before))
-        size, sums, errors = together(k, self.here[0][0].device), [], []
+        size, sums, errors = together(k, device), [], []
         for begin in every[::size]:
             group = every[begin : begin + size]
             grams = (torch.stack([gram(fewest(*self.learned(i))[side], k) for i in group]) for side in (0, 1))
@@ -125,7 +149,7 @@ class Kept:
                 self.lost[i] += lost * lost
                 errors.append(math.sqrt(self.lost[i]) / cut.norm if cut.norm else 0.0)
                 sums.append(rows)
-        self.here = [(a.to(self.here[0][0]), v.to(self.here[0][0])) for a, v in sums]
+        self._hold(sums, device)
         self.sums, self.periods = sums, []
         self.last = FoldedPeriods(steps, sum(before), tuple(len(a) for a, _ in sums), max(errors))
         self.lines.append(self.last.line(self.most))
@@ -172,8 +196,20 @@ class Kept:
             if len(a_mO) != len(v_mI) or (a_mO.shape[1], v_mI.shape[1]) != (matrix.outputs, matrix.inputs):
                 raise ValueError(f"a sum of {tuple(a_mO.shape)} and {tuple(v_mI.shape)} for {matrix.tensor.name}")
             self.sums.append((a_mO, v_mI))
-        self.here = [(a.to(device, self.dtype), v.to(device, self.dtype)) for a, v in self.sums]
+        self._hold(self.sums, device)
         self.last = FoldedPeriods(int(steps), int(before), tuple(len(a) for a, _ in self.sums), error)
+
+
+def room_for(terms: int) -> int:
+    """The number of rows of a room."""
+    return -(-terms // STEP) * STEP
+
+
+def _roomy(rows: torch.Tensor, terms: int) -> torch.Tensor:
+    """A copy of these rows, with rows of zeros after them, in a room for so many terms."""
+    room = rows.new_zeros(room_for(terms), rows.shape[1])
+    room[: len(rows)] = rows
+    return room
 
 
 def _scale(matrix: Matrix, rank: int) -> float:
