@@ -51,7 +51,7 @@ from keyhole.model.weights.format import Wire
 from keyhole.offload.arena import split
 from keyhole.offload.engine import Engine
 from keyhole.ops.zo import flat
-from keyhole.plan.measure import host_rates
+from keyhole.plan.measure import HostRates
 
 FEW, MANY, STEPS, WARM_UP, TOKENS = 6, 18, 10, 3, 8
 CUT, PARTS, TURNS = 512, 5, 400  # elements of a unit, units of a block, turns
@@ -171,7 +171,10 @@ def print_lockstep(called: float) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    launch, called, reversed_ = (host_rates(CPU)[name] for name in ("launch", "called", "reversed"))
+    rates = HostRates(CPU)
+    for _ in range(4):
+        rates.burst()
+    launch, called, reversed_ = (rates.found[name] for name in ("launch", "called", "reversed"))
     print(f"launch {1e6 * launch:.1f} us, called {1e6 * called:.1f}, reversed {1e6 * reversed_:.1f}")
     print(f"{'method':13} {'family':7} us per block   in called  beside its own  us per step")
     for method in CASES:

@@ -1,6 +1,6 @@
 """Planned against measured: 20 cases over all methods, placements, two shapes, two batch sizes, with imitated budgets.
 
-    python benchmarks/plan_check.py               # one GPU, about 6 minutes; rows are printed as they are measured
+    python benchmarks/plan_check.py               # one GPU, about 7 minutes; rows are printed as they are measured
     python benchmarks/plan_check.py --quick       # tiny shapes on a CPU: shows that it runs; the ratios mean little
     python benchmarks/plan_check.py --dry         # plans only, with the rates of an H200: shows that every case fits
 
@@ -18,10 +18,13 @@ to second. Whether a process is on the GPU's socket, which core it is on, the cl
 change. When rates were measured once, `called` was 24, 15, 34 and 18 us in four runs in which plain `sgd`, whose step
 is little else, took 55, 32, 49 and 55 ms. When they were measured after all steps, the least of five bursts, some
 processes had 7 us for a launch and others 9.4, and it was not that of their steps: `sgd` began with 44 ms and ended
-with 55, `apollo-mini` was planned at 1.31 of its time, `lora` at 0.68 (plan_check_h200_2026-11-17_d.json). The first
-steps of a round do not count because updates in host memory lag behind them: those of `adam-offload` took 0.186,
-0.308, 0.344 and 0.370 s. Memory is measured before the first burst, because what a burst loads (autograd, kernels in
-float32, another workspace of cuBLAS) would count in it. Rates are kept with the case, for plan_recorded.py.
+with 55, `apollo-mini` was planned at 1.31 of its time, `lora` at 0.68 (plan_check_h200_2026-11-17_d.json). With four
+rounds `called` was 19 to 46 us in one process, so there are eight. Where a step uses them, a burst also measures the
+link and the CPU's AdamW: measured once per run, the link was at 33 GB/s while steps uploaded at 53, and `adam-offload`
+took 0.29, 0.40 and 0.47 s in three runs (plan_check_h200_2026-11-17_e.json). Before such a burst the CPU finishes its
+updates. So they lag behind the first steps of a round, which do not count: those of `adam-offload` took 0.186, 0.308,
+0.344 and 0.370 s. Memory is measured before the first burst, because what a burst loads (autograd, kernels in float32,
+another workspace of cuBLAS) would count in it. Rates are kept with the case, for plan_recorded.py.
 
 A case runs in a process of its own, as a run does: what an earlier case left in an allocator, page-locked or in the
 heap counts in none of the numbers, and a case that fails, hangs or is killed costs one row. The processes are started
@@ -52,6 +55,7 @@ from keyhole.bench.gradient.worker import _leave_out_svd
 from keyhole.bench.shapes import llama_config, opt_config
 from keyhole.errors import UserError
 from keyhole.machine.host import cpu_count
+from keyhole.machine.probe import link_speed
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, Bytes
 from keyhole.methods import METHODS
@@ -63,7 +67,7 @@ from keyhole.model.weights.format import Wire
 from keyhole.offload.engine import Engine
 from keyhole.plan.costs import Costs
 from keyhole.plan.fit import fit
-from keyhole.plan.measure import HostRates
+from keyhole.plan.measure import ADAM_BYTES, HostRates, _adam, _host_memory
 from keyhole.plan.measure import measure as measure_rates
 from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile
@@ -72,7 +76,8 @@ from keyhole.plan.table import Question, make_row
 LIMIT_S = 400.0  # after which no case begins
 CASE_S = 75.0  # of one case, after which its process is ended
 WARM_UP, FIRST = 3, 3  # steps, before memory is measured
-ROUNDS, ROUND, LAST = 4, 4, 2
+ROUNDS, ROUND, LAST = 8, 3, 2
+MORE = 2  # steps of a round, if the CPU updates parameters
 IDLE, IDLE_S, IDLE_LIMIT_S = 0.05, 0.5, 20.0
 PREFIX = "@found "
 HOST = "launch", "called", "reversed"
@@ -170,7 +175,9 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
     warm_up = 8 if row.sweep == "forward" and model.engine.streamed else WARM_UP
     measure.time_steps(lambda: method.step(batch), model.engine, warm_up, FIRST)
     memory, host_bytes = measure.device_memory(device), measure.host_memory()
-    found = in_rounds(lambda: method.step(batch), model.engine, 1 if quick else ROUNDS)
+    updates = model.placed is not None and work_on_cpu(case, model, rates, dtype)
+    settle = method.flush if updates else None
+    found = in_rounds(lambda: method.step(batch), model.engine, 1 if quick else ROUNDS, settle)
     decided, module = model.describe() + method.describe(), model.module
     placed = model.placed.limit_bytes, model.layout, model.engine.streamed
     method.flush()
@@ -188,18 +195,54 @@ def run(case: Case, device: torch.device, rates: Rates, quick: bool) -> dict[str
     }
 
 
-def in_rounds(step: Callable[[], torch.Tensor], engine: Engine, rounds: int) -> dict[str, Any]:
-    """Seconds of a step and the host's rates, measured in turn."""
-    rates, found = HostRates(engine.device), []
+def work_on_cpu(case: Case, model: keyhole.Model, rates: Rates, dtype: torch.dtype) -> bool:
+    """Whether the CPU updates parameters in this case."""
+    row, _, _, _, work = work_of(case, quick=rates.gpu_bytes is None)
+    room = Room(Wire(dtype, case.wire), rates.workspace_bytes, model.placed.limit_bytes, case.gpu_memory is not None)
+    return row.planned_work(model.layout, model.engine.streamed, work, room, rates).adam > 0
+
+
+class Bursts:
+    """The host's rates, and where a step uses them, those of the link and of the CPU's updates."""
+
+    def __init__(self, engine: Engine, updates: bool) -> None:
+        self.host, self.found = HostRates(engine.device), list[dict[str, float]]()
+        self.updates, self.copies = updates, engine.device.type == "cuda" and (updates or bool(engine.streamed))
+
+    def burst(self) -> None:
+        self.host.burst()
+        found = dict(self.host.bursts[-1])
+        if self.updates:
+            found["adam"] = _adam()
+            found["host_memory"] = max(_host_memory(), ADAM_BYTES * found["adam"])
+        if self.copies:
+            with suppress(torch.OutOfMemoryError):  # a tight budget: the rates of the run stand
+                link = link_speed()
+                found |= {"up": 1e9 * link["host_to_device"], "down": 1e9 * link["device_to_host"]}
+                found["both"] = 1e9 * link["both_ways"]
+        self.found.append(found)
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(each[name] for each in self.found) for name in self.found[0]}
+
+
+def in_rounds(
+    step: Callable[[], torch.Tensor], engine: Engine, rounds: int, settle: Callable[[], None] | None
+) -> dict[str, Any]:
+    """Seconds of a step and the rates around it, measured in turn. settle: finishes the CPU's updates, if it makes
+    any."""
+    rates, found = Bursts(engine, settle is not None), []
     rates.burst()  # loads what it needs: its `called` is up to twice that of the next
-    rates.bursts.clear()
+    rates.found.clear()
     for _ in range(rounds):
+        if settle is not None:
+            settle()
         rates.burst()
-        found.append(measure.time_steps(step, engine, 0, ROUND))
+        found.append(measure.time_steps(step, engine, 0, ROUND + (0 if settle is None else MORE)))
     return {
         "seconds": statistics.median(second for each in found for second in each["steps_s"][-LAST:]),
-        "host_rates": {name: statistics.median(burst[name] for burst in rates.bursts) for name in HOST},
-        "bursts": rates.bursts,
+        "host_rates": rates.medians(),
+        "bursts": rates.found,
         "steps_s": [second for each in found for second in each["steps_s"]],
         "used": [each["used"] for each in found],
         "bytes_measured": [sum(each[way] for each in found) // rounds for way in ("bytes_up", "bytes_down")],
@@ -227,8 +270,9 @@ def ratio(found: dict[str, Any], name: str) -> float | None:
 
 
 def microseconds(host: dict[str, float]) -> str:
-    """The host's rates: launch, called, reversed."""
-    return " ".join(f"{1e6 * host[name]:.1f}" for name in HOST) + " us"
+    """The host's rates: launch, called, reversed; of the link and of the CPU's updates, where they were measured."""
+    more = [f"{host[name] / 1e9:.2g} G/s {name}" for name in ("up", "adam") if name in host]
+    return ", ".join([" ".join(f"{1e6 * host[name]:.1f}" for name in HOST) + " us", *more])
 
 
 def line(title: str, found: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks.plan_check import CASES, HOST, LAST, ROUND, Process, in_rounds, run, summary
+from benchmarks.plan_check import CASES, HOST, LAST, MORE, ROUND, Process, in_rounds, run, summary
 from keyhole.methods import METHODS
 from keyhole.plan.profiles import PROFILES
 
@@ -32,7 +32,7 @@ def test_a_case_has_planned_and_measured_numbers() -> None:
 
 def test_the_first_steps_of_a_round_do_not_count() -> None:
     """A graph that is captured in them, updates that still lag behind."""
-    engine, count = SimpleNamespace(device=torch.device("cpu"), bytes_up=0, bytes_down=0), 0
+    engine, count = SimpleNamespace(device=torch.device("cpu"), bytes_up=0, bytes_down=0, streamed=set()), 0
 
     def step() -> torch.Tensor:
         nonlocal count
@@ -40,9 +40,17 @@ def test_the_first_steps_of_a_round_do_not_count() -> None:
         count += 1
         return torch.zeros(())
 
-    found = in_rounds(step, engine, 2)
+    found = in_rounds(step, engine, 2, None)
     assert count == len(found["steps_s"]) == 2 * ROUND and len(found["bursts"]) == 2
     assert found["seconds"] < 0.09 < 0.1 <= found["steps_s"][0]
+
+
+def test_updates_of_the_cpu_are_finished_before_their_rate_is_measured() -> None:
+    """A burst has it then, and a round more steps."""
+    case = next(case for case in CASES if case.method == "adam-offload")
+    found = run(case, torch.device("cpu"), PROFILES["laptop"], quick=True)
+    assert set(found["host_rates"]) == {*HOST, "adam", "host_memory"} and found["host_rates"]["adam"] > 1e6
+    assert len(found["steps_s"]) == ROUND + MORE
 
 
 def test_the_core_seconds_of_a_process_are_read() -> None:
