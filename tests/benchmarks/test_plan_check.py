@@ -5,6 +5,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from benchmarks.plan_check import CASES, HOST, LAST, MORE, ROUND, Process, in_rounds, run, summary
@@ -45,6 +46,7 @@ def test_the_first_steps_of_a_round_do_not_count() -> None:
     assert found["seconds"] < 0.09 < 0.1 <= found["steps_s"][0]
 
 
+@pytest.mark.matrix
 def test_updates_of_the_cpu_are_finished_before_their_rate_is_measured() -> None:
     """A burst has it then, and a round more steps."""
     case = next(case for case in CASES if case.method == "adam-offload")
