@@ -40,7 +40,9 @@ from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.branches import Branches
+from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import launched_as_graphs
+from keyhole.model.structure.layout import Layout
 
 if TYPE_CHECKING:
     from keyhole.methods.zo.method import ZO
@@ -126,7 +128,8 @@ class RecordedSteps:
             return False
         usual = len(update.waiting) == 1 and not any(update.at_home) and not update.counted
         tokens = max((batch.inputs["input_ids"].numel() for batch in looks.passes), default=0)
-        return usual and not watched and 0 < tokens and launched_as_graphs(self.method.model.layout, tokens)
+        small = is_short(self.method.model.layout, tokens, len(looks.batches), factors is not None)
+        return usual and not watched and 0 < tokens and small
 
     def _key(self, looks: Looks) -> Hashable:
         """Equal for steps that one graph can serve."""
@@ -237,6 +240,13 @@ class RecordedSteps:
     def _has_room(self) -> bool:
         free_bytes, _ = torch.cuda.mem_get_info(self.method.model.device)
         return ROOM * sum(home.nbytes for home in self.method.model.engine.homes) <= free_bytes
+
+
+def is_short(layout: Layout, tokens: int, looks: int, low_rank: bool) -> bool:
+    """Whether the host would be the bottleneck of a pass over so many tokens. With low-rank directions a pass carries
+    all looks, by more and smaller kernels."""
+    at_once = low_rank and launched_as_graphs(layout, tokens * looks, SMALL_FLOP_WITH_FACTORS)
+    return at_once or launched_as_graphs(layout, tokens)
 
 
 def restore(homes: list[torch.Tensor], kept: list[torch.Tensor]) -> None:

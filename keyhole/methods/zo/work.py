@@ -21,9 +21,9 @@ from keyhole.methods.launches import forward_kernels
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.memory import device_bytes, kept_terms
-from keyhole.methods.zo.recorded_step import ROOM, SHARE
+from keyhole.methods.zo.recorded_step import ROOM, SHARE, is_short
 from keyhole.methods.zo.traits import ZO, ZOConfig
-from keyhole.model.forward.memory import ALLOCATOR_SLACK, launched_as_graphs
+from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
 
 NOISE = 1
@@ -66,7 +66,7 @@ def _as_one_graph(
     planned = device_bytes(layout, streamed, work, room)
     has_room = ROOM * planned.homes <= room.limit_bytes - planned.total
     asked = own.deferred_update and getattr(own, "whole_steps", True)  # plan_recorded.py: records of older code
-    if not (asked and has_room and launched_as_graphs(layout, work.tokens)):
+    if not (asked and has_room and is_short(layout, work.tokens, ZO.passes(own), own.rank is not None)):
         return found
     nodes, kept = work.passes * forward_kernels(layout), int(2 * planned.homes * ALLOCATOR_SLACK)
     largest = room.formats.dtype.itemsize * max((unit.numel for unit in layout.units[1:]), default=0)

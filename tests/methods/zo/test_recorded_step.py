@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.methods.zo.recorded_step import RecordedSteps, Recording
+from keyhole.methods.zo.recorded_step import RecordedSteps, Recording, is_short
 from keyhole.model.forward.branches import Branches
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
@@ -191,3 +191,13 @@ def test_graphs_give_the_same_bits(name: str, dtype: str) -> None:
     assert recorded[2].recorded.replays >= 2, recorded[2].recorded.why
     assert recorded[0] == plain[0]
     assert all(map(torch.equal, recorded[1], plain[1]))
+
+
+def test_passes_that_carry_all_looks_are_recorded_at_more_tokens() -> None:
+    """By FLOPs per block: 4e11 of a dense pass, 2e12 of one with factors, which carries all looks."""
+    layout = keyhole.load(config("llama"), init="random", device="cpu").layout
+    numel = max(unit.numel for unit in layout.of_kind("block"))
+    tokens = int(4e11 / (2 * numel))
+    assert is_short(layout, tokens, 2, False) and not is_short(layout, tokens + 1, 2, False)
+    assert is_short(layout, 2 * tokens, 2, True) and not is_short(layout, 3 * tokens, 2, True)
+    assert is_short(layout, tokens, 9, True)
