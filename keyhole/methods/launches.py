@@ -24,9 +24,11 @@ All other constants of the host are here too. Beside the block's own operations:
     UNIT        per unit in lockstep: acquired, perturbed, committed, released
     STEP        per step: embedding, head and loss, batch and bookkeeping; plain, and in a sweep or in lockstep
     PLAIN       launches per operation of an optimizer that allocates its result (the measured one adds in place)
-    HOOKED      launches per operation of MATRIX, VECTOR and UPDATE (and of sketches, methods/lomo/memory.py): on a host
-                whose `called` was 0.61 of another's, and whose `launch` 0.83, such steps took 0.87 to 0.9 of the
-                other's time, so they follow `launch`. 3.28 launches are a `called` on the slower one
+    HOOKED      reversed operations per operation of MATRIX, VECTOR and UPDATE (and of sketches,
+                methods/lomo/memory.py): hooks run in autograd's own thread. On four hosts of an H200 `launch` was 5.9
+                to 9.5 us, `called` 16 to 30 and `reversed` 24 to 34, and `apollo-mini`, whose step is mostly hooks,
+                took 0.348 to 0.459 s: 1.32 times as long on the slowest, where launches take 1.6 times as long and
+                reversed operations 1.4 times (plan_check_h200_2026-11-17_c.json to _f.json)
 
 Their origin is `python -m benchmarks.host_work`: steps of models of 16 numbers' width on one core, where nothing is
 computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods, give these
@@ -71,7 +73,7 @@ ADAPTED = 6.5, 16, 1.3
 VISIT, UNIT = 5.5, 14
 STEP = 140, 200
 PLAIN = 1.6
-HOOKED = 3.28
+HOOKED = 0.8
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ EXPERT = Launches(kernels=25), Launches(kernels=60)
 
 def hooked(operations: float) -> Launches:
     """Operations of hooks, updates and sketches."""
-    return Launches(kernels=HOOKED * operations)
+    return Launches(reversed=HOOKED * operations)
 
 
 def tensors_of_blocks(layout: Layout) -> tuple[int, int]:

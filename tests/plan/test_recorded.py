@@ -58,21 +58,23 @@ def test_planned_as_measured(name: str, only: str) -> None:
                 assert each["planned"][part] == pytest.approx(each["measured"][part], rel=limit), (record.name, part)
 
 
-FASTER = {("lora", "resident"): 0.64, ("lomo-lora", "resident"): 0.76, ("lsp", "stream"): 0.76}
+FASTER = {("lora", "resident"): 0.64, ("lomo-lora", "resident"): 0.68, ("lsp", "stream"): 0.76}
+FASTER |= {("apollo-mini", "stream"): 0.71}
 OFF = {("zo", "stream"): 0.22, ("adam-offload", "stream"): 0.25, ("adam-offload", "resident"): 0.19}
-OFF |= {("sgd", "resident"): 0.30, ("lomo", "stream"): 0.16}
-LATER = {"apollo-mini": (1.0, 1.33), "lora": (0.70, 1.0)}
-SHARED = {"apollo-mini": (1.0, 1.25), "lsp stream": (0.70, 1.0), "adam-offload resident": (0.79, 1.0)}
+OFF |= {("sgd", "resident"): 0.30, ("lomo", "stream"): 0.17}
+LATER = {"lora": (0.70, 1.0)}
+SHARED = {"lsp stream": (0.70, 1.0), "adam-offload resident": (0.79, 1.0)}
 
 
-@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20, 14, 20, 20, 20, 20), strict=True))
+@pytest.mark.parametrize(("name", "count"), zip(CHECKS, (19, 18, 20, 14, 20, 20, 20, 20, 20), strict=True))
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) -> None:
     """The cases of plan_check.py with the rates of their run. The sixth run holds all limits, with the two
-    substitutions of plan_recorded.py. The first five were made by code that was slower where the host bounds the step
-    (FASTER: today's plan may be as low as this share of their seconds, but not 15 % above), and had the host's rates of
-    another process (OFF; LOG.md). In the seventh the host's speed was another after the steps, when it was measured
-    (LATER); in the eighth others used its memory and cores (SHARED). These must not get worse."""
-    is_sixth, other = name == SIXTH, {CHECKS[6]: LATER, EIGHTH: SHARED}.get(name, {})
+    substitutions of plan_recorded.py, and so does the ninth. The first five were made by code that was slower where
+    the host bounds the step (FASTER: today's plan may be as low as this share of their seconds, but not 15 % above),
+    and had the host's rates of another process (OFF; LOG.md). In the seventh the host's speed was another after the
+    steps, when it was measured (LATER); in the eighth others used its memory and cores (SHARED). These must not get
+    worse."""
+    holds, other = name in (SIXTH, CHECKS[8]), {CHECKS[6]: LATER, EIGHTH: SHARED}.get(name, {})
     found = list(checks(HERE / f"{name}.json", MODULES))
     assert len(found) == count
     for case, each in found:
@@ -80,14 +82,14 @@ def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) ->
         assert max(abs(shares["gpu"] - 1), abs(shares["host"] - 1)) <= 0.10, (case.name, shares)
         if case.gpu_memory is not None:  # a budget is never exceeded
             assert shares["gpu"] >= 1, (case.name, shares)
-        late = 0.15 if is_sixth else OFF.get((case.method, case.placement), 0.15)
+        late = 0.15 if holds else OFF.get((case.method, case.placement), 0.15)
         if name == CHECKS[4] and case.gpu_memory == "4GiB":  # LOG.md: not explained
             late = 0.39
-        least = 1 - late if is_sixth else FASTER.get((case.method, case.placement), 1 - late)
+        least = 1 - late if holds else FASTER.get((case.method, case.placement), 1 - late)
         least, most = other.get(case.method) or other.get(f"{case.method} {case.placement}") or (least, 1 + late)
         assert least <= shares["seconds"] <= most, (case.name, shares)
     right = summary([each for _, each in found])[-1]
-    assert float(right.rpartition(", ")[2].rstrip("%")) >= (95 if is_sixth else 92), right
+    assert float(right.rpartition(", ")[2].rstrip("%")) >= (95 if holds else 90), right
 
 
 def test_the_two_substitutions_in_the_sixth_run() -> None:
@@ -228,8 +230,8 @@ def test_launches_by_what_is_trained() -> None:
     hooks = (MATRIX + UPDATE[0]) * matrices + (VECTOR + UPDATE[1]) * vectors
     assert lomo.called == pytest.approx(frozen)
     assert lora.called == both.called == pytest.approx(frozen + adapters)
-    assert lomo.kernels == both.kernels == pytest.approx(HOOKED * hooks) and lora.kernels == 0
-    assert lomo.reversed == both.reversed == lora.reversed == back
+    assert lomo.kernels == both.kernels == lora.kernels == 0 and lora.reversed == back
+    assert lomo.reversed == both.reversed == pytest.approx(back + HOOKED * hooks)
     assert lora.called - kept.called == pytest.approx(UNRECORDED * once + ADAPTED[0] * matrices)
     assert kept.reversed == lora.reversed
     short = METHODS["lomo"].planned_work(opt(), set(), replace(work("lomo"), tokens=512), ROOM, H200)

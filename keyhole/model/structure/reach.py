@@ -103,9 +103,7 @@ def call_of(module: nn.Module, part: nn.Module, length: int) -> tuple[tuple, dic
 
     hook = part.register_forward_pre_hook(take, with_kwargs=True)
     try:
-        with warnings.catch_warnings():  # a small model's products are computed, in any dtype
-            warnings.simplefilter("ignore")
-            _Watch(module).forward(length)
+        _Watch(module).forward(length)
     finally:
         hook.remove()
     return found[0] if found else None
@@ -173,7 +171,8 @@ class _Watch(TorchDispatchMode):
         has_cache = "use_cache" in takes or any(one.kind == one.VAR_KEYWORD for one in takes.values())
         without_cache = {"use_cache": False} if has_cache else {}
         try:
-            with torch.no_grad(), self._noting(), self:
+            with torch.no_grad(), warnings.catch_warnings(), self._noting(), self:
+                warnings.simplefilter("ignore")  # a small model's products are computed, in any dtype
                 self.module(input_ids=ids, **without_cache)
         except Exception as error:  # raised by the family's own code
             return " ".join(str(error).split())[:120] or type(error).__name__
