@@ -19,24 +19,27 @@ chat; if these are not prefixes, the row is refused. keyhole never trains on a g
 Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, text of a
 turn, and keys that only some templates know. A turn whose calls are missing is not trained on at all: it would teach
 the model to stop where the assistant went on. The same holds for an empty turn with its text under another key. What
-the template leaves out before an answer (a system prompt, a question, the descriptions of tools) is counted too. A
-tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
+the template leaves out before an answer (a system prompt, a question, documents, the descriptions of tools) is counted
+too, and so are variables that were set and that it never reads. A tool's result that the template writes inside the
+assistant's turn (Gemma 4) is cut out of the answer.
 """
 
 import os
 import re
 from typing import Any, NamedTuple
 
-from keyhole.data.chat_template import MARKER, ChatTemplate, Turns, after_last_turn
+from keyhole.data.chat_template import MARKER, ChatTemplate, Given, Turns
 from keyhole.data.formats import Example
 from keyhole.data.template_segments import Rendering
 from keyhole.data.turns import (
     Turn,
     called_names,
     described_names,
+    document_texts,
     further_texts,
     is_ignored_wish,
     is_trained,
+    is_written,
     reasoning,
     words,
 )
@@ -59,6 +62,8 @@ class Lost(NamedTuple):
     unheard: int = 0  # turns of other roles that are marked for training
     context: int = 0  # turns of ASKING with text that is not written
     tools: int = 0  # 1 if a tool is not described
+    documents: int = 0  # 1 if a document is not written
+    variables: tuple[str, ...] = ()  # set by the user, and not read by the template
 
 
 class Rendered(NamedTuple):
@@ -82,7 +87,7 @@ class AnswerFinder:
             return Rendered("", [])
         turns = self.template.ready(example.turns)
         try:
-            done = self.template.run(turns, example.tools)
+            done = self.template.run(turns, example.given)
         except Exception as error:
             roles = printable(", ".join(turn["role"] for turn in turns), 200)
             raise UserError(
@@ -99,17 +104,19 @@ class AnswerFinder:
         lost = lost._replace(
             unheard=sum(map(is_ignored_wish, example.turns)),
             context=sum(text not in done.text for text in asked),
-            tools=int(any(name not in done.text for name in described_names(example.tools))),
+            tools=int(any(name not in done.text for name in described_names(example.given.get("tools")))),
+            documents=int(any(not is_written(text, done.text) for text in document_texts(example.given))),
+            variables=self.template.unread(example.given),
         )
         return Rendered(done.text, spans, lost, done.marks)
 
     def _answer(self, example: Example, turns: Turns, i: int, done: Rendering) -> list[Span]:
         if done.marks:
             return self._marked(turns, i, done)
-        found = self._written(turns, example.tools, i, done)
+        found = self._written(turns, example.given, i, done)
         said = words(turns[i])
         if not found or (said and not any(said in done.text[a:b] for a, b in found)):
-            found = self._by_prefix(turns, example.tools, i, done.text) or found
+            found = self._by_prefix(turns, example.given, i, done.text) or found
         if (not found and (said or reasoning(turns[i]))) or self.template.drops_content:
             raise UserError(
                 f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
@@ -126,7 +133,7 @@ class AnswerFinder:
         in_order = len(assistants) == len(done.marked) and not done.segments
         return [done.marked[assistants.index(i)]] if in_order else []
 
-    def _written(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering) -> list[Span]:
+    def _written(self, turns: Turns, given: Given, i: int, done: Rendering) -> list[Span]:
         """The spans that the template wrote for turn i, after the given text."""
         parts = self._own_parts(i, done)
         if not parts:
@@ -134,7 +141,7 @@ class AnswerFinder:
         last = i + 1 == len(turns)
         end = self._end_of_last(done.text, parts[-1][1]) if last else self._with_stop(done.text, parts[-1][1])
         parts[-1] = (parts[-1][0], end)
-        start = self._start(turns, tools, i, done, parts[0][0])
+        start = self._start(turns, given, i, done, parts[0][0])
         parts = [(max(a, start), b) for a, b in parts if b > start]
         for k in range(i + 1, len(turns)):
             if turns[k]["role"] != "tool":
@@ -168,10 +175,10 @@ class AnswerFinder:
         stops = following is not None and following[0] in self.stops
         return following.end() if stops and not self._is_closed(text[:end]) else end
 
-    def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
+    def _start(self, turns: Turns, given: Given, i: int, done: Rendering, begin: int) -> int:
         """Where answer i begins: after the given text. begin: where turn i begins."""
-        text, before = done.text, self.template.attempt(turns[:i], tools, prompt=True) if i else None
-        if before is None and i == 0 and (found := self._start_after_question(turns, tools, done)) is not None:
+        text, before = done.text, self.template.attempt(turns[:i], given, prompt=True) if i else None
+        if before is None and i == 0 and (found := self._start_after_question(turns, given, done)) is not None:
             return found
         if before is None:
             return begin + self._shared(text[begin:], self.template.generation_prompt)
@@ -179,16 +186,16 @@ class AnswerFinder:
             return len(before.text)
         firsts = [next((a for a, _, owner in which.segments if owner == i - 1), None) for which in (done, before)]
         if None not in firsts:
-            given, here = before.text[firsts[1] :], text[firsts[0] :]
-            behind = firsts[0] + self._shared(here, given)
-            if here.startswith(given) or behind > begin:
+            asked, here = before.text[firsts[1] :], text[firsts[0] :]
+            behind = firsts[0] + self._shared(here, asked)
+            if here.startswith(asked) or behind > begin:
                 return behind
-        return begin + self._shared(text[begin:], after_last_turn(before))
+        return begin + self._shared(text[begin:], self.template.prompt_after(turns[:i], given, before))
 
-    def _start_after_question(self, turns: Turns, tools: list[Any] | None, done: Rendering) -> int | None:
+    def _start_after_question(self, turns: Turns, given: Given, done: Rendering) -> int | None:
         """Where the answer begins that is the first turn: it ends as the same answer after a question does."""
         asked = [{"role": "user", "content": MARKER}, *turns]
-        with_question = self.template.attempt(asked, tools)
+        with_question = self.template.attempt(asked, given)
         if with_question is None:
             return None
         ours, theirs = (
@@ -196,7 +203,7 @@ class AnswerFinder:
         )
         if not ours or not theirs:
             return None
-        start = self._start(asked, tools, 1, with_question, theirs[0][0])
+        start = self._start(asked, given, 1, with_question, theirs[0][0])
         answer = with_question.text[start : theirs[-1][1]]
         return ours[-1][1] - len(answer) if done.text[ours[0][0] : ours[-1][1]].endswith(answer) else None
 
@@ -230,9 +237,9 @@ class AnswerFinder:
         kept = [(a, left), (right, b)]
         return [p for part in parts for p in (kept if part == (a, b) else [part]) if p[1] > p[0]]
 
-    def _by_prefix(self, turns: Turns, tools: list[Any] | None, i: int, text: str) -> list[Span]:
-        before = self.template.attempt(turns[:i], tools, prompt=True)
-        upto = self.template.attempt(turns[: i + 1], tools) if i + 1 < len(turns) else None
+    def _by_prefix(self, turns: Turns, given: Given, i: int, text: str) -> list[Span]:
+        before = self.template.attempt(turns[:i], given, prompt=True)
+        upto = self.template.attempt(turns[: i + 1], given) if i + 1 < len(turns) else None
         end = len(text) if i + 1 == len(turns) else len(upto.text) if upto and text.startswith(upto.text) else 0
         start = len(before.text) if before and text.startswith(before.text) else end
         return [(start, end)] if start < end else []
