@@ -26,7 +26,7 @@ assistant's turn (Gemma 4) is cut out of the answer.
 
 import os
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keyhole.data.chat_template import MARKER, ChatTemplate, Given, Turns
 from keyhole.data.formats import Example
