@@ -12,6 +12,11 @@ reasoning, tool calls, end of the turn.
                 turn and the generation prompt is taken as given. A chat that begins with an answer has nothing
                 before it (but a template's own system prompt): its answer is what the same chat has after a question.
 
+Each answer takes a rendering of everything before it, so a chat of n turns takes about n^2 / 4 turns. A chat
+of more than LONG turns repeats itself: once SURE answers behind the same kind of turn all began after the same text,
+another turn that begins with that text is not rendered again (the last one always is). A chat that takes more than
+MOST_RENDERED turns even so is refused.
+
 If a template marks its answers with `{% generation %}`, exactly the marked text is trained on: nothing of a chat in
 which it marks nothing. If a template has no loop over the messages, a turn is the difference of two prefixes of the
 chat; if these are not prefixes, the row is refused. keyhole never trains on a guess.
@@ -46,6 +51,8 @@ from keyhole.data.turns import (
 from keyhole.errors import UserError, printable
 
 SPACE = re.compile(r"\s*")
+MOST_TURNS, MOST_RENDERED = 2**12, 2**18  # of a chat; and turns that are written to find its answers
+LONG, SURE = 128, 16  # turns of a long chat; answers that began after the same text, before that is taken as given
 ASKING = ("system", "developer", "user")  # roles whose text is written as it stands; tools' results may be encoded
 
 Span = tuple[int, int]
@@ -80,12 +87,19 @@ class AnswerFinder:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template, self.special, self.stops = template, template.special, template.stops
+        self.rendered = 0  # turns of the current chat that were written to find its answers
+        self.headers: dict[tuple[str, ...], list[str | None]] = {}  # given text of its answers, by the turn before
 
     def find(self, example: Example) -> Rendered:
         """The whole chat, and its trained answers."""
         if not example.turns:
             return Rendered("", [])
         turns = self.template.ready(example.turns)
+        self.rendered, self.headers = 0, {}
+        if len(turns) > MOST_TURNS:
+            raise UserError(
+                f"{example.record.where}: a chat of {len(turns):,} turns; {MOST_TURNS:,} are the most: split it"
+            )
         try:
             done = self.template.run(turns, example.given)
         except Exception as error:
@@ -97,6 +111,11 @@ class AnswerFinder:
         spans, lost = [], Lost()
         for i in (i for i, turn in enumerate(example.turns) if is_trained(turn)):
             found = self._answer(example, turns, i, done)
+            if self.rendered > MOST_RENDERED:
+                raise UserError(
+                    f"{example.record.where}: a chat of {len(turns):,} turns, whose answers take too long to find in "
+                    "what the chat template writes; split it"
+                )
             missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
             lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
             spans += [] if missing.calls or (missing.empty and missing.keys) else found
@@ -160,30 +179,40 @@ class AnswerFinder:
     def _end_of_last(self, text: str, end: int) -> int:
         """The last answer ends with the text: the template closes it after its loop. If it is closed already, only
         further stop tokens belong to it, not a remark of the template."""
-        if not self._is_closed(text[:end]):
+        if not self._is_closed(text, end):
             return len(text)
         while (more := self.special.match(text, SPACE.match(text, end).end())) and more[0] in self.stops:
             end = more.end()
         return end if text[end:].strip() else len(text)
 
-    def _is_closed(self, text: str) -> bool:
-        return any(match.end() == len(text.rstrip()) for match in self.special.finditer(text))
+    def _is_closed(self, text: str, end: int) -> bool:
+        """Whether the text up to `end` ends with a special token, and white space."""
+        while end and text[end - 1].isspace():
+            end -= 1
+        return text.endswith(self.template.special_words, 0, end)
 
     def _with_stop(self, text: str, end: int) -> int:
         """If an answer has no end token of its own, it ends with the stop token that follows (GLM: <|user|>)."""
         following = self.special.match(text, SPACE.match(text, end).end())
         stops = following is not None and following[0] in self.stops
-        return following.end() if stops and not self._is_closed(text[:end]) else end
+        return following.end() if stops and not self._is_closed(text, end) else end
 
     def _start(self, turns: Turns, given: Given, i: int, done: Rendering, begin: int) -> int:
         """Where answer i begins: after the given text. begin: where turn i begins."""
-        text, before = done.text, self.template.attempt(turns[:i], given, prompt=True) if i else None
+        text, kind = done.text, tuple(sorted(turns[i - 1], key=str)) + (turns[i - 1]["role"],) if i else ()
+        known = self.headers.setdefault(kind, [])
+        header = known[0] if len(known) >= SURE and len(set(known)) == 1 else None
+        if LONG < len(turns) != i + 1 and header is not None and text.startswith(header, begin):
+            return begin + len(header)
+        before = self._attempt(turns[:i], given, prompt=True) if i else None
         if before is None and i == 0 and (found := self._start_after_question(turns, given, done)) is not None:
             return found
         if before is None:
             return begin + self._shared(text[begin:], self.template.generation_prompt)
         if text.startswith(before.text):
+            known.append(text[begin : len(before.text)])
             return len(before.text)
+        known.append(None)
         firsts = [next((a for a, _, owner in which.segments if owner == i - 1), None) for which in (done, before)]
         if None not in firsts:
             asked, here = before.text[firsts[1] :], text[firsts[0] :]
@@ -195,7 +224,7 @@ class AnswerFinder:
     def _start_after_question(self, turns: Turns, given: Given, done: Rendering) -> int | None:
         """Where the answer begins that is the first turn: it ends as the same answer after a question does."""
         asked = [{"role": "user", "content": MARKER}, *turns]
-        with_question = self.template.attempt(asked, given)
+        with_question = self._attempt(asked, given)
         if with_question is None:
             return None
         ours, theirs = (
@@ -237,9 +266,14 @@ class AnswerFinder:
         kept = [(a, left), (right, b)]
         return [p for part in parts for p in (kept if part == (a, b) else [part]) if p[1] > p[0]]
 
+    def _attempt(self, turns: Turns, given: Given, prompt: bool = False) -> Rendering | None:
+        """A rendering of a part of the chat, counted."""
+        self.rendered += len(turns)
+        return self.template.attempt(turns, given, prompt)
+
     def _by_prefix(self, turns: Turns, given: Given, i: int, text: str) -> list[Span]:
-        before = self.template.attempt(turns[:i], given, prompt=True)
-        upto = self.template.attempt(turns[: i + 1], given) if i + 1 < len(turns) else None
+        before = self._attempt(turns[:i], given, prompt=True)
+        upto = self._attempt(turns[: i + 1], given) if i + 1 < len(turns) else None
         end = len(text) if i + 1 == len(turns) else len(upto.text) if upto and text.startswith(upto.text) else 0
         start = len(before.text) if before and text.startswith(before.text) else end
         return [(start, end)] if start < end else []

@@ -71,6 +71,7 @@ class ChatTemplate:
         self.compiled: dict[str, Template] = {}
         special = special_tokens(tokenizer)
         longest_first = sorted(special.values(), key=len, reverse=True)
+        self.special_words = tuple(longest_first)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.stops = {special[i] for i in (tokenizer.eos_token_id, *stop_token_ids) if i in special}
         eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template uses it

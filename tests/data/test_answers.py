@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from keyhole.data import answers
+from keyhole.data.answers import AnswerFinder
+from keyhole.data.chat_template import ChatTemplate
 from keyhole.data.files import Record
 from keyhole.data.formats import normalise
 from keyhole.data.render import Renderer
@@ -317,3 +320,27 @@ def test_a_header_is_given_where_the_loop_writes_the_prompt() -> None:
     )
     said = [*chat("Hi", "A."), {"role": "assistant", "content": "B."}]
     assert trained(looping, said)[0] == ["A.</s>", "B.</s>"]
+
+
+@pytest.mark.parametrize(
+    "template", ["CHATML", "THINKING", "CLOSING", "STRICT", "PREFILLED", "CHANNELS", "CALLING", "MARKED"]
+)
+def test_answers_of_a_long_chat_are_found_as_in_a_short_one(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """Most of its beginnings are not rendered again, and the spans are the same."""
+    monkeypatch.setattr(answers, "LONG", 50)
+    said = chat(*[f"word {i}" for i in range(60)])
+    finder = AnswerFinder(ChatTemplate(tokenizer(getattr(chats, template))))
+    example = normalise(Record("data.jsonl", "line", 7, {"messages": said}), "messages")
+    found, rendered = finder.find(example), finder.rendered
+    monkeypatch.setattr(answers, "LONG", 60)
+    assert finder.find(example) == found and len(found.spans) >= 30
+    assert finder.rendered == 0 or template in ("THINKING", "PREFILLED") or rendered < 0.4 * finder.rendered
+
+
+def test_a_chat_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its turns, or by the work that a template makes of them: thousands of them took minutes."""
+    with pytest.raises(UserError, match="line 7: a chat of 4,098 turns; 4,096 are the most"):
+        trained(chats.CHATML, chat("Hi", "A.") * 2049)
+    monkeypatch.setattr(answers, "MOST_RENDERED", 100)
+    with pytest.raises(UserError, match="line 7: a chat of 40 turns, whose answers take too long to find"):
+        trained(chats.CHATML, chat("Hi", "A.") * 20)
