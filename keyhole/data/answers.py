@@ -51,7 +51,7 @@ from keyhole.data.turns import (
 from keyhole.errors import UserError, printable
 
 SPACE = re.compile(r"\s*")
-MOST_TURNS, MOST_RENDERED = 2**12, 2**18  # of a chat; and turns that are written to find its answers
+MOST_TURNS, MOST_RENDERED = 2**12, 2**17  # of a chat; and turns that are written to find its answers
 LONG, SURE = 128, 16  # turns of a long chat; answers that began after the same text, before that is taken as given
 ASKING = ("system", "developer", "user")  # roles whose text is written as it stands; tools' results may be encoded
 
@@ -87,6 +87,7 @@ class AnswerFinder:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template, self.special, self.stops = template, template.special, template.stops
+        self.owned: dict[int, list[int]] = {}  # segments of each turn of the current chat
         self.rendered = 0  # turns of the current chat that were written to find its answers
         self.headers: dict[tuple[str, ...], list[str | None]] = {}  # given text of its answers, by the turn before
 
@@ -108,6 +109,9 @@ class AnswerFinder:
                 f"{example.record.where}: the chat template cannot write this chat (roles: {roles}): "
                 f"{printable(str(error) or type(error).__name__, 400)}"
             ) from None
+        self.owned = {}
+        for k, (_, _, owner) in enumerate(done.segments):
+            self.owned.setdefault(owner, []).append(k)
         spans, lost = [], Lost()
         for i in (i for i, turn in enumerate(example.turns) if is_trained(turn)):
             found = self._answer(example, turns, i, done)
@@ -122,7 +126,7 @@ class AnswerFinder:
         asked = [turn["content"].strip() for turn in turns if turn["role"] in ASKING]
         lost = lost._replace(
             unheard=sum(map(is_ignored_wish, example.turns)),
-            context=sum(text not in done.text for text in asked),
+            context=_unwritten(asked, done.text),
             tools=int(any(name not in done.text for name in described_names(example.given.get("tools")))),
             documents=int(any(not is_written(text, done.text) for text in document_texts(example.given))),
             variables=self.template.unread(example.given),
@@ -168,13 +172,13 @@ class AnswerFinder:
             parts = self._without_result(turns[k]["content"].strip(), k, parts, done)
         return parts
 
-    @staticmethod
-    def _own_parts(i: int, done: Rendering) -> list[Span]:
+    def _own_parts(self, i: int, done: Rendering) -> list[Span]:
         """The segments of turn i; of a template that loops over the messages several times (first for a list of the
         roles, say) those of the last loop: behind all segments of earlier turns."""
-        own = [(a, b) for a, b, owner in done.segments if owner == i]
-        earlier = [a for a, _, owner in done.segments if owner < i and own and a < own[-1][0]]
-        return [(a, b) for a, b in own if a > max(earlier, default=-1)]
+        own = self.owned.get(i, [])
+        before = range(own[-1] - 1, -1, -1) if own else ()  # segments are in the order of the text
+        last_earlier = next((k for k in before if done.segments[k][2] < i), -1)
+        return [done.segments[k][:2] for k in own if k > last_earlier]
 
     def _end_of_last(self, text: str, end: int) -> int:
         """The last answer ends with the text: the template closes it after its loop. If it is closed already, only
@@ -277,6 +281,17 @@ class AnswerFinder:
         end = len(text) if i + 1 == len(turns) else len(upto.text) if upto and text.startswith(upto.text) else 0
         start = len(before.text) if before and text.startswith(before.text) else end
         return [(start, end)] if start < end else []
+
+
+def _unwritten(asked: list[str], text: str) -> int:
+    """How many of these do not occur in the text. They stand there in order, so each is first sought behind the one
+    before: a search of the whole text for every turn would take minutes in a long chat."""
+    missing, at = 0, 0
+    for each in asked:
+        found = text.find(each, at)
+        at = found if found >= 0 else at
+        missing += found < 0 and each not in text
+    return missing
 
 
 def _missing(turn: Turn, said: str) -> Lost:
