@@ -130,7 +130,10 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
     unread = () if config.task is None and config.test_task is not None else unread
     for key in (key for key in unread if getattr(config, key) != settings()[key].default):
         yield Finding(key, f"has no effect: {'task is' if config.task is not None else 'no task is'} set")
+    if config.greater_is_better is not None and config.eval_data is None and config.task is None:
+        yield Finding("greater_is_better", "has no effect: eval_data is not set, so nothing is compared")
     row = METHODS[config.method]
+    yield from (Finding(key, f"has no effect: {why}") for key, why in row.idle(getattr(config, row.section), config))
     if config.journal_sync != 1 and not row.journaled:
         keep = ", ".join(other.name for other in METHODS.values() if other.journaled)
         yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal ({keep} does)")

@@ -12,6 +12,11 @@ reasoning, tool calls, end of the turn.
                 turn and the generation prompt is taken as given. A chat that begins with an answer has nothing
                 before it (but a template's own system prompt): its answer is what the same chat has after a question.
 
+Each answer takes a rendering of everything before it, so a chat of n turns takes about n^2 / 4 turns. A chat
+of more than LONG turns repeats itself: once SURE answers behind the same kind of turn all began after the same text,
+another turn that begins with that text is not rendered again (the last one always is). A chat that takes more than
+MOST_RENDERED turns even so is refused.
+
 If a template marks its answers with `{% generation %}`, exactly the marked text is trained on: nothing of a chat in
 which it marks nothing. If a template has no loop over the messages, a turn is the difference of two prefixes of the
 chat; if these are not prefixes, the row is refused. keyhole never trains on a guess.
@@ -19,30 +24,35 @@ chat; if these are not prefixes, the row is refused. keyhole never trains on a g
 Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, text of a
 turn, and keys that only some templates know. A turn whose calls are missing is not trained on at all: it would teach
 the model to stop where the assistant went on. The same holds for an empty turn with its text under another key. What
-the template leaves out before an answer (a system prompt, a question, the descriptions of tools) is counted too. A
-tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
+the template leaves out before an answer (a system prompt, a question, documents, the descriptions of tools) is counted
+too, and so are variables that were set and that it never reads. A tool's result that the template writes inside the
+assistant's turn (Gemma 4) is cut out of the answer.
 """
 
 import os
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from keyhole.data.chat_template import MARKER, ChatTemplate, Turns, after_last_turn
+from keyhole.data.chat_template import MARKER, ChatTemplate, Given, Turns
 from keyhole.data.formats import Example
 from keyhole.data.template_segments import Rendering
 from keyhole.data.turns import (
     Turn,
     called_names,
     described_names,
+    document_texts,
     further_texts,
     is_ignored_wish,
     is_trained,
+    is_written,
     reasoning,
     words,
 )
 from keyhole.errors import UserError, printable
 
 SPACE = re.compile(r"\s*")
+MOST_TURNS, MOST_RENDERED = 2**12, 2**17  # of a chat; and turns that are written to find its answers
+LONG, SURE = 128, 16  # turns of a long chat; answers that began after the same text, before that is taken as given
 ASKING = ("system", "developer", "user")  # roles whose text is written as it stands; tools' results may be encoded
 
 Span = tuple[int, int]
@@ -59,6 +69,8 @@ class Lost(NamedTuple):
     unheard: int = 0  # turns of other roles that are marked for training
     context: int = 0  # turns of ASKING with text that is not written
     tools: int = 0  # 1 if a tool is not described
+    documents: int = 0  # 1 if a document is not written
+    variables: tuple[str, ...] = ()  # set by the user, and not read by the template
 
 
 class Rendered(NamedTuple):
@@ -75,41 +87,59 @@ class AnswerFinder:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template, self.special, self.stops = template, template.special, template.stops
+        self.owned: dict[int, list[int]] = {}  # segments of each turn of the current chat
+        self.rendered = 0  # turns of the current chat that were written to find its answers
+        self.headers: dict[tuple[str, ...], list[str | None]] = {}  # given text of its answers, by the turn before
 
     def find(self, example: Example) -> Rendered:
         """The whole chat, and its trained answers."""
         if not example.turns:
             return Rendered("", [])
         turns = self.template.ready(example.turns)
+        self.rendered, self.headers = 0, {}
+        if len(turns) > MOST_TURNS:
+            raise UserError(
+                f"{example.record.where}: a chat of {len(turns):,} turns; {MOST_TURNS:,} are the most: split it"
+            )
         try:
-            done = self.template.run(turns, example.tools)
+            done = self.template.run(turns, example.given)
         except Exception as error:
             roles = printable(", ".join(turn["role"] for turn in turns), 200)
             raise UserError(
                 f"{example.record.where}: the chat template cannot write this chat (roles: {roles}): "
                 f"{printable(str(error) or type(error).__name__, 400)}"
             ) from None
+        self.owned = {}
+        for k, (_, _, owner) in enumerate(done.segments):
+            self.owned.setdefault(owner, []).append(k)
         spans, lost = [], Lost()
         for i in (i for i, turn in enumerate(example.turns) if is_trained(turn)):
             found = self._answer(example, turns, i, done)
+            if self.rendered > MOST_RENDERED:
+                raise UserError(
+                    f"{example.record.where}: a chat of {len(turns):,} turns, whose answers take too long to find in "
+                    "what the chat template writes; split it"
+                )
             missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
             lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
             spans += [] if missing.calls or (missing.empty and missing.keys) else found
         asked = [turn["content"].strip() for turn in turns if turn["role"] in ASKING]
         lost = lost._replace(
             unheard=sum(map(is_ignored_wish, example.turns)),
-            context=sum(text not in done.text for text in asked),
-            tools=int(any(name not in done.text for name in described_names(example.tools))),
+            context=_unwritten(asked, done.text),
+            tools=int(any(name not in done.text for name in described_names(example.given.get("tools")))),
+            documents=int(any(not is_written(text, done.text) for text in document_texts(example.given))),
+            variables=self.template.unread(example.given),
         )
         return Rendered(done.text, spans, lost, done.marks)
 
     def _answer(self, example: Example, turns: Turns, i: int, done: Rendering) -> list[Span]:
         if done.marks:
             return self._marked(turns, i, done)
-        found = self._written(turns, example.tools, i, done)
+        found = self._written(turns, example.given, i, done)
         said = words(turns[i])
         if not found or (said and not any(said in done.text[a:b] for a, b in found)):
-            found = self._by_prefix(turns, example.tools, i, done.text) or found
+            found = self._by_prefix(turns, example.given, i, done.text) or found
         if (not found and (said or reasoning(turns[i]))) or self.template.drops_content:
             raise UserError(
                 f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
@@ -126,7 +156,7 @@ class AnswerFinder:
         in_order = len(assistants) == len(done.marked) and not done.segments
         return [done.marked[assistants.index(i)]] if in_order else []
 
-    def _written(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering) -> list[Span]:
+    def _written(self, turns: Turns, given: Given, i: int, done: Rendering) -> list[Span]:
         """The spans that the template wrote for turn i, after the given text."""
         parts = self._own_parts(i, done)
         if not parts:
@@ -134,7 +164,7 @@ class AnswerFinder:
         last = i + 1 == len(turns)
         end = self._end_of_last(done.text, parts[-1][1]) if last else self._with_stop(done.text, parts[-1][1])
         parts[-1] = (parts[-1][0], end)
-        start = self._start(turns, tools, i, done, parts[0][0])
+        start = self._start(turns, given, i, done, parts[0][0])
         parts = [(max(a, start), b) for a, b in parts if b > start]
         for k in range(i + 1, len(turns)):
             if turns[k]["role"] != "tool":
@@ -142,53 +172,63 @@ class AnswerFinder:
             parts = self._without_result(turns[k]["content"].strip(), k, parts, done)
         return parts
 
-    @staticmethod
-    def _own_parts(i: int, done: Rendering) -> list[Span]:
+    def _own_parts(self, i: int, done: Rendering) -> list[Span]:
         """The segments of turn i; of a template that loops over the messages several times (first for a list of the
         roles, say) those of the last loop: behind all segments of earlier turns."""
-        own = [(a, b) for a, b, owner in done.segments if owner == i]
-        earlier = [a for a, _, owner in done.segments if owner < i and own and a < own[-1][0]]
-        return [(a, b) for a, b in own if a > max(earlier, default=-1)]
+        own = self.owned.get(i, [])
+        before = range(own[-1] - 1, -1, -1) if own else ()  # segments are in the order of the text
+        last_earlier = next((k for k in before if done.segments[k][2] < i), -1)
+        return [done.segments[k][:2] for k in own if k > last_earlier]
 
     def _end_of_last(self, text: str, end: int) -> int:
         """The last answer ends with the text: the template closes it after its loop. If it is closed already, only
         further stop tokens belong to it, not a remark of the template."""
-        if not self._is_closed(text[:end]):
+        if not self._is_closed(text, end):
             return len(text)
         while (more := self.special.match(text, SPACE.match(text, end).end())) and more[0] in self.stops:
             end = more.end()
         return end if text[end:].strip() else len(text)
 
-    def _is_closed(self, text: str) -> bool:
-        return any(match.end() == len(text.rstrip()) for match in self.special.finditer(text))
+    def _is_closed(self, text: str, end: int) -> bool:
+        """Whether the text up to `end` ends with a special token, and white space."""
+        while end and text[end - 1].isspace():
+            end -= 1
+        return text.endswith(self.template.special_words, 0, end)
 
     def _with_stop(self, text: str, end: int) -> int:
         """If an answer has no end token of its own, it ends with the stop token that follows (GLM: <|user|>)."""
         following = self.special.match(text, SPACE.match(text, end).end())
         stops = following is not None and following[0] in self.stops
-        return following.end() if stops and not self._is_closed(text[:end]) else end
+        return following.end() if stops and not self._is_closed(text, end) else end
 
-    def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
+    def _start(self, turns: Turns, given: Given, i: int, done: Rendering, begin: int) -> int:
         """Where answer i begins: after the given text. begin: where turn i begins."""
-        text, before = done.text, self.template.attempt(turns[:i], tools, prompt=True) if i else None
-        if before is None and i == 0 and (found := self._start_after_question(turns, tools, done)) is not None:
+        text, kind = done.text, tuple(sorted(turns[i - 1], key=str)) + (turns[i - 1]["role"],) if i else ()
+        known = self.headers.setdefault(kind, [])
+        header = known[0] if len(known) >= SURE and len(set(known)) == 1 else None
+        if LONG < len(turns) != i + 1 and header is not None and text.startswith(header, begin):
+            return begin + len(header)
+        before = self._attempt(turns[:i], given, prompt=True) if i else None
+        if before is None and i == 0 and (found := self._start_after_question(turns, given, done)) is not None:
             return found
         if before is None:
             return begin + self._shared(text[begin:], self.template.generation_prompt)
         if text.startswith(before.text):
+            known.append(text[begin : len(before.text)])
             return len(before.text)
+        known.append(None)
         firsts = [next((a for a, _, owner in which.segments if owner == i - 1), None) for which in (done, before)]
         if None not in firsts:
-            given, here = before.text[firsts[1] :], text[firsts[0] :]
-            behind = firsts[0] + self._shared(here, given)
-            if here.startswith(given) or behind > begin:
+            asked, here = before.text[firsts[1] :], text[firsts[0] :]
+            behind = firsts[0] + self._shared(here, asked)
+            if here.startswith(asked) or behind > begin:
                 return behind
-        return begin + self._shared(text[begin:], after_last_turn(before))
+        return begin + self._shared(text[begin:], self.template.prompt_after(turns[:i], given, before))
 
-    def _start_after_question(self, turns: Turns, tools: list[Any] | None, done: Rendering) -> int | None:
+    def _start_after_question(self, turns: Turns, given: Given, done: Rendering) -> int | None:
         """Where the answer begins that is the first turn: it ends as the same answer after a question does."""
         asked = [{"role": "user", "content": MARKER}, *turns]
-        with_question = self.template.attempt(asked, tools)
+        with_question = self._attempt(asked, given)
         if with_question is None:
             return None
         ours, theirs = (
@@ -196,7 +236,7 @@ class AnswerFinder:
         )
         if not ours or not theirs:
             return None
-        start = self._start(asked, tools, 1, with_question, theirs[0][0])
+        start = self._start(asked, given, 1, with_question, theirs[0][0])
         answer = with_question.text[start : theirs[-1][1]]
         return ours[-1][1] - len(answer) if done.text[ours[0][0] : ours[-1][1]].endswith(answer) else None
 
@@ -230,12 +270,28 @@ class AnswerFinder:
         kept = [(a, left), (right, b)]
         return [p for part in parts for p in (kept if part == (a, b) else [part]) if p[1] > p[0]]
 
-    def _by_prefix(self, turns: Turns, tools: list[Any] | None, i: int, text: str) -> list[Span]:
-        before = self.template.attempt(turns[:i], tools, prompt=True)
-        upto = self.template.attempt(turns[: i + 1], tools) if i + 1 < len(turns) else None
+    def _attempt(self, turns: Turns, given: Given, prompt: bool = False) -> Rendering | None:
+        """A rendering of a part of the chat, counted."""
+        self.rendered += len(turns)
+        return self.template.attempt(turns, given, prompt)
+
+    def _by_prefix(self, turns: Turns, given: Given, i: int, text: str) -> list[Span]:
+        before = self._attempt(turns[:i], given, prompt=True)
+        upto = self._attempt(turns[: i + 1], given) if i + 1 < len(turns) else None
         end = len(text) if i + 1 == len(turns) else len(upto.text) if upto and text.startswith(upto.text) else 0
         start = len(before.text) if before and text.startswith(before.text) else end
         return [(start, end)] if start < end else []
+
+
+def _unwritten(asked: list[str], text: str) -> int:
+    """How many of these do not occur in the text. They stand there in order, so each is first sought behind the one
+    before: a search of the whole text for every turn would take minutes in a long chat."""
+    missing, at = 0, 0
+    for each in asked:
+        found = text.find(each, at)
+        at = found if found >= 0 else at
+        missing += found < 0 and each not in text
+    return missing
 
 
 def _missing(turn: Turn, said: str) -> Lost:

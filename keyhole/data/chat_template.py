@@ -18,6 +18,7 @@ import re
 from functools import cached_property
 from typing import Any
 
+from keyhole.data.formats import OWN_VARIABLES
 from keyhole.data.template_segments import Rendering, Template
 from keyhole.data.turns import FLAGS, Turn, call_as
 
@@ -33,6 +34,7 @@ MARKER, VALUE = "Q0Z", "Z1Q"
 DATE = "26 Jul 2024"
 
 Turns = list[Turn]
+Given = dict[str, Any] | None  # variables of one chat: tools, documents, others by name
 
 
 def bos_ids(tokenizer: Any) -> list[int]:
@@ -69,9 +71,11 @@ class ChatTemplate:
         self.compiled: dict[str, Template] = {}
         special = special_tokens(tokenizer)
         longest_first = sorted(special.values(), key=len, reverse=True)
+        self.special_words = tuple(longest_first)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.stops = {special[i] for i in (tokenizer.eos_token_id, *stop_token_ids) if i in special}
         eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template uses it
+        self.set_by_user = tuple(variables or ())
         self.variables = {**tokenizer.special_tokens_map, **eos, "date_string": DATE, **(variables or {})}
         self.dated = False  # whether a template has used the date
 
@@ -81,23 +85,32 @@ class ChatTemplate:
             return self.given
         return plain_template(self.tokenizer) if self.is_plain else self.tokenizer.get_chat_template(None, tools)
 
-    def run(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> Rendering:
-        """The chat as text, and which message each part belongs to; raises the template's errors."""
-        source = self.source(tools)
+    def _compiled(self, given: Given) -> Template:
+        source = self.source((given or {}).get("tools"))
         if source not in self.compiled:
             self.compiled[source] = Template(source, self.date)
-        done = self.compiled[source].render(turns, {"tools": tools, "add_generation_prompt": prompt, **self.variables})
+        return self.compiled[source]
+
+    def run(self, turns: Turns, given: Given, prompt: bool = False) -> Rendering:
+        """The chat as text, and which message each part belongs to; raises the template's errors."""
+        variables = {"tools": None, **self.variables, **(given or {}), "add_generation_prompt": prompt}
+        done = self._compiled(given).render(turns, variables)
         self.dated |= done.dated
         return done
 
-    def render(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> str:
-        """The chat as text; `prompt` appends the generation prompt."""
-        return self.run(self.ready(turns), tools, prompt).text
+    def unread(self, given: Given) -> tuple[str, ...]:
+        """Variables that the user set, for all chats or for this one, and that the template never reads."""
+        named = [*self.set_by_user, *(name for name in given or () if name not in OWN_VARIABLES)]
+        return tuple(name for name in dict.fromkeys(named) if name not in self._compiled(given).reads)
 
-    def attempt(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> Rendering | None:
+    def render(self, turns: Turns, given: Given, prompt: bool = False) -> str:
+        """The chat as text; `prompt` appends the generation prompt."""
+        return self.run(self.ready(turns), given, prompt).text
+
+    def attempt(self, turns: Turns, given: Given, prompt: bool = False) -> Rendering | None:
         """A rendering, or None if the template refuses such a chat (templates raise any error)."""
         try:
-            return self.run(turns, tools, prompt)
+            return self.run(turns, given, prompt)
         except Exception:
             return None
 
@@ -132,8 +145,16 @@ class ChatTemplate:
     @cached_property
     def generation_prompt(self) -> str:
         """The text that the template writes after a question, before the answer."""
-        done = self.attempt([{"role": "user", "content": MARKER}], None, prompt=True)
-        return after_last_turn(done) if done else ""
+        asked = [{"role": "user", "content": MARKER}]
+        done = self.attempt(asked, None, prompt=True)
+        return self.prompt_after(asked, None, done) if done else ""
+
+    def prompt_after(self, turns: Turns, given: Given, done: Rendering) -> str:
+        """The generation prompt behind these turns, whose rendering with it is `done`: what is written after the loop
+        over them, or, where the template writes it inside of the loop, what it writes more than without it."""
+        if (after := after_last_turn(done)) or (plain := self.attempt(turns, given)) is None:
+            return after
+        return done.text.removeprefix(plain.text) if done.text.startswith(plain.text) else ""
 
 
 def after_last_turn(done: Rendering) -> str:

@@ -57,7 +57,10 @@ class Collector:
         r.lost_calls, r.lost_reasoning = r.lost_calls + tokens.lost.calls, r.lost_reasoning + tokens.lost.reasoning
         r.lost_text, r.empty = r.lost_text + tokens.lost.text, r.empty + tokens.lost.empty
         r.lost_context, r.lost_tools = r.lost_context + tokens.lost.context, r.lost_tools + tokens.lost.tools
-        r.unheard += tokens.lost.unheard
+        r.unheard, r.lost_documents = r.unheard + tokens.lost.unheard, r.lost_documents + tokens.lost.documents
+        for name in tokens.lost.variables:
+            if name in r.lost_variables or len(r.lost_variables) < MOST_KEYS:
+                r.lost_variables[name] = r.lost_variables.get(name, 0) + 1
         for name in tokens.lost.keys:
             if name in r.lost_keys or len(r.lost_keys) < MOST_KEYS:
                 r.lost_keys[name] = r.lost_keys.get(name, 0) + 1

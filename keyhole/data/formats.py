@@ -11,7 +11,12 @@
 
 The first layout of this list whose columns are all present is used, so a file that also has a leftover `prompt` or
 `text` column is read as its richest layout; `data_format` overrides this, and the setting `columns` renames columns.
-Other columns are ignored, except `tools` of a chat, which is passed to the template.
+Other columns are ignored, except those of a chat that are passed to the template (`given`):
+
+    tools                  descriptions of functions                documents      texts to answer from
+    chat_template_kwargs   variables by name, such as {enable_thinking: false}; they replace those of the setting
+
+Each may be written as JSON text.
 
 Strings in prompt and completion are joined byte for byte, even if the tokenizer has a chat template: a written-out
 prompt is used as written, and scoring answers by log-likelihood needs exactly that text. To use the chat template,
@@ -22,7 +27,7 @@ file, row, column and the value found.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keyhole.data.files import Record
@@ -44,15 +49,17 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 
 ROUND = ("user", "assistant")
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, set for every row
 
 
 @dataclass(slots=True)
 class Example:
-    """A chat (`turns`), or plain text split where the answer begins (`turns` is None)."""
+    """A chat (`turns`), or plain text split where the answer begins (`turns` is None). given: what the row gives the
+    chat template besides the turns, by variable."""
 
     record: Record
     turns: list[Turn] | None = None
-    tools: list[dict[str, Any]] | None = None
+    given: dict[str, Any] = field(default_factory=dict)
     prompt: str = ""
     answer: str = ""
 
@@ -88,13 +95,13 @@ def normalise(record: Record, layout: str) -> Example:
             + ("; make it of others: completion: ' {label}'" if missing == ["completion"] else "")
         )
     if layout == "messages":
-        return Example(record, _begun(record, _chat(record, "messages", _turns(record, "messages"))), _tools(record))
+        return Example(record, _begun(record, _chat(record, "messages", _turns(record, "messages"))), _given(record))
     if layout == "conversations":
-        return Example(record, _begun(record, _sharegpt(record)), _tools(record))
+        return Example(record, _begun(record, _sharegpt(record)), _given(record))
     if layout == "prompt_completion":
         return _prompt_completion(record)
     if layout == "alpaca":
-        return Example(record, _alpaca(record))
+        return Example(record, _alpaca(record), _given(record))
     return Example(record, answer=_string(record, "text"))
 
 
@@ -176,7 +183,7 @@ def _prompt_completion(record: Record) -> Example:
     prompt, completion = record.row["prompt"], record.row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         before = [turn | {"weight": 0} for turn in _chat(record, "prompt", prompt)]
-        return Example(record, _begun(record, before + _chat(record, "completion", completion)), _tools(record))
+        return Example(record, _begun(record, before + _chat(record, "completion", completion)), _given(record))
     return Example(record, prompt=_string(record, "prompt"), answer=_string(record, "completion"))
 
 
@@ -211,12 +218,29 @@ def _json(record: Record, place: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _tools(record: Record) -> list[dict[str, Any]] | None:
-    tools = record.row.get("tools")
-    if not tools:
-        return None
-    if isinstance(tools, str):
-        tools = _turns(record, "tools")
-    if not isinstance(tools, list):
-        raise wrong(record, "tools", "a list of tool descriptions", tools)
-    return tools
+def _given(record: Record) -> dict[str, Any]:
+    """What a row gives the chat template besides its turns."""
+    variables = _column(record, "chat_template_kwargs", dict, "an object of variables")
+    if own := [name for name in OWN_VARIABLES if name in variables]:
+        raise UserError(
+            f"{record.where}: column chat_template_kwargs: {own[0]} is no variable to set; tools and documents are "
+            "columns of their own"
+        )
+    lists = {"tools": "a list of tool descriptions", "documents": "a list of documents"}
+    lists = {name: _column(record, name, list, expected) for name, expected in lists.items()}
+    return {name: value for name, value in (variables | lists).items() if value is not None and value != []}
+
+
+def _column(record: Record, name: str, kind: type, expected: str) -> Any:
+    """A list or object for the chat template, also where it is written as JSON; empty if the row has none."""
+    value = record.row.get(name)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            pass
+    if not value:
+        return kind()
+    if not isinstance(value, kind):
+        raise wrong(record, name, expected, value)
+    return value

@@ -79,6 +79,8 @@ def tokenise(
             report.partial = next(records, None) is not None
             break
     report.template = _template_line(renderer, collector)
+    about_chats = ("chat_template", "chat_template_kwargs")
+    report.unused = [key for key in about_chats if getattr(how, key) is not None and not collector.chats]
     foreign = collector.chats and (renderer.template.given or renderer.template.is_plain)
     return collector.dataset(pad_token_id(tokenizer), renderer.template.source() if foreign else None)
 

@@ -172,8 +172,8 @@ def _columns(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; refuses a repeated key, whose second value would silently win."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _Twice(json.dumps(next(key for key in keys if keys.count(key) > 1)))
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise _Twice(json.dumps(twice))
     return found
 
 

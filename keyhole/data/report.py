@@ -1,7 +1,7 @@
 """A report of a few lines: what was read of the data, and how it was changed.
 
 Everything that is lost between the file and the loss is counted and reported as a warning: cut answers, dropped
-samples, tool calls, reasoning, system prompts or questions that the chat template does not write.
+samples, tool calls, reasoning, system prompts, questions or documents that the chat template does not write.
 """
 
 from dataclasses import dataclass, field
@@ -35,6 +35,8 @@ class Report:
     lost_text: int = 0
     lost_context: int = 0
     lost_tools: int = 0
+    lost_documents: int = 0
+    lost_variables: dict[str, int] = field(default_factory=dict)  # variable of the chat template -> chats
     lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> answers
     empty: int = 0
     unheard: int = 0
@@ -48,6 +50,7 @@ class Report:
     mixture: str = ""
     cached: str = ""  # the file that the tokens were read from
     labels: str = ""  # for a classifier: rows per label
+    unused: list[str] = field(default_factory=list)  # settings about chats, where no row is one
     remarks: list[str] = field(default_factory=list)  # about the files (listing.py)
 
     def lines(self) -> list[str]:
@@ -81,6 +84,10 @@ class Report:
     def losses(self) -> list[str]:
         """What is lost between the files and the loss, a line for each kind."""
         out, limit = [*self.remarks], f"max_length={self.max_length}"
+        if self.unused:
+            out.append(
+                f"{' and '.join(self.unused)} {'have' if len(self.unused) > 1 else 'has'} no effect: no row is a chat"
+            )
         if self.truncated and self.labels:
             out.append(f"truncated to {limit}: {self.truncated:,} samples")
         elif self.truncated:
@@ -108,6 +115,11 @@ class Report:
             out.append(f"{self.lost_context:,} turns of system or user have text that {without} as it stands")
         if self.lost_tools:
             out.append(f"{self.lost_tools:,} chats have tools whose descriptions {without}")
+        if self.lost_documents:
+            out.append(f"{self.lost_documents:,} chats have documents that {without}")
+        if self.lost_variables:
+            named = listed(f"{name} ({count:,} chats)" for name, count in self.lost_variables.items())
+            out.append(f"chat_template_kwargs has variables that the chat template does not read: {named}")
         if self.lost_keys:
             named = listed(f"{name} ({count:,})" for name, count in self.lost_keys.items())
             out.append(f"keys of answers, with texts that {without}: {named}")

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from keyhole.data.formats import check_format
+from keyhole.data.formats import OWN_VARIABLES, check_format
 from keyhole.data.row_template import RowTemplate
 from keyhole.errors import UserError, printable
 
@@ -22,7 +22,6 @@ OVERLONG = ("truncate", "split", "drop", "error")
 TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
 AUTO = "auto"
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, set for every row
 BEFORE = 8  # pad_to_multiple_of of runs from before the setting existed
 
 
@@ -65,7 +64,7 @@ class PrepareSettings:
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"max_length={self.max_length}: expected at least 2, one token to read and one to predict")
         if own := [name for name in OWN_VARIABLES if name in (self.chat_template_kwargs or {})]:
-            where = "; write tools into the column tools" if own == ["tools"] else ""
+            where = f"; write {own[0]} into the column {own[0]}" if own[0] in ("tools", "documents") else ""
             raise UserError(f"chat_template_kwargs: {own[0]} comes from the data, row by row; leave it out{where}")
         _ = self.day
 

@@ -20,7 +20,7 @@ import secrets
 from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.visitor import NodeTransformer
 
 from keyhole.data.bill import BUDGET, PER_CHARACTER, Runaway, Watch, size
@@ -113,6 +113,7 @@ class Template:
         marks = [call for call in calls if _is_mark(call)]
         self.has_marks = bool(marks)
         self.is_buffered = len(marks) < len(calls) or parsed.find(BUFFERS) is not None
+        self.reads = meta.find_undeclared_variables(parsed)  # the variables that it takes from outside
         self.program = self.sandbox.from_string(Watched().visit(parsed))
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> Rendering:
@@ -129,7 +130,7 @@ class Template:
     ) -> tuple[str, Watch]:
         budget = BUDGET + PER_CHARACTER * size([messages, variables], BUDGET)
         watch = self.sandbox.watch = Watch(messages, budget, brackets)
-        pieces = self.program.generate(messages=messages, documents=None, **variables)
+        pieces = self.program.generate(**{"documents": None, **variables, "messages": messages})
         return "".join([watch.write(piece) for piece in pieces]), watch
 
     def _bracketed(self, messages: list[dict[str, Any]], variables: dict[str, Any], text: str) -> list[tuple[int, int]]:

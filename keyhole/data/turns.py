@@ -148,6 +148,17 @@ def described_names(tools: list[Any] | None) -> list[str]:
     return [name for name in names if isinstance(name, str) and name.isascii() and name.isidentifier()]
 
 
+def document_texts(given: dict[str, Any]) -> list[str]:
+    """The longest text of each document that a row gives the template: its content, whatever the key is called."""
+    documents = given.get("documents") or ()
+    return [max(texts, key=len) for document in documents if (texts := _texts(document))]
+
+
+def is_written(text: str, where: str) -> bool:
+    """Whether a text occurs somewhere as it stands, or as JSON encodes it."""
+    return any(form in where for form in (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]))
+
+
 def further_texts(turn: Turn) -> dict[str, list[str]]:
     """Keys of a turn without a meaning of their own, and the texts under them."""
     spoken = [key for key in REASONING if isinstance(turn.get(key), str)]

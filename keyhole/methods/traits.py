@@ -133,6 +133,8 @@ class Traits:
     """How the memory of a step could be lowered."""
     faults: Callable[[Any, RunSettings], Iterator[Fault]] = lambda settings, run: iter(())
     """Checks own settings against each other and against those of the run: yields every contradiction."""
+    idle: Callable[[Any, RunSettings], Iterator[Fault]] = lambda settings, run: iter(())
+    """Own settings that others make meaningless: yields each that differs from its default, and why."""
     demo: Demo = Demo()
 
     @property

@@ -305,6 +305,8 @@ class Run:
         evaluated = "" if self.last_eval is None else f"; eval {shown_loss(self.last_eval)}"
         tested = f"; test {text}" if (text := shown(self.reports.metrics.tested.get(best or step, {}), TEST)) else ""
         where = f"the model is in {self.directory.root}" if self.saver.settings.model else "no model was saved"
+        if self.saver.settings.model and (adapter := self.directory.root / "adapter").is_dir():
+            where += f", and its adapters in {adapter}: a program that does not load both (peft does) has half of it"
         self.reports.page.ended(DONE, "" if step == self.total else f"{self.ends}.".capitalize())
         self.display.line(f"done: {step} steps{self.display.summary()}{evaluated}{self._chosen(best)}{tested}; {where}")
         return 0

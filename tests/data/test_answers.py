@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from keyhole.data import answers
+from keyhole.data.answers import AnswerFinder
+from keyhole.data.chat_template import ChatTemplate
 from keyhole.data.files import Record
 from keyhole.data.formats import normalise
 from keyhole.data.render import Renderer
@@ -278,3 +281,66 @@ def test_a_short_name_of_a_call_is_sought_as_a_word() -> None:
     first = chats.CALLING.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]")
     two = [{"function": {"name": name, "arguments": {}}} for name in ("weather", "a")]
     assert first != chats.CALLING and trained(first, talk(tool_calls=two))[1].calls == 1
+
+
+def test_documents_and_variables_of_a_row_reach_the_template() -> None:
+    """They are written as the template writes them; what it never writes or reads is counted, also if a setting has
+    it."""
+    writing = "{% for d in documents or [] %}{{ d.text + '\n' }}{% endfor %}{{ 'short\n' if brief else '' }}"
+    documents = [{"id": "1", "text": "Paris is large,\nand old."}]
+    row = {"messages": chat("Hi", "A."), "documents": documents, "chat_template_kwargs": {"brief": True, "other": None}}
+    as_text = {key: json.dumps(value) for key, value in row.items()}
+    for given in (row, as_text):
+        example = normalise(Record("data.jsonl", "line", 7, given), "messages")
+        tok = tokenizer(writing + chats.CHATML)
+        tokens = Renderer(tok, PrepareSettings())([example])[0]
+        assert tok.decode(tokens.ids_T).startswith("Paris is large,\nand old.\nshort\n<|im_start|>")
+        assert trained_text(tok, tokens) == ["A.<|im_end|>"] and not any(tokens.lost)
+        settings = PrepareSettings(chat_template_kwargs={"enable_thinkng": False})
+        lost = Renderer(tokenizer(chats.CHATML), settings)([example])[0].lost
+        assert lost.documents == 1 and lost.variables == ("enable_thinkng", "brief")
+    encoded = Renderer(tokenizer("{{ documents | tojson }}" + chats.CHATML), PrepareSettings())([example])[0]
+    assert encoded.lost.documents == 0
+
+
+@pytest.mark.parametrize("column", [{"documents": "a text"}, {"chat_template_kwargs": {"tools": []}}], ids=str)
+def test_what_no_template_can_be_given_is_refused(column: dict[str, Any]) -> None:
+    """Documents that are no list, and a variable that is a column of its own."""
+    with pytest.raises(UserError, match=f"line 7: column {next(iter(column))}"):
+        normalise(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A."), **column}), "messages")
+
+
+def test_a_header_is_given_where_the_loop_writes_the_prompt() -> None:
+    """A template that writes the generation prompt inside of its loop, and another line break after the last answer:
+    the second of two answers in a row is trained without its header."""
+    looping = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% if m.role == 'assistant' %}"
+        "{{ eos_token if loop.last else eos_token + '\n' }}{% endif %}"
+        "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
+    )
+    said = [*chat("Hi", "A."), {"role": "assistant", "content": "B."}]
+    assert trained(looping, said)[0] == ["A.</s>", "B.</s>"]
+
+
+@pytest.mark.parametrize(
+    "template", ["CHATML", "THINKING", "CLOSING", "STRICT", "PREFILLED", "CHANNELS", "CALLING", "MARKED"]
+)
+def test_answers_of_a_long_chat_are_found_as_in_a_short_one(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """Most of its beginnings are not rendered again, and the spans are the same."""
+    monkeypatch.setattr(answers, "LONG", 50)
+    said = chat(*[f"word {i}" for i in range(60)])
+    finder = AnswerFinder(ChatTemplate(tokenizer(getattr(chats, template))))
+    example = normalise(Record("data.jsonl", "line", 7, {"messages": said}), "messages")
+    found, rendered = finder.find(example), finder.rendered
+    monkeypatch.setattr(answers, "LONG", 60)
+    assert finder.find(example) == found and len(found.spans) >= 30
+    assert finder.rendered == 0 or template in ("THINKING", "PREFILLED") or rendered < 0.4 * finder.rendered
+
+
+def test_a_chat_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its turns, or by the work that a template makes of them: thousands of them took minutes."""
+    with pytest.raises(UserError, match="line 7: a chat of 4,098 turns; 4,096 are the most"):
+        trained(chats.CHATML, chat("Hi", "A.") * 2049)
+    monkeypatch.setattr(answers, "MOST_RENDERED", 100)
+    with pytest.raises(UserError, match="line 7: a chat of 40 turns, whose answers take too long to find"):
+        trained(chats.CHATML, chat("Hi", "A.") * 20)

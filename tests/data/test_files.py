@@ -22,6 +22,7 @@ from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.errors import UserError
 from tests.data.chats import tokenizer
 
+WIDE = ", ".join(f'"k{i}": 1' for i in range(60_000))
 ROWS = [
     {"prompt": 'a, "b"\nc', "completion": "\u00e9"},
     {"prompt": "x\ty", "completion": "line one\nline two"},
@@ -103,6 +104,7 @@ def test_a_line_of_a_spreadsheet_names_the_delimiter(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "a"}\n["b"]\n', r"a.jsonl, line 2: expected an object .* found list"),
         ("a.jsonl", '{"text": "a"}\n{"text": "a", "n": {"b": 1, "b": 2}}\n', r'line 2: the key "b" stands twice'),
         ("a.json", '[{"text": "a", "text": "b"}]', r'a.json: the key "text" stands twice in one object'),
+        ("a.jsonl", f'{{{WIDE}, "b": 1, "b": 2}}', r'line 1: the key "b" stands twice'),  # and soon: it took a minute
         ("a.jsonl", "", r"a.jsonl: the file holds no rows"),
         ("a.json", "", r"a.json: the file holds no rows"),
         ("a.json", "[]", r"a.json: the file holds no rows"),

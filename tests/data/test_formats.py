@@ -96,7 +96,7 @@ def test_parts_tools_and_nulls() -> None:
     assert turns("messages", messages=[USER, ASSISTANT | {"content": parts}]) == CHAT
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
     example = normalise(record(messages=[USER, calls], tools=[{"name": "f"}]), "messages")
-    assert example.tools == [{"name": "f"}] and "name" not in example.turns[1]
+    assert example.given == {"tools": [{"name": "f"}]} and "name" not in example.turns[1]
 
 
 @pytest.mark.parametrize(

@@ -189,3 +189,16 @@ def test_variables_that_belong_to_the_rows_cannot_be_set(pairs: str, name: str) 
     """add_generation_prompt: true would end every trained chat with the beginning of another answer."""
     with pytest.raises(UserError, match=f"chat_template_kwargs: {name} comes from the data"):
         prepare(pairs, tokenizer(), chat_template_kwargs={name: True})
+
+
+def test_settings_about_chats_are_named_where_they_do_nothing(pairs: str, tmp_path: Path) -> None:
+    """A chat template beside rows that are no chats; a variable that the template never reads, and documents that it
+    does not write."""
+    how = {"chat_template": chats.CHATML, "chat_template_kwargs": {"thinkng": False}}
+    unused = "warning: chat_template and chat_template_kwargs have no effect: no row is a chat"
+    assert prepare(pairs, tokenizer(), **how).report.lines()[-1] == unused
+    talk = write(tmp_path / "chats.jsonl", [{"messages": chat("Hi", "A."), "documents": [{"text": "Long."}]}] * 2)
+    assert prepare(talk, tokenizer(), **how).report.lines()[-2:] == [
+        "warning: 2 chats have documents that the chat template does not write",
+        "warning: chat_template_kwargs has variables that the chat template does not read: thinkng (2 chats)",
+    ]

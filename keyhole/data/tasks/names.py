@@ -1,5 +1,6 @@
 """Names of tasks and of their splits in a config, checked as far as possible without reading a row."""
 
+import os
 from collections.abc import Sequence
 
 from keyhole.data.tasks.spec import SPLITS, is_task_file, is_task_name, own_name, task_name
@@ -43,9 +44,11 @@ def listed_names(names: str | list[str] | None) -> list[str]:
 
 
 def divided(word: str) -> list[str]:
-    """`sst2,rte` is two names; a path with a comma in it is one. Unknown names among others are kept, to be refused
-    by name."""
+    """`sst2,rte` is two names, and so is `sst2,held-out.jsonl` where there is such a file; a path with a comma in it is
+    one. Unknown names among others are kept, to be refused by name."""
+    if os.path.exists(word):
+        return [word]
     parts = [part.strip() for part in word.split(",")]
-    known = [is_task_name(part) for part in parts]
+    known = [is_task_name(part) or os.path.isfile(os.path.expanduser(part)) for part in parts]
     shipped = any(is_task_name(part) and not is_task_file(part) for part in parts)
     return parts if all(known) or (shipped and all(parts) and "/" not in word) else [word]

@@ -6,6 +6,7 @@ Scalars are read as text: YAML's conversions (`no` is False, `1.0` a number) wou
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from keyhole.disk.files import read_small
 from keyhole.errors import UserError, listed, printable
 
 MOST_BYTES = 2**18
+OF_ANSWERS = ("answer", "references", "extract", "stop", "max_new_tokens")  # keys of tasks that generate
 
 
 def read_spec(name: str) -> TaskSpec:
@@ -86,8 +88,8 @@ def _fault(spec: TaskSpec) -> str:
         return f"metric: {spec.metric} {other}"
     if spec.kind != CHOICE and spec.answer is None:
         return f"answer: missing; {spec.metric} needs an answer in free text"
-    strange = ("answer", "references", "extract") if spec.kind == CHOICE else ("candidate", "labels", "right")
-    if extra := [key for key in strange if getattr(spec, key)]:
+    strange = OF_ANSWERS if spec.kind == CHOICE else ("candidate", "labels", "right")
+    if extra := [key for key in strange if getattr(spec, key) != getattr(TaskSpec, key)]:
         other = "answers in free text" if spec.kind == CHOICE else "candidates"
         return f"{listed(extra)}: for tasks with {other}, not with metric {spec.metric}; remove it"
     if spec.kind == CHOICE and spec.right is None and spec.value is None and not spec.has_label:
@@ -98,8 +100,8 @@ def _fault(spec: TaskSpec) -> str:
         return f"metric: f1 is that of the second of two candidates, and there are {len(spec.candidates)}; use macro_f1"
     if spec.labels and isinstance(spec.candidates, tuple) and len(spec.labels) != len(spec.candidates):
         return f"labels: {len(spec.labels)} of them for {len(spec.candidates)} candidates; give one list for each"
-    spellings = [word for words in spec.labels for word in words]
-    if twice := {word for word in spellings if spellings.count(word) > 1}:
+    spellings = Counter(word for words in spec.labels for word in words)
+    if twice := [word for word, count in spellings.items() if count > 1]:
         return f"labels: {listed(sorted(twice))} stands for two candidates"
     if isinstance(spec.candidates, tuple) and spec.candidates and len(set(spec.candidates)) < 2:
         return "candidates: two different texts at least"
@@ -139,12 +141,12 @@ def _texts_of(spec: TaskSpec) -> list[tuple[str, Text]]:
 
 
 def _names_none(text: Text, spec: TaskSpec) -> str:
-    names = [*spec.columns, *spec.let]
+    names = [name for name in (*spec.columns, *spec.let) if name != "label" or spec.kind != CHOICE]
     single = next((name for name in names if f"{{{name}}}" in text.source), None)
     hint = f"; {{{single}}} is plain text here" if single else ""
     return (
         f"{text.source!r:.80} names no column, so every row would ask the same{hint}; write one of {listed(names)} in "
-        f"double braces, such as {{{{ {single or names[0]} }}}}"
+        f"double braces, such as {{{{ {single or (names or ['text'])[0]} }}}}"
     )
 
 
@@ -153,8 +155,9 @@ class _Loader(yaml.BaseLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ValueError(f"line {node.start_mark.line + 1}: {twice[0]} is given twice")
+        if len(set(keys)) < len(keys):
+            twice, _ = Counter(keys).most_common(1)[0]
+            raise ValueError(f"line {node.start_mark.line + 1}: {twice} is given twice")
         return super().construct_mapping(node, deep=True)
 
 

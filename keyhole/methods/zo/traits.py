@@ -94,6 +94,16 @@ def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
         yield "max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip"
 
 
+def _idle(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
+    usual = ZOConfig()
+    if own.beta != usual.beta and own.estimator != "meazo":
+        yield "zo.beta", f"zo.estimator is {own.estimator} (meazo reads it)"
+    if own.refresh != usual.refresh and own.rank is None:
+        yield "zo.refresh", "zo.rank is not set"
+    if own.fp8_steps != usual.fp8_steps and run.wire != "fp8":
+        yield "zo.fp8_steps", "wire is not fp8"
+
+
 def _keeps_factors(own: ZOConfig) -> bool:
     return own.rank is not None and not own.fold
 
@@ -145,5 +155,6 @@ ZO = Traits(
     by_expert=lambda own: not own.compile,
     advice=_advice,
     faults=_faults,
+    idle=_idle,
     demo=Demo(steps=300, lr=1.5e-3, batch_size=32),
 )

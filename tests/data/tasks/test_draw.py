@@ -170,6 +170,18 @@ def test_several_names_in_one_word() -> None:
     """As `keyhole eval` takes them; one that is no task is refused by itself, with the nearest that is one."""
     assert listed_names("sst2, RTE") == ["sst2", "rte"] and listed_names(["a.yaml,b.yaml"]) == ["a.yaml", "b.yaml"]
     assert listed_names("my,own.yaml") == ["my,own.yaml"] and listed_names("x/a,sst2") == ["x/a,sst2"]
+
+
+def test_files_of_questions_may_be_joined_by_a_comma(tmp_path: Path) -> None:
+    """As `keyhole eval --tasks` says; a file whose own name has a comma is one."""
+    for name in ("a.jsonl", "b.csv", "a,b.csv"):
+        (tmp_path / name).touch()
+    assert listed_names(f"{tmp_path}/a.jsonl,sst2, {tmp_path}/b.csv") == [
+        f"{tmp_path}/a.jsonl",
+        "sst2",
+        f"{tmp_path}/b.csv",
+    ]
+    assert listed_names(f"{tmp_path}/a,b.csv") == [f"{tmp_path}/a,b.csv"]
     (mistyped,) = [name for name in listed_names("stt2,rte") if name != "rte"]
     with pytest.raises(UserError, match="no task `stt2`; did you mean `sst2`"):
         read_spec(mistyped)

@@ -39,6 +39,8 @@ WRONG = [
     (GOOD + 'extract: "("', "not a regular expression"),
     (GOOD + "splits: []", "splits: expected names with values"),
     (GOOD + "answer: x", "answer: for tasks with answers in free text"),
+    (GOOD + "stop: x", "stop: for tasks with answers in free text"),
+    (GOOD + "max_new_tokens: 9", "max_new_tokens: for tasks with answers in free text"),
     (GOOD + 'right: "text"', "of no use beside `right`"),
     (GOOD.replace("[no, yes]", "[a, b, c]").replace("[yes, 1]]", "[yes], [1]]").replace("accuracy", "f1"),
      "there are 3; use macro_f1"),
@@ -46,7 +48,7 @@ WRONG = [
      "labels: for tasks with candidates"),
     (GOOD.replace("{{ text }}", "{text} is"),
      "prompt: '{text} is\\n' names no column, so every row would ask the same; {text} is plain text here; write one of "
-     "text, label in double braces, such as {{ text }}"),
+     "text in double braces, such as {{ text }}"),
     (GOOD.replace("{{ text }}", "{{ half }}") + 'let: {half: "1"}', "names no column"),
     (GOOD + "texts: [text]", "texts: 'text' names no column"),
     (GOOD.replace("candidates: [no, yes]", 'answer: "{{ text }}"').replace("{{ text }}\\n", "Say it:")
