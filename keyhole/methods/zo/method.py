@@ -260,6 +260,11 @@ class ZO(Method):
         """The flush of the update, which outlives the method."""
         return self.update.flush
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no update waits for the next visit of the weights."""
+        return self.pending is None
+
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""
         apart = self.factors is not None and unit.index in self.factors.units
