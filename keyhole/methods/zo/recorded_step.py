@@ -21,9 +21,9 @@ reads a number on the host, or memory runs out) runs eagerly from then on.
 With low-rank directions (low_rank/) a step is captured as well, except for the first step of a period, which folds, and
 for all steps if factors are kept, because their addresses change every period.
 
-These also run eagerly: the first steps of a shape, steps while a checkpoint watches the weights, streamed units, runs
-with a budget, several ranks. Bytes: the activations of one step, in a memory pool that all graphs share; during
-capture, the weights twice.
+These also run eagerly: the first steps of a shape, steps while a checkpoint watches the weights or a module has a hook
+of the user's, streamed units, runs with a budget, several ranks. Bytes: the activations of one step, in a memory pool
+that all graphs share; during capture, the weights twice.
 """
 
 import weakref
@@ -41,6 +41,7 @@ from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.memory import launched_as_graphs
+from keyhole.model.forward.users_hooks import UsersHooks
 
 if TYPE_CHECKING:
     from keyhole.methods.zo.method import ZO
@@ -86,6 +87,7 @@ class RecordedSteps:
         self.possible = self.possible and model.formats.codec is None
         self.recordings: dict[Hashable, Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
+        self.hooks = UsersHooks(model.module.modules())
         self.replays, self.why = 0, ""  # why: the reason of the last capture that failed
         self.before, self.now = StepNumbers(model.device), StepNumbers(model.device)
         self.coef: torch.Tensor | None = None
@@ -116,7 +118,7 @@ class RecordedSteps:
 
     def _is_usual(self, looks: Looks) -> bool:
         """Whether every unit lacks exactly the last update, and no checkpoint, gate or timeline observes the step."""
-        if not self.possible:
+        if not self.possible or self.hooks.any():
             return False
         engine, update = self.method.model.engine, self.method.update
         watched = engine.watch is not None or engine.gate is not None or engine.timeline.enabled

@@ -167,3 +167,19 @@ def test_graphs_give_the_same_bits(name: str, dtype: str) -> None:
     assert recorded[2].recorded.replays >= 2, recorded[2].recorded.why
     assert recorded[0] == plain[0]
     assert all(map(torch.equal, recorded[1], plain[1]))
+
+
+def test_a_step_with_a_hook_of_the_user_s_is_not_replayed() -> None:
+    """It would not be called; after it is removed, the recording is used again."""
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    method = keyhole.ZO(model, 1e-3)
+    method.recorded = Imitated(method)
+    for step in range(6):
+        method.step(batch(seed=step))
+    replays = method.recorded.replays
+    handle = model.module.model.norm.register_forward_hook(lambda *_: None)
+    method.step(batch())
+    assert method.recorded.replays == replays > 0
+    handle.remove()
+    method.step(batch())
+    assert method.recorded.replays == replays + 1
