@@ -8,8 +8,8 @@ A method lives in one folder:
 
 It has one line in the table of methods/__init__.py. A subclass defines __init__, step, state_dict and load_state_dict.
 `Method` wraps its step: the caller's autocast, no_grad and inference mode are off, the rate that a torch scheduler has
-set is used, what is no rate is refused, what the caller has changed by hand is taken up (model/by_hand.py), and the
-model is told that its weights have changed.
+set is used, what is no rate is refused, what the caller has changed by hand is taken up (model/by_hand.py) or refused
+(step_checks.py), and the model is told that its weights have changed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from keyhole.errors import UserError
+from keyhole.methods.step_checks import check_step, drop_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,8 @@ class Method:
     lr: float
     keeps_base: bool = False
     """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
+    may_freeze: bool = True
+    """Whether parameters may be frozen between its steps: it trains what gets a gradient."""
     light: bool = False
     """Whether its checkpoints hold only its own tensors (Traits.light)."""
 
@@ -216,9 +219,13 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
         checked_rate(method.rate if isinstance(method.rate, int | float) else 0.0)
         with without_autocast(), with_gradients():
             method.model.step_begins()
+            check_step(method)
             try:
                 found = step(*args, **options)
                 method.model.weights_changed()
+            except BaseException:
+                drop_gradients(method)
+                raise
             finally:
                 method.model.step_ends()
         return found

@@ -58,9 +58,6 @@ class TorchOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: no gradient is kept."""
-
     def state_dict(self) -> dict[str, Any]:
         """The method's state, and the rate that schedulers have set. Flushes."""
         self._share_rate()

@@ -95,6 +95,7 @@ class AttachedMethods:
         self.is_flushed = False  # since the last step: the caller may change weights in any way
         self._steps_now = False
         self._writes = False  # the last step may still be writing homes
+        self.trained: weakref.WeakKeyDictionary[Attached, list[bool]] = weakref.WeakKeyDictionary()  # when it was made
         self._attached: weakref.WeakSet[Attached] = weakref.WeakSet()
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._has_graph = False  # the module was called by itself, with gradients, since the last step
@@ -122,6 +123,7 @@ class AttachedMethods:
             self._deferred.append((weakref.ref(method), method.deferred))
         model.addon = method.addon or model.addon  # adapters stay in the module
         self._attached.add(method)
+        self.trained[method] = [tensor.param.requires_grad for tensor in model.layout.tensors]
         model.by_hand.note()
 
     def _beside(self, model: "Model", method: Attached | None = None) -> list[nn.Parameter]:

@@ -61,6 +61,7 @@ class ZO(Method):
     (defaults.py)."""
 
     name = "zo"
+    may_freeze = False  # spans of trained weights are cut once
 
     def __init__(
         self,

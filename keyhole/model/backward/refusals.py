@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 from keyhole.model.backward.memory import HELD
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
@@ -69,6 +69,18 @@ def _scales() -> set[float]:
     """The factors of all GradScalers in use."""
     scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]  # isinstance asks dead proxies
     return {scaler.get_scale() for scaler in scalers if scaler.is_enabled()}
+
+
+def check_hooks(model: Model) -> None:
+    """UserError if a parameter has a hook for its gradient: in a step most gradients exist in part only, or as factors,
+    and the hook would not be called with them."""
+    hooked = [tensor.name for tensor in model.layout.tensors if tensor.param._backward_hooks]
+    if hooked:
+        raise UserError(
+            f"step(batch): {listed(hooked)} has a gradient hook (register_hook), which a step does not call, since it "
+            "never holds all of a gradient. backward(loss) calls it; for clipping there are max_grad_norm and (lomo) "
+            "clip_value"
+        )
 
 
 @contextmanager
