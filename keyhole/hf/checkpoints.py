@@ -125,7 +125,7 @@ def load_weights(directory: Path, model: Model) -> None:
         raise UserError(
             f"resume_from_checkpoint: the weights in {directory} are not those of this model: {error}"
         ) from error
-    model.engine.invalidate()
+    model.homes_written()
 
 
 def warn_of_rate(scheduler: Any, asked: float) -> None:

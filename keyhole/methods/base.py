@@ -7,8 +7,9 @@ A method lives in one folder:
     memory.py    the bytes that it needs, as functions of shapes (methods/workload.py)
 
 It has one line in the table of methods/__init__.py. A subclass defines __init__, step, state_dict and load_state_dict.
-`Method` wraps its step: the caller's autocast is off, the rate that a torch scheduler has set is used, what is no rate
-is refused, and the model is told that its weights have changed.
+`Method` wraps its step: the caller's autocast, no_grad and inference mode are off, the rate that a torch scheduler has
+set is used, what is no rate is refused, what the caller has changed by hand is taken up (model/by_hand.py) or refused
+(step_checks.py), and the model is told that its weights have changed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from keyhole.errors import UserError
+from keyhole.methods.step_checks import check_step, drop_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +60,8 @@ class Method:
     lr: float
     keeps_base: bool = False
     """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
+    may_freeze: bool = True
+    """Whether parameters may be frozen between its steps: it trains what gets a gradient."""
     light: bool = False
     """Whether its checkpoints hold only its own tensors (Traits.light)."""
 
@@ -67,6 +71,8 @@ class Method:
         else."""
         if "load_state_dict" in vars(cls):
             cls.load_state_dict = _of_this_method(cls.load_state_dict)  # type: ignore[method-assign]
+        if "flush" in vars(cls):
+            cls.flush = _hands_over(cls.flush)  # type: ignore[method-assign]
         for name in {"step", "backward"} & vars(cls).keys():
             setattr(cls, name, _without_autocast(vars(cls)[name]))
 
@@ -125,7 +131,10 @@ class Method:
         raise NotImplementedError  # abstract
 
     def flush(self) -> None:
-        """Applies deferred updates: afterwards the weights at home are those after the last step."""
+        """Applies deferred updates: afterwards the weights at home are those after the last step, and the caller may
+        change them."""
+        self.model.check_changes()
+        self.model.flushed()
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step for the log; device scalars are not read here."""
@@ -157,6 +166,11 @@ class Method:
     def deferred(self) -> Callable[[], None] | None:
         """A function that applies updates that the weights at home lack; None if updates are never deferred."""
         return None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the weights at home hold all updates made so far, so that a caller may change them."""
+        return True
 
     @property
     def addon(self) -> Addon | None:
@@ -192,22 +206,43 @@ class Method:
 def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def exact(*args: Any, **options: Any) -> Any:
-        from keyhole.ops.autocast import without_autocast  # here, so that rows can be read without torch
+        from keyhole.ops.autocast import with_gradients, without_autocast  # here: rows can be read without torch
 
-        shell = vars(args[0]).get("_torch_optimizer") if args else None
+        if not args:
+            return step(*args, **options)  # the error of a missing self
+        method = args[0]
+        shell = vars(method).get("_torch_optimizer")
         if shell is not None:
             shell.sync()
-        if args and args[0].model.lens is not None:
+        if method.model.lens is not None:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
-        if args:
-            checked_rate(args[0].rate if isinstance(args[0].rate, int | float) else 0.0)
-        with without_autocast():
-            found = step(*args, **options)
-        if args:
-            args[0].model.weights_changed()
+        checked_rate(method.rate if isinstance(method.rate, int | float) else 0.0)
+        with without_autocast(), with_gradients():
+            method.model.step_begins()
+            check_step(method)
+            try:
+                found = step(*args, **options)
+                method.model.weights_changed()
+            except BaseException:
+                drop_gradients(method)
+                raise
+            finally:
+                method.model.step_ends()
         return found
 
     return exact
+
+
+def _hands_over(flush: Callable[..., None]) -> Callable[..., None]:
+    """Tells the model that a method's updates are at home: the caller may change weights now."""
+
+    @wraps(flush)
+    def handed_over(self: Method) -> None:
+        self.model.check_changes()
+        flush(self)
+        self.model.flushed()
+
+    return handed_over
 
 
 def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:

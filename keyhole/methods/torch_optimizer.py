@@ -6,6 +6,13 @@
 A method updates weights within its own step, so `step` here does nothing. The group's `lr` and the method's `lr` are
 one number: the one that was changed since the last step of the method wins (the group's, if both were). Other numbers
 of an update are the method's own settings; one that is written into the group would have no effect, and is refused.
+
+Its state is the method's, and the group's rate:
+
+    {"state": method.state_dict(), "param_groups": [{"lr": .., "params": [0, 1, ..], ..}], "method": name}
+
+so that a loop that saves optimizer.state_dict(), as loops do, goes on where it was. (`method.state_dict()` alone holds
+no rate.) States are views, as the method's are: save them before the next step.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
     from keyhole.methods.base import Method
 
 NOT_READ = ("weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "amsgrad", "maximize")
+METHOD = "method"
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -50,8 +58,30 @@ class TorchOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: no gradient is kept."""
+    def state_dict(self) -> dict[str, Any]:
+        """The method's state, and the rate that schedulers have set. Flushes."""
+        self._share_rate()
+        groups = [{**group, "params": list(range(len(group["params"])))} for group in self.param_groups]
+        return {"state": self.method.state_dict(), "param_groups": groups, METHOD: self.method.name}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of a method with the same name. UserError if the state holds a rate only, or is of something else."""
+        found = state_dict.get(METHOD) if isinstance(state_dict, dict) else None
+        if found != self.method.name:
+            what = "no method's" if found is None else f"that of {found}"
+            raise UserError(
+                f"torch_optimizer.load_state_dict: this state is {what}, expected one that torch_optimizer.state_dict "
+                f"of {self.method.name} returned (those of keyhole 0.1 hold the rate only: the method would begin anew)"
+            )
+        (group,) = state_dict["param_groups"]
+        if len(group["params"]) != len(self.param_groups[0]["params"]):
+            raise UserError(
+                f"torch_optimizer.load_state_dict: the state is of {len(group['params'])} parameters, this method "
+                f"trains {len(self.param_groups[0]['params'])}"
+            )
+        self.method.load_state_dict(state_dict["state"])
+        self.param_groups[0].update({key: value for key, value in group.items() if key != "params"})
+        self._share_rate()
 
     def sync(self) -> None:
         """Called before a step of the method: makes both rates equal. UserError for a setting of the group that the
@@ -62,6 +92,11 @@ class TorchOptimizer(torch.optim.Optimizer):
                 f"param_groups: {unread} has no effect here, only lr has; give it to {type(self.method).__name__}, if "
                 "it has such a setting"
             )
+        self._share_rate()
+        self._opt_called = True  # schedulers check this before they step
+
+    def _share_rate(self) -> None:
+        """Makes both rates equal."""
         rates = {float(group["lr"]) for group in self.param_groups}
         rate = next((r for r in rates if r != self.seen), None)
         if rate is not None:
@@ -69,4 +104,3 @@ class TorchOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = self.method.lr
         self.seen = self.method.lr
-        self._opt_called = True  # schedulers check this before they step

@@ -8,7 +8,8 @@ attaches:
 The model applies deferred updates before its weights are read or another method trains them, also after the method that
 deferred them was deleted. A caller may also use the module by itself, as any PyTorch module (forward/hooks.py notices):
 then the updates are applied first, too, and after the next step autograd refuses to differentiate the caller's graph,
-because it was built with older weights.
+because it was built with older weights. What a caller changes in the module by hand (by_hand.py) is taken up before the
+weights are used again, or refused while a method still has an update to write.
 """
 
 import weakref
@@ -20,9 +21,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 from keyhole.model.structure.added_loss import check_loss
-from keyhole.model.structure.layout import FlatTensor, Layout
+from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.autocast import without_autocast
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class Attached(Protocol):
         model keeps it, so it must not hold a reference to the method or the model."""
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the weights at home hold all of its updates."""
+
+    @property
     def addon(self) -> Addon | None:
         """None if the method trains only the model's own weights."""
 
@@ -86,13 +91,20 @@ class AttachedMethods:
 
     def __init__(self) -> None:
         self.steps = 0  # by all methods: one that keeps a copy of the weights sees that another has changed them
+        self.changes = 0  # by hand, as often as some were found: the same for them
+        self.is_flushed = False  # since the last step: the caller may change weights in any way
+        self._steps_now = False
+        self._writes = False  # the last step may still be writing homes
+        self.trained: weakref.WeakKeyDictionary[Attached, list[bool]] = weakref.WeakKeyDictionary()  # when it was made
+        self._attached: weakref.WeakSet[Attached] = weakref.WeakSet()
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._has_graph = False  # the module was called by itself, with gradients, since the last step
 
     def attach(self, model: "Model", method: Attached) -> None:
         """Called for a new method. Updates that other methods have deferred are applied first."""
         check_loss(model.config)
-        _check_parameters(model)
+        if self._attached:
+            self.take_changes(model)
         if model.formats.frozen is not None and not method.keeps_base:
             raise UserError(
                 f"wire: {model.formats.name} weights are frozen, and {method.name} would change them: their grid is "
@@ -104,10 +116,47 @@ class AttachedMethods:
             model.factors.settle()
         if model.placed is not None:
             model.placed.check_method(method.name)
+        model.by_hand.check_parameters(self._beside(model, method))
+        self.take_changes(model)
         self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # these may step on
         if method.deferred is not None:
             self._deferred.append((weakref.ref(method), method.deferred))
         model.addon = method.addon or model.addon  # adapters stay in the module
+        self._attached.add(method)
+        self.trained[method] = [tensor.param.requires_grad for tensor in model.layout.tensors]
+        model.by_hand.note()
+
+    def _beside(self, model: "Model", method: Attached | None = None) -> list[nn.Parameter]:
+        addons = [addon for addon in (model.addon, method and method.addon) if addon is not None]
+        return [param for addon in addons for param in addon.params.values()]
+
+    def take_changes(self, model: "Model") -> None:
+        """Called before weights are used: takes up what the caller has changed by hand. UserError for a change that
+        cannot be, once: then the weights are what they are."""
+        if self._steps_now or model.conductor is not None or model.lens is not None:
+            return  # within a step or a pass
+        if self.is_flushed and model.engine.streamed:
+            model.engine.invalidate()
+        if self._attached:
+            model.by_hand.check_parameters(self._beside(model))
+        changed = model.by_hand.take()
+        if not changed:
+            return
+        self.changes += 1
+        model.engine.invalidate()
+        late = next((method.name for method in self._attached if not method.is_settled), None)
+        if late is not None or self._writes:
+            raise UserError(
+                f"model: {listed(changed)} was changed by hand while the last step"
+                f"{'' if late is None else ' of ' + late} was still to be written, and the two are mixed now. Call "
+                "flush() of the method before you change weights; then write them again"
+            )
+        beside = set() if model.factors is None else {t.name for t in model.layout.tensors if _has_factor(model, t)}
+        if beside & set(changed):
+            raise UserError(
+                f"model: {listed(sorted(beside & set(changed)))} was changed by hand, but the low-rank factors that "
+                "were trained beside it would be added to the new weights. Save the model, load it, and change that"
+            )
 
     @without_autocast()
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
@@ -130,26 +179,44 @@ class AttachedMethods:
                 f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
                 "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
             )
+        self.take_changes(model)
         self.apply_deferred()
         if model.engine.gate is not None or model.engine.streamed:
             model.engine.wait_for_homes()
+            self._writes = False
         self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
 
-    def step_done(self, layout: Layout) -> None:
+    def step_done(self, model: "Model") -> None:
         """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
         self.steps += 1
         if self._has_graph:
-            increment_version([tensor.param for tensor in layout.tensors])
+            increment_version([tensor.param for tensor in model.layout.tensors])
             self._has_graph = False
 
+    def step_begins(self, model: "Model") -> None:
+        """Called before a step."""
+        self.take_changes(model)
+        self._steps_now = True
 
-def _check_parameters(model: "Model") -> None:
-    """Refuses a module of which a caller has replaced a parameter since it was loaded (resize_token_embeddings does):
-    the new one would never be trained or saved."""
-    there = {id(param) for param in model.module.parameters()}
-    gone = next((tensor.name for tensor in model.layout.tensors if id(tensor.param) not in there), None)
-    if gone is not None:
-        raise UserError(
-            f"model: {gone} was replaced or resized after keyhole.load, and the new weights would not be trained; save "
-            "a model with the weights it needs first (AutoModelForCausalLM, save_pretrained), and load that"
-        )
+    def step_ends(self, model: "Model") -> None:
+        """Called after a step, also one that ended in an error."""
+        self.is_flushed = self._steps_now = False
+        self._writes = model.engine.cuda and bool(model.engine.streamed)
+        model.by_hand.note()
+
+    def flushed(self, model: "Model") -> None:
+        """Called after the flush of a method. The caller may change weights through `.data` now, of which torch does
+        not tell: until the next step, nothing that was uploaded before is used. (Ranks upload together: theirs is.)"""
+        if self._steps_now or model.ranks.several or model.sharded:
+            return
+        model.engine.wait_for_homes()
+        self.is_flushed, self._writes = True, False
+
+    def homes_written(self, model: "Model") -> None:
+        """Called after other code has written homes, as a caller may by hand."""
+        self.changes += 1
+        model.engine.invalidate()
+
+
+def _has_factor(model: "Model", tensor: FlatTensor) -> bool:
+    return model.factors.sample(tensor) is not None

@@ -220,7 +220,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """x on the device, ready for kernels launched from here on."""
     if device.type != "cuda" or x.device.type != "cpu":
-        return x.to(device)
+        moved = x.to(device)
+        return moved.clone() if moved.is_inference() else moved  # autograd refuses tensors of inference mode
     stream, kernels = _stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
         moved = x.pin_memory().to(device, non_blocking=True)

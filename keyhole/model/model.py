@@ -10,6 +10,7 @@
     head      batches -> hidden states -> logits (model/forward/head.py), or -> logits of classes (classification.py)
     device_weights    a unit's weights on the device, in the dtype of compute (model/forward/device_weights.py)
     methods   the methods that train it, and the updates that they have deferred (model/attached.py)
+    by_hand   what a caller has changed in the module between steps (model/by_hand.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
@@ -33,6 +34,7 @@ from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
 from keyhole.model.attached import Addon, Attached, AttachedMethods, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list, hides_tokens
+from keyhole.model.by_hand import ByHand
 from keyhole.model.causality import is_causal
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
@@ -112,6 +114,7 @@ class Model:
         foreign = frozenset(page for page in engine.shared if not writes_home(self, page))
         self.homes = Homes(layout, engine.homes, formats, self.device, foreign, engine.parts())
         self.sharded = bool(engine.parts())
+        self.by_hand = ByHand(module, layout, self.homes)
         self.call_others: Callable[[str], None] = lambda what: None  # leader: makes the other ranks write their parts
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self.device_weights = DeviceWeights(engine, self.binding, formats)
@@ -326,15 +329,37 @@ class Model:
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
         """Afterwards the weights at home are those after the last step of every method; with before_step_of, of every
         other method."""
+        if before_step_of is None:
+            self.methods.take_changes(self)
         self.methods.apply_deferred(before_step_of)
 
     def used_directly(self, what: str) -> None:
         """Called before the module's own forward or save_pretrained."""
         self.methods.used_directly(self, what)
 
+    def step_begins(self) -> None:
+        """Called before a step of a method."""
+        self.methods.step_begins(self)
+
+    def step_ends(self) -> None:
+        """Called after a step, also one that ended in an error."""
+        self.methods.step_ends(self)
+
+    def check_changes(self) -> None:
+        """Takes up what the caller has changed by hand; UserError if that cannot be."""
+        self.methods.take_changes(self)
+
+    def homes_written(self) -> None:
+        """Called after weights were read into the homes of a model that methods train."""
+        self.methods.homes_written(self)
+
+    def flushed(self) -> None:
+        """Called after a method was flushed."""
+        self.methods.flushed(self)
+
     def weights_changed(self) -> None:
-        """Called after a step."""
-        self.methods.step_done(self.layout)
+        """Called after a step that ended well."""
+        self.methods.step_done(self)
 
     @property
     def steps(self) -> int:

@@ -1,9 +1,10 @@
-"""Disables a caller's autocast inside keyhole.
+"""Disables a caller's autocast, no_grad and inference mode inside keyhole.
 
 torch.autocast casts the inputs of products, in the thread that entered it. The passes of a step run in threads of their
 own (model/forward/lockstep.py), so a caller's autocast would affect the head and not the blocks. A model computes
 entirely in the dtype that it was loaded with: steps, evaluation and generation run with autocast off, and restore it
-when they return.
+when they return. A step computes gradients and keeps tensors for later ones, so it runs as outside of the caller's
+no_grad and inference mode.
 """
 
 from collections.abc import Iterator
@@ -25,3 +26,14 @@ def without_autocast() -> Iterator[None]:
     finally:
         for device in on:
             torch.set_autocast_enabled(device, True)
+
+
+@contextmanager
+def with_gradients() -> Iterator[None]:
+    """A context in which gradients are on, and tensors are ordinary ones."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    else:
+        with torch.enable_grad():
+            yield

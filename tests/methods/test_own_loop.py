@@ -310,3 +310,134 @@ def test_what_is_no_prompt_is_refused(ids: Any, says: str) -> None:
     for use in (model.generate, lambda given: model.logits({"input_ids": given}), lambda given: model.logits([given])):
         with pytest.raises(UserError, match=f"{says}|batch: found a (int|Tensor), expected a dict"):
             use(ids)
+
+
+@in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adamw"))
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_is_the_same_in_the_caller_s_no_grad_and_inference_mode(name: str) -> None:
+    """Batches that were made there, too; and the steps after it."""
+    if "lora" in name:
+        pytest.importorskip("peft")
+    found = []
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        model = load("llama")
+        method = METHODS[name].load()(model, 1e-3, **({"d": 16, "r": 2} if name == "lsp" else {}))
+        with mode():
+            method.step([{key: x.clone() for key, x in batch.items()} for batch in micro_batches(0, 1)])
+        method.step(micro_batches(1, 1))
+        method.flush()
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], one[key]) for one in found for key in one)
+
+
+@pytest.mark.parametrize("cls", [keyhole.LOMO, keyhole.LSP, keyhole.AdamOffload])
+def test_a_loss_that_a_scaler_has_multiplied_is_refused(cls: type) -> None:
+    """Its factor, 65536, would be part of the update; with a division for accumulation around it, too. A weight of the
+    user's own is a weight, and a scaler that is off does nothing."""
+    model = load("llama")
+    method, scaler = cls(model, 1e-3), torch.amp.GradScaler("cpu")
+    for scaled in (scaler.scale, lambda loss: scaler.scale(loss) / 4, lambda loss: scaler.scale(loss * 0.5)):
+        before = weights(model)
+        with pytest.raises(UserError, match="a GradScaler has multiplied this loss"):
+            method.backward(scaled(plain_loss(model.module, micro_batches(0, 1))))
+        assert all(torch.equal(before[name], now) for name, now in weights(model).items())
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for kept in (off.scale, lambda loss: loss * torch.tensor(2.0), lambda loss: loss / 4, lambda loss: 65536.0 * loss):
+        method.backward(kept(plain_loss(model.module, micro_batches(0, 1))))
+
+
+@in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "adamw"))
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "lora"])
+def test_the_state_of_the_torch_optimizer_is_that_of_the_method(name: str, tmp_path: Path) -> None:
+    """A loop that saves the optimizer and the scheduler, as loops do, goes on to the bit: moments, counts and rate."""
+    if "lora" in name:
+        pytest.importorskip("peft")
+    own = {"d": 16, "r": 2} if name == "lsp" else {}
+    runs = []
+    for stops in (False, True):
+        model = load("llama")
+        method = METHODS[name].load()(model, 1e-3, **own)
+        scheduler = SCHEDULERS["lambda"](method.torch_optimizer)
+        for t in range(3):
+            if stops and t == 2:
+                kept = {"optimizer": method.torch_optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+                torch.save(kept, tmp_path / "state.pt")
+                saved, model = weights(model), load("llama")
+                with torch.no_grad():
+                    for tensor in model.layout.tensors:
+                        tensor.param.copy_(saved[tensor.name])
+                method = METHODS[name].load()(model, 7.0, **own)
+                scheduler = SCHEDULERS["lambda"](method.torch_optimizer)
+                kept = torch.load(tmp_path / "state.pt", weights_only=True)
+                method.torch_optimizer.load_state_dict(kept["optimizer"])
+                scheduler.load_state_dict(kept["scheduler"])
+            method.step(micro_batches(t, 1))
+            scheduler.step()
+        method.flush()
+        runs.append((weights(model), method.param_groups[0]["lr"]))
+    assert runs[0][1] == runs[1][1]
+    if name != "lomo-lora":  # its weights are saved with the adapters added
+        assert all(torch.equal(runs[0][0][key], runs[1][0][key]) for key in runs[0][0])
+
+
+def test_a_torch_optimizer_s_state_that_would_lose_something_is_refused() -> None:
+    """One that holds the rate only, as those of earlier versions, or that of torch or of another method."""
+    shell = keyhole.AdamOffload(load("llama"), 1e-3).torch_optimizer
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    for state in ({"state": {}, "param_groups": shell.state_dict()["param_groups"]}, plain.state_dict(), None):
+        with pytest.raises(UserError, match="this state is no method's, expected one"):
+            shell.load_state_dict(state)
+    with pytest.raises(UserError, match="this state is that of lomo, expected one"):
+        shell.load_state_dict(keyhole.LOMO(load("llama"), 1e-3).torch_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("cls", [keyhole.LOMO, keyhole.LSP, keyhole.AdamOffload, keyhole.AdamW])
+def test_gradients_that_the_caller_has_left_are_refused(cls: type) -> None:
+    """They were added to those of the step, silently. Cleared, also through the optimizer's own zero_grad, the step is
+    that of its batch."""
+    found = []
+    for looks in (False, True):
+        model = load("llama")
+        method = cls(model, 1e-3)
+        if looks:
+            plain_loss(model.module, micro_batches(5, 1)).backward()
+            with pytest.raises(UserError, match=r"gradients: loss.backward\(\) has left some in .*zero_grad"):
+                method.step(micro_batches(0, 1))
+            method.torch_optimizer.zero_grad()
+        method.step(micro_batches(0, 1))
+        method.flush()
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("name", ["zo", "lomo", "lsp", "adam-offload", "adamw"])
+def test_a_parameter_that_is_trained_only_later_is_refused(name: str) -> None:
+    """The method was made without it. Frozen later, it stays as it is, or is refused by a method without gradients."""
+    own = {"d": 16, "r": 2, "learn": False} if name == "lsp" else {}
+    later, frozen = load("llama"), load("llama")
+    later.module.model.norm.weight.requires_grad_(False)
+    methods = [METHODS[name].load()(model, 1e-3, **own) for model in (later, frozen)]
+    later.module.model.norm.weight.requires_grad_(True)
+    with pytest.raises(UserError, match="norm.weight did not require gradients when .* was made, and would not be"):
+        methods[0].step(micro_batches(0, 1))
+    frozen.module.model.norm.weight.requires_grad_(False)
+    before = weights(frozen)["model.norm.weight"]
+    if name == "zo":
+        with pytest.raises(UserError, match="norm.weight was frozen after zo was made, which would still change it"):
+            methods[1].step(micro_batches(0, 1))
+        return
+    methods[1].step(micro_batches(0, 1))
+    methods[1].flush()
+    assert torch.equal(before, weights(frozen)["model.norm.weight"])
+
+
+@pytest.mark.parametrize("cls", [keyhole.LOMO, keyhole.LSP, keyhole.AdamOffload])
+def test_a_gradient_hook_is_called_by_backward_and_refused_by_step(cls: type) -> None:
+    """A step has gradients as factors and in chunks; the hook got None."""
+    model = load("llama")
+    method, calls = cls(model, 1e-3), []
+    model.module.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: calls.append(grad.shape))
+    with pytest.raises(UserError, match=r"up_proj.weight has a gradient hook \(register_hook\), which a step does not"):
+        method.step(micro_batches(0, 1))
+    method.backward(plain_loss(model.module, micro_batches(0, 1)))
+    assert len(calls) == (2 if cls is keyhole.LSP else 1), "lsp learns its projectors from a pass of its own"

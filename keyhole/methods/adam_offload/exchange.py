@@ -67,6 +67,7 @@ class Exchange:
         self.source = self.staging if masters is None else self.staging | masters
         self.leaving: set[int] = set()  # pages whose gradients are being sent and that have no job yet
         self.rewritten: set[int] = set()  # pages whose change must still be reported to a watch
+        self.is_drained = True  # since the last gradient: whoever writes a home now is not overwritten
         self.wait_s = 0.0  # how long the launching thread has waited for jobs
         if self.cuda:
             self.up = torch.cuda.Stream(engine.device)
@@ -92,6 +93,7 @@ class Exchange:
         if page not in self.leaving:
             self.will_change(page)
         self.leaving.add(page)
+        self.is_drained = False
         self.rewritten.add(page)
         buffer = self.staging[page][begin : begin + grad.numel()]
         grad = grad.to(buffer.dtype).reshape(-1)
@@ -189,6 +191,7 @@ class Exchange:
             self.complete(page)
         self.incomplete.clear()
         self._report()
+        self.is_drained = True
 
     def _report(self) -> None:
         while self.rewritten:

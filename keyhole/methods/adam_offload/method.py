@@ -28,6 +28,10 @@ If a gradient is not finite: with max_grad_norm (or monolithic) the step changes
 already have been updated; if any was, the run stops at once, since the weights then mix two steps. (A non-finite loss
 makes every gradient non-finite, and then nothing has changed.)
 
+The masters were made from the weights. If these change otherwise, by another method or by the caller's own code, the
+masters take over what has changed before the next step (`_follow`): the model tells of both (model/by_hand.py), and of
+a change through `.data`, of which torch does not tell, a fingerprint of the weights since the last flush.
+
 On several ranks each keeps and updates a shard of the units: shards.py.
 """
 
@@ -41,6 +45,7 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods import shards
 from keyhole.methods.adam_offload.exchange import Exchange
+from keyhole.methods.adam_offload.fingerprint import fingerprint
 from keyhole.methods.adam_offload.gpu_updates import open_lane
 from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state, waiting_bytes
@@ -121,13 +126,15 @@ class AdamOffload(Method):
         self.current: AdamStep | None = None
         self.parts = AdamParts(model, self) if model.sharded else None
         self.as_of = model.steps  # the masters are those of the weights after so many steps of all methods
+        self.taken = model.methods.changes  # and after so many changes by hand
+        self.left: list[torch.Tensor] | None = None  # fingerprints of the weights at the last flush, until a step
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
-        self._follow_others()
+        self._follow()
         first, count, weight = 0, None, 1.0
         if self.parts is None:
             batches = self.model.to_device(batch)
@@ -148,24 +155,36 @@ class AdamOffload(Method):
         """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates. Waits
         for the updates, since your forward would not. (After step(batch), call flush() before such a forward.)"""
         self.reverse.check_loss(loss)
-        self.flush()
-        self._follow_others()
+        self._land()
+        self._follow()
         self.exchange.wait_s = self.updates.host_s = 0.0
         self._update(lambda: self.reverse.walk(loss, self, in_chunks=True))
-        self.flush()
+        self._land()
+        self.left = self._fingerprints()
         self.as_of = self.model.steps + 1
 
-    def _follow_others(self) -> None:
-        """If another method has stepped since, the masters take over its weights; and the engine waits for this one's
-        updates again."""
-        engine = self.model.engine
-        if self.as_of == self.model.steps and engine.gate is self.exchange:
+    def _follow(self, others: bool = True) -> None:
+        """If weights have changed since, by hand or (others) by a step of another method, the masters take them over;
+        and the engine waits for this method's updates again."""
+        engine, changes = self.model.engine, self.model.methods.changes
+        by_hand = self.taken != changes or (self.left is not None and not _same(self.left, self._fingerprints()))
+        by_others = others and not (self.as_of == self.model.steps and engine.gate is self.exchange)
+        self.left, self.taken = None, changes
+        if not (by_hand or by_others):
             return
         engine.wait_for_homes()
-        self.flush()
+        self._land()
         for unit in self.state.units:
             self.state.follow(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))
-        engine.gate = self.exchange
+        if by_others:
+            engine.gate = self.exchange
+        engine.invalidate()
+
+    def _fingerprints(self) -> list[torch.Tensor] | None:
+        """Of the trained units at home. (On several ranks no program changes weights between steps.)"""
+        if self.model.ranks.several:
+            return None
+        return [fingerprint(self.exchange.kept(unit.index)) for unit in self.state.units]
 
     def _update(self, reverse: Callable[[], None]) -> None:
         norms_K = torch.zeros(len(self.slots), device=self.model.device)
@@ -251,8 +270,18 @@ class AdamOffload(Method):
 
     def flush(self) -> None:
         """Waits for all updates: the weights at home are those after the last step."""
+        self._land()
+        self._follow(others=False)
+        self.left = self._fingerprints()
+
+    def _land(self) -> None:
         self.exchange.drain()
         self._settle()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no update is on its way."""
+        return self.exchange.is_drained
 
     def metrics(self) -> dict[str, Any]:
         """Of the last step. grad_norm: of the whole gradient, unclipped, on the device; host_wait_s: how long launches
@@ -291,8 +320,12 @@ class AdamOffload(Method):
                 self.exchange.will_change(unit.index)
         self.exchange.drain()
         self.model.engine.invalidate()
-        self.as_of = self.model.steps
+        self.as_of, self.taken, self.left = self.model.steps, self.model.methods.changes, None
 
     def close(self) -> None:
         """Ends the worker, after the updates that are under way; so does deleting the method. (Ranks flush first.)"""
         self._end()
+
+
+def _same(one: list[torch.Tensor], other: list[torch.Tensor] | None) -> bool:
+    return other is not None and all(map(torch.equal, one, other))

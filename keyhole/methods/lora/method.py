@@ -68,6 +68,7 @@ class LoRA(ByTorch):
     ) -> None:
         self.model, self.seed, self.step_count, self.max_grad_norm = model, seed, 0, max_grad_norm
         self._base: str | None = None
+        self._base_as_of = 0  # changes by hand
         targets = find_targets(model, target_modules)
         self.config = peft_config(model, r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
         self.dropout = AdapterDropout(model, seed, model_dropout)  # before injecting adapters, which have their own
@@ -133,6 +134,7 @@ class LoRA(ByTorch):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
+        self.flush()
         own: State = {"step_count": self.step_count, "base": self._base_hash()}
         for name, param in self.params.items():
             own[f"{name}/adapter"] = param.data
@@ -160,9 +162,11 @@ class LoRA(ByTorch):
                     self.optimizer.state[param][key] = value.to(where, copy=True)  # the caller's may be a live state
 
     def _base_hash(self) -> str:
-        """A hash of the bits of the frozen weights. They never change, so it is computed once."""
-        if self._base is None:
+        """A hash of the bits of the frozen weights. They change only by hand, so it is computed once."""
+        changes = self.model.methods.changes
+        if self._base is None or self._base_as_of != changes:
             self.model.engine.wait_for_homes()
+            self._base_as_of = changes
             self._base = tensors_hash((t.name, self.model.home(t)) for t in self.model.layout.tensors)
         return self._base
 

@@ -112,6 +112,7 @@ class LSP(Method):
         self.updates = SharedUpdates(*asked) if model.sharded else SubspaceUpdates(*asked, self.reverse.recorded)
         self.step_count, self.learn_s = 0, 0.0
         self.check: Check | None = None  # of this step, and its seconds
+        self._is_flushed = True  # since the last step
         model.attach(self)  # applies updates that another method has deferred, before this one sets engine.arrival
         arrival = weakly(self.updates.arrived) if self.updates.owes else None
         model.engine.arrival = arrival or model.engine.arrival
@@ -169,6 +170,7 @@ class LSP(Method):
             reverse(self.check, False)
             self.learn_s = time.perf_counter() - begin_s
         self.step_count += 1
+        self._is_flushed = False
         updates.begin(self.step_count, self.lr)
         with updates.timing.of("reverse"):
             try:
@@ -187,6 +189,7 @@ class LSP(Method):
         self.updates.unchecked.check()
         self.updates.apply_owed(lambda unit: True)
         self.updates.drain()
+        self._is_flushed = True
         self.updates.unchecked.check(wait=True)
 
     @property
@@ -197,6 +200,11 @@ class LSP(Method):
     def _flush_if_open(self) -> None:
         if self._end.alive:
             self.flush()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no update can be waiting for the next use of its unit. (Which ones do depends on the pace.)"""
+        return self._is_flushed or not self.updates.owes
 
     @property
     def norm(self) -> torch.Tensor | None:

@@ -61,6 +61,7 @@ class ZO(Method):
     (defaults.py)."""
 
     name = "zo"
+    may_freeze = False  # spans of trained weights are cut once
 
     def __init__(
         self,
@@ -259,6 +260,11 @@ class ZO(Method):
     def deferred(self) -> Callable[[], None]:
         """The flush of the update, which outlives the method."""
         return self.update.flush
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no update waits for the next visit of the weights."""
+        return self.pending is None
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""

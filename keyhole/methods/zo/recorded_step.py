@@ -21,9 +21,9 @@ reads a number on the host, or memory runs out) runs eagerly from then on.
 With low-rank directions (low_rank/) a step is captured as well, except for the first step of a period, which folds. If
 factors are kept, they are at the same addresses for several periods; then all recordings are dropped and made anew.
 
-These also run eagerly: the first steps of a shape, steps while a checkpoint watches the weights, streamed units, runs
-with a budget, several ranks. Bytes: the activations of one step, in a memory pool that all graphs share; during
-capture, the weights twice.
+These also run eagerly: the first steps of a shape, steps while a checkpoint watches the weights or a module has a hook
+of the user's, streamed units, runs with a budget, several ranks. Bytes: the activations of one step, in a memory pool
+that all graphs share; during capture, the weights twice.
 """
 
 import weakref
@@ -42,6 +42,7 @@ from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import launched_as_graphs
+from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.structure.layout import Layout
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class RecordedSteps:
         self.possible = self.possible and model.formats.codec is None
         self.recordings: dict[Hashable, Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
+        self.hooks = UsersHooks(model.module.modules())
         self.replays, self.why = 0, ""  # why: the reason of the last capture that failed
         self.before, self.now = StepNumbers(model.device), StepNumbers(model.device)
         self.coef: torch.Tensor | None = None
@@ -120,7 +122,7 @@ class RecordedSteps:
 
     def _is_usual(self, looks: Looks) -> bool:
         """Whether every unit lacks exactly the last update, and no checkpoint, gate or timeline observes the step."""
-        if not self.possible:
+        if not self.possible or self.hooks.any():
             return False
         engine, update = self.method.model.engine, self.method.update
         watched = engine.watch is not None or engine.gate is not None or engine.timeline.enabled

@@ -2,9 +2,9 @@
 
 A visit is recorded (captured as a CUDA graph) if all of these hold. It is a function of its inputs and weights (no
 mapping, no random numbers). Its block is small and used once per pass (a second visit would overwrite the output of the
-first). The first backward pass of the block, which always runs eagerly, gave gradients only to the block's own
-parameters. The sink's `linear` can be recorded (sink.py: Recordable); any other sink that takes gradients as tensors is
-wrapped in UnitGradients.
+first). No module in it has a hook of the user's (forward/users_hooks.py). The first backward pass of the block, which
+always runs eagerly, gave gradients only to the block's own parameters. The sink's `linear` can be recorded (sink.py:
+Recordable); any other sink that takes gradients as tensors is wrapped in UnitGradients.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from keyhole.model.backward.tape import Visit, pass_on
 from keyhole.model.backward.unit_gradients import UnitGradients, runs_of
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.graphs import SMALL_FLOP
+from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 
@@ -47,6 +48,8 @@ class RecordedVisits:
         self.units_of = units_of
         self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
         self.parameters = [list(block.parameters()) for block in blocks]
+        self.hooks = [UsersHooks(block.modules()) for block in blocks]
+        self.hooked: set[int] = set()  # blocks with hooks of the user's, in this step
         self.takes_graphs: dict[type, bool] = {}  # by type of sink: whether it is Recordable
         self.trained: list[bool] = []  # per parameter of all blocks, whether it is trained
         self.reached: dict[int, set[int]] = {}  # by block: parameters that got a gradient in its first backward pass
@@ -66,6 +69,7 @@ class RecordedVisits:
     def begin(self) -> None:
         """A step begins. If the user has frozen a parameter since the last one, or trains one again, nothing that was
         recorded is right."""
+        self.hooked = {block for block, hooks in enumerate(self.hooks) if hooks.any()}
         trained = [param.requires_grad for block in self.parameters for param in block]
         if trained != self.trained:
             self.own = [[param for param in block if param.requires_grad] for block in self.parameters]
@@ -91,7 +95,7 @@ class RecordedVisits:
         self.visited.add(here)
         if not visit.is_plain:
             return visit._run(values)
-        if self.repeats or not self._is_small(visit.block, values):
+        if self.repeats or visit.block in self.hooked or not self._is_small(visit.block, values):
             return visit.run(values), []
 
         def keep(static: list[Any]) -> BlockGraph:
@@ -111,7 +115,13 @@ class RecordedVisits:
         kind = type(sink)
         if kind not in self.takes_graphs:
             self.takes_graphs[kind] = isinstance(sink, Recordable)  # takes longer than a launch
-        if self.repeats or visit.has_graph or not visit.is_plain or not self.takes_graphs[kind]:
+        if (
+            visit.block in self.hooked
+            or self.repeats
+            or visit.has_graph
+            or not visit.is_plain
+            or not self.takes_graphs[kind]
+        ):
             return False
         if visit.block not in self.reached:
             self._reaching = self.reached[visit.block] = set()

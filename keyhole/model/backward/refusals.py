@@ -1,12 +1,15 @@
 """What cannot be differentiated, and why: a model as it was loaded, or a loss that was computed with its module."""
 
+import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 from keyhole.model.backward.memory import HELD
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
@@ -40,6 +43,44 @@ def check_loss(model: Model, loss: Any) -> None:
         raise UserError(f"backward(loss): found one {found}, expected a tensor with one number: the loss")
     if not loss.requires_grad:
         raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+    if _is_scaled(loss):
+        raise UserError(
+            "backward(loss): a GradScaler has multiplied this loss, and its factor would become part of the update; "
+            "give backward the loss itself, without scaler.scale, scaler.step and scaler.update (in float16 lomo and "
+            "its kin scale by themselves; bfloat16 needs no scale)"
+        )
+
+
+def _is_scaled(loss: torch.Tensor) -> bool:
+    """Whether a GradScaler made this loss, perhaps with products or quotients around it: one factor is the scale of a
+    GradScaler in this process. They are searched for only if a factor can be one: a power of two in a tensor."""
+    node = loss.grad_fn
+    while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+        factor, inner = node._saved_other, [f for f, _ in node.next_functions if f is not None]
+        if factor is not None and factor.dtype == torch.float32 and factor.numel() == 1 and len(inner) == 1:
+            value = float(factor)
+            if value > 1 and math.frexp(value)[0] == 0.5 and value in _scales():
+                return True
+        node = inner[0] if len(inner) == 1 else None
+    return False
+
+
+def _scales() -> set[float]:
+    """The factors of all GradScalers in use."""
+    scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]  # isinstance asks dead proxies
+    return {scaler.get_scale() for scaler in scalers if scaler.is_enabled()}
+
+
+def check_hooks(model: Model) -> None:
+    """UserError if a parameter has a hook for its gradient: in a step most gradients exist in part only, or as factors,
+    and the hook would not be called with them."""
+    hooked = [tensor.name for tensor in model.layout.tensors if tensor.param._backward_hooks]
+    if hooked:
+        raise UserError(
+            f"step(batch): {listed(hooked)} has a gradient hook (register_hook), which a step does not call, since it "
+            "never holds all of a gradient. backward(loss) calls it; for clipping there are max_grad_norm and (lomo) "
+            "clip_value"
+        )
 
 
 @contextmanager

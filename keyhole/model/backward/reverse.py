@@ -37,7 +37,7 @@ from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.recorded_visits import RecordedVisits
-from keyhole.model.backward.refusals import check_loss, check_model, check_reached, refused_losses
+from keyhole.model.backward.refusals import check_hooks, check_loss, check_model, check_reached, refused_losses
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.backward.tape import Tape, is_training
 from keyhole.model.backward.unit_gradients import has_room
@@ -128,6 +128,7 @@ class Reverse:
     def sweep(self, reverses: int = 1, surveys: int = 0) -> Iterator[None]:
         """A context for one step: a forward pass and `reverses` backward passes; in the last of them a table of several
         chunks is first surveyed `surveys` times."""
+        check_hooks(self.model)
         self.model.check_idle()
         blocks = [u.index for u in self.layout.of_kind("block")]
         head = [u.index for u in self.layout.head_units]

@@ -15,6 +15,7 @@ graph does not run Python. So the first time a block would be replayed it also r
 differs, that block runs eagerly from then on. The same holds for a block that cannot be captured (data-dependent
 shapes, host reads), one that writes into its inputs, and one whose inputs or outputs are other things than tensors,
 plain values, and tuples, lists and dicts of these: a graph would not see changes inside them. Graphs change no number.
+A block in which a module has a hook of the user's runs eagerly as long as it has one (users_hooks.py).
 
 If layers have low-rank factors (low_rank.py), kernels read the weights at their homes, and the factors of each block
 have other addresses. Then each block has a graph of its own, which is valid as long as these addresses do not change.
@@ -32,6 +33,7 @@ import torch
 from torch import nn
 
 from keyhole.machine.collector import no_collector
+from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
 SMALL_FLOP = 4e11  # per block and pass
@@ -64,19 +66,20 @@ class BlockGraphs:
         self.warm_up_calls = WARM_UP_STEPS * len(blocks)
         self.ordinary = [block.forward for block in blocks]
         for i, (unit, block) in enumerate(zip(model.layout.of_kind("block"), blocks, strict=True)):
-            model.patches.forward(block, self._wrap(unit, i))
+            model.patches.forward(block, self._wrap(unit, i, block))
 
-    def _wrap(self, unit: Unit, i: int) -> Callable:
+    def _wrap(self, unit: Unit, i: int, block: nn.Module) -> Callable:
         vectors = self.model.binding.spine_of[unit.block]
         first = vectors[0].start if vectors else 0
         span = vectors[-1].stop - first if vectors else 0
         adjacent = span <= sum(-(-t.shape.numel() // ALIGN) * ALIGN for t in vectors)  # in the spine
         shape = tuple((t.start - first, t.shape) for t in vectors)
+        hooks = UsersHooks(part for part in block.modules() if part is not block)  # its own are called around `forward`
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             conductor, ordinary = self.model.conductor, self.ordinary[i]
             steady = conductor is not None and conductor.steady
-            if not (adjacent and steady and args and self._is_small(unit, args[0])):
+            if not (adjacent and steady and args and self._is_small(unit, args[0])) or hooks.any():
                 return ordinary(*args, **kwargs)
             addresses = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
             addresses += (self.model.binding.spine.data_ptr(),)  # of weights that it shares with other blocks

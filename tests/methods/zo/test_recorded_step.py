@@ -201,3 +201,19 @@ def test_passes_that_carry_all_looks_are_recorded_at_more_tokens() -> None:
     assert is_short(layout, tokens, 2, False) and not is_short(layout, tokens + 1, 2, False)
     assert is_short(layout, 2 * tokens, 2, True) and not is_short(layout, 3 * tokens, 2, True)
     assert is_short(layout, tokens, 9, True)
+
+
+def test_a_step_with_a_hook_of_the_user_s_is_not_replayed() -> None:
+    """It would not be called; after it is removed, the recording is used again."""
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    method = keyhole.ZO(model, 1e-3)
+    method.recorded = Imitated(method)
+    for step in range(6):
+        method.step(batch(seed=step))
+    replays = method.recorded.replays
+    handle = model.module.model.norm.register_forward_hook(lambda *_: None)
+    method.step(batch())
+    assert method.recorded.replays == replays > 0
+    handle.remove()
+    method.step(batch())
+    assert method.recorded.replays == replays + 1

@@ -46,6 +46,7 @@ def test_graphs_of_a_model_that_is_gone_do_not_spoil_those_of_another() -> None:
             Loop(old.pop())
             [[] for _ in range(100_000)]
 
+    litter.__module__ = "keyhole.tests"  # no hook of a user's, with which blocks run eagerly
     for module in model.module.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(litter)
@@ -277,3 +278,24 @@ def test_what_could_change_unseen_gets_no_graph() -> None:
     assert signature_of((x, [1, None, {"a": (x, "b", torch.float32)}])) is not None
     assert signature_of((x, {"cache": object()})) is None
     assert signature_of((True, x)) != signature_of((1, x)) and signature_of({"a": x}) != signature_of({"b": x})
+
+
+def test_a_hook_of_the_user_s_is_called_at_every_step(pretended: None) -> None:
+    """On a module inside of a block, registered after the block was recorded, or for all modules: the block runs
+    eagerly, the others as graphs, and all of them when it is removed."""
+    model = graphed()
+    opt = keyhole.ZO(model, 1e-3, eps=EPS)
+    opt.recorded.possible, calls = False, []
+    for step in range(5):
+        opt.step(batch(seed=step))
+    assert model.graphs.recorded and all(model.graphs.checked.values())
+    inside = find_blocks(model.module)[0].mlp.up_proj
+    for register in (inside.register_forward_hook, nn.modules.module.register_module_forward_hook):
+        handle = register(lambda module, args, output: calls.append(module) if module is inside else None)
+        for step in range(2):
+            opt.step(batch(seed=step))
+        assert calls == 4 * [inside], "two looks a step"
+        handle.remove()
+        opt.step(batch())
+        assert len(calls) == 4
+        calls.clear()
