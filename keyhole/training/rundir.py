@@ -88,10 +88,12 @@ class RunDir:
         if not self.is_ours:
             return None
         try:
-            found = json.loads(read_small(self.marker, MARKER_BYTES)).get("run")
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            about = json.loads(read_small(self.marker, MARKER_BYTES))
+            if not isinstance(about, dict):
+                raise ValueError("it holds no object {...}")
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {_way_out(self.root)}") from error
-        return found if isinstance(found, str) else None
+        return found if isinstance(found := about.get("run"), str) else None
 
     @property
     def holds(self) -> str | None:

@@ -28,7 +28,7 @@ from keyhole.checkpoint import select
 from keyhole.checkpoint.files import OWN_FILES, About, method_state, save_checkpoint, split_state
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
-from keyhole.checkpoint.state import read_state
+from keyhole.checkpoint.state import STATE, Damaged, read_state, verify
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods.base import Method
@@ -228,7 +228,8 @@ class Saver:
 
     def save_once(self, step: int, loader: dict[str, Any]) -> Path:
         """The save that ends a run, unless this step is on the disk already. Raises if it fails."""
-        return self.last_good if self.last_good and self.last_step == step else self.save(step, loader, last=True)
+        there = self.last_good is not None and self.last_step == step and (self.last_good / STATE).is_file()
+        return self.last_good if there else self.save(step, loader, last=True)
 
     def save_last(self, step: int, loader: dict[str, Any], given_up: Callable[[], bool]) -> Path:
         """save_once for the end of a run: if the disk is full, waits for room until given_up() (room.py)."""
@@ -278,6 +279,18 @@ class Saver:
         """Waits until the old checkpoints are deleted."""
         if self.deleting is not None:
             self.deleting.join()
+
+    def damage_of(self, step: int) -> str | None:
+        """What is wrong with the checkpoint of a step, by its checksums, and the name under which it is kept; None if
+        it is intact."""
+        path = self.root / f"checkpoint-{step}"
+        try:
+            verify(path)
+            return None
+        except Damaged as fault:
+            with suppress(OSError):  # a directory that cannot be written to
+                return f"{fault} (it is kept as {select.rename_damaged([path])[0].name})"
+            return str(fault)
 
     def publish(self, step: int | None = None) -> None:
         """Makes the checkpoint of a step, or the last one, the model of the output directory."""
