@@ -39,6 +39,7 @@ from keyhole.training.lock import Lock
 
 FORMAT = 1
 MARKER_BYTES = 2**20
+WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
 # Leftovers of a killed process: half-written, half-deleted, or half-replaced (names: disk/files.py). Only our own.
 LEFTOVER = re.compile(r"\.(checkpoint-\d+|model)\.(saving|old|deleted)-\d+|\.probe\.tmp")
 REPLACED = re.compile(r"\.(checkpoint-\d+)\.old-\d+")
@@ -183,12 +184,17 @@ def try_place(root: Path) -> None:
 
 
 def _refuse_links(run: Path) -> None:
-    """Checks that run/ and its contents are directories and regular files."""
+    """Checks that run/ and its contents are directories and regular files, and the files of a run no directories."""
     try:
         entries = [run, *run.iterdir()] if run.is_dir() else [run]
     except OSError as error:
         raise UserError(f"output_dir: {run} cannot be read: {error.strerror}") from error
     for path in entries:
+        if path.name in WRITTEN and path.is_dir():
+            raise UserError(
+                f"output_dir: {path} is a directory, and a run writes a file of that name; move it away, or choose "
+                "another output_dir"
+            )
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
             raise UserError(
                 f"output_dir: {path} is a link, a pipe or a device, through which a run would write elsewhere; "
