@@ -329,7 +329,9 @@ class Run:
         given_up = lambda: self.interrupts.requested != before  # noqa: E731
         try:
             return self.saver.save_last(step, self.data.train.state_dict(), given_up)
-        except NoRoom as error:
+        except NonFinite:
+            raise
+        except UserError as error:
             good = self.saver.last_good
             if self.journal.has(step):
                 kept = f"all {step} steps are in {self.directory.journal}: --resume replays them, and nothing is lost"
@@ -337,7 +339,8 @@ class Run:
                 kept = "there is no checkpoint, so all steps are lost"
             else:
                 kept = f"the steps after {good.name} are lost, and --resume goes on from there"
-            raise UserError(f"{error}\n  once there is room: {kept}") from error
+            when = "there is room" if isinstance(error, NoRoom) else "it can be written to"
+            raise UserError(f"{error}\n  once {when}: {kept}") from error
 
     def go_back(self, step: int, best: int | None) -> None:
         """Loads the published weights, if they are to be tested and are not those of this step."""

@@ -86,6 +86,7 @@ class Saver:
         self.deleting: threading.Thread | None = None  # deletes old checkpoints in the background
         self.flush_journal: Callable[[int], bool] = lambda step: True
         self.selection: Callable[[], dict[str, Any] | None] = lambda: None  # for checkpoints
+        self.renew: Callable[[], list[str]] = list  # whether the directory is still there (renewal.py)
         self.best_step: int | None = None  # its checkpoint is kept
         self.lookout, self.checkpoint_bytes = Lookout(), saved_bytes(model, {})  # the method's tensors: when saved
         self.background: Background | None = None
@@ -237,10 +238,11 @@ class Saver:
         return wait_for_room(save, lambda: free_bytes(self.root), self.say, given_up)
 
     def look(self) -> list[str]:
-        """Lines about a disk that has become too small for the next checkpoint, or has room again."""
+        """Lines about a disk that has become too small for the next checkpoint, or has room again, and about a
+        directory that has gone."""
         if not self.settings.model:
             return []
-        return self.lookout.look(self._missing_bytes, lambda: free_bytes(self.root))
+        return self.lookout.look(self._missing_bytes, lambda: free_bytes(self.root), self.renew)
 
     def _missing_bytes(self) -> int:
         """What the next checkpoint takes, less what _make_room can delete: one besides the last good checkpoint."""
@@ -263,6 +265,8 @@ class Saver:
     def _make_room(self, step: int, state: dict[str, Any], dares_bytes: int = 0) -> None:
         """Deletes old checkpoints if the disk has less room than needed. dares_bytes: what may be missing all the
         same, because the need is an estimate, and nothing is lost by a save that fails."""
+        for line in self.renew():
+            self.say(line)
         need = self.checkpoint_bytes = saved_bytes(self.model, state)
         limit = self.settings.keep
         self._wait_for_room()
@@ -298,16 +302,30 @@ class Saver:
         source = self.last_good if step is None else self.root / f"checkpoint-{step}"
         assert source is not None
         try:
-            state = method_state(source, read_state(source))
+            about = read_state(source)
+            state = method_state(source, about)
             if self.method.light:
                 self.method.load_state_dict(state)
                 hf.save_model(self.model, self.root)
                 return
             beside = self.method.learned_beside(state)
             finish = None if beside is None else partial(hf.merge_files, self.model, factors=beside)
-            hf.publish(source, self.root, OWN_FILES, finish)
+            hf.publish(source, self.root, OWN_FILES, finish, about.files)
+        except (Damaged, FileNotFoundError) as error:
+            self._publish_from_memory(source, error)
         except OSError as error:
             raise UserError(
                 f"output_dir: the model could not be put into {self.root}: {error}; it is complete in "
                 f"{source}; --resume puts it there when that can be written to"
             ) from error
+
+    def _publish_from_memory(self, source: Path, error: Exception) -> None:
+        """Publishes the weights in memory, if they are those of a checkpoint that has been deleted or damaged since it
+        was saved."""
+        if source != self.root / f"checkpoint-{self.last_step}":
+            raise UserError(f"output_dir: {source}, the best, was deleted or damaged just now: {error}") from error
+        self.say(f"warning: {source} was deleted or damaged just now ({error}); the model is saved from memory")
+        try:
+            hf.save_model(self.model, self.root)
+        except OSError as error:
+            raise UserError(f"output_dir: the model could not be put into {self.root}: {error}") from error
