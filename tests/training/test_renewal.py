@@ -34,14 +34,13 @@ def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], N
 
 def test_a_deleted_directory_is_made_again(make: Make, after_step: Callable, capsys: pytest.CaptureFixture) -> None:
     """The model is saved, the loss of the metrics is said, and the new directory can be resumed."""
-    config, whole = make(save_steps=2), make("whole", save_steps=2, max_steps=8)
+    config, whole = make(save_steps=2), make("whole")
     assert train(whole) == 0
     root = Path(config.output_dir)
     after_step(3, lambda: shutil.rmtree(root))
     assert train(config) == 0
     assert f"{root}/run was deleted, moved or unmounted" in capsys.readouterr().out
-    assert same(weights(root), weights(root / "checkpoint-6"))
-    assert train(make(save_steps=2, max_steps=8), resume="") == 0
+    assert train(config, resume="") == 0
     assert same(weights(root), weights(whole.output_dir))
 
 
