@@ -128,11 +128,8 @@ def _is_selection(found: Any) -> bool:
     return all(type(number) in (int, float) for number in numbers)
 
 
-def verify(path: Path, but: Collection[str] = ()) -> State:
-    """The state of a checkpoint, if all its files are there, complete and unchanged; Damaged otherwise. but: files that
-    do not matter here."""
-    state = read_state(path)
-    files = {name: expected for name, expected in state.files.items() if name not in but}
+def check_sizes(path: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Damaged if a file of a checkpoint is missing or incomplete. files: those of its state, or some of them."""
     try:
         for name, expected in files.items():
             if not (path / name).is_file():
@@ -140,6 +137,17 @@ def verify(path: Path, but: Collection[str] = ()) -> State:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")
+    except OSError as error:
+        raise Damaged(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def verify(path: Path, but: Collection[str] = ()) -> State:
+    """The state of a checkpoint, if all its files are there, complete and unchanged; Damaged otherwise. but: files that
+    do not matter here."""
+    state = read_state(path)
+    files = {name: expected for name, expected in state.files.items() if name not in but}
+    check_sizes(path, files)
+    try:
         sums = checksums([path / name for name in files])
     except OSError as error:
         raise Damaged(f"{error.filename} cannot be read: {error.strerror}") from None
