@@ -39,9 +39,17 @@ def test_a_deleted_directory_is_made_again(make: Make, after_step: Callable, cap
     root = Path(config.output_dir)
     after_step(3, lambda: shutil.rmtree(root))
     assert train(config) == 0
-    assert f"{root}/run was deleted, moved or unmounted" in capsys.readouterr().out
+    assert f"{root}/run, or a file in it, was deleted, moved or unmounted" in capsys.readouterr().out
     assert train(config, resume="") == 0
     assert same(weights(root), weights(whole.output_dir))
+
+
+def test_deleted_metrics_are_said_once(make: Make, after_step: Callable, capsys: pytest.CaptureFixture) -> None:
+    """The open file goes on without a name: its lines are lost."""
+    config = make(save_steps=2)
+    after_step(3, (Path(config.output_dir) / "run" / "metrics.jsonl").unlink)
+    assert train(config) == 0
+    assert capsys.readouterr().out.count("or a file in it, was deleted") == 1
 
 
 def test_a_moved_directory_keeps_its_journal(make: Make, after_step: Callable) -> None:
