@@ -21,7 +21,7 @@ from typing import Any
 from keyhole.checkpoint.state import STATE, Damaged, verify
 from keyhole.disk.files import read_small
 from keyhole.disk.json_text import json_text
-from keyhole.disk.weight_files import is_pickled, stored_tensors
+from keyhole.disk.weight_files import has_weights, is_pickled, stored_tensors
 from keyhole.errors import UserError
 from keyhole.hub.card import README, card, hub_id, written_by
 from keyhole.model.structure.source import check_directory, hub_answers
@@ -71,7 +71,7 @@ def check(directory: str | Path) -> None:
     from keyhole.checkpoint.files import OWN_FILES  # here: a run checks its push before torch is imported
 
     place = Path(directory)
-    if not is_pickled(place):
+    if has_weights(place) and not is_pickled(place):
         stored_tensors(place)
     if (place / STATE).exists():
         try:
