@@ -21,7 +21,7 @@ from keyhole.disk.files import read_small
 from keyhole.errors import printable
 
 MOST_BYTES = 2**30  # limit of metrics.jsonl, which has a line per step
-MOST_SMALL = 2**26
+MOST_SMALL = 2**22
 NEEDED = ("model", "method")
 
 
