@@ -126,7 +126,7 @@ def waits_for_the_disk(
 
 
 STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "keyhole.training.reports.plot_loss": ("picture", lambda metrics, picture, title: picture.write_bytes(b"") == 0),
+    "keyhole.training.reports.plot_loss": ("picture", lambda metrics, picture, *about: picture.write_bytes(b"") == 0),
     "keyhole.training.sample_answers.generated": ("answers", lambda model, dataset, step, *about: Answers(step, "")),
 }
 

@@ -85,11 +85,15 @@ def refuse_to_branch(step: int, path: Path, root: Path) -> None:
         )
 
 
-def rename_damaged(paths: Iterable[Path]) -> None:
-    """Renames damaged checkpoints to checkpoint-N.damaged: they are kept, but no longer count as checkpoints."""
+def rename_damaged(paths: Iterable[Path]) -> list[Path]:
+    """Renames damaged checkpoints to checkpoint-N.damaged: they are kept, but no longer count as checkpoints. Returns
+    the new names."""
+    renamed = []
     for path in paths:
         names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())
-        os.replace(path, next(name for name in names if not os.path.lexists(name)))
+        renamed.append(next(name for name in names if not os.path.lexists(name)))
+        os.replace(path, renamed[-1])
+    return renamed
 
 
 def prune(

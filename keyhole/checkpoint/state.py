@@ -10,6 +10,7 @@ other files of a checkpoint.
 import json
 import re
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def read_state(path: Path) -> State:
     """The state of a checkpoint; Damaged if the file is missing, incomplete or changed."""
     try:
         content = json.loads(read_small(path / STATE, STATE_BYTES))
+        if not isinstance(content, dict) or "crc32" not in content or "format" not in content:
+            raise Damaged(f"{STATE} is not the state of a checkpoint")
         if content.pop("crc32") != _own_crc(content):
             raise Damaged(f"{STATE} was changed (its checksum does not match)")
         _check_version(content, path)
@@ -125,20 +128,30 @@ def _is_selection(found: Any) -> bool:
     return all(type(number) in (int, float) for number in numbers)
 
 
-def verify(path: Path) -> State:
-    """The state of a checkpoint, if all its files are there, complete and unchanged; Damaged otherwise."""
-    state = read_state(path)
+def check_sizes(path: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Damaged if a file of a checkpoint is missing or incomplete. files: those of its state, or some of them."""
     try:
-        for name, expected in state.files.items():
+        for name, expected in files.items():
             if not (path / name).is_file():
                 raise Damaged(f"{name} is missing")
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")
-        sums = checksums([path / name for name in state.files])
     except OSError as error:
         raise Damaged(f"{error.filename} cannot be read: {error.strerror}") from None
-    for (name, expected), crc in zip(state.files.items(), sums, strict=True):
+
+
+def verify(path: Path, but: Collection[str] = ()) -> State:
+    """The state of a checkpoint, if all its files are there, complete and unchanged; Damaged otherwise. but: files that
+    do not matter here."""
+    state = read_state(path)
+    files = {name: expected for name, expected in state.files.items() if name not in but}
+    check_sizes(path, files)
+    try:
+        sums = checksums([path / name for name in files])
+    except OSError as error:
+        raise Damaged(f"{error.filename} cannot be read: {error.strerror}") from None
+    for (name, expected), crc in zip(files.items(), sums, strict=True):
         if crc != expected["crc32"]:
             raise Damaged(f"{name} was changed (its checksum does not match)")
     return state

@@ -6,7 +6,7 @@ function, so that `keyhole --help` starts without torch. Exit codes:
     0    done
     2    a mistake of the user: one message on stderr, no traceback
     1    a bug in keyhole: a traceback, and a request for the output of `keyhole env`
-    130  interrupted (training saves first)
+    130  interrupted, or the reader of the output has gone (training saves first)
 """
 
 import io
@@ -24,10 +24,12 @@ import typer
 import keyhole
 from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, plan, push, replay, report, train
 from keyhole.cli import eval as eval_
+from keyhole.cli.ctrl_c import safe_imports
 from keyhole.errors import UserError
 from keyhole.machine.text import printable, printable_lines
 from keyhole.ranks.join import refuse_several
 from keyhole.training.display import open_missing_streams
+from keyhole.training.signals import EXIT_INTERRUPTED
 
 SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "report", "push", "bench", "demo")  # not for ranks
 UsageError = typer.BadParameter.__mro__[1]  # click's class, found through typer
@@ -71,9 +73,10 @@ def main(args: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if args is None else args
         if words and words[0] in SOLITARY:
             refuse_several(f"keyhole {words[0]}")
-        with _clean_logs():
-            code = typer.main.get_command(app).main(args=args, prog_name="keyhole", standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        with _clean_logs(), safe_imports():
+            code = _run(words)
+            sys.stdout.flush()
+        return code
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except UsageError as error:
@@ -85,7 +88,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return getattr(error, "code", 2)
     except KeyboardInterrupt:
         print("keyhole: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `keyhole report out | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
+        return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, PermissionError) and error.filename:  # even looking for a file may not be allowed
             told = f"{printable(error.filename)}: {error.strerror}; ask for access to it, or name another path"
@@ -101,6 +107,18 @@ def main(args: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def _run(words: Sequence[str]) -> int:
+    """Runs the verb; returns its exit code. (The `main` of typer's command would turn Ctrl-C and a closed output into
+    exit codes without a message.)"""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("keyhole", list(words)) as context:
+            command.invoke(context)
+        return 0
+    except typer.Exit as stop:
+        return stop.exit_code
 
 
 def _lacks_current_directory() -> bool:

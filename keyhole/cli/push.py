@@ -18,12 +18,13 @@ def push(
 
     Example: keyhole push out me/my-model --private
     """
-    from keyhole.hub.push import check_id, files_of, text_of_card
+    from keyhole.hub.push import check, check_id, files_of, text_of_card
     from keyhole.hub.push import push as run
 
     check_id(name, "ID")
     if dry_run:
         files = files_of(directory)
+        check(directory)
         typer.echo(text_of_card(Path(directory), name))
         for file, path in files.items():
             note(f"{path.stat().st_size:>14,} bytes  {file}")

@@ -11,6 +11,7 @@ from typing import Any
 from keyhole.errors import UserError
 from keyhole.machine.collector import no_collector
 
+WORDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a yes or no", type(None): "null"}
 LIMIT_BYTES = 2**28  # the index of a model with a million tensors has 100 MB
 
 
@@ -25,7 +26,7 @@ def read_json(path: Path, what: str, limit_bytes: int = LIMIT_BYTES) -> dict[str
         with no_collector():
             found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, where an object {{...}} is expected")
+            raise ValueError(f"it holds {WORDS[type(found)]}, where an object {{...}} is expected")
     except RecursionError:
         raise UserError(f"{what}: {path} cannot be read: its brackets are nested too deeply") from None
     except (OSError, ValueError) as error:  # bad JSON and bad UTF-8 are ValueErrors

@@ -11,7 +11,9 @@ The directory may hold files already: those of an earlier checkpoint of this ste
 mark of a checkpoint that it began after a signal (enable_jit_checkpoint), which it removes at the end.
 
 A checkpoint is verified before anything of it is loaded, so a run that cannot go on is refused with its weights as they
-were. keyhole reads no pickle: the scheduler's file is loaded with weights_only.
+were, and a best checkpoint that is damaged leaves the last weights as they are. The Trainer writes a checkpoint under
+its final name, so a killed process may leave an incomplete one: `resume_from_checkpoint=True` passes over it. keyhole
+reads no pickle: the scheduler's file is loaded with weights_only.
 """
 
 import json
@@ -21,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from keyhole.checkpoint import select
 from keyhole.checkpoint.files import TENSORS, About, method_state, split_state, write_state
-from keyhole.checkpoint.state import STATE, Damaged, State, verify
+from keyhole.checkpoint.state import STATE, Damaged, State, check_sizes, read_state, verify
 from keyhole.disk.tensors import write_tensors
+from keyhole.disk.weight_files import stored_tensors
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
 from keyhole.methods.base import Method
@@ -57,6 +62,35 @@ def drop_begun(directory: Path) -> None:
     if directory.is_dir() and [path.name for path in directory.iterdir()] == [MARK]:
         (directory / MARK).unlink()
         directory.rmdir()
+
+
+def newest_complete(root: Path) -> Path | None:
+    """The newest checkpoint that was written to its end; None if there is none. Newer ones are named by a warning."""
+    for path in reversed(select.checkpoints(root)):
+        try:
+            if (path / STATE).exists():
+                check_sizes(path, read_state(path).files)
+                _check_last(path)
+                return path
+            fault = f"{STATE} is missing"
+        except Damaged as error:
+            fault = str(error)
+        warnings.warn(f"resume_from_checkpoint: {path} is incomplete and passed over: {fault}", stacklevel=3)
+    return None
+
+
+def damage_of_best(directory: Path, with_state: bool) -> str | None:
+    """What is wrong with the best checkpoint; None if its weights can be loaded. with_state: the method's state, too.
+    One without checksums (save_only_model) is checked by the headers of its files."""
+    unused = () if with_state else (TENSORS, SCHEDULER_NAME, TRAINING_ARGS_NAME)
+    try:
+        if (directory / STATE).exists():
+            verify(directory, but=unused)
+        else:
+            stored_tensors(directory)
+    except (Damaged, UserError) as fault:
+        return str(fault)
+    return None
 
 
 def verified(directory: Path, row: Traits, own: Any) -> State:

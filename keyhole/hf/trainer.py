@@ -93,10 +93,14 @@ class KeyholeMixin:
                 "model with the tokens it needs first, and leave out what wraps it"
             )
 
-    def train(self, *args: Any, **options: Any) -> Any:
-        """The Trainer's; micro-batches of a step that an earlier call did not finish are dropped."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """The Trainer's; micro-batches of a step that an earlier call did not finish are dropped. True: from the newest
+        checkpoint that is complete."""
         self._collected, self._uncounted = [], None
-        return super().train(*args, **options)  # type: ignore[misc]
+        if resume_from_checkpoint is True and self.args.output_dir is not None:
+            found = checkpoints.newest_complete(Path(self.args.output_dir))
+            resume_from_checkpoint = True if found is None else str(found)
+        return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
 
     # -- the model is not moved ------------------------------------------------------------------------------------
 
@@ -231,6 +235,14 @@ class KeyholeMixin:
             warnings.warn(
                 f"load_best_model_at_end: the best checkpoint, {best}, is gone; the weights stay those of "
                 f"step {self.state.global_step}",
+                stacklevel=2,
+            )
+            return
+        fault = checkpoints.damage_of_best(Path(best), refusals.learns_beside(self.method))
+        if fault is not None:
+            warnings.warn(
+                f"load_best_model_at_end: the best checkpoint, {best}, is damaged and not loaded: {fault}; the weights "
+                f"stay those of step {self.state.global_step}",
                 stacklevel=2,
             )
             return

@@ -9,52 +9,47 @@ Local paths are not published: of a file only its name appears, of a model or da
 a card of the user's own (README.md), it is used instead.
 """
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import keyhole
 from keyhole.config.dump import dump
 from keyhole.config.fields import sections, settings
 from keyhole.data.readers import kind_of
-from keyhole.disk.files import read_small
-from keyhole.errors import UserError, printable
+from keyhole.errors import UserError
+from keyhole.hub.run_files import Unusable, read_entries, read_environment, read_object, read_settings
 from keyhole.methods import METHODS
 from keyhole.methods.traits import Traits
 
 README = "README.md"
-MOST_BYTES = 2**30  # limit of metrics.jsonl, which has a line per step
 NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
 NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
 ROWS = 12  # evaluations shown
-HUB_ID, CHECKPOINT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"checkpoint-(\d+)")
+HUB_ID, CHECKPOINT = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"checkpoint-(\d+)")
 
 
 def card(directory: Path, name: str) -> str:
     """README.md of the model in a directory, which may be a run's output or a checkpoint in it. name: its hub id."""
-    run = next((at for at in (directory / "run", directory.parent / "run") if (at / "config.yaml").is_file()), None)
+    run = next((at for at in (directory / "run", directory.parent / "run") if (at / "config.yaml").exists()), None)
     try:
         return _card(directory, run, name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    except Unusable as fault:
         raise UserError(
-            f"push: no card can be made from {run or directory}: its files cannot be read ({type(error).__name__}: "
-            f"{printable(str(error), 200)}); put a {README} of your own into {directory}"
-        ) from error
+            f"push: no card can be made of this model: {fault}; put the file back, or put a {README} of your own into "
+            f"{directory}"
+        ) from fault
 
 
 def _card(directory: Path, run: Path | None, name: str) -> str:
-    defaults = {key: setting.default for key, setting in settings().items() if not setting.required}
-    config = {} if run is None else defaults | yaml.safe_load(read_small(run / "config.yaml", MOST_BYTES))
-    model = json.loads(read_small(directory / "config.json", MOST_BYTES))
-    entries = [] if run is None else _entries(run / "metrics.jsonl", _last_step(directory))
+    config = {} if run is None else read_settings(run / "config.yaml")
+    model = read_object(directory / "config.json")
+    entries = [] if run is None else read_entries(run / "metrics.jsonl", _last_step(directory))
     parts = [_title(name, config), *([_training(config, entries)] if config else []), _figures(entries)]
     parts += [
         _settings(config) if config else "",
-        _environment(run),
+        "" if run is None else _environment(run / "env.json"),
         _use(name, model, (directory / "adapter").is_dir()),
     ]
     head = dump(_metadata(name, config, model, entries))
@@ -114,10 +109,13 @@ def _figures(entries: list[dict[str, Any]]) -> str:
     tail = losses[-max(1, len(losses) // 10) :]
     lines = ["## Figures", "", f"- training loss: {losses[0]:.4f} at the first step, {sum(tail) / len(tail):.4f} over"]
     lines[-1] += f" the last {len(tail)}"
-    speeds = [entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry]
+    speeds = [entry["tokens_per_second"] for entry in entries if entry.get("tokens_per_second") is not None]
     if speeds:
         lines.append(f"- tokens per second: {sorted(speeds)[len(speeds) // 2]:,.0f} (median)")
-    peaks = {unit: [e[key] for e in entries if key in e] for key, unit in (("gpu_gib", "GPU"), ("host_gib", "host"))}
+    peaks = {
+        unit: [e[key] for e in entries if e.get(key) is not None]
+        for key, unit in (("gpu_gib", "GPU"), ("host_gib", "host"))
+    }
     lines += [f"- peak {unit} memory: {max(values):.2f} GiB" for unit, values in peaks.items() if values]
     evaluated = [e for e in entries if "eval_loss" in e]
     if evaluated:
@@ -167,13 +165,12 @@ def _changed(row: Traits, own: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in own.items() if value != defaults.get(key)}
 
 
-def _environment(run: Path | None) -> str:
-    if run is None or not (run / "env.json").is_file():
+def _environment(path: Path) -> str:
+    versions, devices = read_environment(path)
+    if not versions and not devices:
         return ""
-    found = json.loads(read_small(run / "env.json", MOST_BYTES))
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
-    device = ", ".join(gpu["name"] for gpu in found["gpus"]) or found.get("cpu", {}).get("name", "")
-    return f"## Versions and hardware\n\n{versions}; {device}"
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"## Versions and hardware\n\n{listed}; {', '.join(devices)}"
 
 
 def _use(name: str, model: dict[str, Any], adapted: bool) -> str:
@@ -193,18 +190,6 @@ def _last_step(directory: Path) -> int | None:
     """The step of a checkpoint, by the name of its directory; None for the model of a whole run."""
     found = CHECKPOINT.fullmatch(directory.absolute().name)
     return None if found is None else int(found[1])
-
-
-def _entries(path: Path, last: int | None = None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, up to a step; a line that a crash left incomplete is left out."""
-    entries = []
-    for line in read_small(path, MOST_BYTES).splitlines() if path.is_file() else ():
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            continue
-    found = [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
-    return [entry for entry in found if last is None or entry["step"] <= last]
 
 
 def _listed(value: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
     prepare   creates the repository, or checks that it exists, so that a missing token, a name of another owner and an
               unreachable hub are reported before a run begins, not after it
+    check     refuses damaged weights: by the headers of their files, and by the checksums of a checkpoint
     push      makes the commit. huggingface_hub uploads large files separately and skips those that the hub has,
               so an interrupted push can simply be repeated
 
@@ -17,8 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from keyhole.checkpoint.state import STATE, Damaged, verify
 from keyhole.disk.files import read_small
 from keyhole.disk.json_text import json_text
+from keyhole.disk.weight_files import has_weights, is_pickled, stored_tensors
 from keyhole.errors import UserError
 from keyhole.hub.card import README, card, hub_id, written_by
 from keyhole.model.structure.source import check_directory, hub_answers
@@ -63,11 +66,28 @@ def files_of(directory: str | Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def check(directory: str | Path) -> None:
+    """Refuses damaged weights, which nobody could load. Of a checkpoint every published file is read."""
+    from keyhole.checkpoint.files import OWN_FILES  # here: a run checks its push before torch is imported
+
+    place = Path(directory)
+    if has_weights(place) and not is_pickled(place):
+        stored_tensors(place)
+    if (place / STATE).exists():
+        try:
+            verify(place, but=OWN_FILES)
+        except Damaged as fault:
+            raise UserError(f"push: {place} is damaged: {fault}; push another checkpoint of its run") from fault
+
+
 def text_of_card(directory: Path, name: str) -> str:
     """The user's own card, or a generated one."""
     own = directory / README
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
+    if own.exists():
+        try:
+            return read_small(own, MOST_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"push: {own} is no text ({error}); mend it, or delete it: then a card is made") from error
     text = card(directory, name)
     return (
         text.replace("## Settings", "![loss](loss.png)\n\n## Settings", 1)
@@ -91,6 +111,8 @@ def push(
 ) -> str:
     """Publishes the model of a directory; returns the address of its page."""
     place, files = Path(directory), files_of(directory)
+    check(place)
+    text_of_card(place, name)  # a card that cannot be made is known before the repository is
     name = prepare(name, private)
     contents = {file: content(file, path, name) for file, path in files.items()}
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -116,7 +138,7 @@ def content(file: str, path: Path, name: str) -> str | bytes:
     try:
         found = json.loads(read_small(path, MOST_BYTES))
         base = found.get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"push: {path} is no JSON object ({error}); mend it, or remove the adapter") from error
     if base is None or hub_id(base):
         return str(path)

@@ -19,6 +19,7 @@ change_check.py  checks that every trained tensor changes
 selection.py     the best step, early stopping, the time limit
 validation.py    loss and perplexity on held-out data, metrics of tasks
 journaling.py    writes the journal of a zeroth-order run
+renewal.py       the output directory is deleted or moved while the run trains
 saving.py        when a checkpoint is written, whether the disk has room, and what happens when it fails
 signals.py       SIGINT, SIGTERM, SIGHUP: finish the step, save, exit
 plan_request.py  the arguments of `keyhole plan`, checked before torch is imported

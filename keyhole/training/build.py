@@ -42,6 +42,7 @@ from keyhole.training.lock import Lock
 from keyhole.training.loop import Run
 from keyhole.training.metrics import MetricsFile
 from keyhole.training.model_and_method import dry_lines, load_model, make_method, total_steps, weights_source
+from keyhole.training.renewal import Renewal
 from keyhole.training.reports import Reports
 from keyhole.training.resume import flat_config
 from keyhole.training.run_page import RunPage, begin_curves, begin_story
@@ -180,6 +181,12 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         journal = _journal(job, method, about)
         opened.callback(journal.close)
     saver.flush_journal = journal.flush_up_to
+
+    def write_again() -> None:
+        rundir.write_marker(job.directory, job.run_id)
+        rundir.write_about(job.directory, to_yaml(config), machine_facts)
+
+    saver.renew = Renewal(job.directory, job.run_id, lock, write_again)
     return Run(
         directory=job.directory,
         display=job.display,

@@ -70,6 +70,7 @@ class Run:
     moving_steps: int = 0  # steps with a learning rate above 0
     gave_up: bool = False  # a signal ended the last evaluation or test
     last_eval: dict[str, float] | None = None
+    damaged: set[int] = field(default_factory=set)  # steps whose checkpoints were found damaged
     ends: str | None = None  # why the run ends before its last step
     sample_answers: int = 0  # number per evaluation, for the page
     timed: list[dict[str, float]] = field(default_factory=list)  # tokens and seconds of steps, until the check
@@ -271,7 +272,20 @@ class Run:
         if not self.saver.settings.model:
             return next(iter(self.selection.best_steps()), None)
         there = {select.step_of(path) for path in select.checkpoints(self.directory.root)}
-        return next((step for step in self.selection.best_steps() if step in there), None)
+        return next((step for step in self.selection.best_steps() if step in there - self.damaged), None)
+
+    def intact_best(self, last: int) -> int | None:
+        """The best step with an intact checkpoint. A damaged checkpoint is reported and set aside, and the next best
+        step is tried, down to the last one, which has just been saved."""
+        while (best := self.best_saved()) not in (None, last):
+            if (fault := self.saver.damage_of(best)) is None:
+                break
+            self.damaged.add(best)
+            self.display.line(
+                f"warning: checkpoint-{best}, the best, is damaged and not published: {fault}; the next best is "
+                f"published instead, and the last weights are in checkpoint-{last}"
+            )
+        return best
 
     def leave(self, step: int) -> int:
         """After a signal: writes a checkpoint of the finished step, so that the run can be resumed."""
@@ -294,7 +308,7 @@ class Run:
         self.display.lines(self.saver.wait(step))
         if self.saver.settings.model:
             self.save_last(step)
-        best = self.best_saved()
+        best = self.intact_best(step) if self.saver.settings.model else self.best_saved()
         if self.saver.settings.model:
             self.saver.publish(best)
             self.go_back(step, best)
@@ -317,7 +331,9 @@ class Run:
         given_up = lambda: self.interrupts.requested != before  # noqa: E731
         try:
             return self.saver.save_last(step, self.data.train.state_dict(), given_up)
-        except NoRoom as error:
+        except NonFinite:
+            raise
+        except UserError as error:
             good = self.saver.last_good
             if self.journal.has(step):
                 kept = f"all {step} steps are in {self.directory.journal}: --resume replays them, and nothing is lost"
@@ -325,7 +341,8 @@ class Run:
                 kept = "there is no checkpoint, so all steps are lost"
             else:
                 kept = f"the steps after {good.name} are lost, and --resume goes on from there"
-            raise UserError(f"{error}\n  once there is room: {kept}") from error
+            when = "there is room" if isinstance(error, NoRoom) else "it can be written to"
+            raise UserError(f"{error}\n  once {when}: {kept}") from error
 
     def go_back(self, step: int, best: int | None) -> None:
         """Loads the published weights, if they are to be tested and are not those of this step."""
@@ -340,7 +357,7 @@ class Run:
             return ""
         name, first = self.selection.settings.metric.removeprefix("eval_"), self.selection.best_steps()[0]
         values = self.selection.values
-        missed = "" if values[best] == values[first] else f" (step {first} was better, and could not be saved)"
+        missed = "" if values[best] == values[first] else f" (step {first} was better, and has no intact checkpoint)"
         return f"; the best {name} was {values[best]:.4f}, at step {best}{missed}"
 
     def close(self) -> None:

@@ -77,20 +77,24 @@ class Lookout:
     def __init__(self) -> None:
         self.next_s, self.is_short = 0.0, False
 
-    def look(self, need: Callable[[], int], free: Callable[[], int]) -> list[str]:
-        """Lines for the user. need: the bytes that the next checkpoint takes beyond what is deleted for it."""
+    def look(
+        self, need: Callable[[], int], free: Callable[[], int], renew: Callable[[], list[str]] = list
+    ) -> list[str]:
+        """Lines for the user. need: the bytes that the next checkpoint takes beyond what is deleted for it. renew:
+        looks whether the directory is still there."""
         now_s = time.monotonic()
         if now_s < self.next_s:
             return []
         self.next_s = now_s + LOOK_S
         try:
-            need_bytes, found = need(), free()
+            lines, need_bytes, found = renew(), need(), free()
         except (UserError, OSError):
             return []  # a save will report it
         before, self.is_short = self.is_short, need_bytes > found
         if self.is_short == before:
-            return []
+            return lines
         room = f"{found / GIB:.2f} GiB are free in output_dir, and a checkpoint takes {need_bytes / GIB:.2f} GiB"
         return [
-            f"warning: {room}: free some space before it is due" if self.is_short else f"{room}: there is room again"
+            *lines,
+            f"warning: {room}: free some space before it is due" if self.is_short else f"{room}: there is room again",
         ]

@@ -39,6 +39,7 @@ from keyhole.training.lock import Lock
 
 FORMAT = 1
 MARKER_BYTES = 2**20
+WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
 # Leftovers of a killed process: half-written, half-deleted, or half-replaced (names: disk/files.py). Only our own.
 LEFTOVER = re.compile(r"\.(checkpoint-\d+|model)\.(saving|old|deleted)-\d+|\.probe\.tmp")
 REPLACED = re.compile(r"\.(checkpoint-\d+)\.old-\d+")
@@ -88,10 +89,12 @@ class RunDir:
         if not self.is_ours:
             return None
         try:
-            found = json.loads(read_small(self.marker, MARKER_BYTES)).get("run")
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            about = json.loads(read_small(self.marker, MARKER_BYTES))
+            if not isinstance(about, dict):
+                raise ValueError("it holds no object {...}")
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {_way_out(self.root)}") from error
-        return found if isinstance(found, str) else None
+        return found if isinstance(found := about.get("run"), str) else None
 
     @property
     def holds(self) -> str | None:
@@ -181,12 +184,17 @@ def try_place(root: Path) -> None:
 
 
 def _refuse_links(run: Path) -> None:
-    """Checks that run/ and its contents are directories and regular files."""
+    """Checks that run/ and its contents are directories and regular files, and the files of a run no directories."""
     try:
         entries = [run, *run.iterdir()] if run.is_dir() else [run]
     except OSError as error:
         raise UserError(f"output_dir: {run} cannot be read: {error.strerror}") from error
     for path in entries:
+        if path.name in WRITTEN and path.is_dir():
+            raise UserError(
+                f"output_dir: {path} is a directory, and a run writes a file of that name; move it away, or choose "
+                "another output_dir"
+            )
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
             raise UserError(
                 f"output_dir: {path} is a link, a pipe or a device, through which a run would write elsewhere; "
@@ -236,15 +244,25 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
         if not lock.held:
             lock.take()
             inspect(str(found.root), resume=False)
-        if not found.is_ours or found.run_id != run_id:
-            about = {"format": FORMAT, "keyhole": keyhole.__version__} | ({"run": run_id} if run_id else {})
-            write_text(found.marker, json_text(about) + "\n")
+        write_marker(found, run_id)
         for path in found.root.iterdir():
             if LEFTOVER.fullmatch(path.name):
                 remove(path)
         _probe(found.root)
-        write_text(found.run / "config.yaml", config_yaml)
-        write_text(found.run / "env.json", json_text(environment, indent=2) + "\n")
+        write_about(found, config_yaml, environment)
+
+
+def write_marker(found: RunDir, run_id: str | None) -> None:
+    """Makes the directory one of this run."""
+    if not found.is_ours or found.run_id != run_id:
+        about = {"format": FORMAT, "keyhole": keyhole.__version__} | ({"run": run_id} if run_id else {})
+        write_text(found.marker, json_text(about) + "\n")
+
+
+def write_about(found: RunDir, config_yaml: str, environment: dict[str, Any]) -> None:
+    """Saves settings and environment."""
+    write_text(found.run / "config.yaml", config_yaml)
+    write_text(found.run / "env.json", json_text(environment, indent=2) + "\n")
 
 
 def _probe(root: Path) -> None:

@@ -28,7 +28,7 @@ from keyhole.checkpoint import select
 from keyhole.checkpoint.files import OWN_FILES, About, method_state, save_checkpoint, split_state
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
-from keyhole.checkpoint.state import read_state
+from keyhole.checkpoint.state import STATE, Damaged, read_state, verify
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods.base import Method
@@ -86,6 +86,7 @@ class Saver:
         self.deleting: threading.Thread | None = None  # deletes old checkpoints in the background
         self.flush_journal: Callable[[int], bool] = lambda step: True
         self.selection: Callable[[], dict[str, Any] | None] = lambda: None  # for checkpoints
+        self.renew: Callable[[], list[str]] = list  # whether the directory is still there (renewal.py)
         self.best_step: int | None = None  # its checkpoint is kept
         self.lookout, self.checkpoint_bytes = Lookout(), saved_bytes(model, {})  # the method's tensors: when saved
         self.background: Background | None = None
@@ -228,7 +229,8 @@ class Saver:
 
     def save_once(self, step: int, loader: dict[str, Any]) -> Path:
         """The save that ends a run, unless this step is on the disk already. Raises if it fails."""
-        return self.last_good if self.last_good and self.last_step == step else self.save(step, loader, last=True)
+        there = self.last_good is not None and self.last_step == step and (self.last_good / STATE).is_file()
+        return self.last_good if there else self.save(step, loader, last=True)
 
     def save_last(self, step: int, loader: dict[str, Any], given_up: Callable[[], bool]) -> Path:
         """save_once for the end of a run: if the disk is full, waits for room until given_up() (room.py)."""
@@ -236,10 +238,11 @@ class Saver:
         return wait_for_room(save, lambda: free_bytes(self.root), self.say, given_up)
 
     def look(self) -> list[str]:
-        """Lines about a disk that has become too small for the next checkpoint, or has room again."""
+        """Lines about a disk that has become too small for the next checkpoint, or has room again, and about a
+        directory that has gone."""
         if not self.settings.model:
             return []
-        return self.lookout.look(self._missing_bytes, lambda: free_bytes(self.root))
+        return self.lookout.look(self._missing_bytes, lambda: free_bytes(self.root), self.renew)
 
     def _missing_bytes(self) -> int:
         """What the next checkpoint takes, less what _make_room can delete: one besides the last good checkpoint."""
@@ -262,6 +265,8 @@ class Saver:
     def _make_room(self, step: int, state: dict[str, Any], dares_bytes: int = 0) -> None:
         """Deletes old checkpoints if the disk has less room than needed. dares_bytes: what may be missing all the
         same, because the need is an estimate, and nothing is lost by a save that fails."""
+        for line in self.renew():
+            self.say(line)
         need = self.checkpoint_bytes = saved_bytes(self.model, state)
         limit = self.settings.keep
         self._wait_for_room()
@@ -279,22 +284,48 @@ class Saver:
         if self.deleting is not None:
             self.deleting.join()
 
+    def damage_of(self, step: int) -> str | None:
+        """What is wrong with the checkpoint of a step, by its checksums, and the name under which it is kept; None if
+        it is intact."""
+        path = self.root / f"checkpoint-{step}"
+        try:
+            verify(path)
+            return None
+        except Damaged as fault:
+            with suppress(OSError):  # a directory that cannot be written to
+                return f"{fault} (it is kept as {select.rename_damaged([path])[0].name})"
+            return str(fault)
+
     def publish(self, step: int | None = None) -> None:
         """Makes the checkpoint of a step, or the last one, the model of the output directory."""
         self._wait_for_room()
         source = self.last_good if step is None else self.root / f"checkpoint-{step}"
         assert source is not None
         try:
-            state = method_state(source, read_state(source))
+            about = read_state(source)
+            state = method_state(source, about)
             if self.method.light:
                 self.method.load_state_dict(state)
                 hf.save_model(self.model, self.root)
                 return
             beside = self.method.learned_beside(state)
             finish = None if beside is None else partial(hf.merge_files, self.model, factors=beside)
-            hf.publish(source, self.root, OWN_FILES, finish)
+            hf.publish(source, self.root, OWN_FILES, finish, about.files)
+        except (Damaged, FileNotFoundError) as error:
+            self._publish_from_memory(source, error)
         except OSError as error:
             raise UserError(
                 f"output_dir: the model could not be put into {self.root}: {error}; it is complete in "
                 f"{source}; --resume puts it there when that can be written to"
             ) from error
+
+    def _publish_from_memory(self, source: Path, error: Exception) -> None:
+        """Publishes the weights in memory, if they are those of a checkpoint that has been deleted or damaged since it
+        was saved."""
+        if source != self.root / f"checkpoint-{self.last_step}":
+            raise UserError(f"output_dir: {source}, the best, was deleted or damaged just now: {error}") from error
+        self.say(f"warning: {source} was deleted or damaged just now ({error}); the model is saved from memory")
+        try:
+            hf.save_model(self.model, self.root)
+        except OSError as error:
+            raise UserError(f"output_dir: the model could not be put into {self.root}: {error}") from error

@@ -164,9 +164,9 @@ def compare(reference: Any, config: Any) -> None:
     ours, theirs = (content_hash(Path(c.output_dir)) for c in (config, reference))
     if ours != theirs:
         raise SystemExit(f"{config.output_dir}: other weights than the run that was never killed")
-    timed = {"seconds", "tokens_per_second", "host_gib", "gpu_gib", "changed"}
+    timed = ("seconds", "tokens_per_second", "host_gib", "gpu_gib", "changed", "_s")
     curves = [
-        [{k: v for k, v in entry.items() if k not in timed} for entry in read_metrics(_metrics(c))]
+        [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in read_metrics(_metrics(c))]
         for c in (config, reference)
     ]
     if curves[0] != curves[1]:
@@ -189,7 +189,7 @@ def prepare(directory: Path, method: str, steps: int, model: str = "demo", data:
     import keyhole.training.build  # noqa: F401
     from keyhole.training import reports
 
-    reports.plot_loss = lambda metrics, picture, title: picture.write_bytes(b"") == 0
+    reports.plot_loss = lambda metrics, picture, *about: picture.write_bytes(b"") == 0
     from keyhole.config import TrainConfig, resolve
     from keyhole.data.run import load_tokenizer
     from keyhole.model.structure.skeleton import build, read_config

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
+from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig, LlamaForSequenceClassification, Trainer, TrainerCallback
 
 import keyhole
@@ -400,6 +401,36 @@ def test_a_best_checkpoint_that_is_gone_is_told(tiny_model: Path, tmp_path: Path
         made.train()
 
 
+def test_a_damaged_best_checkpoint_is_not_loaded(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """A bit of its weights flips: this is told, and the weights stay those of the last step."""
+
+    class Damages(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            file = tmp_path / "checkpoint-1" / "model.safetensors"
+            if state.global_step == 2:
+                file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+
+    class Worse(KeyholeTrainer):
+        def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+            found = {"eval_loss": float(self.state.global_step)}
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+            return found
+
+    args = KeyholeArguments(
+        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=1, report_to=[], max_steps=2,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        disable_tqdm=True, learning_rate=1e-2, remove_unused_columns=False, method="lomo",
+    )  # fmt: skip
+    made = Worse(
+        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:1], callbacks=[Damages],
+        data_collator=lambda rows: dict(rows[0]),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"checkpoint-1, is damaged and not loaded: model.safetensors was changed"):
+        made.train()
+    last = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(weight, last[name]) for name, weight in weights_of(made.keyhole).items() if name in last)
+
+
 @pytest.mark.parametrize(
     ("labels", "problem"), [(1, None), (3, None), (3, "regression"), (3, "multi_label_classification")]
 )
@@ -438,6 +469,20 @@ def test_an_incomplete_checkpoint_is_refused(
     again = trainer(tiny_model, tmp_path, batches, **(how | {"max_steps": 2}))
     with pytest.raises(UserError, match=f"resume_from_checkpoint: .*{name}"):
         again.train(resume_from_checkpoint=True)
+
+
+def test_an_incomplete_checkpoint_is_passed_over(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """A kill in the middle of a save: the run goes on from the checkpoint before, and ends as it would have."""
+    how = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    whole = trainer(tiny_model, tmp_path, batches, **how)
+    whole.train()
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
+    again = trainer(tiny_model, tmp_path, batches, **how)
+    with pytest.warns(UserWarning, match=r"checkpoint-2 is incomplete and passed over: trainer_state.json is missing"):
+        again.train(resume_from_checkpoint=True)
+    before = weights_of(whole.keyhole)
+    assert all(torch.equal(before[name], weight) for name, weight in weights_of(again.keyhole).items())
 
 
 def test_a_checkpoint_that_was_written_twice_is_resumed(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:

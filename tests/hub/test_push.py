@@ -13,6 +13,7 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
+from keyhole.checkpoint.files import About, write_state
 from keyhole.cli import main
 from keyhole.errors import UserError
 from keyhole.hub import push as pushing
@@ -140,18 +141,66 @@ def test_a_path_that_is_not_here_is_no_hub_id(trained: Path, path: str) -> None:
     assert "folder/" not in text and "datasets:" not in text and "`mine.yaml`" in text
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "env.json"])
-@pytest.mark.parametrize("text", ["[1, 2]", "{", "a: [", "\x00"])
-def test_files_that_make_no_card_are_told(trained: Path, name: str, text: str) -> None:
-    """Edited by hand, or cut off: one message, and the way out."""
-    (trained / "run" / name).write_text(text)
-    with pytest.raises(UserError, match="README.md of your own"):
+@pytest.mark.parametrize("name", ["run/config.yaml", "run/env.json", "config.json"])
+@pytest.mark.parametrize("text", ["[1, 2]", "{", "a: [", "\x00", "", "7", "null", '"x"', "[" * 1000, None])
+def test_files_that_make_no_card_are_told(trained: Path, name: str, text: str | None) -> None:
+    """Edited by hand, cut off, or a directory: one message that names the file, and the way out."""
+    (trained / name).unlink()
+    (trained / name).mkdir() if text is None else (trained / name).write_text(text)
+    with pytest.raises(UserError, match="README.md of your own") as caught:
         card(trained, "me/tuned")
+    assert f"{trained / name} " in str(caught.value)
+    assert not re.search(r"Error|object has no|object is not|NoneType|int\b", str(caught.value)), caught.value
+
+
+def test_settings_of_a_wrong_type_make_no_card(trained: Path) -> None:
+    """The message names the file, the key, what it has and what it should have."""
+    for key, value, expected in [
+        ("batch_size", [1, 2], "a list for batch_size, where whole number"),
+        ("method", {"a": 1}, "a mapping for method, where"),
+        ("learning_rate", "much", "`much` for learning_rate, where number"),
+        ("lomo", [1], "no mapping for lomo"),
+    ]:
+        with pytest.raises(UserError, match="README.md of your own") as caught:
+            card(write_run(trained, **{key: value}), "me/tuned")
+        assert f"config.yaml has {expected}" in str(caught.value)
+
+
+def test_odd_metrics_are_left_out_of_the_card(trained: Path) -> None:
+    """Lines and values that no run writes are no part of its figures."""
+    before = card(trained, "me/tuned")
+    odd = ['{"step": "x", "loss": 1}', '{"step": 4, "loss": [1], "gpu_gib": "a"}', '{"step": true}', "7", "[]", "\0"]
+    with (trained / "run" / "metrics.jsonl").open("a") as file:
+        file.write("\n" + "\n".join(odd))
+    assert card(trained, "me/tuned") == before
+
+
+def test_damaged_weights_are_not_published(trained: Path) -> None:
+    """Truncated ones, by their header; a flipped bit in a checkpoint, by its checksum. A dry run says so too."""
+    weights = trained / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read, it may be damaged"):
+        pushing.check(trained)
+    weights.write_bytes(content)
+    write_state(trained, About(3, {}, {}, {}), {})
+    pushing.check(trained)
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"is damaged: model.safetensors was changed"):
+        push(trained, "me/tuned")
+    assert main(["push", str(trained), "me/tuned", "--dry-run"]) == 2
+
+
+def test_a_card_of_ones_own_that_is_no_text(trained: Path) -> None:
+    """It is told before anything is sent."""
+    (trained / "README.md").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"README.md is no text .*; mend it, or delete it"):
+        push(trained, "me/tuned")
 
 
 def test_a_push_is_one_commit_with_model_and_card(hub: Hub, trained: Path) -> None:
     """Small files in the commit, large ones by themselves; what only a run can use stays here."""
-    (trained / "keyhole_state.json").write_text("{}")
+    write_state(trained, About(30, {}, {}, {}), {})
     (trained / "checkpoint-30").mkdir()
     (trained / "checkpoint-30" / "model.safetensors").write_bytes(b"x")
     assert push(trained, "me/tuned", private=True) == f"{hub.url}/me/tuned"

@@ -139,6 +139,16 @@ def test_a_marker_that_was_edited_is_named(tmp_path: Path, text: str) -> None:
         rundir.RunDir(tmp_path).place()
 
 
+@pytest.mark.parametrize("name", sorted(rundir.WRITTEN))
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    """A run could not write there; the error named a temporary file."""
+    open_run(rundir.RunDir(tmp_path))
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).mkdir()
+    with pytest.raises(UserError, match=f"run/{name} is a directory, and a run writes a file of that name"):
+        rundir.inspect(str(tmp_path), resume=True)
+
+
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300, "run/" * 2000])
 def test_impossible_names_are_the_users_to_fix(tmp_path: Path, name: str) -> None:
     """Found when the directory is inspected, before data and model are read."""

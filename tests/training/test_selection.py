@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,47 @@ def test_a_best_step_that_the_disk_did_not_take(
     assert train(config) == 0
     assert same(weights(config.output_dir), weights(Path(config.output_dir) / "checkpoint-6"))
     assert "NOT saved" in (said := capsys.readouterr().out) and ("step 3 was better" in said) == (last > 1.2)
+
+
+def test_a_damaged_best_checkpoint_is_not_published(
+    make: Make, tiny_data: Path, evaluations: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A bit of the best weights flips while the run goes on: this is said, they are kept under another name, and the
+    next best intact step is published."""
+    evaluations(VALUES)
+    config = make(eval_data=str(tiny_data), save_steps=1, **BEST)
+    root, real = Path(config.output_dir), loop.Run.finish
+
+    def finish(self: loop.Run, step: int) -> int:
+        path = root / "checkpoint-3" / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+        return real(self, step)
+
+    monkeypatch.setattr(loop.Run, "finish", finish)
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    assert "checkpoint-3, the best, is damaged" in said and "checkpoint-3.damaged" in said and "checksum" in said
+    assert same(weights(root), weights(root / "checkpoint-6")), "1.2 as well, and intact"
+    assert (root / "checkpoint-3.damaged").is_dir()
+
+
+def test_a_last_checkpoint_that_was_deleted_is_saved_again(
+    make: Make, tiny_data: Path, evaluations: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody deletes the checkpoint of the last step, which was saved as the best, before the run publishes it."""
+    evaluations([2.0, 1.9, 1.8, 1.7, 1.6, 1.5])
+    config = make(eval_data=str(tiny_data), **BEST)
+    root, real = Path(config.output_dir), loop.Run.finish
+
+    def finish(self: loop.Run, step: int) -> int:
+        shutil.rmtree(root / "checkpoint-6")
+        return real(self, step)
+
+    monkeypatch.setattr(loop.Run, "finish", finish)
+    assert train(config) == 0
+    assert same(weights(root), weights(root / "checkpoint-6"))
 
 
 def test_time_ends_a_run_with_its_evaluation(make: Make, tiny_data: Path, capsys: pytest.CaptureFixture) -> None:

@@ -17,10 +17,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from keyhole.disk.read_json import LIMIT_BYTES
+from keyhole.disk.read_json import LIMIT_BYTES, read_json
 from keyhole.errors import UserError
 
 TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
+OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 READ_WITH_IT = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja")
 
 
@@ -45,8 +46,12 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
         tokenizer("a")  # settings of the wrong type fail at the first text, half characters at the first save
         json.dumps(getattr(tokenizer, "init_kwargs", ""), ensure_ascii=False, default=str).encode()
     except Exception as error:  # bad files, a bad name, no network: each raises its own type
+        for name in OBJECTS if path.is_dir() else ():
+            if (path / name).exists():
+                read_json(path / name, "model")  # names the file, if it is none at all
         why = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from error
+        act = "; copy its files (tokenizer*, vocab*) from the original model again" if path.is_dir() else ""
+        raise UserError(f"model: the tokenizer of {model} cannot be read: {why}{act}") from error
     return tokenizer
 
 

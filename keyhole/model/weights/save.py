@@ -16,6 +16,7 @@ writer is used, which needs all of them in memory.
 copied: that takes no time, and no disk space.
 """
 
+import errno
 import os
 import shutil
 import tempfile
@@ -210,9 +211,16 @@ def move_into_place(temporary: Path, path: Path) -> None:
     flush(path)
 
 
-def publish(checkpoint: Path, path: Path, private: set[str], finish: Callable[[Path], None] | None = None) -> None:
+def publish(
+    checkpoint: Path,
+    path: Path,
+    private: set[str],
+    finish: Callable[[Path], None] | None = None,
+    expected: Iterable[str] = (),
+) -> None:
     """Makes the model in `checkpoint` the model of the directory `path`; `private` files are left out. finish: called
-    with copies of the files, which it may change."""
+    with copies of the files, which it may change. expected: files of the checkpoint; FileNotFoundError if one is
+    missing, because somebody is deleting it."""
     with _staged_for(path) as temporary:
         for file in checkpoint.iterdir():
             if file.name in private:
@@ -223,6 +231,9 @@ def publish(checkpoint: Path, path: Path, private: set[str], finish: Callable[[P
                 shutil.copytree(file, temporary / file.name)
             else:
                 shutil.copyfile(file, temporary / file.name)
+        for name in expected:
+            if name not in private and not (temporary / name).is_file():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(checkpoint / name))
         if finish is not None:
             finish(temporary)
         flush_all(temporary)
