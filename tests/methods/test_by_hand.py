@@ -210,12 +210,15 @@ def test_a_module_that_is_only_wrapped_goes_on() -> None:
 
 
 def test_a_fingerprint_tells_values_and_places_apart() -> None:
-    """Of one bit, and of two elements exchanged within a row or a column."""
-    flat = torch.randn(3 * WIDTH + 5)
+    """Of one bit; of two elements exchanged between rows, within an integer, and at the end; wherever they begin."""
     for dtype in (torch.float32, torch.bfloat16):
-        own = flat.to(dtype)
+        row = WIDTH * 8 // dtype.itemsize
+        own = torch.randn(3 * row + 6).to(dtype)[1:]
         assert torch.equal(fingerprint(own), fingerprint(own.clone()))
-        for i, j in ((0, 1), (0, WIDTH), (3 * WIDTH, 3 * WIDTH + 1), (7, 2 * WIDTH + 9)):
+        for i, j in ((0, 1), (0, row), (3 * row, 3 * row + 1), (7, 2 * row + 9)):
             other = own.clone()
             other[[i, j]] = own[[j, i]]
             assert not torch.equal(fingerprint(own), fingerprint(other))
+        other = own.clone()
+        other.view(torch.uint8)[5] ^= 1
+        assert not torch.equal(fingerprint(own), fingerprint(other))
