@@ -19,7 +19,7 @@ change. When rates were measured once, `called` was 24, 15, 34 and 18 us in four
 is little else, took 55, 32, 49 and 55 ms. When they were measured after all steps, the least of five bursts, some
 processes had 7 us for a launch and others 9.4, and it was not that of their steps: `sgd` began with 44 ms and ended
 with 55, `apollo-mini` was planned at 1.31 of its time, `lora` at 0.68 (plan_check_h200_2026-11-17_d.json). With four
-rounds `called` was 19 to 46 us in one process, so there are six. Where a step uses them, a burst also measures the
+rounds `called` was 19 to 46 us in one process, so there are five. Where a step uses them, a burst also measures the
 link and the CPU's AdamW: measured once per run, the link was at 33 GB/s while steps uploaded at 53, and `adam-offload`
 took 0.29, 0.40 and 0.47 s in three runs (plan_check_h200_2026-11-17_e.json). Before such a burst the CPU finishes its
 updates. So they lag behind the first steps of a round, which do not count: those of `adam-offload` took 0.186, 0.308,
@@ -76,7 +76,7 @@ from keyhole.plan.table import Question, make_row
 LIMIT_S = 400.0  # after which no case begins
 CASE_S = 75.0  # of one case, after which its process is ended
 WARM_UP, FIRST = 3, 3  # steps, before memory is measured
-ROUNDS, ROUND, LAST = 6, 3, 2
+ROUNDS, ROUND, LAST = 5, 3, 2
 MORE = 2  # steps of a round, if the CPU updates parameters
 IDLE, IDLE_S, IDLE_LIMIT_S = 0.05, 0.5, 20.0
 PREFIX = "@found "

@@ -27,14 +27,15 @@ What the host bounds has got faster since the first five runs, without a change 
 without turns between threads, and views, modules and parameters are looked up once (LOG.md, "The planner against its
 sixth run"). So the first five are planned too fast there: `lora`, `lomo-lora`, `apollo-mini`, and streamed `lsp` with
 moments on the host. For these only the later runs count. In the seventh the rates were measured after
-the steps, on a host whose speed changed in between: `lora` is planned at 0.76 of its time
+the steps, on a host whose speed changed in between: `lora` is planned at 0.76 of its time, `galore` at 0.79
 (plan_check.py measures in turn since). In the eighth the link was measured once, at 33 GB/s upwards, while `zo` then
 uploaded 7 GB in 0.132 s: the rate downwards, 55, is taken for both (measure.py measures twice since). On that host,
 which others used, two steps took longer than planned from its rates: streamed `lsp` with moments on the host
 0.408 s for 0.293 (0.260 in the sixth run), resident `adam-offload` 0.471 for 0.375 (0.309): what a host's memory and
 cores do for several threads at once is not in the rates. In the ninth, with more rounds and the rates of link and CPU
 beside the steps, `apollo-mini` alone was planned at 1.21 of its time; since then hooks follow the rate of autograd's
-thread (methods/launches.py).
+thread. In the tenth `galore` alone was planned at 1.17 (1.06 to 1.14 in the sixth, eighth and ninth); since then an
+operation of its optimizer is 1.4 launches, not 1.6 (methods/launches.py).
 """
 
 import argparse
@@ -80,6 +81,7 @@ CHECKS = (
     "plan_check_h200_2026-11-17_d",
     "plan_check_h200_2026-11-17_e",
     "plan_check_h200_2026-11-17_f",
+    "plan_check_h200_2026-11-17_g",
 )
 SIXTH, EIGHTH = CHECKS[5], CHECKS[7]
 RISING, UNUSUAL = "adam-offload", "sgd"  # in it

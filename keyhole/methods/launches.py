@@ -46,7 +46,8 @@ and `lomo-lora` on OPT took 0.128 and 0.234 s with launches of 6.0 us and calls 
 (plan_check_h200_2026-11-17_c.json, _e.json). The numbers here are those of the two: they plan 0.93 to 1.06 of each, and
 `lora` on Llama about 1.2 of what the N1 took. The update is an estimate: torch's AdamW takes 3 to 5 per adapter with
 one tensor after the other, as on a CPU, 1 to 2 with lists of tensors, as on a GPU, which then launches a few kernels
-for all. TENSOR (0.2 and 1.3 on the N1) and PLAIN (1.1 to 1.3) were chosen by earlier runs on an H200.
+for all. TENSOR (0.2 and 1.3 on the N1) was chosen by earlier runs on an H200, PLAIN (1.1 to 1.3 on the N1) by `galore`
+in four of them: 0.99 to 1.09 of what it took (_c, _e, _f and _g.json).
 
 UNIT is 10.4 measured that way, 0.7 for Triton's launcher (21 us on the N1, measured with a driver that launches
 nothing), and 3 for CUDA's events, streams and copies, which a CPU does not have: about 20 calls of a third of a launch
@@ -72,7 +73,7 @@ UPDATE = 6, 8
 ADAPTED = 6.5, 16, 1.3
 VISIT, UNIT = 5.5, 14
 STEP = 140, 200
-PLAIN = 1.6
+PLAIN = 1.4
 HOOKED = 0.8
 
 

@@ -45,6 +45,11 @@ class ByHand:
         self._tables: list[dict[str, Any]] = []  # of the module and all modules in it: parameters and modules by name
         self._members: list[Any] = []  # the values of these tables; kept, so that no other object has their ids
         self._ids: list[int] | None = None
+        self._released = False
+
+    def release(self) -> None:
+        """The homes are gone, and the parameters are the caller's own: nothing is compared or brought home."""
+        self._released = True
 
     def note(self) -> None:
         """The weights are as they should be: called after every step, which changes them too."""
@@ -53,6 +58,8 @@ class ByHand:
     def take(self) -> list[str]:
         """The names of the parameters that were changed since; their homes have the new weights now. UserError if they
         cannot."""
+        if self._released:
+            return []
         if not self._at_home:
             plain = [tensor for tensor in self._layout.tensors if not self._homes.is_apart(tensor)]
             self._at_home = [(tensor, self._homes.read(tensor)) for tensor in plain]
@@ -92,7 +99,7 @@ class ByHand:
     def check_parameters(self, beside: Iterable[nn.Parameter] = ()) -> None:
         """UserError if the module has lost a parameter that was loaded, or has one that was not. beside: trained
         parameters that a method has added."""
-        if self._ids == list(map(id, chain.from_iterable(map(dict.values, self._tables)))):
+        if self._released or self._ids == list(map(id, chain.from_iterable(map(dict.values, self._tables)))):
             return
         there = dict(self._module().named_parameters())
         ids, known = {id(param) for param in there.values()}, self._loaded | {id(param) for param in beside}

@@ -100,6 +100,7 @@ def take_weights(model: keyhole.Model, vectors: dict[int, torch.Tensor] | None =
     if vectors is None:
         vectors = {id(t.param): t.param.data for t in model.layout.tensors if len(t.shape) < 2}
     vectors = {key: value.to(model.device, copy=True) for key, value in vectors.items()}
+    model.by_hand.release()
     for tensor in model.layout.tensors:
         tensor.param.data = vectors.get(id(tensor.param), tensor.param.data.new_empty(0))
     for home in model.engine.homes:
