@@ -132,6 +132,9 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
         yield Finding(key, f"has no effect: {'task is' if config.task is not None else 'no task is'} set")
     if config.greater_is_better is not None and config.eval_data is None and config.task is None:
         yield Finding("greater_is_better", "has no effect: eval_data is not set, so nothing is compared")
+    evaluates = config.eval_data is not None or config.task is not None
+    if config.early_stopping_patience is not None and evaluates and (why := _never_stops(config)):
+        yield Finding("early_stopping_patience", f"has no effect: {why}")
     row = METHODS[config.method]
     yield from (Finding(key, f"has no effect: {why}") for key, why in row.idle(getattr(config, row.section), config))
     if config.journal_sync != 1 and not row.journaled:
@@ -142,6 +145,18 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
     if rate not in (None, AUTO_RATE) and not low <= rate <= high and not assets.is_demo_model(config.model):
         known = f"{config.method} is known to work from {low:g} to {high:g}"
         yield Finding("learning_rate", f"{rate:g} is an unusual value: {known}")
+
+
+def _never_stops(config: TrainConfig) -> str:
+    """Why a run ends before it can be out of patience; empty if it may be."""
+    every, patience, steps = config.eval_steps, config.early_stopping_patience, config.max_steps
+    if every is None:
+        return "the only evaluation is at the end; set eval_steps"
+    if steps is not None and -(-steps // every) <= patience:  # at least one is the best one
+        return (
+            f"{steps} steps have {-(-steps // every)} evaluations, and it needs more than {patience}; lower eval_steps"
+        )
+    return ""
 
 
 def _unused(section: str, config: TrainConfig) -> str:

@@ -63,6 +63,14 @@ WARNED = [
     ({"method": "zo", "zo": ZOConfig(refresh=7)}, "zo.refresh: has no effect: zo.rank is not set"),
     ({"method": "zo", "zo": ZOConfig(fp8_steps=7)}, "zo.fp8_steps: has no effect: wire is not fp8"),
     ({"greater_is_better": False}, "greater_is_better: has no effect: eval_data is not set"),
+    (
+        {"eval_data": "x.jsonl", "early_stopping_patience": 2},
+        "early_stopping_patience: has no effect: the only evaluation is at the end",
+    ),
+    (
+        {"eval_data": "x.jsonl", "eval_steps": 2, "early_stopping_patience": 3},
+        "early_stopping_patience: has no effect: 5 steps have 3 evaluations, and it needs more than 3",
+    ),
     ({"sgd": SGDConfig(momentum=0.5)}, "sgd.momentum: has no effect"),
     ({"offload": OffloadConfig(overlap=False)}, "offload.overlap: has no effect: placement is resident"),
     ({"num_dev": 7}, "num_dev: has no effect: no task is set"),

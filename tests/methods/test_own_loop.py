@@ -441,3 +441,17 @@ def test_a_gradient_hook_is_called_by_backward_and_refused_by_step(cls: type) ->
         method.step(micro_batches(0, 1))
     method.backward(plain_loss(model.module, micro_batches(0, 1)))
     assert len(calls) == (2 if cls is keyhole.LSP else 1), "lsp learns its projectors from a pass of its own"
+
+
+@pytest.mark.parametrize("cls", [keyhole.LOMO, keyhole.AdamOffload])
+def test_a_hook_for_accumulated_gradients_is_refused(cls: type) -> None:
+    """It would find none."""
+    model = load("llama")
+    method = cls(model, 1e-3)
+    hook = model.module.model.norm.weight.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(UserError, match="norm.weight has a hook of yours"):
+        method.step(micro_batches(0, 1))
+    with pytest.raises(UserError, match="norm.weight has a hook of yours"):
+        method.backward(plain_loss(model.module, micro_batches(0, 1)))
+    hook.remove()
+    method.step(micro_batches(0, 1))

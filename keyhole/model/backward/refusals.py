@@ -43,6 +43,7 @@ def check_loss(model: Model, loss: Any) -> None:
         raise UserError(f"backward(loss): found one {found}, expected a tensor with one number: the loss")
     if not loss.requires_grad:
         raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+    _check_later_hooks(model)
     if _is_scaled(loss):
         raise UserError(
             "backward(loss): a GradScaler has multiplied this loss, and its factor would become part of the update; "
@@ -81,6 +82,26 @@ def check_hooks(model: Model) -> None:
             "never holds all of a gradient. backward(loss) calls it; for clipping there are max_grad_norm and (lomo) "
             "clip_value"
         )
+    _check_later_hooks(model)
+
+
+def _check_later_hooks(model: Model) -> None:
+    """UserError if a parameter has a hook for its accumulated gradient: it is never accumulated."""
+    if after := [tensor.name for tensor in model.layout.tensors if _has_later_hook(tensor.param)]:
+        raise UserError(
+            f"gradients: {listed(after)} has a hook of yours (register_post_accumulate_grad_hook), and no gradient is "
+            "accumulated here: each is used and dropped while the next ones are computed. Remove the hook"
+        )
+
+
+def _has_later_hook(param: torch.nn.Parameter) -> bool:
+    """Whether a hook other than keyhole's own waits for the accumulated gradient."""
+    hooks = param._post_accumulate_grad_hooks
+    return bool(hooks) and any(not _module_of(hook).startswith("keyhole.") for hook in hooks.values())
+
+
+def _module_of(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or ""
 
 
 @contextmanager
