@@ -116,6 +116,22 @@ def test_backward_trains_on_what_was_changed_between() -> None:
         assert abs(float((up_proj(method.model).detach() - before).mean()) - 0.25) < 0.05
 
 
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("loads", [False, True])
+def test_weights_are_changed_before_the_first_step(loads: bool, away: bool) -> None:
+    """As initialisations do, through `.data`; nothing is on its way then, so no flush is asked for."""
+    method = make("adam-offload", away)
+    if loads:
+        other = make("adam-offload")
+        other.step(micro_batches(0, 1))
+        method.load_state_dict(other.state_dict())
+    by_data(up_proj(method.model))
+    before = up_proj(method.model).detach().clone()
+    method.step(micro_batches(1, 1))
+    method.flush()
+    assert torch.allclose(up_proj(method.model), before, atol=0.05)
+
+
 def test_a_state_that_is_saved_after_a_change_holds_it() -> None:
     """The masters are what a resumed run starts from."""
     method = make("adam-offload")
