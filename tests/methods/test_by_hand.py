@@ -316,3 +316,15 @@ def test_adapters_are_added_while_another_method_exists(first: str) -> None:
     method.step(micro_batches(0, 1))
     pytest.importorskip("peft")
     keyhole.LoRA(method.model, 1e-3).step(micro_batches(1, 1))
+
+
+def test_gradients_that_were_left_in_adapters_are_refused() -> None:
+    """They would be added to those of the step."""
+    method = make("lora")
+    method.step(micro_batches(0, 1))
+    method.flush()
+    plain_loss(method.model.module, micro_batches(1, 1)).backward()
+    with pytest.raises(UserError, match=r"has left some in .*lora_A"):
+        method.step(micro_batches(2, 1))
+    method.model.module.zero_grad()
+    method.step(micro_batches(2, 1))
