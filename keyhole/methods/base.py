@@ -218,9 +218,10 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
         checked_rate(method.rate if isinstance(method.rate, int | float) else 0.0)
         with without_autocast(), with_gradients():
-            method.model.step_begins()
+            method.model.check_changes()
             check_step(method)
             try:
+                method.model.step_begins()
                 found = step(*args, **options)
                 method.model.weights_changed()
             except BaseException:

@@ -9,6 +9,7 @@ only. One that is frozen later gets no gradient, and stays as it is; a method wi
 would go on to change it. One that requires gradients only later would never change.
 """
 
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,10 @@ def check_step(method: "Method") -> None:
                 f"requires_grad: {listed(names[True])} was frozen after {method.name} was made, which would still "
                 "change it: make the method again, after flush(), and give it the state (load_state_dict)"
             )
-    if method.may_freeze and any(grad is not None for grad in map(GRAD, params)):
+    beside = {} if method.addon is None else method.addon.params
+    if method.may_freeze and any(grad is not None for grad in map(GRAD, chain(params, beside.values()))):
         left = [tensor.name for tensor in tensors if tensor.param.grad is not None]
+        left += [name for name, param in beside.items() if param.grad is not None]
         raise UserError(
             f"gradients: loss.backward() has left some in {listed(left)}, and they would be added to those of this "
             f"step; call model.module.zero_grad() first. {method.name} updates in step(batch), or in backward(loss) "
@@ -52,5 +55,6 @@ def check_step(method: "Method") -> None:
 
 def drop_gradients(method: "Method") -> None:
     """After a step that ended in an error: what it left would be refused by the next one."""
-    for tensor in method.model.layout.tensors:
-        tensor.param.grad = None
+    beside = () if method.addon is None else method.addon.params.values()
+    for param in chain((tensor.param for tensor in method.model.layout.tensors), beside):
+        param.grad = None

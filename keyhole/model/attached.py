@@ -104,7 +104,7 @@ class AttachedMethods:
         """Called for a new method. Updates that other methods have deferred are applied first."""
         check_loss(model.config)
         if self._attached:
-            self.take_changes(model)
+            self.take_changes(model, method)
         if model.formats.frozen is not None and not method.keeps_base:
             raise UserError(
                 f"wire: {model.formats.name} weights are frozen, and {method.name} would change them: their grid is "
@@ -117,7 +117,7 @@ class AttachedMethods:
         if model.placed is not None:
             model.placed.check_method(method.name)
         model.by_hand.check_parameters(self._beside(model, method))
-        self.take_changes(model)
+        self.take_changes(model, method)
         self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # these may step on
         if method.deferred is not None:
             self._deferred.append((weakref.ref(method), method.deferred))
@@ -130,15 +130,16 @@ class AttachedMethods:
         addons = [addon for addon in (model.addon, method and method.addon) if addon is not None]
         return [param for addon in addons for param in addon.params.values()]
 
-    def take_changes(self, model: "Model") -> None:
+    def take_changes(self, model: "Model", new: Attached | None = None) -> None:
         """Called before weights are used: takes up what the caller has changed by hand. UserError for a change that
-        cannot be, once: then the weights are what they are."""
+        cannot be, once: then the weights are what they are. new: a method that is being attached; its weights beside
+        the model's own are in the module already."""
         if self._steps_now or model.conductor is not None or model.lens is not None:
             return  # within a step or a pass
         if self.is_flushed and model.engine.streamed:
             model.engine.invalidate()
         if self._attached:
-            model.by_hand.check_parameters(self._beside(model))
+            model.by_hand.check_parameters(self._beside(model, new))
         changed = model.by_hand.take()
         if not changed:
             return
@@ -193,9 +194,8 @@ class AttachedMethods:
             increment_version([tensor.param for tensor in model.layout.tensors])
             self._has_graph = False
 
-    def step_begins(self, model: "Model") -> None:
-        """Called before a step."""
-        self.take_changes(model)
+    def step_begins(self) -> None:
+        """Called before a step, whose end `step_ends` reports."""
         self._steps_now = True
 
     def step_ends(self, model: "Model") -> None:

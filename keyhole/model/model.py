@@ -339,7 +339,7 @@ class Model:
 
     def step_begins(self) -> None:
         """Called before a step of a method."""
-        self.methods.step_begins(self)
+        self.methods.step_begins()
 
     def step_ends(self) -> None:
         """Called after a step, also one that ended in an error."""

@@ -1,5 +1,6 @@
 """What a caller changes in the module between steps: taken up by every method, or refused; never lost."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,22 @@ def test_backward_trains_on_what_was_changed_between() -> None:
         assert abs(float((up_proj(method.model).detach() - before).mean()) - 0.25) < 0.05
 
 
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("loads", [False, True])
+def test_weights_are_changed_before_the_first_step(loads: bool, away: bool) -> None:
+    """As initialisations do, through `.data`; nothing is on its way then, so no flush is asked for."""
+    method = make("adam-offload", away)
+    if loads:
+        other = make("adam-offload")
+        other.step(micro_batches(0, 1))
+        method.load_state_dict(other.state_dict())
+    by_data(up_proj(method.model))
+    before = up_proj(method.model).detach().clone()
+    method.step(micro_batches(1, 1))
+    method.flush()
+    assert torch.allclose(up_proj(method.model), before, atol=0.05)
+
+
 def test_a_state_that_is_saved_after_a_change_holds_it() -> None:
     """The masters are what a resumed run starts from."""
     method = make("adam-offload")
@@ -222,3 +239,92 @@ def test_a_fingerprint_tells_values_and_places_apart() -> None:
         other = own.clone()
         other.view(torch.uint8)[5] ^= 1
         assert not torch.equal(fingerprint(own), fingerprint(other))
+
+
+def by_backup(module: nn.Module) -> Callable[[], None]:
+    """A moving average takes the place of the weights; the function returned puts them back."""
+    average, backup = {n: p.data * 0.5 for n, p in module.named_parameters()}, {}
+    for name, param in module.named_parameters():
+        backup[name], param.data = param.data, average[name]
+
+    def back() -> None:
+        for name, param in module.named_parameters():
+            param.data = backup[name]
+
+    return back
+
+
+def by_exchange(module: nn.Module) -> Callable[[], None]:
+    """The same, with a second module."""
+    pairs = list(zip(module.parameters(), copy.deepcopy(module).parameters(), strict=True))
+
+    def exchange() -> None:
+        for one, other in pairs:
+            one.data, other.data = other.data, one.data
+
+    exchange()
+    return exchange
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("put", [by_backup, by_exchange])
+def test_weights_that_the_caller_keeps_by_reference_are_not_overwritten(put: Callable, away: bool) -> None:
+    """Refused before anything is written; after the caller has put them back, training goes on from them."""
+    method = make("adam-offload", away)
+    method.step(micro_batches(0, 1))
+    method.flush()
+    wanted = weights(method.model)
+    back = put(method.model.module)
+    with pytest.raises(UserError, match="pointed to other memory .* as a backup of the trained weights"):
+        method.model.nll(micro_batches(1, 1))
+    back()
+    assert all(torch.equal(wanted[key], now) for key, now in weights(method.model).items())
+    method.step(micro_batches(1, 1))
+
+
+def test_a_variable_that_is_left_over_is_no_backup() -> None:
+    """The last of a loop: old = param.data; and a state that was read, whose tensors the parameters point to."""
+    method = make("lomo")
+    for param in method.model.module.parameters():
+        old = param.data
+        param.data = old.clamp(-0.01, 0.01)
+    method.step(micro_batches(0, 1))
+    del old
+    state = {name: value.clone() for name, value in method.model.module.state_dict().items()}
+    for name, param in method.model.module.named_parameters():
+        param.data = state[name]
+    method.step(micro_batches(1, 1))
+
+
+def test_changes_are_seen_after_a_step_that_was_refused() -> None:
+    """It never began, so it is not the present one."""
+    method = make("adam-offload")
+    method.step(micro_batches(0, 1))
+    up_proj(method.model).grad = torch.zeros_like(up_proj(method.model))
+    with pytest.raises(UserError, match="has left some"):
+        method.step(micro_batches(1, 1))
+    method.model.module.zero_grad()
+    by_add(up_proj(method.model))
+    with pytest.raises(UserError, match="changed by hand while the last step"):
+        method.step(micro_batches(1, 1))
+
+
+@pytest.mark.parametrize("first", ["lomo", "adam-offload", "lora"])
+def test_adapters_are_added_while_another_method_exists(first: str) -> None:
+    """Its own weights are not those of a stranger."""
+    method = make(first)
+    method.step(micro_batches(0, 1))
+    pytest.importorskip("peft")
+    keyhole.LoRA(method.model, 1e-3).step(micro_batches(1, 1))
+
+
+def test_gradients_that_were_left_in_adapters_are_refused() -> None:
+    """They would be added to those of the step."""
+    method = make("lora")
+    method.step(micro_batches(0, 1))
+    method.flush()
+    plain_loss(method.model.module, micro_batches(1, 1)).backward()
+    with pytest.raises(UserError, match=r"has left some in .*lora_A"):
+        method.step(micro_batches(2, 1))
+    method.model.module.zero_grad()
+    method.step(micro_batches(2, 1))

@@ -342,7 +342,8 @@ def test_a_loss_that_a_scaler_has_multiplied_is_refused(cls: type) -> None:
             method.backward(scaled(plain_loss(model.module, micro_batches(0, 1))))
         assert all(torch.equal(before[name], now) for name, now in weights(model).items())
     off = torch.amp.GradScaler("cpu", enabled=False)
-    for kept in (off.scale, lambda loss: loss * torch.tensor(2.0), lambda loss: loss / 4, lambda loss: 65536.0 * loss):
+    shares = (lambda loss: loss / 4, lambda loss: loss / torch.tensor(65536.0))  # as many tokens as the scaler's factor
+    for kept in (off.scale, lambda loss: loss * torch.tensor(2.0), lambda loss: 65536.0 * loss, *shares):
         method.backward(kept(plain_loss(model.module, micro_batches(0, 1))))
 
 

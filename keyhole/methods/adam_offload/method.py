@@ -30,7 +30,8 @@ makes every gradient non-finite, and then nothing has changed.)
 
 The masters were made from the weights. If these change otherwise, by another method or by the caller's own code, the
 masters take over what has changed before the next step (`_follow`): the model tells of both (model/by_hand.py), and of
-a change through `.data`, of which torch does not tell, a fingerprint of the weights since the last flush.
+a change through `.data`, of which torch does not tell, a fingerprint of the weights since the last flush, or since
+the masters were made or loaded.
 
 On several ranks each keeps and updates a shard of the units: shards.py.
 """
@@ -127,7 +128,7 @@ class AdamOffload(Method):
         self.parts = AdamParts(model, self) if model.sharded else None
         self.as_of = model.steps  # the masters are those of the weights after so many steps of all methods
         self.taken = model.methods.changes  # and after so many changes by hand
-        self.left: list[torch.Tensor] | None = None  # fingerprints of the weights at the last flush, until a step
+        self.left = self._fingerprints()  # of the weights as they were taken, or at the last flush; until a step
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ class AdamOffload(Method):
                 self.exchange.will_change(unit.index)
         self.exchange.drain()
         self.model.engine.invalidate()
-        self.as_of, self.taken, self.left = self.model.steps, self.model.methods.changes, None
+        self.as_of, self.taken, self.left = self.model.steps, self.model.methods.changes, self._fingerprints()
 
     def close(self) -> None:
         """Ends the worker, after the updates that are under way; so does deleting the method. (Ranks flush first.)"""

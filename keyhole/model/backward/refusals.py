@@ -58,7 +58,8 @@ def _is_scaled(loss: torch.Tensor) -> bool:
     node = loss.grad_fn
     while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
         factor, inner = node._saved_other, [f for f, _ in node.next_functions if f is not None]
-        if factor is not None and factor.dtype == torch.float32 and factor.numel() == 1 and len(inner) == 1:
+        is_product = node.name() == "MulBackward0" and len(inner) == 1  # no scaler divides
+        if is_product and factor is not None and factor.dtype == torch.float32 and factor.numel() == 1:
             value = float(factor)
             if value > 1 and math.frexp(value)[0] == 0.5 and value in _scales():
                 return True
