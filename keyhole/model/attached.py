@@ -130,17 +130,17 @@ class AttachedMethods:
         addons = [addon for addon in (model.addon, method and method.addon) if addon is not None]
         return [param for addon in addons for param in addon.params.values()]
 
-    def take_changes(self, model: "Model", new: Attached | None = None) -> None:
+    def take_changes(self, model: "Model", new: Attached | None = None, pointed: bool = True) -> None:
         """Called before weights are used: takes up what the caller has changed by hand. UserError for a change that
         cannot be, once: then the weights are what they are. new: a method that is being attached; its weights beside
-        the model's own are in the module already."""
+        the model's own are in the module already. pointed: also weights that parameters were pointed to."""
         if self._steps_now or model.conductor is not None or model.lens is not None:
             return  # within a step or a pass
         if self.is_flushed and model.engine.streamed:
             model.engine.invalidate()
         if self._attached:
             model.by_hand.check_parameters(self._beside(model, new))
-        changed = model.by_hand.take()
+        changed = model.by_hand.take(pointed)
         if not changed:
             return
         self.changes += 1
@@ -180,7 +180,8 @@ class AttachedMethods:
                 f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
                 "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
             )
-        self.take_changes(model)
+        evaluates = what == "forward" and model.is_plain and not torch.is_grad_enabled()
+        self.take_changes(model, pointed=not evaluates)
         self.apply_deferred()
         if model.engine.gate is not None or model.engine.streamed:
             model.engine.wait_for_homes()

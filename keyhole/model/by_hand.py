@@ -6,7 +6,9 @@ uses the weights again. Numbers that are compared before each step tell of it:
 
     param.copy_(..), load_state_dict, init.*      torch counts changes in place: `param._version`
     param.data = other                            the parameter no longer points to its home: the home takes its values,
-                                                  unless the caller keeps the home as a backup (UserError)
+                                                  unless the caller keeps the home as a backup (UserError). The
+                                                  module's own forward without gradients uses the other weights as they
+                                                  are, if it can: averaged weights are evaluated like that
     module.weight = nn.Parameter(..), a new       the module no longer holds the parameter that is trained: UserError,
     module, resize_token_embeddings               since the new one would be neither trained nor saved
 
@@ -57,9 +59,9 @@ class ByHand:
         """The weights are as they should be: called after every step, which changes them too."""
         self._versions = list(map(VERSION, self._params))
 
-    def take(self) -> list[str]:
+    def take(self, pointed: bool = True) -> list[str]:
         """The names of the parameters that were changed since; their homes have the new weights now. UserError if they
-        cannot."""
+        cannot. pointed: also those that were pointed to other memory."""
         if self._released:
             return []
         if not self._at_home:
@@ -68,7 +70,7 @@ class ByHand:
             self._own = [tensor.param for tensor in plain]
             self._addresses = [home.data_ptr() for _, home in self._at_home]
         changed: list[str] = []
-        if self._addresses != list(map(torch.Tensor.data_ptr, self._own)):
+        if pointed and self._addresses != list(map(torch.Tensor.data_ptr, self._own)):
             changed += self._take_data()
         versions = list(map(VERSION, self._params))
         if self._versions is not None and versions != self._versions:

@@ -282,6 +282,32 @@ def test_weights_that_the_caller_keeps_by_reference_are_not_overwritten(put: Cal
     method.step(micro_batches(1, 1))
 
 
+@pytest.mark.parametrize("name", ["zo", "lomo", "adam-offload"])
+def test_averaged_weights_are_evaluated_in_place_of_the_trained_ones(name: str) -> None:
+    """The usual moving average: parameters point to it for an evaluation by the module, and back; training goes on as
+    if nothing had happened."""
+    method, other = make(name), make(name)
+    rows, found = micro_batches(5, 1)[0], []
+    for step in range(3):
+        for one in (method, other):
+            one.step(micro_batches(step, 1))
+            one.flush()
+        params = dict(method.model.module.named_parameters())
+        backup = {key: param.data for key, param in params.items()}
+        shadow = {key: 0.5 * param.data for key, param in params.items()}
+        for key, param in params.items():
+            param.data = shadow[key]
+        with torch.no_grad():
+            found.append(method.model.module(input_ids=rows["input_ids"]).logits)
+        for key, param in params.items():
+            param.data = backup[key]
+        with torch.no_grad():
+            assert not torch.equal(found[-1], method.model.module(input_ids=rows["input_ids"]).logits)
+        assert all(torch.equal(shadow[key], 0.5 * value) for key, value in backup.items())
+    ours, theirs = weights(method.model), weights(other.model)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 def test_a_variable_that_is_left_over_is_no_backup() -> None:
     """The last of a loop: old = param.data; and a state that was read, whose tensors the parameters point to."""
     method = make("lomo")
