@@ -179,12 +179,22 @@ class AttachedMethods:
                 f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
                 "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
             )
+        self._settle(model)
+        self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
+
+    def settle(self, model: "Model") -> None:
+        """Called before the module's own state_dict and load_state_dict: its parameters are those after the last step.
+        Not within a step or a pass; nor on several ranks, where one of them may call alone."""
+        within = self._steps_now or model.conductor is not None or model.lens is not None
+        if self._attached and not within and not model.ranks.several and not model.sharded:
+            self._settle(model)
+
+    def _settle(self, model: "Model") -> None:
         self.take_changes(model)
         self.apply_deferred()
         if model.engine.gate is not None or model.engine.streamed:
             model.engine.wait_for_homes()
             self._writes = False
-        self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
 
     def step_done(self, model: "Model") -> None:
         """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
