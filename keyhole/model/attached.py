@@ -181,12 +181,23 @@ class AttachedMethods:
                 "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
             )
         evaluates = what == "forward" and model.is_plain and not torch.is_grad_enabled()
-        self.take_changes(model, pointed=not evaluates)
+        self._settle(model, pointed=not evaluates)
+        self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
+
+    def settle(self, model: "Model") -> None:
+        """Called before the module's own state_dict and load_state_dict: its parameters are those after the last step,
+        or what the caller has pointed them to. Not within a step or a pass; nor on several ranks, where one of them may
+        call alone."""
+        within = self._steps_now or model.conductor is not None or model.lens is not None
+        if self._attached and not within and not model.ranks.several and not model.sharded:
+            self._settle(model, pointed=not model.is_plain)
+
+    def _settle(self, model: "Model", pointed: bool) -> None:
+        self.take_changes(model, pointed=pointed)
         self.apply_deferred()
         if model.engine.gate is not None or model.engine.streamed:
             model.engine.wait_for_homes()
             self._writes = False
-        self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
 
     def step_done(self, model: "Model") -> None:
         """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""

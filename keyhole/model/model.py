@@ -337,6 +337,10 @@ class Model:
         """Called before the module's own forward or save_pretrained."""
         self.methods.used_directly(self, what)
 
+    def settle(self) -> None:
+        """Called before the module's own state_dict and load_state_dict."""
+        self.methods.settle(self)
+
     def step_begins(self) -> None:
         """Called before a step of a method."""
         self.methods.step_begins()

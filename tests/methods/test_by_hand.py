@@ -73,6 +73,29 @@ def test_after_a_flush_a_change_by_hand_is_trained_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("name", ["zo", "lomo", "lsp", "adam-offload"])
+def test_the_modules_state_dict_has_the_last_step(name: str, away: bool) -> None:
+    """Without a flush, as people save it or keep an average of it; and load_state_dict is trained on."""
+    settings = {"optimizer_on": "cpu"} if name == "lsp" else {}
+    found, flushed = make(name, away, **settings), make(name, away, **settings)
+    start = {key: value.clone() for key, value in flushed.model.module.state_dict().items()}
+    for t in range(3):
+        losses = [float(method.step(micro_batches(t, 1))) for method in (found, flushed)]
+        assert losses[0] == losses[1]
+        flushed.flush()
+        kept = {key: value.clone() for key, value in found.model.module.state_dict().items()}
+        assert all(torch.equal(kept[key], value) for key, value in flushed.model.module.state_dict().items())
+        if t == 1:
+            found.step(micro_batches(t, 1))
+            flushed.step(micro_batches(t, 1))
+            flushed.flush()
+            for method in (found, flushed):
+                method.model.module.load_state_dict(start)
+    left, right = weights(found.model), weights(flushed.model)
+    assert all(torch.equal(left[key], right[key]) for key in right)
+
+
+@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("name", ["zo", "lsp", "adam-offload"])
 def test_a_change_while_an_update_is_on_its_way_is_refused(name: str, away: bool) -> None:
     """The update would overwrite it, or be added to it. After a flush, the caller writes the weights again."""

@@ -1,8 +1,8 @@
 """Where the module's forward calls the engine: hooks, without any change of model code.
 
-Without a conductor, a caller uses the module by itself: the hook on the embedding and the one before its
-`save_pretrained` make the model apply updates that its weights lack (`used_directly`), the others do nothing. With one,
-a pass that enters
+Without a conductor, a caller uses the module by itself: the hook on the embedding and those before its
+`save_pretrained`, `state_dict` and `load_state_dict` make the model apply updates that its weights lack
+(`used_directly`, `settle`), the others do nothing. With one, a pass that enters
 
     a module of a unit whose weights it does not hold    waits there until the unit is bound (`meet`)
     a block                                              points the spine's vectors in it to the pass's own copy;
@@ -94,6 +94,10 @@ def install_hooks(model: Any) -> None:
         if (owner := model_of()) is not None:
             owner.used_directly("save_pretrained")
 
+    def on_state_dict() -> None:
+        if (owner := model_of()) is not None:
+            owner.settle()
+
     blocks = model.layout.of_kind("block")
     for unit in blocks:
         for owner in unit.modules:
@@ -102,3 +106,4 @@ def install_hooks(model: Any) -> None:
         model.patches.pre_hook(owner, on_block(block, [u for u in blocks if u.block == block]))
     model.patches.pre_hook(model.embedding, on_embed)
     model.patches.before_saving(model.module, on_save)
+    model.patches.before_state_dict(model.module, on_state_dict)

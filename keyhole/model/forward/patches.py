@@ -45,6 +45,12 @@ class Patches:
         module.save_pretrained = save_pretrained  # type: ignore[assignment]
         self._undo.append(undo)
 
+    def before_state_dict(self, module: nn.Module, hook: Callable[[], None]) -> None:
+        """Calls `hook` before the module's state_dict and load_state_dict."""
+        for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+            handle: RemovableHandle = register(lambda *args: hook())
+            self._undo.append(handle.remove)
+
     def forward(self, module: nn.Module, forward: Callable) -> None:
         """Replaces the forward of this one module."""
         before, found = module.__dict__.get("forward"), weakref.ref(module)

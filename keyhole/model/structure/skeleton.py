@@ -212,7 +212,12 @@ def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> list[str]:
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to a checkpoint (router corrections of some mixtures of experts), unlike rotary tables."""
-    saved = module.state_dict().keys()
+    # not module.state_dict(), before which deferred updates are applied (forward/hooks.py): a checkpoint asks, too
+    saved = {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for name in owner._buffers.keys() - owner._non_persistent_buffers_set
+    }
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
