@@ -105,18 +105,15 @@ class Report:
         if self.dropped_untrained:
             out.append(f"dropped: {self.dropped_untrained:,} samples with nothing to train on")
         without = "the chat template does not write"
-        if self.lost_calls:
-            out.append(f"{self.lost_calls:,} answers call tools, which {without}; these answers are not trained on")
-        if self.lost_reasoning:
-            out.append(f"{self.lost_reasoning:,} answers have reasoning that {without}; they are trained on without it")
-        if self.lost_text:
-            out.append(f"{self.lost_text:,} answers have text that {without} as it stands")
-        if self.lost_context:
-            out.append(f"{self.lost_context:,} turns of system or user have text that {without} as it stands")
-        if self.lost_tools:
-            out.append(f"{self.lost_tools:,} chats have tools whose descriptions {without}")
-        if self.lost_documents:
-            out.append(f"{self.lost_documents:,} chats have documents that {without}")
+        lost = (
+            (self.lost_calls, f"answers call tools, which {without}; these answers are not trained on"),
+            (self.lost_reasoning, f"answers have reasoning that {without}; they are trained on without it"),
+            (self.lost_text, f"answers have text that {without} as it stands"),
+            (self.lost_context, f"turns of system or user have text that {without} as it stands"),
+            (self.lost_tools, f"chats have tools whose descriptions {without}"),
+            (self.lost_documents, f"chats have documents that {without}"),
+        )
+        out += [f"{count:,} {what}" for count, what in lost if count]
         if self.lost_variables:
             named = listed(f"{name} ({count:,} chats)" for name, count in self.lost_variables.items())
             out.append(f"chat_template_kwargs has variables that the chat template does not read: {named}")

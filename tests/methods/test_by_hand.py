@@ -245,8 +245,10 @@ def test_a_module_that_is_only_wrapped_goes_on() -> None:
     method = make("lomo")
     method.step(micro_batches(0, 1))
     mlp = method.model.module.model.layers[0].mlp
+    before = up_proj(method.model).clone()
     mlp.up_proj = nn.Sequential(mlp.up_proj)
     method.step(micro_batches(1, 1))
+    assert not torch.equal(before, mlp.up_proj[0].weight)
 
 
 def test_a_fingerprint_tells_values_and_places_apart() -> None:
@@ -338,11 +340,13 @@ def test_a_variable_that_is_left_over_is_no_backup() -> None:
         old = param.data
         param.data = old.clamp(-0.01, 0.01)
     method.step(micro_batches(0, 1))
+    assert all(value.abs().max() < 0.05 for value in weights(method.model).values())  # clamped, then a step
     del old
     state = {name: value.clone() for name, value in method.model.module.state_dict().items()}
     for name, param in method.model.module.named_parameters():
         param.data = state[name]
     method.step(micro_batches(1, 1))
+    assert not torch.equal(state["lm_head.weight"], method.model.module.lm_head.weight)
 
 
 def test_changes_are_seen_after_a_step_that_was_refused() -> None:
@@ -364,7 +368,9 @@ def test_adapters_are_added_while_another_method_exists(first: str) -> None:
     method = make(first)
     method.step(micro_batches(0, 1))
     pytest.importorskip("peft")
-    keyhole.LoRA(method.model, 1e-3).step(micro_batches(1, 1))
+    adapted = keyhole.LoRA(method.model, 1e-3)
+    adapted.step(micro_batches(1, 1))
+    assert any(param.any() for name, param in adapted.addon.params.items() if "lora_B" in name)
 
 
 def test_gradients_that_were_left_in_adapters_are_refused() -> None:

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 
 from keyhole.errors import UserError, listed
 from keyhole.model.backward.memory import HELD
+from keyhole.model.forward.users_hooks import is_known
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.format import PACKED
@@ -98,11 +99,7 @@ def _check_later_hooks(model: Model) -> None:
 def _has_later_hook(param: torch.nn.Parameter) -> bool:
     """Whether a hook other than keyhole's own waits for the accumulated gradient."""
     hooks = param._post_accumulate_grad_hooks
-    return bool(hooks) and any(not _module_of(hook).startswith("keyhole.") for hook in hooks.values())
-
-
-def _module_of(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or ""
+    return bool(hooks) and not all(map(is_known, hooks.values()))
 
 
 @contextmanager

@@ -30,9 +30,10 @@ class UsersHooks:
         count = sum(map(len, self._tables))
         if count != self._count:
             hooks = [hook for table in self._tables for hook in table.values()]
-            self._count, self._found = count, not all(map(_is_known, hooks))
+            self._count, self._found = count, not all(map(is_known, hooks))
         return self._found
 
 
-def _is_known(hook: Any) -> bool:
+def is_known(hook: Any) -> bool:
+    """Whether it is one of keyhole's own, or of Transformers'."""
     return (getattr(hook, "__module__", None) or "").startswith(KNOWN)
