@@ -68,13 +68,14 @@ LLAMA_KERNELS = 37  # of a block's forward pass in bfloat16, where it cannot be 
 LLAMA_CALLS = 73, 165  # of its forward and backward pass
 PER_CALL = 33 / 69, 66 / 161
 UNRECORDED = 0.7
-TENSOR, MATRIX, VECTOR = 1.2, 12, 7
+TENSOR, MATRIX, VECTOR = 0.8, 12, 7
 UPDATE = 6, 8
-ADAPTED = 6.5, 16, 1.3
+ADAPTED = 7, 18, 1.3
 VISIT, UNIT = 5.5, 14
 STEP = 140, 200
-PLAIN = 1.4
+PLAIN = 1.3
 HOOKED = 0.8
+AWAY = 60, 40
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,11 @@ def of_updates(layout: Layout) -> Launches:
     """Updates of all tensors of the blocks by our own kernels, as their gradients are handed over."""
     matrices, vectors = tensors_of_blocks(layout)
     return hooked(UPDATE[0] * matrices + UPDATE[1] * vectors)
+
+
+def of_updates_away(groups: int, units: int) -> Launches:
+    """Updates by the CPU of numbers that the GPU compresses and applies: of groups of units, and of the units."""
+    return Launches(called=AWAY[0] * groups + AWAY[1] * units)
 
 
 def of_adapters(layers: int, forwards: float, passes: int) -> Launches:

@@ -1,6 +1,7 @@
 """Device-to-host copies on a stream of their own.
 
     send(source, target)    enqueues a copy after all kernels launched so far; the host does not wait
+    send_all(pairs)         the same for several, which wait for the kernels once
     sent()                  an event that fires when every copy sent so far has finished
 
 The host launches far ahead of the device, and the memory of a source cannot be reused before its copy has finished. So
@@ -52,24 +53,31 @@ class Downlink:
         """A small host tensor as the target of copies; pinned for a CUDA device."""
         return torch.zeros(count, pin_memory=self.cuda)
 
-    def send(
-        self, source: torch.Tensor, target: torch.Tensor, timed: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies after the kernels launched so far. The caller may drop the source at once; the allocator reuses its
-        memory only after the copy. timed: makes a context around the copy."""
-        span = self._span(source)
+        memory only after the copy."""
+        self.send_all([(source, target)])
+
+    def send_all(
+        self,
+        copies: list[tuple[torch.Tensor, torch.Tensor]],
+        timed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Copies every source to its target, as `send` does. timed: makes a context around the copies."""
+        if self.cuda:
+            self.stream.wait_stream(self.engine.compute)
+        with torch.cuda.stream(self.stream) if self.cuda else nullcontext(), timed() if self.cuda else nullcontext():
+            for source, target in copies:
+                with self._span(source):
+                    target.copy_(source, non_blocking=self.cuda)
         if not self.cuda:
-            with span:
-                target.copy_(source)
             return
-        self.stream.wait_stream(self.engine.compute)
-        with torch.cuda.stream(self.stream), timed(), span:
-            target.copy_(source, non_blocking=True)
-        source.record_stream(self.stream)
+        for source, _ in copies:
+            source.record_stream(self.stream)
         if self.waiting is not None:
             event = torch.cuda.Event(blocking=True)
             event.record(self.stream)
-            self.waiting.add(source.numel() * source.element_size(), event)
+            self.waiting.add(sum(source.numel() * source.element_size() for source, _ in copies), event)
 
     def _span(self, source: torch.Tensor) -> AbstractContextManager[Any]:
         """A span of the trace; copies of a few numbers get none."""

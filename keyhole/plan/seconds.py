@@ -103,7 +103,7 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
         before = rates.link_seconds(work.begin.up, work.begin.down)
         alone = max(first, launched, before)
         phases = alone + max(busy - first, launching - launched, link - before)
-    host, power = min(busy, launching), max(3.0, (work.slots + 1) / 2)
+    host, power = min(busy, launching), max(2.7, (work.slots + 1) / 2)
     copied = (link**power + launching**power) ** (1 / power) + HIDDEN * busy if units else 0.0
     alone = alone if work.updates_in_reverse else 0.0
     bound = max(parts, key=lambda name: parts[name])

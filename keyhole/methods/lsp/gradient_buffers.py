@@ -3,7 +3,7 @@
     assign_places(targets)   assigns every target its place in the buffers of its unit
     Share                    this rank's part of these numbers: all, or one of several equal parts
     buffers.of(unit)         the unit's buffer, the same until it is done
-    buffers.done(unit)       its last reader has been enqueued (on `stream`, else on the compute stream)
+    buffers.done(*units)     their last reader has been enqueued (on `stream`, else on the compute stream)
 
 The units of a block are placed side by side in one buffer, because the backward pass hands over the gradients of a
 whole block in any order before it finishes a unit. A buffer is as long as the longest such group. One buffer is enough
@@ -125,11 +125,12 @@ class GradientBuffers:
             buffer.read = None
         return buffer
 
-    def done(self, unit: int, stream: Any = None) -> None:
-        """The unit's gradient has been used, or will have been when the stream reaches this point."""
-        group = self.groups[unit]
+    def done(self, *units: int, stream: Any = None) -> None:
+        """Gradients of these units, of one group, have been used, or will have been when the stream reaches this
+        point."""
+        group = self.groups[units[0]]
         buffer = self.open[group]
-        buffer.units.discard(unit)
+        buffer.units.difference_update(units)
         if stream is not None:
             buffer.read = torch.cuda.Event()
             buffer.read.record(stream)

@@ -1,8 +1,8 @@
 """Adam on compressed gradients with moments in host memory; the CPU updates unit by unit, overlapping with the GPU.
 
-    down       the unit's compressed gradient -> its staging buffer (page-locked, float32), after the kernels so far
-    worker     staging: gradient -> step, in place, with m and v (adam.py): one call for all targets of the unit
-    up         staging -> one of SLOTS device buffers
+    down       compressed gradients -> their staging buffers (page-locked, float32), after the kernels so far
+    worker     staging: gradient -> step, in place, with m and v (adam.py): one call for all targets
+    up         a unit's staging -> one of SLOTS device buffers
     compute    waits only for that copy, and applies the step; then the slot is free
 
 Bytes: on the host 12 per number (m, v, staging); on the device SLOTS buffers of the largest unit. For a layer of a 7B
@@ -14,11 +14,17 @@ instead of 24, but the CPU kernel needs one dtype, so chunks would have to be ca
 against 59 in place (benchmarks/ops_lsp.py --host). The link is not the bottleneck. So the steps equal those with
 moments on the device, up to the rounding of two kernels.
 
-schedule.py gives the order of the jobs. If a gradient is not finite, its unit's step is nan, which leaves the weights
-unchanged, without decay (ops/), and its moments do not change.
+Down and worker take the units of a block together, because each costs the launching thread some 0.7 ms, whatever its
+size: a Llama-3.5B with blocks cut in five had 85 of them, and its backward pass waited for launches
+(0.22 s instead of 0.16 with all moments on the GPU, whatever the number of threads).
+
+schedule.py gives the order of the jobs. If a gradient is not finite, the steps of its block are nan, which leaves the
+weights unchanged, without decay (ops/), and their moments do not change.
 """
 
 import time
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +34,7 @@ import torch
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import GIB
-from keyhole.methods.lsp.adam import adam_delta_
+from keyhole.methods.lsp.adam import Tensors, adam_delta_
 from keyhole.methods.lsp.gradient_buffers import ALL, Share, Targets
 from keyhole.methods.lsp.memory import SLOTS
 from keyhole.methods.lsp.schedule import UpdateOrder
@@ -42,8 +48,8 @@ from keyhole.offload.workers import Workers, default_threads
 
 @dataclass(frozen=True)
 class DecidingNorm:
-    """The norm that decides whether a unit is updated, and how it is clipped: a number on the host that has arrived
-    before the worker starts. outcomes: receives whether the unit was updated."""
+    """The norm that decides whether units are updated, and how they are clipped: a number on the host that has arrived
+    before the worker starts. outcomes: receives whether they were updated."""
 
     norm: torch.Tensor
     limit: float | None
@@ -51,13 +57,14 @@ class DecidingNorm:
 
 
 class HostAdam:
-    """Moments in host memory, by unit, and the worker that updates them. order: the order of the updates; share: the
-    part of them that this rank has."""
+    """Moments in host memory, by unit, and the worker that updates them. groups: unit -> its group, updated together;
+    order: the order of the updates; share: the part of them that this rank has."""
 
     def __init__(
         self,
         targets: Targets,
         lengths: dict[int, int],
+        groups: dict[int, Hashable],
         engine: Engine,
         rule: dict[str, float],
         order: UpdateOrder,
@@ -65,11 +72,15 @@ class HostAdam:
         share: Share = ALL,
     ) -> None:
         self.lengths, self.share = {unit: share.numel(lengths[unit]) for unit in targets}, share
+        self.groups = {unit: groups[unit] for unit in targets}
+        self.group_sizes = Counter(self.groups.values())
         self.device, self.cuda = engine.device, engine.cuda
         self.rule, self.order, self.timing = rule, order, order.timing
         self._reserve()
         self.pool = Workers(threads or default_threads(launches_all_the_time=True))
         self.counts = {target.name: 0 for members in targets.values() for target in members}
+        self.views: dict[int, tuple[list[str], tuple[list[Target], Tensors, Tensors, Tensors]]] = {}  # by first unit
+        self.step: tuple[int, torch.Tensor] | None = None
         self.wait_s = 0.0  # how long the launching thread has waited for the worker
         self.down, self.up = Downlink(engine), torch.cuda.Stream(engine.device) if engine.cuda else None
         self.slots = [torch.empty(max(self.lengths.values()), device=engine.device) for _ in range(SLOTS)]
@@ -96,28 +107,30 @@ class HostAdam:
 
     # -- down ------------------------------------------------------------------------------------------------------
 
-    def send_gradient(self, unit: int, grad: torch.Tensor) -> None:
-        """Sends the unit's complete gradient to the host. Its memory may be reused after the copy."""
-        self.down.send(grad, self.staging[unit], lambda: self.timing.of("down"))
+    def send_gradients(self, grads: dict[int, torch.Tensor], norm: torch.Tensor, norm_here: torch.Tensor) -> None:
+        """Sends complete gradients, by unit, and their norm to the host. Their memory may be reused after the copy."""
+        copies = [(norm, norm_here), *((grad, self.staging[unit]) for unit, grad in grads.items())]
+        self.down.send_all(copies, lambda: self.timing.of("down"))
 
-    def submit(self, unit: int, targets: list[Target], deciding: DecidingNorm) -> None:
-        """Queues the update of a unit whose gradient was sent."""
-        after, job = self.down.sent(), partial(self._update, unit, targets, deciding)
-        self.pool.submit(job, page=unit, after=after, urgency=self.order.urgency(unit))
+    def submit(self, targets: Targets, deciding: DecidingNorm) -> None:
+        """Queues the update of units of one group whose gradients were sent."""
+        after, job, first = self.down.sent(), partial(self._update, targets, deciding), next(iter(targets))
+        self.pool.submit(job, page=self.groups[first], after=after, urgency=self.order.urgency(first))
 
     # -- in the worker ---------------------------------------------------------------------------------------------
 
-    def _update(self, unit: int, targets: list[Target], deciding: DecidingNorm) -> None:
+    def _update(self, targets: Targets, deciding: DecidingNorm) -> None:
         begin_s = time.perf_counter()
         if not torch.isfinite(deciding.norm):
-            self.staging[unit].fill_(float("nan"))
+            for unit in targets:
+                self.staging[unit].fill_(float("nan"))
             deciding.outcomes.append(False)
             return
-        for target in targets:
+        members = [target for group in targets.values() for target in group]
+        for target in members:
             self.counts[target.name] += 1
-        here = [target for target in targets if self.share.has(target, self.staging[unit])]
-        flats = ([self.share.view_in(flat[unit], target) for target in here] for flat in (self.staging, self.m, self.v))
-        steps = [torch.tensor(float(self.counts[target.name])) for target in here]
+        here, *flats = self._views(members)
+        steps = [self._step(self.counts[target.name]) for target in here]
         limit = deciding.limit
         clip = None if limit is None else (limit / (deciding.norm + 1e-6)).clamp(max=1.0)
         if here:
@@ -125,13 +138,33 @@ class HostAdam:
         deciding.outcomes.append(True)
         self.timing.add("update", time.perf_counter() - begin_s)
 
+    def _views(self, members: list[Target]) -> tuple[list[Target], Tensors, Tensors, Tensors]:
+        """Those targets of which this rank has numbers, and views of their staging, m and v. Kept from step to step:
+        while the worker makes views, the launching thread waits for Python's lock."""
+        names = [target.name for target in members]
+        kept = self.views.get(members[0].unit)
+        if kept is None or kept[0] != names:
+            here = [target for target in members if self.share.has(target, self.staging[target.unit])]
+            staging, m, v = (
+                [self.share.view_in(flat[target.unit], target) for target in here]
+                for flat in (self.staging, self.m, self.v)
+            )
+            self.views[members[0].unit] = kept = names, (here, staging, m, v)
+        return kept[1]
+
+    def _step(self, count: int) -> torch.Tensor:
+        """The number of updates as the kernel takes it; most targets have the same."""
+        if self.step is None or self.step[0] != count:
+            self.step = count, torch.tensor(float(count))
+        return self.step[1]
+
     # -- up --------------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: int) -> bool:
         """Starts to upload the unit's steps, if they and a slot are ready; never waits. True: now or before."""
         if unit in self.coming:
             return True
-        if not self.idle or not self.pool.ready(unit):
+        if not self.idle or not self.pool.ready(self.groups[unit]):
             return False
         self.coming[unit] = slot = self.idle.pop(0)
         buffer = self.slots[slot][: self.lengths[unit]]
@@ -148,7 +181,7 @@ class HostAdam:
     def deltas(self, unit: int) -> torch.Tensor:
         """The unit's steps on the device, for kernels launched from now on. Call `used` after them."""
         begin, begin_s = self.timing.mark(), time.perf_counter()
-        self.pool.wait(unit)
+        self.pool.wait(self.groups[unit])
         self.wait_s += time.perf_counter() - begin_s
         if unit not in self.coming and not self.idle:  # slots hold steps of other units: one of them is freed
             self.idle.append(self.coming.pop(next(iter(self.coming))))

@@ -18,7 +18,12 @@ use is
     embedding 0      layer k: k (f + b)      head: L (f + b)
 
 so updates of the last layers are the easiest to hide on the host, and those of the embedding cannot be hidden: the
-device keeps units in the order of the forward pass. The host needs u seconds per layer; if it has the layers from g on,
+device keeps units in the order of the forward pass. If weights are streamed, the embedding's moments even come before
+resident weights of blocks. 8 bytes per number displace as many bytes of weights, which then go up twice and down once
+per step: at most 16 / link seconds, and none if the device is the bound. On the host a number costs 8 / link + 1 / adam
+seconds that nothing hides (adam: numbers that the CPU updates per second). With 25 GB/s and 2.5 G/s that is 0.64 ns
+against 0.72; on a host with a slower CPU the difference is larger. The host needs u seconds per layer; if it has the
+layers from g on,
 they are done in time if for all k
 
     (k - g + 1) u + down + up <= k (f + b)
@@ -35,7 +40,7 @@ from functools import cached_property
 import torch
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.launches import of_updates
+from keyhole.methods.launches import of_updates, of_updates_away
 from keyhole.methods.lsp.traits import RULES, LSPConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
@@ -140,15 +145,32 @@ def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:
-    """The device peak of a step: weights first, then as many moments as the limit leaves room for."""
+    """The device peak of a step: the moments of what the forward pass uses first, then weights, then as many other
+    moments as the limit leaves room for. Of a model that is resident the weights come first."""
     own: LSPConfig = work.settings or LSPConfig()
-    parts = vars(reverse_bytes(layout, streamed, work, room))
-    compressed = 2 * room.formats.dtype.itemsize * work.tokens * own.d  # dY P and X Q of one matrix
-    found = LSPBytes(**(parts | {"gradients": max(compressed, _fit_bytes(layout, work.tokens, own))}))
-    numbers = count_numbers(layout, own)
+    found, numbers = _without_moments(layout, streamed, work, room), count_numbers(layout, own)
     left = None if room.limit_bytes is None else room.limit_bytes - found.without_state
-    moments, buffers = numbers.state(choose_units(numbers, own.optimizer_on, work.clips, left), work.clips)
+    chosen = choose_units(numbers, own.optimizer_on, work.clips, left)
+    if streamed and left is not None and own.optimizer_on == "auto":
+        everything = {unit.index for unit in layout.units[1:]}
+        least = _without_moments(layout, everything, work, room).without_state
+        first = _first_units(layout) & set(numbers.of)
+        if least + sum(numbers.state(first, work.clips)) <= room.limit_bytes:
+            chosen |= first
+    moments, buffers = numbers.state(chosen, work.clips)
     return LSPBytes(**(vars(found) | {"moments": moments, "buffers": buffers}))
+
+
+def _without_moments(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:
+    own: LSPConfig = work.settings or LSPConfig()
+    compressed = 2 * room.formats.dtype.itemsize * work.tokens * own.d  # dY P and X Q of one matrix
+    gradients = max(compressed, _fit_bytes(layout, work.tokens, own))
+    return LSPBytes(**(vars(reverse_bytes(layout, streamed, work, room)) | {"gradients": gradients}))
+
+
+def _first_units(layout: Layout) -> set[int]:
+    """Those with the last gradients, whose weights are used first."""
+    return {unit.index for unit in layout.units if unit.kind in ("spine", "table")}
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
@@ -170,10 +192,10 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     on_device = choose_units(numbers, own.optimizer_on, work.clips, left)
     total = sum(numbers.of.values())
     away = total - sum(numbers.of[unit] for unit in on_device)
-    first = {
-        u.index for u in layout.units if u.kind in ("spine", "table")
-    }  # the last gradients, the first weights used
-    exposed = sum(numel for unit, numel in numbers.of.items() if unit in first - on_device)
+    sent = [unit for unit in numbers.of if unit not in on_device]
+    found = found.launching(of_updates_away(len({numbers.groups[unit] for unit in sent}), len(sent)))
+    late = _first_units(layout) - on_device
+    exposed = sum(numel for unit, numel in numbers.of.items() if unit in late)
     return found.plus(
         touched=compressed + (2 * w + b) * trained_numel(layout) + 24 * (total - away),
         up=4 * away,

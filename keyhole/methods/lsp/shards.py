@@ -67,9 +67,9 @@ class SharedUpdates(SubspaceUpdates):
         self.gradients.done(page)
         return self.device.waiting[page].copy_(part)
 
-    def _measure(self, grad: torch.Tensor, targets: list[Target], norms: torch.Tensor) -> None:
-        own = torch.stack([torch.linalg.vector_norm(self.share.view_in(grad, target)) for target in targets])
-        torch.linalg.vector_norm(self.ranks.gather(own), dim=0, out=norms)
+    def _norms_of(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        own = torch.stack([torch.linalg.vector_norm(grad) for grad in grads])
+        return list(torch.linalg.vector_norm(self.ranks.gather(own), dim=0).unbind())
 
     def _all_of(self, page: int, deltas: torch.Tensor) -> torch.Tensor:
         found = self.steps[: self.lengths[page]]

@@ -90,20 +90,21 @@ class SubspaceUpdates:
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
         host_units = {unit: members for unit, members in units.items() if unit not in on_device}
         self.device = DeviceAdam(device_units, self.lengths, model.device, rule.adam, self.clips, share)
-        self.host = self._host(host_units, threads) if host_units else None
         groups = {unit: group_of(model.layout.units[unit]) for unit in units}
+        self.host = self._host(host_units, groups, threads) if host_units else None
         waiting, buffers = partial(self.timing.of, "exposed down"), 2 if host_units else 1
         self.gradients = GradientBuffers(self.lengths, groups, model.device, buffers, waiting)
         self.current, self.unchecked = LSPStep(), UncheckedSteps()
         self.owed: dict[int, OwedUpdate] = {}
+        self.complete: dict[int, tuple[OwedUpdate, torch.Tensor]] = {}  # gradients for the host that are not sent yet
         self.norm: torch.Tensor | None = None
 
-    def _host(self, units: Targets, threads: int | None) -> HostAdam:
+    def _host(self, units: Targets, groups: dict[int, Hashable], threads: int | None) -> HostAdam:
         layout = self.model.layout
         outside = {"spine": -1, "table": -1, "head": layout.block_count}
         layers = {u: outside.get(layout.units[u].kind, layout.units[u].block) for u in units}
         order = UpdateOrder(layers, layout.block_count, self.timing)
-        return HostAdam(units, self.lengths, self.model.engine, self.rule.adam, order, threads, self.share)
+        return HostAdam(units, self.lengths, groups, self.model.engine, self.rule.adam, order, threads, self.share)
 
     def place_of(self, unit: int) -> DeviceAdam | HostAdam:
         """The optimizer that has the unit's moments."""
@@ -127,7 +128,7 @@ class SubspaceUpdates:
     def begin(self, number: int, lr: float) -> None:
         """Called before a backward pass."""
         self.timing.turn()
-        self.current = LSPStep(number, lr)
+        self.current, self.complete = LSPStep(number, lr), {}
         if self.numbers is not None:
             self.numbers.set(lr, number)
             rates = [target.rates(lr, self._decay_of(target)) for target in self.targets.values()]
@@ -204,9 +205,11 @@ class SubspaceUpdates:
         targets, weights = self._complete(unit)
         if not targets:
             return False
-        grad = self._total(page)
-        update, on_host = OwedUpdate(targets, step), self.place_of(page) is self.host
-        moves, numbers = not on_host and not self.clips, self._numbers_of(update)
+        grad, update = self._total(page), OwedUpdate(targets, step)
+        if self.place_of(page) is self.host:
+            self._collect(page, update, grad)
+            return False
+        moves, numbers = not self.clips, self._numbers_of(update)
 
         measured = torch.empty(len(targets) + 2, device=grad.device)  # of this step: norms of targets, of unit, skip
         if self.recorded is not None:
@@ -214,19 +217,17 @@ class SubspaceUpdates:
         norms, norm, skip = measured[:-2], measured[-2], measured[-1]
 
         def measure() -> None:
-            self._measure(grad, targets, norms)
+            torch.stack(self._norms_of([self.share.view_in(grad, target) for target in targets]), out=norms)
             torch.linalg.vector_norm(norms, out=norm)
             skip.copy_(~torch.isfinite(norm))
             if moves:
                 self.device.deltas_(page, targets, grad, None, skip)
                 self._apply(update, self._all_of(page, grad), weights, numbers)
 
-        measure() if on_host else self._maybe_recorded(page, update, [grad, *weights, measured], measure)
+        self._maybe_recorded(page, update, [grad, *weights, measured], measure)
         step.target_norms |= zip((target.tensor.start for target in targets), norms, strict=True)
         step.norms.append(norm)
-        if on_host:
-            self._send_gradient(page, update, grad, norm)
-        elif self.clips:
+        if self.clips:
             self.owed[page] = update
         else:
             step.skips.append(skip)
@@ -243,9 +244,9 @@ class SubspaceUpdates:
         """The part of a unit's gradient that this rank's optimizer updates."""
         return self.buffer(page)
 
-    def _measure(self, grad: torch.Tensor, targets: list[Target], norms: torch.Tensor) -> None:
-        """The norms of the gradients of these targets."""
-        torch.stack(torch._foreach_norm([view_in(grad, target) for target in targets]), out=norms)
+    def _norms_of(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The norms of the gradients of targets, from this rank's part of them."""
+        return list(torch._foreach_norm(grads))
 
     def _all_of(self, page: int, deltas: torch.Tensor) -> torch.Tensor:
         """All steps of a unit, from those of this rank's optimizer."""
@@ -262,27 +263,47 @@ class SubspaceUpdates:
         key = (kind, page, targets, tuple(tensor.data_ptr() for tensor in at))
         self.recorded.update(key, run)
 
-    def _send_gradient(self, page: int, update: OwedUpdate, grad: torch.Tensor, norm: torch.Tensor) -> None:
-        """Sends the gradient to the host, and applies steps that have returned from there."""
-        self.host.down.send(norm, update.step.host_norms[page])
-        self.host.send_gradient(page, grad)
-        self.gradients.done(page, self.host.down.stream)
-        self.model.engine.bytes_down += 4 * self.host.lengths[page]
-        self.owed[page] = update
+    def _collect(self, page: int, update: OwedUpdate, grad: torch.Tensor) -> None:
+        """Gradients for the host are sent when those of a whole block are complete (host.py)."""
+        groups = self.host.groups
+        if any(groups[other] != groups[page] for other in self.complete):
+            self._send_complete()
+        self.complete[page] = update, grad
+        if len(self.complete) == self.host.group_sizes[groups[page]]:
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        """Sends gradients to the host, and applies steps that have returned from there."""
+        complete, self.complete = self.complete, {}
+        if not complete:
+            return
+        step, first = self.current, next(iter(complete))
+        found = [(target, grad) for update, grad in complete.values() for target in update.targets]
+        norms = self._norms_of([self.share.view_in(grad, target) for target, grad in found])
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        step.target_norms |= zip((target.tensor.start for target, _ in found), norms, strict=True)
+        step.norms.append(norm)
+        self.host.send_gradients({page: grad for page, (_, grad) in complete.items()}, norm, step.host_norms[first])
+        self.gradients.done(*complete, stream=self.host.down.stream)
+        self.model.engine.bytes_down += 4 * sum(self.host.lengths[page] for page in complete)
+        self.owed |= {page: update for page, (update, _) in complete.items()}
         if not self.clips:
-            self._submit(page, update, update.step.host_norms[page])
+            self._submit(list(complete), step.host_norms[first])
             self._apply_arrived()
             for other in [p for p in self.owed if p not in self.model.engine.streamed and self.host.idle]:
                 self.host.fetch(other)
 
-    def _submit(self, page: int, update: OwedUpdate, norm: torch.Tensor) -> None:
-        update.step.submitted += 1
-        deciding = DecidingNorm(norm, self.rule.max_grad_norm, update.step.outcomes)
-        self.host.submit(page, update.targets, deciding)
+    def _submit(self, pages: list[int], norm: torch.Tensor) -> None:
+        """Queues the update of pages of one group."""
+        step = self.owed[pages[0]].step
+        step.submitted += 1
+        deciding = DecidingNorm(norm, self.rule.max_grad_norm, step.outcomes)
+        self.host.submit({page: self.owed[page].targets for page in pages}, deciding)
 
     @torch.no_grad()
     def end(self) -> None:
         """The backward pass is over: the norm of all that the optimizer sees is known."""
+        self._send_complete()
         step = self.current
         self.norm = step.norm()
         if not self.clips:
@@ -298,9 +319,12 @@ class SubspaceUpdates:
         step.skip.copy_((~torch.isfinite(self.norm)).float())
         if self.host is not None:
             self.host.down.send(self.norm, step.host_norms[-1])
-            for page, update in self.owed.items():
+            groups: dict[Hashable, list[int]] = {}
+            for page in self.owed:
                 if self.place_of(page) is self.host:
-                    self._submit(page, update, step.host_norms[-1])
+                    groups.setdefault(self.host.groups[page], []).append(page)
+            for pages in groups.values():
+                self._submit(pages, step.host_norms[-1])
 
     # -- weights are updated ---------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """LSP's share of the device: planned against measured, what the optimizer sees, and which moments stay."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.lsp.memory import Numbers, choose_units, count_numbers, device_bytes
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.schedule import urgency
+from keyhole.methods.lsp.traits import LSP as LSP_ROW
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
+from keyhole.plan.costs import Costs
+from keyhole.plan.fit import fit
 from tests.model.decoders import config
 
 MEASURED = [("gpu", 22.69), ("cpu", 14.03)]  # GiB handed out at most, Llama-7B on an H200, bf16, 4 x 1024, d = 2048
@@ -44,6 +48,28 @@ def test_the_plan_sees_what_the_method_sees(name: str, others: str) -> None:
     found = {unit: sum(target.numel for target in members) for unit, members in units.items()}
     assert planned.keys() == found.keys()
     assert all(0.9 * planned[unit] <= found[unit] <= planned[unit] for unit in found)
+
+
+@pytest.mark.parametrize("budget_gib", [6, 7, 9])
+def test_moments_of_the_embedding_come_before_resident_blocks(budget_gib: int) -> None:
+    """A Llama-3.5B through a budget: nothing hides their update, and copies of block weights are hidden."""
+    module, own, limit = build(llama_config("3.5B"), torch.bfloat16), LSPConfig(learn=False), budget_gib * GIB
+    costs = Costs(Workload("lsp", 4096, 1, own), Room(Wire(torch.bfloat16, None), 32 * MIB, limit, True), LSP_ROW)
+    layout, away = fit(module, costs, limit)
+    planned, numbers = costs.of(layout, away), count_numbers(layout, own)
+    chosen = choose_units(numbers, "auto", False, limit - planned.without_state)
+    assert {unit.index for unit in layout.of_kind("table")} <= chosen
+    assert away and planned.total <= limit
+
+
+def test_a_budget_without_room_for_them_is_used_as_well() -> None:
+    """Then the CPU updates the embedding; a resident model keeps its weights first in any case."""
+    module, own = build(llama_config("3.5B"), torch.bfloat16), LSPConfig(learn=False)
+    room, limit = Room(Wire(torch.bfloat16, None), 32 * MIB), 7 * GIB // 2
+    layout, away = fit(module, Costs(Workload("lsp", 4096, 1, own), replace(room, limit_bytes=limit), LSP_ROW), limit)
+    assert device_bytes(layout, away, Workload("lsp", 4096, 1, own), replace(room, limit_bytes=limit)).moments < GIB
+    whole, tight = find_layout(module), replace(room, limit_bytes=10 * GIB)
+    assert device_bytes(whole, set(), Workload("lsp", 4096, 1, own), tight).total <= 10 * GIB
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.integers(0, 80_000), st.booleans())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.lsp import method as lsp
+from keyhole.methods.lsp.host import HostAdam
 from keyhole.methods.lsp.memory import count_numbers
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.traits import LSPConfig
@@ -98,6 +99,22 @@ def test_streamed_equals_resident(placed_by: Any, name: str, how: dict[str, int]
         assert opt.updates.host.lengths and opt.updates.device.lengths
         opt.close()
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("clip", [None, 0.7])
+def test_the_units_of_a_block_are_one_job(monkeypatch: pytest.MonkeyPatch, clip: float | None) -> None:
+    """However a block is cut, the host gets its gradients in one piece of work."""
+    model, jobs = streamed(load(), slot_count=9, max_unit_numel=4000), []
+    submit = HostAdam.submit
+    monkeypatch.setattr(
+        HostAdam, "submit", lambda host, targets, norm: jobs.append(set(targets)) or submit(host, targets, norm)
+    )
+    train(LSP(model, optimizer_on="cpu", max_grad_norm=clip, **SMALL), 1, 2)
+    units = {unit.index: unit for unit in model.layout.units}
+    blocks = [{units[page].block for page in job} for job in jobs]
+    assert all(len(found) == 1 for found in blocks), "units of several blocks in one job"
+    assert sorted(page for job in jobs for page in job) == sorted(units), "a unit twice, or not at all"
+    assert sum(found != {None} for found in blocks) == model.layout.block_count < len(model.layout.of_kind("block"))
 
 
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
