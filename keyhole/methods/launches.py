@@ -73,9 +73,9 @@ UPDATE = 6, 8
 ADAPTED = 7, 18, 1.3
 VISIT, UNIT = 5.5, 14
 STEP = 140, 200
-PLAIN = 1.3
+PLAIN = 1.2
 HOOKED = 0.8
-AWAY = 60, 40
+AWAY = 54, 36
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class StepWork:
     kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
     passes whose rows share one product; forwards: forward passes over a block per micro-batch, with recomputation;
     recorded: blocks run as CUDA graphs; slots: those that streamed units go through; updates_in_reverse: those of the
-    CPU overlap with the backward pass alone; begin: the part of it that ends before the backward pass begins."""
+    CPU overlap with the backward pass alone; plain: torch's autograd and optimizer over the whole model; begin: the part
+    of it that ends before the backward pass begins."""
 
     products: float = 0.0
     touched: float = 0.0
@@ -80,6 +81,7 @@ class StepWork:
     recorded: bool = False
     slots: int = SLOT_COUNT
     updates_in_reverse: bool = False
+    plain: bool = False
     begin: "StepWork | None" = None
 
     def plus(self, **more: float) -> "StepWork":
@@ -292,6 +294,7 @@ def reverse_work(
         forwards=1 + reverses * again,
         recorded=recorded,
         slots=slot_count(layout),
+        plain=plain,
     ).launching(work.passes * (begun + reverses * (again * first + last)) + around)
 
 

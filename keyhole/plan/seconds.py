@@ -16,15 +16,17 @@ seconds is added, and UNIT_S for every streamed unit, which the host waits for, 
            + exposed
 
 The host launches while the device is busy, but here and there the device waits for a small kernel: hence the last term
-of the sum. Copies are issued by the host too, as it goes through the units, and slots let it be only a few units ahead
+of the sum. Of plain autograd's launches AHEAD counts instead of HIDDEN, because each of its passes begins with an idle
+device: `adamw` on OPT-1.3B took 7, 10, 11, 14, 19 and 20 ms longer than the device was busy with 39, 46, 49, 48, 65 and
+58 ms of launches (benchmarks/plan_check_h200_2026-11-17_c.json to _h.json). Copies are issued by the host too, as it goes through the units, and slots let it be only a few units ahead
 of the link. Units differ in size and in their launches, so if both take about as long, each waits for the other at
 times; if one is much faster, or if there are many slots, it is always ahead. A step through n slots takes at least
 
-    (link^p + launches^p)^(1/p) + HIDDEN busy        p = max(3, (n + 1) / 2)
+    (link^p + launches^p)^(1/p) + HIDDEN busy        p = max(2.7, (n + 1) / 2)
 
 which decides on short batches. Streamed `lomo` on a Llama-3.5B with 512 tokens (5 slots; link 0.215 s, host 0.131,
 device 0.045) took 0.257 s, and on a faster host (0.213, 0.104) 0.236; this gives 0.236 and 0.226. `zo` in 4 GiB
-(3 slots; 0.065, 0.035) took 0.065 s; on a slower host, where it wrote back in every step, 0.099 (0.069, 0.061: 0.085
+(3 slots; 0.065, 0.035) took 0.065 s; on a slower host, where it wrote back in every step, 0.099 (0.069, 0.061: 0.087
 planned) (benchmarks/plan_check_h200_2026-11-16_b.json, _c.json). `lora` on an 8B in 4 GiB (11 slots; 0.55, 0.29) took
 0.567.
 
@@ -56,6 +58,7 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.work import StepWork
 
 HIDDEN = 0.1
+AHEAD = 0.25
 UNIT_S = 20e-6
 NODE_S = 6e-6
 
@@ -103,7 +106,7 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
         before = rates.link_seconds(work.begin.up, work.begin.down)
         alone = max(first, launched, before)
         phases = alone + max(busy - first, launching - launched, link - before)
-    host, power = min(busy, launching), max(2.7, (work.slots + 1) / 2)
+    host, power = min(busy, launching) * (AHEAD / HIDDEN if work.plain else 1.0), max(2.7, (work.slots + 1) / 2)
     copied = (link**power + launching**power) ** (1 / power) + HIDDEN * busy if units else 0.0
     alone = alone if work.updates_in_reverse else 0.0
     bound = max(parts, key=lambda name: parts[name])
