@@ -20,6 +20,8 @@ All other constants of the host are here too. Beside the block's own operations:
     UPDATE      per matrix and per vector that is updated at once by our own kernels (lomo, lsp; not adam-offload)
     ADAPTED     per adapted layer: in each forward pass, in the backward pass, and its AdamW
                 (methods/lora/adapted_linear.py)
+    AWAY        per group and per unit whose numbers the CPU updates (lsp): norm, copies and job; then the copy back and
+                the update of the weights
     VISIT       per block and pass in lockstep (model/forward/lockstep.py): a turn, hooks, weights that are bound
     UNIT        per unit in lockstep: acquired, perturbed, committed, released
     STEP        per step: embedding, head and loss, batch and bookkeeping; plain, and in a sweep or in lockstep
@@ -43,11 +45,16 @@ ADAPTED is Python's: 4.1 to 6.1 operations of a forward pass, in the backward pa
 the N1. The extremes are `lora` on Llama and on OPT, because of the blocks rather than the adapters: in operations of a
 Llama block, one of OPT takes 20 more than is counted. It follows `called`, not `launch`: on the host of an H200 `lora`
 and `lomo-lora` on OPT took 0.128 and 0.234 s with launches of 6.0 us and calls of 15, 0.215 and 0.405 s with 9.7 and 33
-(plan_check_h200_2026-11-17_c.json, _e.json). The numbers here are those of the two: they plan 0.93 to 1.06 of each, and
-`lora` on Llama about 1.2 of what the N1 took. The update is an estimate: torch's AdamW takes 3 to 5 per adapter with
-one tensor after the other, as on a CPU, 1 to 2 with lists of tensors, as on a GPU, which then launches a few kernels
-for all. TENSOR (0.2 and 1.3 on the N1) was chosen by earlier runs on an H200, PLAIN (1.1 to 1.3 on the N1) by `galore`
-in four of them: 0.99 to 1.09 of what it took (_c, _e, _f and _g.json).
+(plan_check_h200_2026-11-17_c.json, _e.json). The numbers here are a compromise of seven runs there: they plan 0.89 to
+1.11 of what these took. The update is an estimate: torch's AdamW takes 3 to 5 per adapter with one tensor after the
+other, as on a CPU, 1 to 2 with lists of tensors, as on a GPU, which then launches a few kernels for all. TENSOR (0.2
+and 1.3 on the N1) and PLAIN (1.1 to 1.3 on the N1) are chosen within these bounds by `sgd` and `galore` on an H200
+(_e.json to _i.json: 0.86 to 1.07 of what they took).
+
+AWAY is from six runs of streamed `lsp` on a Llama-3.5B whose blocks were cut in five, when every unit had a job of its
+own. What they took beyond the exposed update of the embedding was 2.1 to 2.6 times the launches that had been counted,
+whatever the number of threads that update; a profile showed the GPU waiting for launches. With one job per block two
+runs took 0.371 and 0.378 s, for 0.378 and 0.40 planned (_i.json).
 
 UNIT is 10.4 measured that way, 0.7 for Triton's launcher (21 us on the N1, measured with a driver that launches
 nothing), and 3 for CUDA's events, streams and copies, which a CPU does not have: about 20 calls of a third of a launch

@@ -11,10 +11,12 @@ For N parameters that a token uses (of experts, those it is routed to), M tokens
     launches     by the host, of three kinds (launches.py); for a layer that is computed by experts, EXPERT per expert
                  that a pass uses (counted in the code, not fitted). nodes: kernels of a step that is one CUDA graph
 
-The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). A backward pass
-takes BACKWARD times as long for them as a forward pass (twice the bytes, and sums over tokens, which run below the rate
-of copies). torch.compile fuses all but COMPILED of them. Both are fitted to the forward and backward times of a
-Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama: FORWARD_H
+The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). These kernels take
+SLOWER times as long as copies of the same bytes: a profile of `zo` on a Llama-3.5B, 2 x 4 x 1024 tokens on an H200, has
+39 ms of them for 83 GB, of which 10 multiply strided halves for the rotary embedding. A backward pass takes BACKWARD
+times as long for them as a forward pass (twice the bytes, and sums over tokens): `lomo` there has 81 ms, with two
+forward passes. Both constants are a compromise with OPT, which has no such halves. torch.compile fuses all but COMPILED
+of them (benchmarks/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama: FORWARD_H
 tensors of the hidden width and FORWARD_W of the widest matrix side.
 
 The numbers per method are in memory.py of its folder, beside its bytes; this file has the shared ones.
@@ -44,7 +46,8 @@ from keyhole.model.forward.memory import SLOT_COUNT, launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
 
-FORWARD_H, FORWARD_W, BACKWARD = 51, 9, 5
+FORWARD_H, FORWARD_W = 51, 9
+SLOWER, BACKWARD = 1.4, 2.9
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
 FREE_SHARE = 1 / 16  # of free memory, the most that the gradients of a block may take (unit_gradients.py)
@@ -151,13 +154,13 @@ def forward_flops(layout: Layout, work: Workload) -> float:
 
 
 def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:
-    """Bytes read and written by the elementwise kernels of one forward pass."""
+    """Bytes that a copy moves in the time of the elementwise kernels of one forward pass."""
     hidden, wide = _widths(layout)
     logits = 6 * room.formats.dtype.itemsize * work.tokens * layout.table.shape[0]
     found = layout.counts
     each = found.forward_elements if found else FORWARD_H * hidden + FORWARD_W * wide
     blocks = layout.block_count * work.tokens * each
-    return float(room.formats.dtype.itemsize * blocks + logits)
+    return float(SLOWER * (room.formats.dtype.itemsize * blocks + logits))
 
 
 def _is_compiled(work: Workload) -> bool:

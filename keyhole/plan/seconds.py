@@ -1,6 +1,6 @@
 """From the FLOPs and bytes of a step (methods/work.py) to seconds, and to what bounds the step.
 
-    compute   max(products / rate + touched / device memory + kernels in a step's graph x NODE_S, launches)
+    compute   max(products / (DUTY rate) + touched / device memory + kernels in a step's graph x NODE_S, launches)
     launches  the host's operations of each kind (methods/launches.py) x the seconds of one
     link      bytes up and down over the rates of the link (machine/rates.py)
     CPU       parameters that the CPU updates / its rate; bound by host memory where the link uses it too
@@ -18,14 +18,15 @@ seconds is added, and UNIT_S for every streamed unit, which the host waits for, 
 The host launches while the device is busy, but here and there the device waits for a small kernel: hence the last term
 of the sum. Of plain autograd's launches AHEAD counts instead of HIDDEN, because each of its passes begins with an idle
 device: `adamw` on OPT-1.3B took 7, 10, 11, 14, 19 and 20 ms longer than the device was busy with 39, 46, 49, 48, 65 and
-58 ms of launches (benchmarks/plan_check_h200_2026-11-17_c.json to _h.json). Copies are issued by the host too, as it goes through the units, and slots let it be only a few units ahead
-of the link. Units differ in size and in their launches, so if both take about as long, each waits for the other at
-times; if one is much faster, or if there are many slots, it is always ahead. A step through n slots takes at least
+58 ms of launches (benchmarks/plan_check_h200_2026-11-17_c.json to _h.json). Copies are issued by the host too, as it
+goes through the units, and slots let it be only a few units ahead of the link. Units differ in size and in their
+launches, so if both take about as long, each waits for the other at times; if one is much faster, or if there are many
+slots, it is always ahead. A step through n slots takes at least
 
-    (link^p + launches^p)^(1/p) + HIDDEN busy        p = max(2.7, (n + 1) / 2)
+    (link^p + launches^p)^(1/p) + HIDDEN busy        p = max(2.7, n / 2)
 
 which decides on short batches. Streamed `lomo` on a Llama-3.5B with 512 tokens (5 slots; link 0.215 s, host 0.131,
-device 0.045) took 0.257 s, and on a faster host (0.213, 0.104) 0.236; this gives 0.236 and 0.226. `zo` in 4 GiB
+device 0.045) took 0.257 s, and on a faster host (0.213, 0.104) 0.236; this gives 0.239 and 0.228. `zo` in 4 GiB
 (3 slots; 0.065, 0.035) took 0.065 s; on a slower host, where it wrote back in every step, 0.099 (0.069, 0.061: 0.087
 planned) (benchmarks/plan_check_h200_2026-11-16_b.json, _c.json). `lora` on an 8B in 4 GiB (11 slots; 0.55, 0.29) took
 0.567.
@@ -47,9 +48,11 @@ Updates of adam-offload overlap with the backward pass alone; its lane's copies 
 counted as hidden once more (methods/adam_offload/memory.py).
 
 A whole step that is one CUDA graph costs the host nothing, but its small kernels do not fill the GPU, start and drain:
-`zo` on OPT-1.3B with 512 tokens took 12.4 ms for 8.2 of products and bytes, with some 600 kernels
-(benchmarks/plan_check_h200_2026-11-16.json); on SmolLM2-135M 21.9 ms for 4, with 2,500 (benchmarks/README.md). NODE_S
-is what both have left per kernel.
+NODE_S for each. `zo` on OPT-1.3B with 512 tokens has some 580 and takes 10.7 ms, of which products and bytes explain 8
+(benchmarks/plan_check_h200_2026-11-17_e.json to _i.json).
+
+DUTY: products of a step run at higher clocks than products alone, one after the other, as the rate is measured. In a
+profile of `lomo` on a Llama-3.5B they took 136 ms where that rate gives 150.
 """
 
 from dataclasses import dataclass
@@ -58,9 +61,10 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.work import StepWork
 
 HIDDEN = 0.1
-AHEAD = 0.25
+AHEAD = 0.28
+DUTY = 1.06
 UNIT_S = 20e-6
-NODE_S = 6e-6
+NODE_S = 4.5e-6
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
         before = rates.link_seconds(work.begin.up, work.begin.down)
         alone = max(first, launched, before)
         phases = alone + max(busy - first, launching - launched, link - before)
-    host, power = min(busy, launching) * (AHEAD / HIDDEN if work.plain else 1.0), max(2.7, (work.slots + 1) / 2)
+    host, power = min(busy, launching) * (AHEAD / HIDDEN if work.plain else 1.0), max(2.7, work.slots / 2)
     copied = (link**power + launching**power) ** (1 / power) + HIDDEN * busy if units else 0.0
     alone = alone if work.updates_in_reverse else 0.0
     bound = max(parts, key=lambda name: parts[name])
@@ -130,8 +134,8 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
 
 def _device_seconds(work: StepWork, rates: Rates, rows: int, itemsize: int) -> tuple[float, float]:
     """(seconds that the device is busy, seconds that the host needs to launch)."""
-    busy = work.products / rates.products_at(rows * work.together, itemsize) + work.touched / rates.device_memory
-    busy += work.nodes * NODE_S
+    busy = work.products / (DUTY * rates.products_at(rows * work.together, itemsize))
+    busy += work.touched / rates.device_memory + work.nodes * NODE_S
     launching = work.kernels * rates.launch + work.called * rates.called + work.reversed * rates.reversed
     if rates.gpu_bytes is None:  # on a CPU calls and compute do not overlap
         return busy + launching, 0.0

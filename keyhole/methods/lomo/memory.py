@@ -23,14 +23,14 @@ from keyhole.methods.launches import Launches, hooked, of_adapters, of_updates, 
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig
 from keyhole.methods.lora.memory import adapted_count, adapted_sides
 from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import BACKWARD, StepWork, met_bytes, reverse_work, trained_numel
+from keyhole.methods.work import BACKWARD, SLOWER, StepWork, met_bytes, reverse_work, trained_numel
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
-SUMS, SURVEYS = 5, 2
+SUMS, SURVEYS = 7, 2
 SUMMED = 10, 3
-SKETCHED, ADAM = 52, 4
+SKETCHED, ADAM = 50, 4
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
@@ -51,7 +51,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
     if work.method == ADALOMO.name and len(layout.of_kind("head")) > 1:
         logits = work.passes * work.tokens * layout.table.shape[0]
-        again = 6 * b * logits * BACKWARD  # the elementwise kernels of logits (methods/work.py)
+        again = 6 * b * logits * SLOWER * BACKWARD  # the elementwise kernels of logits (methods/work.py)
         found = found.plus(products=SURVEYS * 4 * logits * layout.table.shape[1], touched=SURVEYS * again)
     if isinstance(own, LOMOLoRAConfig):
         found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
