@@ -62,8 +62,8 @@ class StepWork:
     kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
     passes whose rows share one product; forwards: forward passes over a block per micro-batch, with recomputation;
     recorded: blocks run as CUDA graphs; slots: those that streamed units go through; updates_in_reverse: those of the
-    CPU overlap with the backward pass alone; plain: torch's autograd and optimizer over the whole model; begin: the part
-    of it that ends before the backward pass begins."""
+    CPU overlap with the backward pass alone; plain: torch's autograd and optimizer over the whole model; begin: the
+    part of it that ends before the backward pass begins."""
 
     products: float = 0.0
     touched: float = 0.0
