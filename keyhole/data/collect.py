@@ -21,6 +21,7 @@ cost a forward pass and teach nothing. A data set of only such samples is an err
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -33,6 +34,13 @@ from keyhole.errors import UserError, listed
 
 CUT_SHOWN = 12  # tokens of a cut that the preview can show
 MOST_KEYS = 100  # names of keys that are counted
+
+
+def count_names(counts: dict[str, int], names: Iterable[str]) -> None:
+    """Counts names that come from the data, at most MOST_KEYS different ones."""
+    for name in names:
+        if name in counts or len(counts) < MOST_KEYS:
+            counts[name] = counts.get(name, 0) + 1
 
 
 class Collector:
@@ -58,12 +66,8 @@ class Collector:
         r.lost_text, r.empty = r.lost_text + tokens.lost.text, r.empty + tokens.lost.empty
         r.lost_context, r.lost_tools = r.lost_context + tokens.lost.context, r.lost_tools + tokens.lost.tools
         r.unheard, r.lost_documents = r.unheard + tokens.lost.unheard, r.lost_documents + tokens.lost.documents
-        for name in tokens.lost.variables:
-            if name in r.lost_variables or len(r.lost_variables) < MOST_KEYS:
-                r.lost_variables[name] = r.lost_variables.get(name, 0) + 1
-        for name in tokens.lost.keys:
-            if name in r.lost_keys or len(r.lost_keys) < MOST_KEYS:
-                r.lost_keys[name] = r.lost_keys.get(name, 0) + 1
+        count_names(r.lost_variables, tokens.lost.variables)
+        count_names(r.lost_keys, tokens.lost.keys)
         cut, limit = None, self.how.max_length
         if limit is not None and len(ids_T) > limit:
             if self.how.overlong == "error":

@@ -11,7 +11,8 @@
 
 The first layout of this list whose columns are all present is used, so a file that also has a leftover `prompt` or
 `text` column is read as its richest layout; `data_format` overrides this, and the setting `columns` renames columns.
-Other columns are ignored, except those of a chat that are passed to the template (`given`):
+Other columns are not used, and the report names them (`unread`), except those of a chat that are passed to the template
+(`given`):
 
     tools                  descriptions of functions                documents      texts to answer from
     chat_template_kwargs   variables by name, such as {enable_thinking: false}; they replace those of the setting
@@ -49,6 +50,9 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 
 ROUND = ("user", "assistant")
+CHAT_COLUMNS = ("system", "tools", "documents", "chat_template_kwargs")  # of every chat, beside its turns
+ALPACA_COLUMNS = ("input", "history")
+WITH_A_MEANING = (*CHAT_COLUMNS, *ALPACA_COLUMNS, *FLAGS)  # columns, or keys of turns, that other rows use
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, set for every row
 
 
@@ -103,6 +107,13 @@ def normalise(record: Record, layout: str) -> Example:
     if layout == "alpaca":
         return Example(record, _alpaca(record), _given(record))
     return Example(record, answer=_string(record, "text"))
+
+
+def unread(example: Example, layout: str) -> list[str]:
+    """The columns of a row that its layout does not use, and that are not empty."""
+    read = {*COLUMNS[layout], *(ALPACA_COLUMNS if layout == "alpaca" else ())}
+    read |= set(CHAT_COLUMNS if example.turns is not None else ())
+    return [name for name, value in example.record.row.items() if name not in read and value not in (None, "", [], {})]
 
 
 def rename(record: Record, columns: dict[str, str]) -> Record:
@@ -174,8 +185,8 @@ def _sharegpt(record: Record) -> list[Turn]:
         said = {"role": role, "content": turn["value"]}
         if str(turn["from"]).lower() == "function_call":
             said = {"role": role, "content": "", "tool_calls": [_json(record, f"{place}.value", turn["value"])]}
-        flags = {key: turn[key] for key in FLAGS if key in turn}
-        turns.append(read_turn(record, place, said | flags))
+        further = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        turns.append(read_turn(record, place, further | said))
     return turns
 
 

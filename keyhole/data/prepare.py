@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from keyhole.data.collect import Collector
+from keyhole.data.collect import Collector, count_names
 from keyhole.data.count import count_rows
 from keyhole.data.dataset import Dataset
 from keyhole.data.files import Record, read, resolve
-from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename
+from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename, unread
 from keyhole.data.listing import remarks
 from keyhole.data.loader import order
 from keyhole.data.packing import pack
@@ -163,7 +163,10 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
         elif how.data_format in (None, "auto") and not how.row_templates:
             _check_layout(record, layout)
         report.read += record.ends
-        yield normalise(record, layout)
+        example = normalise(record, layout)
+        if not how.row_templates:  # they name the columns to use
+            count_names(report.unread, unread(example, layout))
+        yield example
 
 
 def _check_document(record: Record, how: PrepareSettings) -> None:

@@ -6,6 +6,7 @@ samples, tool calls, reasoning, system prompts, questions or documents that the 
 
 from dataclasses import dataclass, field
 
+from keyhole.data.formats import WITH_A_MEANING
 from keyhole.errors import listed, printable
 
 MOST_FILES = 5
@@ -37,7 +38,8 @@ class Report:
     lost_tools: int = 0
     lost_documents: int = 0
     lost_variables: dict[str, int] = field(default_factory=dict)  # variable of the chat template -> chats
-    lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> answers
+    unread: dict[str, int] = field(default_factory=dict)  # column that its layout does not use -> rows
+    lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> turns
     empty: int = 0
     unheard: int = 0
     straddling: int = 0
@@ -66,6 +68,8 @@ class Report:
             f"{self.tokens:,} tokens (longest sample {self.longest:,}), {self.labels or trained}"
         )
         out += ["only the first rows were read; `keyhole train --dry-run` counts all of them"] if self.partial else []
+        if others := [name for name in self.unread if name not in WITH_A_MEANING]:
+            out.append(f"columns that are not used: {self._counted(others)}")
         out += [self.mixture] if self.mixture else []
         out += [f"tokens read from {printable(self.cached, 300)} (data_cache)"] if self.cached else []
         if self.split:
@@ -109,7 +113,7 @@ class Report:
             (self.lost_calls, f"answers call tools, which {without}; these answers are not trained on"),
             (self.lost_reasoning, f"answers have reasoning that {without}; they are trained on without it"),
             (self.lost_text, f"answers have text that {without} as it stands"),
-            (self.lost_context, f"turns of system or user have text that {without} as it stands"),
+            (self.lost_context, f"turns of system, user or tools have text that {without} as it stands"),
             (self.lost_tools, f"chats have tools whose descriptions {without}"),
             (self.lost_documents, f"chats have documents that {without}"),
         )
@@ -117,14 +121,19 @@ class Report:
         if self.lost_variables:
             named = listed(f"{name} ({count:,} chats)" for name, count in self.lost_variables.items())
             out.append(f"chat_template_kwargs has variables that the chat template does not read: {named}")
+        if meant := [name for name in self.unread if name in WITH_A_MEANING]:
+            out.append(f"columns that have a meaning, but not in this format of data: {self._counted(meant)}")
         if self.lost_keys:
             named = listed(f"{name} ({count:,})" for name, count in self.lost_keys.items())
-            out.append(f"keys of answers, with texts that {without}: {named}")
+            out.append(f"keys of turns, with texts that {without}: {named}")
         if self.empty:
             out.append(f"{self.empty:,} answers are empty: they teach the model to say nothing")
         if self.unheard:
             out.append(f"{self.unheard:,} turns have train: true, but are no answers; only answers are trained on")
         return out
+
+    def _counted(self, columns: list[str]) -> str:
+        return listed(f"{name} ({self.unread[name]:,} rows)" for name in columns)
 
 
 def _percent(part: int, whole: int) -> str:

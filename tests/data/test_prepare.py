@@ -165,6 +165,17 @@ def test_a_row_of_another_layout_than_the_first_is_refused(tmp_path: Path) -> No
     assert prepare(source, tokenizer(chats.CHATML), data_format="text").report.samples == 2
 
 
+def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
+    """With a warning if they mean something in other rows; settings that name columns are a choice."""
+    row = {"prompt": "a", "completion": "b", "system": "Be kind.", "context": "text"}
+    path = write(tmp_path / "a.jsonl", [row, row | {"context": ""}])
+    lines = prepare(path, tokenizer()).report.lines()
+    assert "columns that are not used: context (1 rows)" in lines
+    assert [line for line in lines if "warning" in line and "system (2 rows)" in line]
+    chosen = prepare(path, tokenizer(), prompt="{prompt} {system}").report
+    assert not chosen.unread
+
+
 def test_a_system_column_begins_every_chat(tmp_path: Path) -> None:
     """Unless the chat has the same text itself; a contradiction is refused."""
     said, system = chat("Hi", "A."), {"role": "system", "content": "Be good."}
