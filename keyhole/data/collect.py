@@ -46,8 +46,8 @@ def count_names(counts: dict[str, int], names: Iterable[str]) -> None:
 class Collector:
     """Collects samples; `report` has the counts."""
 
-    def __init__(self, report: Report, how: PrepareSettings, bos: list[int]) -> None:
-        self.report, self.how, self.bos = report, how, bos
+    def __init__(self, report: Report, how: PrepareSettings, bos: list[int], unknown_id: int | None = None) -> None:
+        self.report, self.how, self.bos, self.unknown_id = report, how, bos, unknown_id
         self.ids, self.trained, self.lengths = array("i"), bytearray(), array("q")
         self.where, self.source = Places(), array("i")
         self.cuts: dict[int, Cut] = {}
@@ -161,6 +161,7 @@ class Collector:
         r.samples += 1
         r.tokens += len(ids_T)
         r.trained_tokens += int(trained_T.sum())
+        r.unknown += int((ids_T == self.unknown_id).sum()) if self.unknown_id is not None else 0
         r.longest = max(r.longest, len(ids_T))
         r.straddling += tokens.straddles
 

@@ -63,7 +63,7 @@ def tokenise(
     """All samples, one per row."""
     renderer = Renderer(tokenizer, how)
     report = Report(max_length=how.max_length, train_on=how.train_on)
-    collector = Collector(report, how, renderer.bos)
+    collector = Collector(report, how, renderer.bos, unknown_id(tokenizer))
     records = islice(read(source), limit)
     names = resolve([source] if isinstance(source, str) else source)
     report.remarks = remarks([source] if isinstance(source, str) else source, names)
@@ -79,6 +79,7 @@ def tokenise(
             report.partial = next(records, None) is not None
             break
     report.template = _template_line(renderer, collector)
+    report.missing = "".join(sorted(renderer.alphabet.missing))
     about_chats = ("chat_template", "chat_template_kwargs")
     report.unused = [key for key in about_chats if getattr(how, key) is not None and not collector.chats]
     foreign = collector.chats and (renderer.template.given or renderer.template.is_plain)
@@ -205,6 +206,14 @@ def _template_line(renderer: Renderer, collector: Collector) -> str:
     ends = listed(renderer.special[i] for i in collector.end_token_ids if i in renderer.special)
     dated = f"; it prints the date, {renderer.template.date}" if renderer.template.dated else ""
     return f"{kind}; answers end with {ends or 'no special token'}{dated}"
+
+
+def unknown_id(tokenizer: Any) -> int | None:
+    """The token that stands for text that the tokenizer does not know; None if it has none of its own."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    own = getattr(model, "unk_token", None)  # of a tokenizer whose settings do not name it
+    found = tokenizer.convert_tokens_to_ids(own) if isinstance(own, str) else tokenizer.unk_token_id
+    return None if found in (tokenizer.bos_token_id, tokenizer.eos_token_id) else found
 
 
 def pad_token_id(tokenizer: Any) -> int:

@@ -21,6 +21,7 @@ scored, not generated, the end would be half of the trained tokens.
     label[t] = id[t] where trained, else -100; label[0] = -100 always, since nothing predicts the first token
 """
 
+import unicodedata
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,22 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
+class Alphabet:
+    """Finds the characters that a tokenizer leaves out: a BPE without bytes and without an unknown token may have none
+    for them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.seen, self.missing = tokenizer, set(), set()
+
+    def look(self, texts: list[str]) -> None:
+        """Tries the characters of these texts that were not tried before; white space and marks may have no token."""
+        new = set().union(*texts) - self.seen
+        self.seen |= new
+        if alone := sorted(each for each in new if unicodedata.category(each)[0] not in "CMZ"):
+            made = self.tokenizer(alone, add_special_tokens=False, verbose=False)["input_ids"]
+            self.missing |= {each for each, ids in zip(alone, made, strict=True) if not ids}
+
+
 class Renderer:
     """Turns examples into tokens, many at a time."""
 
@@ -63,7 +80,7 @@ class Renderer:
         self.template = ChatTemplate(
             tokenizer, how.template_text, how.chat_template_kwargs, how.day, tuple(how.stop_token_ids)
         )
-        self.answers = AnswerFinder(self.template)
+        self.answers, self.alphabet = AnswerFinder(self.template), Alphabet(tokenizer)
         self.special = special_tokens(tokenizer)
         self.bos, self.eos = bos_ids(tokenizer), tokenizer.eos_token_id
         self.trains_end = how.train_end_token is not False
@@ -73,6 +90,7 @@ class Renderer:
         texts = [self._text(example) for example in examples]
         for example, rendered in zip(examples, texts, strict=True):
             check_text(rendered.text, example.record.where)
+        self.alphabet.look([rendered.text for rendered in texts])
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         batch = self.tokenizer([t.text for t in texts], **options)
         encodings = batch.encodings if self.tokenizer.is_fast else [None] * len(texts)

@@ -43,6 +43,8 @@ class Report:
     empty: int = 0
     unheard: int = 0
     straddling: int = 0
+    unknown: int = 0  # tokens that stand for text that the tokenizer does not know
+    missing: str = ""  # characters that it leaves out
     rows: int = 0
     max_length: int | None = None
     packed: bool = False
@@ -108,6 +110,13 @@ class Report:
             out.append(f"dropped: {self.dropped_no_choice:,} questions without a wrong candidate")
         if self.dropped_untrained:
             out.append(f"dropped: {self.dropped_untrained:,} samples with nothing to train on")
+        if self.unknown:
+            out.append(
+                f"{self.unknown:,} tokens ({_percent(self.unknown, self.tokens)}) are the unknown token: text that the "
+                "tokenizer does not know"
+            )
+        if self.missing:
+            out.append(f"the tokenizer has no token for these characters, and leaves them out: {listed(self.missing)}")
         without = "the chat template does not write"
         lost = (
             (self.lost_calls, f"answers call tools, which {without}; these answers are not trained on"),

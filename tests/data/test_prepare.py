@@ -165,6 +165,24 @@ def test_a_row_of_another_layout_than_the_first_is_refused(tmp_path: Path) -> No
     assert prepare(source, tokenizer(chats.CHATML), data_format="text").report.samples == 2
 
 
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_text_that_the_tokenizer_does_not_know_is_reported(tmp_path: Path, unknown: str | None) -> None:
+    """It becomes an unknown token, or nothing at all; a space or a joiner without a token is no loss."""
+    from tokenizers import Tokenizer, models, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(unk_token=unknown))
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], vocab_size=40, show_progress=False)
+    made.train_from_iterator(["hello world"], trainer)
+    tok = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    known = prepare(write(tmp_path / "known.jsonl", [{"text": "hello\u200d\tworld"}]), tok).report
+    assert known.missing == "" and known.unknown == (2 if unknown else 0)
+    report = prepare(write(tmp_path / "a.jsonl", [{"text": "hello \u732b world \u732b"}]), tok).report
+    assert (report.unknown, report.missing) == ((2, "") if unknown else (0, "\u732b"))
+    said = "2 tokens (" if unknown else "leaves them out: \u732b"
+    assert any(line.startswith("warning:") and said in line for line in report.lines())
+
+
 def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
     """With a warning if they mean something in other rows; settings that name columns are a choice."""
     row = {"prompt": "a", "completion": "b", "system": "Be kind.", "context": "text"}
