@@ -112,11 +112,14 @@ def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
             "weights, and more num_train_epochs"
         )
     for source, weight in enumerate(weights):
+        before = len(chosen)
         own = np.flatnonzero(sources == source)
         whole, part = divmod(weight, 1)
         some = np.sort(order(len(own), seed, source)[: round(part * len(own))])
         chosen += own.tolist() * int(whole) + own[some].tolist()
-        told.append(f"{len(own) * int(whole) + len(some):,} of source {source + 1} (weight {weight:g})")
+        told.append(f"{len(chosen) - before:,} of source {source + 1} (weight {weight:g})")
+        if weight and len(chosen) == before:
+            data.report.remarks.append(f"source {source + 1} has the weight {weight:g}, but gives no row")
     data.report.mixture = "rows per epoch: " + ", ".join(told)
     return chosen
 
@@ -196,6 +199,7 @@ def _check_layout(record: Record, layout: str) -> None:
 
 def _template_line(renderer: Renderer, collector: Collector) -> str:
     adds = "with eos at the end" if renderer.trains_end else "without an eos"
+    adds = "without an eos, because the tokenizer has none" if renderer.eos is None else adds
     if not collector.chats:
         return f"none; text is used as it stands, {adds}"
     kind = "chat template of the tokenizer"

@@ -183,6 +183,13 @@ def test_text_that_the_tokenizer_does_not_know_is_reported(tmp_path: Path, unkno
     assert any(line.startswith("warning:") and said in line for line in report.lines())
 
 
+def test_the_report_does_not_promise_an_end_token_that_is_none(pairs: str) -> None:
+    tok = tokenizer()
+    assert "with eos at the end" in prepare(pairs, tok).report.template
+    tok.eos_token = None
+    assert "without an eos, because the tokenizer has none" in prepare(pairs, tok).report.template
+
+
 def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
     """With a warning if they mean something in other rows; settings that name columns are a choice."""
     row = {"prompt": "a", "completion": "b", "system": "Be kind.", "context": "text"}
