@@ -247,7 +247,8 @@ class AnswerFinder:
     def _shared(self, text: str, given: str) -> int:
         """The length of the common prefix of the text and the given text; white space before both may differ. A partial
         match counts up to its last whole token, or to the end of the line where the given text goes on with a tag: of
-        `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>."""
+        `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>. Without tokens it
+        counts up to its last whole word: `A: <think>` and `A: <b>` share no `<`."""
         if text.startswith(given):
             return len(given)
         space = SPACE.match(text).end()
@@ -256,7 +257,7 @@ class AnswerFinder:
         shared = os.path.commonprefix([text, given])
         tokens = [match.end() for match in self.special.finditer(shared)]
         if not tokens:
-            return len(shared)
+            return max(p for p in range(len(shared) + 1) if _is_between_words(given, p))
         lines = [match.end() for match in re.finditer("\n", shared) if given.startswith("<", match.end())]
         return SPACE.match(shared, max(tokens + lines)).end()
 
@@ -310,6 +311,13 @@ def _has_question(before: Turns, found: list[Span], text: str) -> bool:
     question = next((turn["content"].strip() for turn in reversed(before) if turn["role"] == "user"), "")
     inside = question and any(question in text[a:b] for a, b in found)
     return bool(inside) and question not in text[: found[0][0]]
+
+
+def _is_between_words(text: str, at: int) -> bool:
+    """Whether a heading may end here: behind a space, behind a mark and before a space (`A: `), or before a tag."""
+    if at == 0 or text[at - 1].isspace() or text.startswith("<", at):
+        return True
+    return text[at : at + 1].isspace() and not text[at - 1].isalnum()
 
 
 def _missing(turn: Turn, said: str) -> Lost:

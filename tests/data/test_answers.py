@@ -342,6 +342,17 @@ def test_reasoning_reaches_a_template_that_calls_it_otherwise(ours: str, theirs:
     assert found == ["<think>\nhm\n</think>\n\nA.<|im_end|>"] and not any(lost)
 
 
+@pytest.mark.parametrize("prompt", ["<think>", "<|user|><|assistant|>", "A long"])
+@pytest.mark.parametrize("answer", ["<b>bold</b>", "</think>no", "A."])
+def test_an_answer_that_begins_like_the_prompt_is_trained_from_its_first_character(prompt: str, answer: str) -> None:
+    """A letter in common with a generation prompt that no finished answer has is part of the answer."""
+    template = (
+        "{% for m in messages %}{{ 'Q: ' + m.content + ' A:' if m.role == 'user' else m.content + eos_token }}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
+    )
+    assert trained(template, chat("why", answer, "how", answer))[0] == [f"{answer}</s>"] * 2
+
+
 def test_documents_and_variables_of_a_row_reach_the_template() -> None:
     """They are written as the template writes them; what it never writes or reads is counted, also if a setting has
     it."""
