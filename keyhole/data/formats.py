@@ -110,10 +110,16 @@ def normalise(record: Record, layout: str) -> Example:
 
 
 def unread(example: Example, layout: str) -> list[str]:
-    """The columns of a row that its layout does not use, and that are not empty."""
+    """The columns of a row that its layout does not use, and that are not empty. The index that pandas writes is no
+    column of the data."""
     read = {*COLUMNS[layout], *(ALPACA_COLUMNS if layout == "alpaca" else ())}
     read |= set(CHAT_COLUMNS if example.turns is not None else ())
-    return [name for name, value in example.record.row.items() if name not in read and value not in (None, "", [], {})]
+    others = {name: value for name, value in example.record.row.items() if name not in read}
+    return [name for name, value in others.items() if value not in (None, "", [], {}) and not _is_index(name)]
+
+
+def _is_index(name: str) -> bool:
+    return name in ("", "Unnamed: 0") or name.startswith("__index_level_")
 
 
 def rename(record: Record, columns: dict[str, str]) -> Record:

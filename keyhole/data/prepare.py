@@ -10,9 +10,11 @@ the settings of its config.
 (the seed decides which). Rows refer to samples, so a repeated sample costs no memory.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +39,7 @@ BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
 
 
 def prepare(
-    source: str | list[str],
+    source: str | Path | Sequence[str | Path],
     tokenizer: Any,
     *,
     limit: int | None = None,
@@ -50,11 +52,21 @@ def prepare(
 
     limit: rows to read; samples: how many samples (or, where they are packed, full rows of them) are enough."""
     how = PrepareSettings(**settings)
-    return arrange(tokenise(source, tokenizer, how, limit, samples), how, weights, seed)
+    sources = [source] if isinstance(source, str | Path) else source
+    check_weights(weights, len(sources))
+    return arrange(tokenise([str(name) for name in sources], tokenizer, how, limit, samples), how, weights, seed)
+
+
+def check_weights(weights: Sequence[float] | None, sources: int) -> None:
+    """Refuses weights that are not one number, 0 or more, for each source."""
+    if weights is not None and len(weights) != sources:
+        raise UserError(f"train_weights: {len(weights)} numbers for {sources} sources in train_data; give one for each")
+    if weights is not None and not all(0 <= weight < math.inf for weight in weights):
+        raise UserError(f"train_weights: {listed(weights)}: expected numbers from 0 on")
 
 
 def tokenise(
-    source: str | list[str],
+    sources: list[str],
     tokenizer: Any,
     how: PrepareSettings,
     limit: int | None = None,
@@ -64,9 +76,9 @@ def tokenise(
     renderer = Renderer(tokenizer, how)
     report = Report(max_length=how.max_length, train_on=how.train_on)
     collector = Collector(report, how, renderer.bos, unknown_id(tokenizer))
-    records = islice(read(source), limit)
-    names = resolve([source] if isinstance(source, str) else source)
-    report.remarks = remarks([source] if isinstance(source, str) else source, names)
+    records = islice(read(sources), limit)
+    names = resolve(sources)
+    report.remarks = remarks(sources, names)
     total = cache(lambda: count_rows(names))
     for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):

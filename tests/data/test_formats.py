@@ -106,7 +106,7 @@ def test_a_role_that_templates_do_not_know_is_refused(role: str) -> None:
 
 def test_columns_that_a_layout_does_not_use_are_known() -> None:
     """A chat uses columns that a prompt with completion does not; an empty cell is nothing."""
-    further = {"system": "Be kind.", "tools": [], "history": None, "id": 3, "label": False}
+    further = {"system": "Be kind.", "tools": [], "history": None, "id": 3, "label": False, "__index_level_0__": 7}
     found = {
         "messages": {"messages": [USER, ASSISTANT]},
         "prompt_completion": {"prompt": "a", "completion": "b"},

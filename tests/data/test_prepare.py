@@ -213,6 +213,14 @@ def test_a_system_column_begins_every_chat(tmp_path: Path) -> None:
         prepare(write(tmp_path / "two.jsonl", [{"system": "Be bad.", "messages": [system, *said]}]), tok)
 
 
+def test_a_path_is_a_source_and_every_source_has_a_weight(pairs: str) -> None:
+    whole = prepare(pairs, tokenizer()).fingerprint
+    assert prepare(Path(pairs), tokenizer(), weights=[1]).fingerprint == whole
+    for weights, says in (([1, 2], "2 numbers for 1 sources"), ([-1], "from 0 on"), ([float("nan")], "from 0 on")):
+        with pytest.raises(UserError, match=says):
+            prepare(Path(pairs), tokenizer(), weights=weights)
+
+
 def test_weights_that_make_too_many_rows_are_refused(pairs: str) -> None:
     """A billion rows per epoch of eight samples would end in no memory."""
     with pytest.raises(UserError, match="train_weights: 8,000,000,000 rows per epoch of 8 samples"):
