@@ -88,13 +88,16 @@ def _is_text(part: Any) -> bool:
 
 
 def _check_call(record: Record, place: str, call: Any) -> None:
-    """Refuses a call without a name, or with its arguments under a name that no template reads: they would be {}."""
+    """Refuses a call without a name, with its arguments under a name that no template reads (they would be {}), or
+    with arguments that are no object: a template would write a text that no program can call with."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(record, place, "a call, {function: {name, arguments}}", call)
     others = [key for key, value in function.items() if key not in ABOUT_CALLS and value is not None]
     if function.get("arguments") is None and others:
         raise wrong(record, f"{place}.{others[0]}", "the arguments of a call under the key arguments", call)
+    if not isinstance(_arguments(function), dict):
+        raise wrong(record, f"{place}.arguments", "an object, or one as JSON text", function["arguments"])
 
 
 def _is_excluded(turn: Turn) -> bool:
@@ -120,15 +123,21 @@ def call_as(call: Any, text: bool) -> Any:
     function = call.get("function")
     if not isinstance(function, dict):
         return call
-    arguments = function.get("arguments") or {}  # null, or an empty text
-    if text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not text and isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass  # not JSON: the template gets the text
+    arguments = function.get("arguments")
+    if not text or not isinstance(arguments, str) or not arguments.strip():
+        arguments = json.dumps(_arguments(function), ensure_ascii=False) if text else _arguments(function)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    """The arguments of a call; {} for null and for an empty text, None for a text that is no JSON."""
+    given = function.get("arguments") or {}
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given) if given.strip() else {}
+    except (ValueError, RecursionError):
+        return None
 
 
 def called_names(turn: Turn) -> list[str]:
@@ -136,11 +145,7 @@ def called_names(turn: Turn) -> list[str]:
     no template escapes."""
     names = []
     for function in (call.get("function", call) for call in turn.get("tool_calls") or ()):
-        arguments = function.get("arguments")
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            arguments = None
+        arguments = _arguments(function)
         words = [*arguments, *arguments.values()] if isinstance(arguments, dict) else []
         names += [function["name"], *(word for word in words if _is_plain(word))]
     return names

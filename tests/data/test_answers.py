@@ -304,6 +304,13 @@ def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
     assert '{"name": "weather", "arguments": {}}' in found[0] and not lost.calls
 
 
+@pytest.mark.parametrize("arguments", ["{'city': 'Paris'}", '{"city": "Par', "[1]", [1, 2], 5], ids=str)
+def test_a_call_with_arguments_that_are_no_object_is_refused(arguments: Any) -> None:
+    """Text that is not JSON would be written as a text, which no program can call with."""
+    with pytest.raises(UserError, match=r"tool_calls\[0\].arguments: expected an object, or one as JSON text"):
+        trained(chats.CALLING, talk(arguments=arguments))
+
+
 def test_results_of_tools_that_are_not_written_are_counted() -> None:
     """As they stand, or as JSON; a template that skips them leaves an answer without its reason."""
     said = [*talk()[:2], {"role": "tool", "content": 'it is "fine"\nand dry'}, talk()[3]]
