@@ -21,26 +21,17 @@ cost a forward pass and teach nothing. A data set of only such samples is an err
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 
 from keyhole.data.dataset import Cut, Dataset, Places
 from keyhole.data.formats import Example
 from keyhole.data.render import Tokens
-from keyhole.data.report import Report
+from keyhole.data.report import Report, count_names
 from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError, listed
 
 CUT_SHOWN = 12  # tokens of a cut that the preview can show
-MOST_KEYS = 100  # names of keys that are counted
-
-
-def count_names(counts: dict[str, int], names: Iterable[str]) -> None:
-    """Counts names that come from the data, at most MOST_KEYS different ones."""
-    for name in names:
-        if name in counts or len(counts) < MOST_KEYS:
-            counts[name] = counts.get(name, 0) + 1
 
 
 class Collector:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from keyhole.data.collect import Collector, count_names
+from keyhole.data.collect import Collector
 from keyhole.data.count import count_rows
 from keyhole.data.dataset import Dataset
 from keyhole.data.files import Record, read, resolve
@@ -28,7 +28,7 @@ from keyhole.data.listing import remarks
 from keyhole.data.loader import order
 from keyhole.data.packing import pack
 from keyhole.data.render import Renderer
-from keyhole.data.report import Report
+from keyhole.data.report import Report, count_names
 from keyhole.data.row_template import filled
 from keyhole.data.settings import TABLE, PrepareSettings
 from keyhole.errors import UserError, listed
@@ -91,7 +91,7 @@ def tokenise(
             report.partial = next(records, None) is not None
             break
     report.template = _template_line(renderer, collector)
-    report.missing = "".join(sorted(renderer.alphabet.missing))
+    report.missing, report.foreign = "".join(sorted(renderer.alphabet.missing)), renderer.alphabet.foreign
     about_chats = ("chat_template", "chat_template_kwargs")
     report.unused = [key for key in about_chats if getattr(how, key) is not None and not collector.chats]
     foreign = collector.chats and (renderer.template.given or renderer.template.is_plain)

@@ -21,6 +21,7 @@ scored, not generated, the end would be half of the trained tokens.
     label[t] = id[t] where trained, else -100; label[0] = -100 always, since nothing predicts the first token
 """
 
+import re
 import unicodedata
 from typing import Any, NamedTuple
 
@@ -29,9 +30,12 @@ import numpy as np
 from keyhole.data.answers import AnswerFinder, Lost, Rendered
 from keyhole.data.chat_template import ChatTemplate, bos_ids, special_tokens
 from keyhole.data.formats import Example
+from keyhole.data.report import count_names
 from keyhole.data.settings import PrepareSettings
 from keyhole.data.turns import is_trained
 from keyhole.errors import UserError
+
+CONTROL = re.compile(r"<[|\uff5c][^\s<>{}]{1,40}?[|\uff5c]>")
 
 
 class Tokens(NamedTuple):
@@ -57,11 +61,16 @@ def check_text(text: str, where: str) -> None:
 
 
 class Alphabet:
-    """Finds the characters that a tokenizer leaves out: a BPE without bytes and without an unknown token may have none
-    for them."""
+    """Finds what a tokenizer does not have in its vocabulary.
+
+    missing    characters that it leaves out: a BPE without bytes and without an unknown token may have none for them
+    foreign    what looks like a control token (<|im_end|>) and is none, with the number of its texts: of data, or of a
+               chat template, that were made for another model"""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.seen, self.missing = tokenizer, set(), set()
+        self.own: dict[str, bool] = {}
+        self.foreign: dict[str, int] = {}
 
     def look(self, texts: list[str]) -> None:
         """Tries the characters of these texts that were not tried before; white space and marks may have no token."""
@@ -70,6 +79,14 @@ class Alphabet:
         if alone := sorted(each for each in new if unicodedata.category(each)[0] not in "CMZ"):
             made = self.tokenizer(alone, add_special_tokens=False, verbose=False)["input_ids"]
             self.missing |= {each for each, ids in zip(alone, made, strict=True) if not ids}
+        for text in texts:
+            count_names(self.foreign, (word for word in dict.fromkeys(CONTROL.findall(text)) if not self._is_own(word)))
+
+    def _is_own(self, word: str) -> bool:
+        if word not in self.own:
+            found = self.tokenizer.convert_tokens_to_ids(word)
+            self.own[word] = found is not None and self.tokenizer.convert_ids_to_tokens(found) == word
+        return self.own[word]
 
 
 class Renderer:

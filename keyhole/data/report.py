@@ -4,12 +4,14 @@ Everything that is lost between the file and the loss is counted and reported as
 samples, tool calls, reasoning, system prompts, questions or documents that the chat template does not write.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from keyhole.data.formats import WITH_A_MEANING
 from keyhole.errors import listed, printable
 
 MOST_FILES = 5
+MOST_KEYS = 100  # names from the data that are counted
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Report:
     straddling: int = 0
     unknown: int = 0  # tokens that stand for text that the tokenizer does not know
     missing: str = ""  # characters that it leaves out
+    foreign: dict[str, int] = field(default_factory=dict)  # control token of another tokenizer -> texts
     rows: int = 0
     max_length: int | None = None
     packed: bool = False
@@ -117,6 +120,12 @@ class Report:
             )
         if self.missing:
             out.append(f"the tokenizer has no token for these characters, and leaves them out: {listed(self.missing)}")
+        if self.foreign:
+            named = listed(f"{word} ({count:,} texts)" for word, count in self.foreign.items())
+            out.append(
+                f"what looks like a control token, and is none of this tokenizer, is read as plain text: {named}; are "
+                "the data, or the chat template, made for another model?"
+            )
         without = "the chat template does not write"
         lost = (
             (self.lost_calls, f"answers call tools, which {without}; these answers are not trained on"),
@@ -143,6 +152,13 @@ class Report:
 
     def _counted(self, columns: list[str]) -> str:
         return listed(f"{name} ({self.unread[name]:,} rows)" for name in columns)
+
+
+def count_names(counts: dict[str, int], names: Iterable[str]) -> None:
+    """Counts names that come from the data, at most MOST_KEYS different ones."""
+    for name in names:
+        if name in counts or len(counts) < MOST_KEYS:
+            counts[name] = counts.get(name, 0) + 1
 
 
 def _percent(part: int, whole: int) -> str:

@@ -183,6 +183,18 @@ def test_text_that_the_tokenizer_does_not_know_is_reported(tmp_path: Path, unkno
     assert any(line.startswith("warning:") and said in line for line in report.lines())
 
 
+def test_control_tokens_of_another_model_are_named(tmp_path: Path) -> None:
+    """From the setting chat_template, or in texts that were written out for another model."""
+    other = "{% for m in messages %}{{ '<|begin|>' + m.role + '<|im_end|>' + m.content + '<|fin|>' }}{% endfor %}"
+    chats_of = write(tmp_path / "chats.jsonl", [{"messages": chat("Hi", "A.")}] * 2)
+    assert prepare(chats_of, tokenizer(chats.CHATML)).report.foreign == {}
+    report = prepare(chats_of, tokenizer(chats.CHATML), chat_template=other).report
+    assert report.foreign == {"<|begin|>": 2, "<|fin|>": 2}
+    assert any(line.startswith("warning: ") and "<|fin|> (2 texts)" in line for line in report.lines())
+    texts = write(tmp_path / "texts.jsonl", [{"text": "<|im_start|>user a <| b |> <|eot|>"}])
+    assert prepare(texts, tokenizer()).report.foreign == {"<|eot|>": 1}
+
+
 def test_the_report_does_not_promise_an_end_token_that_is_none(pairs: str) -> None:
     tok = tokenizer()
     assert "with eos at the end" in prepare(pairs, tok).report.template
