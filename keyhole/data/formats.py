@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keyhole.data.files import Record
+from keyhole.data.readers import keys_once
 from keyhole.data.turns import FLAGS, Turn, read_turn, wrong
 from keyhole.errors import UserError, listed
 
@@ -147,7 +148,7 @@ def _turns(record: Record, column: str) -> list[Any]:
     value = record.row[column]
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=keys_once)
         except (ValueError, RecursionError):
             pass
     if not isinstance(value, list):
@@ -227,7 +228,7 @@ def _history(record: Record) -> list[Turn]:
 
 def _json(record: Record, place: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=keys_once)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -253,7 +254,7 @@ def _column(record: Record, name: str, kind: type, expected: str) -> Any:
     value = record.row.get(name)
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=keys_once)
         except (ValueError, RecursionError):
             pass
     if not value:

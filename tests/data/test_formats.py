@@ -117,6 +117,13 @@ def test_columns_that_a_layout_does_not_use_are_known() -> None:
     assert unused["prompt_completion"] == ["system", "id", "label"]
 
 
+def test_a_key_twice_in_a_cell_of_json_is_refused() -> None:
+    """As in a line of JSONL: the second value would silently win."""
+    cell = '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]'
+    with pytest.raises(UserError, match="column messages: expected a list of turns"):
+        turns("messages", messages=cell)
+
+
 def test_parts_tools_and_nulls() -> None:
     """Text parts are joined, tools kept, null keys dropped, and a turn that calls tools needs no content."""
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
