@@ -91,6 +91,7 @@ def tokenise(
             report.partial = next(records, None) is not None
             break
     report.template = _template_line(renderer, collector)
+    report.endless = renderer.trains_end and renderer.eos is None and not collector.ends
     report.missing, report.foreign = "".join(sorted(renderer.alphabet.missing)), renderer.alphabet.foreign
     about_chats = ("chat_template", "chat_template_kwargs")
     report.unused = [key for key in about_chats if getattr(how, key) is not None and not collector.chats]

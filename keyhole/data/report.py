@@ -42,6 +42,7 @@ class Report:
     lost_variables: dict[str, int] = field(default_factory=dict)  # variable of the chat template -> chats
     unread: dict[str, int] = field(default_factory=dict)  # column that its layout does not use -> rows
     lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> turns
+    endless: bool = False  # no answer has an end token, because the tokenizer has none
     empty: int = 0
     unheard: int = 0
     straddling: int = 0
@@ -144,6 +145,11 @@ class Report:
         if self.lost_keys:
             named = listed(f"{name} ({count:,})" for name, count in self.lost_keys.items())
             out.append(f"keys of turns, with texts that {without}: {named}")
+        if self.endless:
+            out.append(
+                "no end token is trained, so the model does not learn to stop: the tokenizer has no eos (eos_token in "
+                "tokenizer_config.json)"
+            )
         if self.empty:
             out.append(f"{self.empty:,} answers are empty: they teach the model to say nothing")
         if self.unheard:

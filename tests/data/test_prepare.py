@@ -199,7 +199,10 @@ def test_the_report_does_not_promise_an_end_token_that_is_none(pairs: str) -> No
     tok = tokenizer()
     assert "with eos at the end" in prepare(pairs, tok).report.template
     tok.eos_token = None
-    assert "without an eos, because the tokenizer has none" in prepare(pairs, tok).report.template
+    report = prepare(pairs, tok).report
+    assert "without an eos, because the tokenizer has none" in report.template
+    assert any("the model does not learn to stop" in line for line in report.losses())
+    assert not prepare(pairs, tok, train_end_token=False).report.endless
 
 
 def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
