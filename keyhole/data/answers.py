@@ -24,13 +24,14 @@ chat; if these are not prefixes, the row is refused. keyhole never trains on a g
 Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, text of a
 turn, and keys that only some templates know. A turn whose calls are missing is not trained on at all: it would teach
 the model to stop where the assistant went on. The same holds for an empty turn with its text under another key. What
-the template leaves out before an answer (a system prompt, a question, documents, the descriptions of tools) is counted
+the template leaves out before an answer (a system prompt, a question, documents, tools and their results) is counted
 too, and so are variables that were set and that it never reads. A tool's result that the template writes inside the
 assistant's turn (Gemma 4) is cut out of the answer.
 """
 
 import os
 import re
+from collections import Counter
 from typing import NamedTuple
 
 from keyhole.data.chat_template import MARKER, ChatTemplate, Given, Turns
@@ -47,13 +48,14 @@ from keyhole.data.turns import (
     is_written,
     reasoning,
     words,
+    written_forms,
 )
 from keyhole.errors import UserError, printable
 
 SPACE = re.compile(r"\s*")
 MOST_TURNS, MOST_RENDERED = 2**12, 2**17  # of a chat; and turns that are written to find its answers
 LONG, SURE = 128, 16  # turns of a long chat; answers that began after the same text, before that is taken as given
-ASKING = ("system", "developer", "user")  # roles whose text is written as it stands; tools' results may be encoded
+ABOUT_TURNS = ("name", "id", "tool_call_id")  # keys of turns that are no answers, which few templates write
 
 Span = tuple[int, int]
 
@@ -65,9 +67,9 @@ class Lost(NamedTuple):
     reasoning: int = 0
     text: int = 0
     empty: int = 0  # turns without any text, of which only the end is trained
-    keys: tuple[str, ...] = ()  # for each turn: keys with texts that are not written
+    keys: tuple[str, ...] = ()  # for each turn, of any role: keys with texts that are not written
     unheard: int = 0  # turns of other roles that are marked for training
-    context: int = 0  # turns of ASKING with text that is not written
+    context: int = 0  # turns of other roles with text that is not written
     tools: int = 0  # 1 if a tool is not described
     documents: int = 0  # 1 if a document is not written
     variables: tuple[str, ...] = ()  # set by the user, and not read by the template
@@ -123,10 +125,11 @@ class AnswerFinder:
             missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
             lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
             spans += [] if missing.calls or (missing.empty and missing.keys) else found
-        asked = [turn["content"].strip() for turn in turns if turn["role"] in ASKING]
+        others = [turn for turn in turns if turn["role"] != "assistant"]
         lost = lost._replace(
+            keys=(*lost.keys, *(key for turn in others for key in _unwritten_keys(turn, done.text))),
             unheard=sum(map(is_ignored_wish, example.turns)),
-            context=_unwritten(asked, done.text),
+            context=_unwritten([turn["content"].strip() for turn in others], done.text),
             tools=int(any(name not in done.text for name in described_names(example.given.get("tools")))),
             documents=int(any(not is_written(text, done.text) for text in document_texts(example.given))),
             variables=self.template.unread(example.given),
@@ -140,7 +143,8 @@ class AnswerFinder:
         said = words(turns[i])
         if not found or (said and not any(said in done.text[a:b] for a, b in found)):
             found = self._by_prefix(turns, example.given, i, done.text) or found
-        if (not found and (said or reasoning(turns[i]))) or self.template.drops_content:
+        lost = not found and (said or reasoning(turns[i]))
+        if lost or self.template.drops_content or _has_question(turns[:i], found, done.text):
             raise UserError(
                 f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
                 "writes; give the turn weight 0, or write the chat out as prompt and completion"
@@ -243,7 +247,8 @@ class AnswerFinder:
     def _shared(self, text: str, given: str) -> int:
         """The length of the common prefix of the text and the given text; white space before both may differ. A partial
         match counts up to its last whole token, or to the end of the line where the given text goes on with a tag: of
-        `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>."""
+        `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>. Without tokens it
+        counts up to its last whole word: `A: <think>` and `A: <b>` share no `<`."""
         if text.startswith(given):
             return len(given)
         space = SPACE.match(text).end()
@@ -252,7 +257,7 @@ class AnswerFinder:
         shared = os.path.commonprefix([text, given])
         tokens = [match.end() for match in self.special.finditer(shared)]
         if not tokens:
-            return len(shared)
+            return max(p for p in range(len(shared) + 1) if _is_between_words(given, p))
         lines = [match.end() for match in re.finditer("\n", shared) if given.startswith("<", match.end())]
         return SPACE.match(shared, max(tokens + lines)).end()
 
@@ -284,19 +289,41 @@ class AnswerFinder:
 
 
 def _unwritten(asked: list[str], text: str) -> int:
-    """How many of these do not occur in the text. They stand there in order, so each is first sought behind the one
-    before: a search of the whole text for every turn would take minutes in a long chat."""
+    """How many of these do not occur in the text, as they stand or encoded as JSON. They stand there in order, so each
+    is first sought behind the one before: a search of the whole text for every turn would take minutes in a long
+    chat."""
     missing, at = 0, 0
     for each in asked:
-        found = text.find(each, at)
+        found = next((p for form in written_forms(each) if (p := text.find(form, at)) >= 0), -1)
         at = found if found >= 0 else at
-        missing += found < 0 and each not in text
+        missing += found < 0 and not is_written(each, text)
     return missing
+
+
+def _unwritten_keys(turn: Turn, text: str) -> list[str]:
+    """Further keys of a turn that is no answer, with texts that do not occur in the text."""
+    texts = {key: texts for key, texts in further_texts(turn).items() if key not in ABOUT_TURNS}
+    return [key for key, said in texts.items() if not all(is_written(each, text) for each in said)]
+
+
+def _has_question(before: Turns, found: list[Span], text: str) -> bool:
+    """Whether an answer contains the question, which should stand before it: the template writes both at once."""
+    question = next((turn["content"].strip() for turn in reversed(before) if turn["role"] == "user"), "")
+    inside = question and any(question in text[a:b] for a, b in found)
+    return bool(inside) and question not in text[: found[0][0]]
+
+
+def _is_between_words(text: str, at: int) -> bool:
+    """Whether a heading may end here: behind a space, behind a mark and before a space (`A: `), or before a tag."""
+    if at == 0 or text[at - 1].isspace() or text.startswith("<", at):
+        return True
+    return text[at : at + 1].isspace() and not text[at - 1].isalnum()
 
 
 def _missing(turn: Turn, said: str) -> Lost:
     """The parts of a turn that are missing in its rendered text."""
-    calls = any(not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", said) for name in called_names(turn))
+    called = Counter(called_names(turn)).items()  # two calls of one function write its name twice
+    calls = any(len(re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", said)) < count for name, count in called)
     thought, spoken = reasoning(turn), words(turn)
     keys = [key for key, texts in further_texts(turn).items() if any(text not in said for text in texts)]
     empty = not thought and not spoken and not turn.get("tool_calls")

@@ -27,19 +27,18 @@ import numpy as np
 from keyhole.data.dataset import Cut, Dataset, Places
 from keyhole.data.formats import Example
 from keyhole.data.render import Tokens
-from keyhole.data.report import Report
+from keyhole.data.report import Report, count_names
 from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError, listed
 
 CUT_SHOWN = 12  # tokens of a cut that the preview can show
-MOST_KEYS = 100  # names of keys that are counted
 
 
 class Collector:
     """Collects samples; `report` has the counts."""
 
-    def __init__(self, report: Report, how: PrepareSettings, bos: list[int]) -> None:
-        self.report, self.how, self.bos = report, how, bos
+    def __init__(self, report: Report, how: PrepareSettings, bos: list[int], unknown_id: int | None = None) -> None:
+        self.report, self.how, self.bos, self.unknown_id = report, how, bos, unknown_id
         self.ids, self.trained, self.lengths = array("i"), bytearray(), array("q")
         self.where, self.source = Places(), array("i")
         self.cuts: dict[int, Cut] = {}
@@ -58,12 +57,8 @@ class Collector:
         r.lost_text, r.empty = r.lost_text + tokens.lost.text, r.empty + tokens.lost.empty
         r.lost_context, r.lost_tools = r.lost_context + tokens.lost.context, r.lost_tools + tokens.lost.tools
         r.unheard, r.lost_documents = r.unheard + tokens.lost.unheard, r.lost_documents + tokens.lost.documents
-        for name in tokens.lost.variables:
-            if name in r.lost_variables or len(r.lost_variables) < MOST_KEYS:
-                r.lost_variables[name] = r.lost_variables.get(name, 0) + 1
-        for name in tokens.lost.keys:
-            if name in r.lost_keys or len(r.lost_keys) < MOST_KEYS:
-                r.lost_keys[name] = r.lost_keys.get(name, 0) + 1
+        count_names(r.lost_variables, tokens.lost.variables)
+        count_names(r.lost_keys, tokens.lost.keys)
         cut, limit = None, self.how.max_length
         if limit is not None and len(ids_T) > limit:
             if self.how.overlong == "error":
@@ -157,6 +152,7 @@ class Collector:
         r.samples += 1
         r.tokens += len(ids_T)
         r.trained_tokens += int(trained_T.sum())
+        r.unknown += int((ids_T == self.unknown_id).sum()) if self.unknown_id is not None else 0
         r.longest = max(r.longest, len(ids_T))
         r.straddling += tokens.straddles
 

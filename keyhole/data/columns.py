@@ -34,7 +34,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
                 for row in _rows(path, batch, number, scales):
                     number += 1
                     yield Record(str(path), "row", number, row)
-    except (ArrowException, ValueError, RecursionError) as error:
+    except (ArrowException, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: not a readable Parquet file (after row {number}): {error}") from None
@@ -60,7 +60,7 @@ def read_arrow(path: Path) -> Iterator[Record]:
                     for row in _rows(path, whole.slice(start, ROWS_AT_ONCE), number, scales):
                         number += 1
                         yield Record(str(path), "row", number, row)
-    except (pyarrow.ArrowException, ValueError, RecursionError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: not a readable Arrow file (after row {number}): {error}") from None
@@ -123,6 +123,8 @@ def _weight(column: Any) -> int:
     if isinstance(kind, pyarrow.ExtensionType):
         return _weight(column.storage)
     if pyarrow.types.is_dictionary(kind):
+        if pyarrow.types.is_primitive(kind.value_type):
+            return 8 * len(column)
         size = compute.binary_length(column.dictionary)
         return compute.sum(size.take(column.indices)).as_py() or 0
     if pyarrow.types.is_map(kind):
@@ -139,7 +141,15 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(value: Any) -> Any:
-    """The value without nested keys that are null."""
+    """The value without nested keys that are null; a map, which Arrow gives as a list of pairs, as an object."""
+    if isinstance(value, list) and value and all(map(_is_pair, value)):
+        if len(found := dict(value)) != len(value):
+            raise ValueError("a map has the same key twice")
+        value = found
     if isinstance(value, dict):
         return {key: nested(item) for key, item in value.items() if item is not None}
     return [nested(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_pair(item: Any) -> bool:
+    return type(item) is tuple and len(item) == 2 and isinstance(item[0], str)

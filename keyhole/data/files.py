@@ -99,7 +99,9 @@ def _missing(source: str, path: Path) -> str:
         return f"{source}: a saved data set without a split `train`; name one of its directories: {listed(splits)}"
     if path.is_dir():
         inside = only_files(path.iterdir())
-        return f"{source}: a directory that holds no data file ({', '.join(SUFFIXES)}){inside}"
+        held = listed([f"{p.name}/" if p.is_dir() else p.name for p in sorted(path.iterdir())], 5)
+        held = f"; it holds {held}" if held and not inside else ""
+        return f"{source}: a directory that holds no data file ({', '.join(SUFFIXES)}){inside}{held}"
     if path.exists():
         return f"{source}: not a regular file but a pipe or a device, which may have no end; copy it into a file"
     if glob.has_magic(source):

@@ -11,7 +11,8 @@
 
 The first layout of this list whose columns are all present is used, so a file that also has a leftover `prompt` or
 `text` column is read as its richest layout; `data_format` overrides this, and the setting `columns` renames columns.
-Other columns are ignored, except those of a chat that are passed to the template (`given`):
+Other columns are not used, and the report names them (`unread`), except those of a chat that are passed to the template
+(`given`):
 
     tools                  descriptions of functions                documents      texts to answer from
     chat_template_kwargs   variables by name, such as {enable_thinking: false}; they replace those of the setting
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keyhole.data.files import Record
+from keyhole.data.readers import keys_once
 from keyhole.data.turns import FLAGS, Turn, read_turn, wrong
 from keyhole.errors import UserError, listed
 
@@ -49,6 +51,9 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 
 ROUND = ("user", "assistant")
+CHAT_COLUMNS = ("system", "tools", "documents", "chat_template_kwargs")  # of every chat, beside its turns
+ALPACA_COLUMNS = ("input", "history")
+WITH_A_MEANING = (*CHAT_COLUMNS, *ALPACA_COLUMNS, *FLAGS)  # columns, or keys of turns, that other rows use
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, set for every row
 
 
@@ -105,6 +110,19 @@ def normalise(record: Record, layout: str) -> Example:
     return Example(record, answer=_string(record, "text"))
 
 
+def unread(example: Example, layout: str) -> list[str]:
+    """The columns of a row that its layout does not use, and that are not empty. The index that pandas writes is no
+    column of the data."""
+    read = {*COLUMNS[layout], *(ALPACA_COLUMNS if layout == "alpaca" else ())}
+    read |= set(CHAT_COLUMNS if example.turns is not None else ())
+    others = {name: value for name, value in example.record.row.items() if name not in read}
+    return [name for name, value in others.items() if value not in (None, "", [], {}) and not _is_index(name)]
+
+
+def _is_index(name: str) -> bool:
+    return name in ("", "Unnamed: 0") or name.startswith("__index_level_")
+
+
 def rename(record: Record, columns: dict[str, str]) -> Record:
     """The row with the columns renamed by the setting `columns`."""
     missing = [theirs for theirs in columns.values() if theirs not in record.row]
@@ -130,7 +148,7 @@ def _turns(record: Record, column: str) -> list[Any]:
     value = record.row[column]
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=keys_once)
         except (ValueError, RecursionError):
             pass
     if not isinstance(value, list):
@@ -174,8 +192,8 @@ def _sharegpt(record: Record) -> list[Turn]:
         said = {"role": role, "content": turn["value"]}
         if str(turn["from"]).lower() == "function_call":
             said = {"role": role, "content": "", "tool_calls": [_json(record, f"{place}.value", turn["value"])]}
-        flags = {key: turn[key] for key in FLAGS if key in turn}
-        turns.append(read_turn(record, place, said | flags))
+        further = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        turns.append(read_turn(record, place, further | said))
     return turns
 
 
@@ -210,7 +228,7 @@ def _history(record: Record) -> list[Turn]:
 
 def _json(record: Record, place: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=keys_once)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -236,7 +254,7 @@ def _column(record: Record, name: str, kind: type, expected: str) -> Any:
     value = record.row.get(name)
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=keys_once)
         except (ValueError, RecursionError):
             pass
     if not value:

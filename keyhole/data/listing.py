@@ -5,13 +5,14 @@ other data without any error:
 
     not read     files of a directory that no reader knows (a .zst beside the .jsonl), and its directories
     incomplete   `train-00002-of-00005.parquet` without all five parts
-    twice        a file that two sources name, or one source through two links
+    twice        a file that two sources name, or one source through two links; a copy of a file under another name
     splits       a directory with files of several splits (train, test), which are all read
     disguised    a .txt file that begins like JSONL or a table: it is trained on as plain text
 
 A directory of plain texts is a data set; beside tables they are notes, which are not read.
 """
 
+import filecmp
 import os
 import re
 import zlib
@@ -117,7 +118,28 @@ def _incomplete(names: list[str]) -> list[str]:
 def _twice(names: list[str]) -> list[str]:
     count = Counter(os.path.realpath(name) if Path(name).is_file() else name for name in names)
     again = [f"{Path(name).name} ({number} times)" for name, number in count.items() if number > 1]
+    again += [f"{Path(copy).name} (the same as {Path(name).name})" for name, copy in _copies(list(count))]
     return [f"read more than once, so trained on more often: {listed(again)}"] if again else []
+
+
+def _copies(names: list[str]) -> list[tuple[str, str]]:
+    """Pairs of files with the same bytes, or of which one is the other compressed, as their names say. Files of one
+    size differ early, so that comparing them takes no time unless they are copies."""
+    files = [name for name in names if Path(name).is_file()]
+    found = [(name, f"{name}.gz") for name in files if f"{name}.gz" in files]
+    by_size: dict[int, list[str]] = defaultdict(list)
+    for name in files:
+        first = next((other for other in by_size[os.path.getsize(name)] if _are_equal(other, name)), None)
+        found += [(first, name)] if first is not None else []
+        by_size[os.path.getsize(name)] += [name] if first is None else []
+    return found
+
+
+def _are_equal(one: str, other: str) -> bool:
+    try:
+        return filecmp.cmp(one, other, shallow=False)
+    except OSError:
+        return False  # reading it will report that
 
 
 def _disguised(names: list[str]) -> list[str]:

@@ -10,9 +10,11 @@ the settings of its config.
 (the seed decides which). Rows refer to samples, so a repeated sample costs no memory.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,12 @@ from keyhole.data.collect import Collector
 from keyhole.data.count import count_rows
 from keyhole.data.dataset import Dataset
 from keyhole.data.files import Record, read, resolve
-from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename
+from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename, unread
 from keyhole.data.listing import remarks
 from keyhole.data.loader import order
 from keyhole.data.packing import pack
 from keyhole.data.render import Renderer
-from keyhole.data.report import Report
+from keyhole.data.report import Report, count_names
 from keyhole.data.row_template import filled
 from keyhole.data.settings import TABLE, PrepareSettings
 from keyhole.errors import UserError, listed
@@ -37,7 +39,7 @@ BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
 
 
 def prepare(
-    source: str | list[str],
+    source: str | Path | Sequence[str | Path],
     tokenizer: Any,
     *,
     limit: int | None = None,
@@ -50,11 +52,21 @@ def prepare(
 
     limit: rows to read; samples: how many samples (or, where they are packed, full rows of them) are enough."""
     how = PrepareSettings(**settings)
-    return arrange(tokenise(source, tokenizer, how, limit, samples), how, weights, seed)
+    sources = [source] if isinstance(source, str | Path) else source
+    check_weights(weights, len(sources))
+    return arrange(tokenise([str(name) for name in sources], tokenizer, how, limit, samples), how, weights, seed)
+
+
+def check_weights(weights: Sequence[float] | None, sources: int) -> None:
+    """Refuses weights that are not one number, 0 or more, for each source."""
+    if weights is not None and len(weights) != sources:
+        raise UserError(f"train_weights: {len(weights)} numbers for {sources} sources in train_data; give one for each")
+    if weights is not None and not all(0 <= weight < math.inf for weight in weights):
+        raise UserError(f"train_weights: {listed(weights)}: expected numbers from 0 on")
 
 
 def tokenise(
-    source: str | list[str],
+    sources: list[str],
     tokenizer: Any,
     how: PrepareSettings,
     limit: int | None = None,
@@ -63,10 +75,10 @@ def tokenise(
     """All samples, one per row."""
     renderer = Renderer(tokenizer, how)
     report = Report(max_length=how.max_length, train_on=how.train_on)
-    collector = Collector(report, how, renderer.bos)
-    records = islice(read(source), limit)
-    names = resolve([source] if isinstance(source, str) else source)
-    report.remarks = remarks([source] if isinstance(source, str) else source, names)
+    collector = Collector(report, how, renderer.bos, unknown_id(tokenizer))
+    records = islice(read(sources), limit)
+    names = resolve(sources)
+    report.remarks = remarks(sources, names)
     total = cache(lambda: count_rows(names))
     for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
@@ -79,6 +91,8 @@ def tokenise(
             report.partial = next(records, None) is not None
             break
     report.template = _template_line(renderer, collector)
+    report.endless = renderer.trains_end and renderer.eos is None and not collector.ends
+    report.missing, report.foreign = "".join(sorted(renderer.alphabet.missing)), renderer.alphabet.foreign
     about_chats = ("chat_template", "chat_template_kwargs")
     report.unused = [key for key in about_chats if getattr(how, key) is not None and not collector.chats]
     foreign = collector.chats and (renderer.template.given or renderer.template.is_plain)
@@ -111,11 +125,14 @@ def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
             "weights, and more num_train_epochs"
         )
     for source, weight in enumerate(weights):
+        before = len(chosen)
         own = np.flatnonzero(sources == source)
         whole, part = divmod(weight, 1)
         some = np.sort(order(len(own), seed, source)[: round(part * len(own))])
         chosen += own.tolist() * int(whole) + own[some].tolist()
-        told.append(f"{len(own) * int(whole) + len(some):,} of source {source + 1} (weight {weight:g})")
+        told.append(f"{len(chosen) - before:,} of source {source + 1} (weight {weight:g})")
+        if weight and len(chosen) == before:
+            data.report.remarks.append(f"source {source + 1} has the weight {weight:g}, but gives no row")
     data.report.mixture = "rows per epoch: " + ", ".join(told)
     return chosen
 
@@ -163,7 +180,10 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
         elif how.data_format in (None, "auto") and not how.row_templates:
             _check_layout(record, layout)
         report.read += record.ends
-        yield normalise(record, layout)
+        example = normalise(record, layout)
+        if not how.row_templates:  # they name the columns to use
+            count_names(report.unread, unread(example, layout))
+        yield example
 
 
 def _check_document(record: Record, how: PrepareSettings) -> None:
@@ -192,6 +212,7 @@ def _check_layout(record: Record, layout: str) -> None:
 
 def _template_line(renderer: Renderer, collector: Collector) -> str:
     adds = "with eos at the end" if renderer.trains_end else "without an eos"
+    adds = "without an eos, because the tokenizer has none" if renderer.eos is None else adds
     if not collector.chats:
         return f"none; text is used as it stands, {adds}"
     kind = "chat template of the tokenizer"
@@ -202,6 +223,14 @@ def _template_line(renderer: Renderer, collector: Collector) -> str:
     ends = listed(renderer.special[i] for i in collector.end_token_ids if i in renderer.special)
     dated = f"; it prints the date, {renderer.template.date}" if renderer.template.dated else ""
     return f"{kind}; answers end with {ends or 'no special token'}{dated}"
+
+
+def unknown_id(tokenizer: Any) -> int | None:
+    """The token that stands for text that the tokenizer does not know; None if it has none of its own."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    own = getattr(model, "unk_token", None)  # of a tokenizer whose settings do not name it
+    found = tokenizer.convert_tokens_to_ids(own) if isinstance(own, str) else tokenizer.unk_token_id
+    return None if found in (tokenizer.bos_token_id, tokenizer.eos_token_id) else found
 
 
 def pad_token_id(tokenizer: Any) -> int:

@@ -164,11 +164,11 @@ def _object(value: Any, path: Path, unit: str, number: int) -> Record:
     return Record(str(path), unit, number, value)
 
 
-class _Twice(Exception):
+class _Twice(ValueError):
     """A key occurs twice in an object."""
 
 
-def _columns(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; refuses a repeated key, whose second value would silently win."""
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -180,7 +180,7 @@ def _columns(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _load(text: str, path: Path, line: int | None) -> Any:
     """Parses JSON, or raises an error that says what is wrong; line: the line of the file, if the text is one line."""
     try:
-        return json.loads(text, object_pairs_hook=_columns)
+        return json.loads(text, object_pairs_hook=keys_once)
     except _Twice as error:
         raise UserError(
             f"{path}{f', line {line}' if line else ''}: the key {error} stands twice in one object"

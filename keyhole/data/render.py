@@ -21,6 +21,8 @@ scored, not generated, the end would be half of the trained tokens.
     label[t] = id[t] where trained, else -100; label[0] = -100 always, since nothing predicts the first token
 """
 
+import re
+import unicodedata
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +30,12 @@ import numpy as np
 from keyhole.data.answers import AnswerFinder, Lost, Rendered
 from keyhole.data.chat_template import ChatTemplate, bos_ids, special_tokens
 from keyhole.data.formats import Example
+from keyhole.data.report import count_names
 from keyhole.data.settings import PrepareSettings
 from keyhole.data.turns import is_trained
 from keyhole.errors import UserError
+
+CONTROL = re.compile(r"<[|\uff5c][^\s<>{}]{1,40}?[|\uff5c]>")
 
 
 class Tokens(NamedTuple):
@@ -55,6 +60,35 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
+class Alphabet:
+    """Finds what a tokenizer does not have in its vocabulary.
+
+    missing    characters that it leaves out: a BPE without bytes and without an unknown token may have none for them
+    foreign    what looks like a control token (<|im_end|>) and is none, with the number of its texts: of data, or of a
+               chat template, that were made for another model"""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.seen, self.missing = tokenizer, set(), set()
+        self.own: dict[str, bool] = {}
+        self.foreign: dict[str, int] = {}
+
+    def look(self, texts: list[str]) -> None:
+        """Tries the characters of these texts that were not tried before; white space and marks may have no token."""
+        new = set().union(*texts) - self.seen
+        self.seen |= new
+        if alone := sorted(each for each in new if unicodedata.category(each)[0] not in "CMZ"):
+            made = self.tokenizer(alone, add_special_tokens=False, verbose=False)["input_ids"]
+            self.missing |= {each for each, ids in zip(alone, made, strict=True) if not ids}
+        for text in texts:
+            count_names(self.foreign, (word for word in dict.fromkeys(CONTROL.findall(text)) if not self._is_own(word)))
+
+    def _is_own(self, word: str) -> bool:
+        if word not in self.own:
+            found = self.tokenizer.convert_tokens_to_ids(word)
+            self.own[word] = found is not None and self.tokenizer.convert_ids_to_tokens(found) == word
+        return self.own[word]
+
+
 class Renderer:
     """Turns examples into tokens, many at a time."""
 
@@ -63,7 +97,7 @@ class Renderer:
         self.template = ChatTemplate(
             tokenizer, how.template_text, how.chat_template_kwargs, how.day, tuple(how.stop_token_ids)
         )
-        self.answers = AnswerFinder(self.template)
+        self.answers, self.alphabet = AnswerFinder(self.template), Alphabet(tokenizer)
         self.special = special_tokens(tokenizer)
         self.bos, self.eos = bos_ids(tokenizer), tokenizer.eos_token_id
         self.trains_end = how.train_end_token is not False
@@ -73,6 +107,7 @@ class Renderer:
         texts = [self._text(example) for example in examples]
         for example, rendered in zip(examples, texts, strict=True):
             check_text(rendered.text, example.record.where)
+        self.alphabet.look([rendered.text for rendered in texts])
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         batch = self.tokenizer([t.text for t in texts], **options)
         encodings = batch.encodings if self.tokenizer.is_fast else [None] * len(texts)

@@ -4,11 +4,14 @@ Everything that is lost between the file and the loss is counted and reported as
 samples, tool calls, reasoning, system prompts, questions or documents that the chat template does not write.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from keyhole.data.formats import WITH_A_MEANING
 from keyhole.errors import listed, printable
 
 MOST_FILES = 5
+MOST_KEYS = 100  # names from the data that are counted
 
 
 @dataclass
@@ -37,10 +40,15 @@ class Report:
     lost_tools: int = 0
     lost_documents: int = 0
     lost_variables: dict[str, int] = field(default_factory=dict)  # variable of the chat template -> chats
-    lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> answers
+    unread: dict[str, int] = field(default_factory=dict)  # column that its layout does not use -> rows
+    lost_keys: dict[str, int] = field(default_factory=dict)  # key of a turn -> turns
+    endless: bool = False  # no answer has an end token, because the tokenizer has none
     empty: int = 0
     unheard: int = 0
     straddling: int = 0
+    unknown: int = 0  # tokens that stand for text that the tokenizer does not know
+    missing: str = ""  # characters that it leaves out
+    foreign: dict[str, int] = field(default_factory=dict)  # control token of another tokenizer -> texts
     rows: int = 0
     max_length: int | None = None
     packed: bool = False
@@ -66,6 +74,8 @@ class Report:
             f"{self.tokens:,} tokens (longest sample {self.longest:,}), {self.labels or trained}"
         )
         out += ["only the first rows were read; `keyhole train --dry-run` counts all of them"] if self.partial else []
+        if others := [name for name in self.unread if name not in WITH_A_MEANING]:
+            out.append(f"columns that are not used: {self._counted(others)}")
         out += [self.mixture] if self.mixture else []
         out += [f"tokens read from {printable(self.cached, 300)} (data_cache)"] if self.cached else []
         if self.split:
@@ -104,12 +114,25 @@ class Report:
             out.append(f"dropped: {self.dropped_no_choice:,} questions without a wrong candidate")
         if self.dropped_untrained:
             out.append(f"dropped: {self.dropped_untrained:,} samples with nothing to train on")
+        if self.unknown:
+            out.append(
+                f"{self.unknown:,} tokens ({_percent(self.unknown, self.tokens)}) are the unknown token: text that the "
+                "tokenizer does not know"
+            )
+        if self.missing:
+            out.append(f"the tokenizer has no token for these characters, and leaves them out: {listed(self.missing)}")
+        if self.foreign:
+            named = listed(f"{word} ({count:,} texts)" for word, count in self.foreign.items())
+            out.append(
+                f"what looks like a control token, and is none of this tokenizer, is read as plain text: {named}; are "
+                "the data, or the chat template, made for another model?"
+            )
         without = "the chat template does not write"
         lost = (
             (self.lost_calls, f"answers call tools, which {without}; these answers are not trained on"),
             (self.lost_reasoning, f"answers have reasoning that {without}; they are trained on without it"),
             (self.lost_text, f"answers have text that {without} as it stands"),
-            (self.lost_context, f"turns of system or user have text that {without} as it stands"),
+            (self.lost_context, f"turns of system, user or tools have text that {without} as it stands"),
             (self.lost_tools, f"chats have tools whose descriptions {without}"),
             (self.lost_documents, f"chats have documents that {without}"),
         )
@@ -117,14 +140,31 @@ class Report:
         if self.lost_variables:
             named = listed(f"{name} ({count:,} chats)" for name, count in self.lost_variables.items())
             out.append(f"chat_template_kwargs has variables that the chat template does not read: {named}")
+        if meant := [name for name in self.unread if name in WITH_A_MEANING]:
+            out.append(f"columns that have a meaning, but not in this format of data: {self._counted(meant)}")
         if self.lost_keys:
             named = listed(f"{name} ({count:,})" for name, count in self.lost_keys.items())
-            out.append(f"keys of answers, with texts that {without}: {named}")
+            out.append(f"keys of turns, with texts that {without}: {named}")
+        if self.endless:
+            out.append(
+                "no end token is trained, so the model does not learn to stop: the tokenizer has no eos (eos_token in "
+                "tokenizer_config.json)"
+            )
         if self.empty:
             out.append(f"{self.empty:,} answers are empty: they teach the model to say nothing")
         if self.unheard:
             out.append(f"{self.unheard:,} turns have train: true, but are no answers; only answers are trained on")
         return out
+
+    def _counted(self, columns: list[str]) -> str:
+        return listed(f"{name} ({self.unread[name]:,} rows)" for name in columns)
+
+
+def count_names(counts: dict[str, int], names: Iterable[str]) -> None:
+    """Counts names that come from the data, at most MOST_KEYS different ones."""
+    for name in names:
+        if name in counts or len(counts) < MOST_KEYS:
+            counts[name] = counts.get(name, 0) + 1
 
 
 def _percent(part: int, whole: int) -> str:

@@ -24,7 +24,7 @@ from keyhole.data.dataset import Dataset
 from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.overlap import overlap_line
 from keyhole.data.padding import Padding, choose, describe
-from keyhole.data.prepare import arrange, tokenise
+from keyhole.data.prepare import arrange, check_weights, tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings, PrepareSettings
 from keyhole.data.strata import decide as decide_strata
@@ -163,10 +163,7 @@ def _prepare(
     """A data set within the limits of the model with HF config `known`, and its report."""
     sources = [locate(name, demo) for name in ([source] if isinstance(source, str) else source)]
     weights = None if samples is not None else settings.train_weights
-    if weights is not None and len(weights) != len(sources):
-        raise UserError(
-            f"train_weights: {len(weights)} numbers for {len(sources)} sources in train_data; give one for each"
-        )
+    check_weights(weights, len(sources))
     how = PrepareSettings(**{field.name: getattr(settings, field.name) for field in fields(PrepareSettings)})
     how = replace(how, stop_token_ids=stop_token_ids(settings.model))
     if settings.data_cache is not None and samples is None:

@@ -159,4 +159,5 @@ def _is_mark(call: nodes.Expr) -> bool:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A copy with the reasoning under every name that templates use for it."""
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    return {**message} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    names = dict.fromkeys(REASONING, reasoning)
+    return {**message} if reasoning is None else {**names, **message, "reasoning_content": reasoning}

@@ -1,7 +1,8 @@
 """One turn of a chat: its allowed content, whether it is trained on, and its parts.
 
     role, content        required; only a turn that calls tools may have no content. The assistant's role is
-                         `assistant`: a turn of `model` or `Assistant` would not be trained on, so it is refused
+                         `assistant`: a turn of `model` or `Assistant` would not be trained on, so it is refused;
+                         so is `human` or `User`, which templates would write as an unknown role, or drop
     reasoning            under one of the names of REASONING, or inside the content, before </think>
     tool_calls           [{function: {name, arguments}}], or {name, arguments} alone; arguments: an object or JSON text.
                          `function_call`, one call under its older name, becomes a list of one
@@ -24,6 +25,7 @@ TRAIN = ("train", "training", "loss")  # true or false: three names of one flag
 FLAGS = ("weight", *TRAIN)  # not passed to the template
 READ = ("role", "content", "tool_calls", *FLAGS)  # keys with a meaning of their own
 ASSISTANTS = ("ai", "assistant", "bot", "chatbot", "chatgpt", "gpt", "model")  # what others call an assistant
+USERS = {"human": "user", "prompter": "user"}  # what others call a user
 ABOUT_CALLS = ("name", "type", "id", "index", "description", "strict")  # keys of a call that are no arguments
 CONTENT_PARTS = (None, "text", "input_text", "output_text")
 
@@ -61,6 +63,9 @@ def read_turn(record: Record, place: str, turn: Any) -> Turn:
         _check_call(record, f"{place}.tool_calls[{i}]", call)
     if turn["role"] != "assistant" and turn["role"].strip().lower() in ASSISTANTS and not _is_excluded(turn):
         raise wrong(record, f"{place}.role", "assistant (only its turns are trained on)", turn["role"])
+    plain = turn["role"].strip().lower()
+    if (meant := USERS.get(plain, plain)) in ("system", "user", "tool") and turn["role"] != meant:
+        raise wrong(record, f"{place}.role", f"{meant} (the name that templates know)", turn["role"])
     out = {key: value for key, value in turn.items() if value is not None}
     out["content"] = _content(record, f"{place}.content", turn)
     return out
@@ -83,13 +88,16 @@ def _is_text(part: Any) -> bool:
 
 
 def _check_call(record: Record, place: str, call: Any) -> None:
-    """Refuses a call without a name, or with its arguments under a name that no template reads: they would be {}."""
+    """Refuses a call without a name, with its arguments under a name that no template reads (they would be {}), or
+    with arguments that are no object: a template would write a text that no program can call with."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(record, place, "a call, {function: {name, arguments}}", call)
     others = [key for key, value in function.items() if key not in ABOUT_CALLS and value is not None]
     if function.get("arguments") is None and others:
         raise wrong(record, f"{place}.{others[0]}", "the arguments of a call under the key arguments", call)
+    if not isinstance(_arguments(function), dict):
+        raise wrong(record, f"{place}.arguments", "an object, or one as JSON text", function["arguments"])
 
 
 def _is_excluded(turn: Turn) -> bool:
@@ -115,28 +123,31 @@ def call_as(call: Any, text: bool) -> Any:
     function = call.get("function")
     if not isinstance(function, dict):
         return call
-    arguments = function.get("arguments", {})
-    if text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not text and isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass  # not JSON: the template gets the text
+    arguments = function.get("arguments")
+    if not text or not isinstance(arguments, str) or not arguments.strip():
+        arguments = json.dumps(_arguments(function), ensure_ascii=False) if text else _arguments(function)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def _arguments(function: dict[str, Any]) -> Any:
+    """The arguments of a call; {} for null and for an empty text, None for a text that is no JSON."""
+    given = function.get("arguments") or {}
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given) if given.strip() else {}
+    except (ValueError, RecursionError):
+        return None
+
+
 def called_names(turn: Turn) -> list[str]:
-    """The names of the functions that a turn calls, and of their arguments (if plain words, so never escaped)."""
+    """The names of the functions that a turn calls; the names and texts of their arguments that are plain words, which
+    no template escapes."""
     names = []
     for function in (call.get("function", call) for call in turn.get("tool_calls") or ()):
-        arguments = function.get("arguments")
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            arguments = None
-        words = arguments if isinstance(arguments, dict) else ()
-        names += [function["name"], *(word for word in words if word.isascii() and word.isidentifier())]
+        arguments = _arguments(function)
+        words = [*arguments, *arguments.values()] if isinstance(arguments, dict) else []
+        names += [function["name"], *(word for word in words if _is_plain(word))]
     return names
 
 
@@ -145,7 +156,11 @@ def described_names(tools: list[Any] | None) -> list[str]:
     known = (tool for tool in tools or () if isinstance(tool, dict))
     functions = (tool.get("function", tool) for tool in known)
     names = (function.get("name") for function in functions if isinstance(function, dict))
-    return [name for name in names if isinstance(name, str) and name.isascii() and name.isidentifier()]
+    return [name for name in names if _is_plain(name)]
+
+
+def _is_plain(word: Any) -> bool:
+    return isinstance(word, str) and word.isascii() and word.isidentifier()
 
 
 def document_texts(given: dict[str, Any]) -> list[str]:
@@ -154,15 +169,22 @@ def document_texts(given: dict[str, Any]) -> list[str]:
     return [max(texts, key=len) for document in documents if (texts := _texts(document))]
 
 
+def written_forms(text: str) -> list[str]:
+    """A text as it stands, and as JSON encodes it."""
+    return list(dict.fromkeys((text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])))
+
+
 def is_written(text: str, where: str) -> bool:
     """Whether a text occurs somewhere as it stands, or as JSON encodes it."""
-    return any(form in where for form in (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]))
+    return any(form in where for form in written_forms(text))
 
 
 def further_texts(turn: Turn) -> dict[str, list[str]]:
-    """Keys of a turn without a meaning of their own, and the texts under them."""
+    """Keys of a turn without a meaning of their own, and the texts and flags under them (0 or 1: a flag in a table)."""
     spoken = [key for key in REASONING if isinstance(turn.get(key), str)]
-    found = {key: _texts(value) for key, value in turn.items() if key not in READ and key not in spoken}
+    others = {key: value for key, value in turn.items() if key not in READ and key not in spoken}
+    flags = {key: [repr(value)] for key, value in others.items() if value in (0, 1)}
+    found = {key: _texts(value) for key, value in others.items()} | flags
     return {key: texts for key, texts in found.items() if texts}
 
 

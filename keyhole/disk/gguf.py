@@ -220,3 +220,6 @@ class GGUFShape:
 
     def get_shape(self) -> list[int]:
         return self.shape
+
+    def get_dtype(self) -> str:
+        return "F32"

@@ -44,6 +44,12 @@ class Stored:
     grid: tuple[str, int, str] | None = None
     parts: dict[str, str] | None = None
     of: Form | None = None
+    dtype: str = "F32"  # as safetensors calls it
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the file has weights, and not codes that stand for them."""
+        return bool(self.form) or self.dtype.startswith(("F", "BF"))
 
     def read(self, directory: Path, name: str) -> "torch.Tensor":
         """The tensor as numbers."""
@@ -89,7 +95,8 @@ class _Pickled:
         return self.tensors[name]
 
     def get_slice(self, name: str) -> "_Shape":
-        return _Shape(list(self.tensors[name].shape))
+        tensor = self.tensors[name]
+        return _Shape(list(tensor.shape), "F32" if tensor.is_floating_point() else str(tensor.dtype))
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,13 @@ class _Shape:
     """The part of safetensors' slice interface that is used here."""
 
     shape: list[int]
+    dtype: str
 
     def get_shape(self) -> list[int]:
         return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
 
 
 def has_weights(directory: Path) -> bool:
@@ -120,7 +131,13 @@ def weight_files(directory: Path) -> dict[str, str] | list[str]:
     """Tensor name -> file, from the index; or a list with the single file."""
     for index, single in KINDS.values():
         if (directory / index).exists():
-            return _read_index(directory / index)
+            found = _read_index(directory / index)
+            if (directory / single).exists() and single not in found.values():
+                raise UserError(
+                    f"model: {directory} holds two models, {single} and the files that {index} names; Transformers "
+                    "reads the first. Remove the one that belongs to another save"
+                )
+            return found
         if (directory / single).exists():
             return [single]
     try:
@@ -230,7 +247,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                     f"model: {directory} holds {name} twice, in {found[name].file} and in {file}; remove the file that "
                     "belongs to another save"
                 )
-            found[name] = Stored(file, tuple(shard.get_slice(name).get_shape()), form, GRIDS.get(form))
+            about = shard.get_slice(name)
+            found[name] = Stored(file, tuple(about.get_shape()), form, GRIDS.get(form), dtype=about.get_dtype())
     absent = [name for name in listed if name not in found] if isinstance(listed, dict) else []
     if absent:
         raise UserError(f"model: {directory / listed[absent[0]]} has no {absent[0]}, though the index says so")

@@ -107,8 +107,15 @@ def not_weights(model: Path) -> None:
     (model / "pytorch_model.bin").write_bytes(b"PK not a pickle")
 
 
+def coded(model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    found = {name: (50 * w).to(torch.int8) for name, w in load_file(model / "model.safetensors").items()}
+    save_file(found, model / "model.safetensors", metadata={"format": "pt"})
+
+
 DAMAGED = {"truncated": (truncated, "model.safetensors cannot be read"), "other shapes": (reshaped, "config.json says")}
-DAMAGED["no readable weights"] = (not_weights, "pytorch_model.bin")
+DAMAGED |= {"no readable weights": (not_weights, "pytorch_model.bin"), "whole numbers": (coded, "codes of quantised")}
 
 
 @pytest.mark.parametrize("name", DAMAGED)

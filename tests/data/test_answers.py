@@ -283,6 +283,83 @@ def test_a_short_name_of_a_call_is_sought_as_a_word() -> None:
     assert first != chats.CALLING and trained(first, talk(tool_calls=two))[1].calls == 1
 
 
+@pytest.mark.parametrize("cities", [("Paris", "Rome"), ("Paris", "Paris")], ids=["other", "equal"])
+def test_a_second_call_of_the_same_function_is_missed(cities: tuple[str, str]) -> None:
+    """Of two calls the template writes the first; the name of the function is there, but not twice."""
+    first = chats.CALLING.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]")
+    two = [{"function": {"name": "weather", "arguments": {"city": city}}} for city in cities]
+    found, lost = trained(first, talk(tool_calls=two))
+    assert found == ["Sun.<|im_end|>"] and lost.calls == 1
+    assert trained(chats.CALLING, talk(tool_calls=two))[1].calls == 0
+
+
+def test_a_call_whose_values_are_not_written_is_lost() -> None:
+    names = chats.CALLING.replace("'arguments': call.function.arguments", "'arguments': call.function.arguments | list")
+    assert names != chats.CALLING and trained(names, talk())[1].calls == 1
+
+
+@pytest.mark.parametrize("arguments", [None, "", {}, []], ids=["null", "empty text", "object", "list"])
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    found, lost = trained(chats.CALLING, talk(arguments=arguments))
+    assert '{"name": "weather", "arguments": {}}' in found[0] and not lost.calls
+
+
+@pytest.mark.parametrize("arguments", ["{'city': 'Paris'}", '{"city": "Par', "[1]", [1, 2], 5], ids=str)
+def test_a_call_with_arguments_that_are_no_object_is_refused(arguments: Any) -> None:
+    """Text that is not JSON would be written as a text, which no program can call with."""
+    with pytest.raises(UserError, match=r"tool_calls\[0\].arguments: expected an object, or one as JSON text"):
+        trained(chats.CALLING, talk(arguments=arguments))
+
+
+def test_results_of_tools_that_are_not_written_are_counted() -> None:
+    """As they stand, or as JSON; a template that skips them leaves an answer without its reason."""
+    said = [*talk()[:2], {"role": "tool", "content": 'it is "fine"\nand dry'}, talk()[3]]
+    encoding = chats.CALLING.replace(
+        "<tool_response>\n' + message.content", "<tool_response>\n' + message.content | tojson"
+    )
+    skipping = chats.CALLING.replace("for message in messages", "for message in messages if message.role != 'tool'")
+    assert len({chats.CALLING, encoding, skipping}) == 3
+    lost = [trained(template, said)[1].context for template in (chats.CALLING, encoding, skipping)]
+    assert lost == [0, 0, 1]
+
+
+def test_keys_of_a_question_that_are_not_written_are_named() -> None:
+    """Also flags that a table writes as 0 or 1; who speaks, and which call is answered, few templates write."""
+    question = {"role": "user", "content": "Hi", "context": "a text", "name": "Ann"}
+    answer = {"role": "assistant", "content": "A.", "masked": 1}
+    assert trained(chats.CHATML, [question, answer])[1].keys == ("masked", "context")
+
+
+def test_a_question_inside_of_an_answer_is_refused() -> None:
+    """A template that writes question and answer at once, when its loop is at the answer, would train both."""
+    pairs = (
+        "{% for m in messages if m.role == 'assistant' %}{{ '<|user|>' + messages[2 * loop.index0].content }}"
+        "{{ '<|assistant|>' + m.content + '<|end|>' }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="line 7: cannot find turn 2"):
+        trained(pairs, chat("First?", "A.", "Second?", "B."))
+    assert trained(chats.CHATML, chat("First?", "First? A."))[0] == ["First? A.<|im_end|>"]
+
+
+@pytest.mark.parametrize("ours", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("theirs", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_a_template_that_calls_it_otherwise(ours: str, theirs: str) -> None:
+    template = chats.CALLING.replace("message.reasoning_content", f"message.{theirs}")
+    found, lost = trained(template, [*chat("Hi"), {"role": "assistant", "content": "A.", ours: "hm"}])
+    assert found == ["<think>\nhm\n</think>\n\nA.<|im_end|>"] and not any(lost)
+
+
+@pytest.mark.parametrize("prompt", ["<think>", "<|user|><|assistant|>", "A long"])
+@pytest.mark.parametrize("answer", ["<b>bold</b>", "</think>no", "A."])
+def test_an_answer_that_begins_like_the_prompt_is_trained_from_its_first_character(prompt: str, answer: str) -> None:
+    """A letter in common with a generation prompt that no finished answer has is part of the answer."""
+    template = (
+        "{% for m in messages %}{{ 'Q: ' + m.content + ' A:' if m.role == 'user' else m.content + eos_token }}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
+    )
+    assert trained(template, chat("why", answer, "how", answer))[0] == [f"{answer}</s>"] * 2
+
+
 def test_documents_and_variables_of_a_row_reach_the_template() -> None:
     """They are written as the template writes them; what it never writes or reads is counted, also if a setting has
     it."""

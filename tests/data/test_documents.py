@@ -74,10 +74,10 @@ def test_a_directory_of_texts_is_read_and_notes_beside_tables_are_not(tmp_path: 
     for folder, names in ((texts, ("b.txt", "a.md", "README.md", ".c.txt")), (tables, ("notes.txt", "a.jsonl"))):
         folder.mkdir()
         for name in names:
-            (folder / name).write_text('{"text": "yes"}\n' if name.endswith("jsonl") else "yes\n")
+            (folder / name).write_text('{"text": "yes"}\n' if name.endswith("jsonl") else f"{name}\n")
     (texts / "c.txt.gz").write_bytes(gzip.compress(b"no\n"))
     assert [Path(name).name for name in resolve([str(texts)])] == ["a.md", "b.txt", "c.txt.gz"]
-    assert [record.row["text"] for record in read(str(texts))] == ["yes", "yes", "no"]
+    assert [record.row["text"] for record in read(str(texts))] == ["a.md", "b.txt", "no"]
     assert remarks([str(texts)], resolve([str(texts)])) == []
     assert [Path(name).name for name in resolve([str(tables)])] == ["a.jsonl"]
     (line,) = remarks([str(tables)], [])

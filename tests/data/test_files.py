@@ -399,10 +399,35 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, suffix: str) -> Non
         rows(str(path))
 
 
-def test_a_map_in_parquet_is_read(tmp_path: Path) -> None:
+def test_a_map_in_parquet_is_an_object(tmp_path: Path) -> None:
+    """Not a list of pairs, which a template would write as such; one with a key twice is refused."""
     import pyarrow
     import pyarrow.parquet as parquet
 
     kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
-    parquet.write_table(pyarrow.table({"text": ["a"], "m": pyarrow.array([[("k", 1)]], kind)}), tmp_path / "a.parquet")
-    assert rows(str(tmp_path / "a.parquet")) == [{"text": "a", "m": [("k", 1)]}]
+    for pairs in ([("k", 1)], [("k", 1), ("k", 2)]):
+        table = pyarrow.table({"text": ["a"], "m": pyarrow.array([pairs], kind)})
+        parquet.write_table(table, tmp_path / f"{len(pairs)}.parquet")
+    assert rows(str(tmp_path / "1.parquet")) == [{"text": "a", "m": {"k": 1}}]
+    with pytest.raises(UserError, match="2.parquet: .*a map has the same key twice"):
+        rows(str(tmp_path / "2.parquet"))
+
+
+def test_categories_of_numbers_in_arrow_are_read(tmp_path: Path) -> None:
+    import pyarrow
+
+    table = pyarrow.table({"text": ["a", "b"], "year": pyarrow.array([1999, 1999]).dictionary_encode()})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+        out.write_table(table)
+    assert rows(str(tmp_path / "a.arrow")) == [{"text": "a", "year": 1999}, {"text": "b", "year": 1999}]
+
+
+@pytest.mark.parametrize("kind", ["date64", "duration"])
+def test_a_time_that_python_cannot_hold_is_refused(tmp_path: Path, kind: str) -> None:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    times = pyarrow.array([2**62], {"date64": pyarrow.date64(), "duration": pyarrow.duration("s")}[kind])
+    parquet.write_table(pyarrow.table({"text": ["a"], "when": times}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet: not a readable Parquet file"):
+        rows(str(tmp_path / "a.parquet"))

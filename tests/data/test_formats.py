@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.data.files import Record
-from keyhole.data.formats import COLUMNS, check_format, detect, normalise
+from keyhole.data.formats import COLUMNS, check_format, detect, normalise, unread
 from keyhole.errors import UserError
 
 
@@ -88,6 +88,40 @@ def test_sharegpts_function_calls_are_calls() -> None:
     assert example.turns[1]["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}]
     with pytest.raises(UserError, match=r"conversations\[0\].value: expected a call in JSON"):
         normalise(record(conversations=[call | {"value": "f()"}]), "conversations")
+
+
+def test_sharegpts_turns_keep_their_other_keys() -> None:
+    """Reasoning and tool calls beside the value are part of the turn."""
+    answer = {"from": "gpt", "value": "Hello", "reasoning": "hm", "tool_calls": [{"name": "f"}], "loss": False}
+    example = normalise(record(conversations=[{"from": "human", "value": "Hi"}, answer]), "conversations")
+    kept = {"reasoning": "hm", "tool_calls": [{"name": "f"}], "loss": False}
+    assert example.turns[1] == {"role": "assistant", "content": "Hello"} | kept
+
+
+@pytest.mark.parametrize("role", ["human", "User", "system ", "Tool"])
+def test_a_role_that_templates_do_not_know_is_refused(role: str) -> None:
+    with pytest.raises(UserError, match=r"messages\[0\].role: expected (user|system|tool) .*found str"):
+        turns("messages", messages=[{"role": role, "content": "Hi"}, ASSISTANT])
+
+
+def test_columns_that_a_layout_does_not_use_are_known() -> None:
+    """A chat uses columns that a prompt with completion does not; an empty cell is nothing."""
+    further = {"system": "Be kind.", "tools": [], "history": None, "id": 3, "label": False, "__index_level_0__": 7}
+    found = {
+        "messages": {"messages": [USER, ASSISTANT]},
+        "prompt_completion": {"prompt": "a", "completion": "b"},
+        "alpaca": {"instruction": "a", "output": "b", "input": "c"},
+    }
+    unused = {name: unread(normalise(record(**row, **further), name), name) for name, row in found.items()}
+    assert unused["messages"] == unused["alpaca"] == ["id", "label"]
+    assert unused["prompt_completion"] == ["system", "id", "label"]
+
+
+def test_a_key_twice_in_a_cell_of_json_is_refused() -> None:
+    """As in a line of JSONL: the second value would silently win."""
+    cell = '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]'
+    with pytest.raises(UserError, match="column messages: expected a list of turns"):
+        turns("messages", messages=cell)
 
 
 def test_parts_tools_and_nulls() -> None:

@@ -1,5 +1,6 @@
 """A list of sources that names other files than it seems to: one line for each mistake."""
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.data.chats import tokenizer
 
 def make(folder: Path, *names: str) -> Path:
     for name in names:
-        (folder / name).write_text('{"text": "a b"}\n')
+        (folder / name).write_text(f'{{"text": "{name}"}}\n')
     return folder
 
 
@@ -72,6 +73,23 @@ def test_a_file_that_is_read_twice_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").symlink_to(tmp_path / "a.jsonl")
     (line,) = told(f"{tmp_path}/b.jsonl", f"{tmp_path}/*.jsonl")
     assert "a.jsonl (2 times)" in line and "b.jsonl (2 times)" in line
+
+
+def test_a_copy_of_a_file_is_named(tmp_path: Path) -> None:
+    """Under another name, or compressed; files of one size are no copies."""
+    make(tmp_path, "a.jsonl", "b.jsonl", "c.jsonl")
+    assert told(str(tmp_path)) == []
+    (tmp_path / "b (1).jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes())
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "c.jsonl").read_bytes()))
+    (line,) = told(str(tmp_path))
+    assert "c.jsonl.gz (the same as c.jsonl)" in line and "b.jsonl (the same as b (1).jsonl)" in line
+
+
+def test_a_directory_without_data_is_told_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.jsonl.zst").touch()
+    with pytest.raises(UserError, match=r"holds no data file .*; it holds a.jsonl.zst, sub/"):
+        resolve([str(tmp_path)])
 
 
 def test_a_directory_with_several_splits_is_named(tmp_path: Path) -> None:

@@ -165,6 +165,57 @@ def test_a_row_of_another_layout_than_the_first_is_refused(tmp_path: Path) -> No
     assert prepare(source, tokenizer(chats.CHATML), data_format="text").report.samples == 2
 
 
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_text_that_the_tokenizer_does_not_know_is_reported(tmp_path: Path, unknown: str | None) -> None:
+    """It becomes an unknown token, or nothing at all; a space or a joiner without a token is no loss."""
+    from tokenizers import Tokenizer, models, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(unk_token=unknown))
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], vocab_size=40, show_progress=False)
+    made.train_from_iterator(["hello world"], trainer)
+    tok = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    known = prepare(write(tmp_path / "known.jsonl", [{"text": "hello\u200d\tworld"}]), tok).report
+    assert known.missing == "" and known.unknown == (2 if unknown else 0)
+    report = prepare(write(tmp_path / "a.jsonl", [{"text": "hello \u732b world \u732b"}]), tok).report
+    assert (report.unknown, report.missing) == ((2, "") if unknown else (0, "\u732b"))
+    said = "2 tokens (" if unknown else "leaves them out: \u732b"
+    assert any(line.startswith("warning:") and said in line for line in report.lines())
+
+
+def test_control_tokens_of_another_model_are_named(tmp_path: Path) -> None:
+    """From the setting chat_template, or in texts that were written out for another model."""
+    other = "{% for m in messages %}{{ '<|begin|>' + m.role + '<|im_end|>' + m.content + '<|fin|>' }}{% endfor %}"
+    chats_of = write(tmp_path / "chats.jsonl", [{"messages": chat("Hi", "A.")}] * 2)
+    assert prepare(chats_of, tokenizer(chats.CHATML)).report.foreign == {}
+    report = prepare(chats_of, tokenizer(chats.CHATML), chat_template=other).report
+    assert report.foreign == {"<|begin|>": 2, "<|fin|>": 2}
+    assert any(line.startswith("warning: ") and "<|fin|> (2 texts)" in line for line in report.lines())
+    texts = write(tmp_path / "texts.jsonl", [{"text": "<|im_start|>user a <| b |> <|eot|>"}])
+    assert prepare(texts, tokenizer()).report.foreign == {"<|eot|>": 1}
+
+
+def test_the_report_does_not_promise_an_end_token_that_is_none(pairs: str) -> None:
+    tok = tokenizer()
+    assert "with eos at the end" in prepare(pairs, tok).report.template
+    tok.eos_token = None
+    report = prepare(pairs, tok).report
+    assert "without an eos, because the tokenizer has none" in report.template
+    assert any("the model does not learn to stop" in line for line in report.losses())
+    assert not prepare(pairs, tok, train_end_token=False).report.endless
+
+
+def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
+    """With a warning if they mean something in other rows; settings that name columns are a choice."""
+    row = {"prompt": "a", "completion": "b", "system": "Be kind.", "context": "text"}
+    path = write(tmp_path / "a.jsonl", [row, row | {"context": ""}])
+    lines = prepare(path, tokenizer()).report.lines()
+    assert "columns that are not used: context (1 rows)" in lines
+    assert [line for line in lines if "warning" in line and "system (2 rows)" in line]
+    chosen = prepare(path, tokenizer(), prompt="{prompt} {system}").report
+    assert not chosen.unread
+
+
 def test_a_system_column_begins_every_chat(tmp_path: Path) -> None:
     """Unless the chat has the same text itself; a contradiction is refused."""
     said, system = chat("Hi", "A."), {"role": "system", "content": "Be good."}
@@ -175,6 +226,14 @@ def test_a_system_column_begins_every_chat(tmp_path: Path) -> None:
         assert column.ids.tolist() == own.ids.tolist()
     with pytest.raises(UserError, match="column system differs"):
         prepare(write(tmp_path / "two.jsonl", [{"system": "Be bad.", "messages": [system, *said]}]), tok)
+
+
+def test_a_path_is_a_source_and_every_source_has_a_weight(pairs: str) -> None:
+    whole = prepare(pairs, tokenizer()).fingerprint
+    assert prepare(Path(pairs), tokenizer(), weights=[1]).fingerprint == whole
+    for weights, says in (([1, 2], "2 numbers for 1 sources"), ([-1], "from 0 on"), ([float("nan")], "from 0 on")):
+        with pytest.raises(UserError, match=says):
+            prepare(Path(pairs), tokenizer(), weights=weights)
 
 
 def test_weights_that_make_too_many_rows_are_refused(pairs: str) -> None:

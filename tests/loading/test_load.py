@@ -237,6 +237,21 @@ BREAKS = {
     "deep index": (lambda p: index(p, "[" * 200_000), "index.json cannot be read: its brackets are nested too deeply"),
     "index with a path": (lambda p: index(p, {"a": "../../etc/passwd"}), "names '../../etc/passwd'.*without a path"),
     "index that lies": (lambda p: index(p, {"a": "model.safetensors"}), "model.safetensors has no a, though the index"),
+    "shards of another save": (
+        lambda p: (
+            shutil.copy(p / "model.safetensors", p / "model-00001-of-00001.safetensors"),
+            index(p, {"model.norm.weight": "model-00001-of-00001.safetensors"}),
+        ),
+        "holds two models, model.safetensors and the files that model.safetensors.index.json names",
+    ),
+    "adapters beside the weights": (
+        lambda p: (p / "adapter_model.safetensors").write_bytes(b""),
+        r"adapters beside its weights \(adapter_model.safetensors\).*folder adapter/",
+    ),
+    "adapters alone": (
+        lambda p: ((p / "config.json").unlink(), (p / "adapter_model.bin").write_bytes(b"")),
+        r"no config.json, but adapters \(adapter_model.bin\)",
+    ),
     "weights are a directory": (
         lambda p: ((p / "model.safetensors").unlink(), (p / "model.safetensors").mkdir()),
         "model.safetensors cannot be read.*no ordinary file",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from keyhole.data.dataset import IGNORED, Dataset, Sample
-from keyhole.data.prepare import pad_token_id
+from keyhole.data.prepare import pad_token_id, unknown_id
 from keyhole.data.report import Report
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.encode import Encoder
@@ -83,6 +83,7 @@ def _kept(question: Question, loss: str) -> list[int]:
 
 def _report(tasks: Sequence[Task], samples: list[Sample], encoder: Encoder, dropped: int, no_choice: int) -> Report:
     lengths = [len(sample.input_ids) for sample in samples]
+    unknown = unknown_id(encoder.tokenizer)
     cut = encoder.overlong == "truncate"
     return Report(
         read=sum(len(task.questions) for task in tasks),
@@ -95,4 +96,5 @@ def _report(tasks: Sequence[Task], samples: list[Sample], encoder: Encoder, drop
         dropped_overlong=dropped,
         dropped_no_choice=no_choice,
         max_length=encoder.max_length,
+        unknown=sum(sample.input_ids.count(unknown) for sample in samples) if unknown is not None else 0,
     )

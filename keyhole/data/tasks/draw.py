@@ -14,6 +14,7 @@ Only drawn rows are rendered: 1,500 of QQP's 364,000 rows. Splits that share a r
 two files, or twice in one, are counted in a warning, and so are empty texts.
 """
 
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -23,15 +24,15 @@ import numpy as np
 
 from keyhole.data.loader import order
 from keyhole.data.readers import Record
-from keyhole.data.tasks.build import build
+from keyhole.data.tasks.build import build, number_of
 from keyhole.data.tasks.cache import kept
 from keyhole.data.tasks.names import own_splits
 from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Question, Task
-from keyhole.data.tasks.spec import TaskSpec
+from keyhole.data.tasks.spec import GENERATED, TaskSpec
 from keyhole.data.tasks.tables import latin_line, suffix_of
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 
 TEST_SEED = 0
 LEAST_ANSWERS = 8  # fewer may be equal by chance
@@ -169,7 +170,11 @@ def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Spli
         raise UserError(f"task {spec.name}: no row of {place} has an answer")
     note += f"; {len(chosen) - len(questions):,} without an answer left out" if len(chosen) > len(questions) else ""
     count = f"{len(questions):,} of {len(records):,}" if len(questions) < len(records) else f"all {len(records):,}"
-    warnings = (*_empty(spec, records, chosen, place), *_one_answer(spec, questions, place))
+    warnings = (
+        *_empty(spec, records, chosen, place),
+        *_one_answer(spec, questions, place),
+        *_out_of_reach(spec, questions, place),
+    )
     return Task(spec.name, questions, spec, f"{count} rows of {place}{note}", warnings)
 
 
@@ -182,6 +187,28 @@ def _one_answer(spec: TaskSpec, questions: list[Question], place: Split) -> list
         f"all {len(questions):,} rows drawn from {place} have the same answer, {min(answers)!r}; are the rows sorted?"
     )
     return [told] if len(answers) == 1 else []
+
+
+def _out_of_reach(spec: TaskSpec, questions: list[Question], place: Split) -> list[str]:
+    """Warnings about answers that count as right, but that no model can give."""
+    found = {}
+    if spec.value is not None and isinstance(spec.candidates, tuple):
+        numbers = [number_of(text, "candidates") for text in spec.candidates]
+        beyond = [q for q in questions if q.value is not None and not min(numbers) <= q.value <= max(numbers)]
+        found[f"{spec.value} outside of the candidates, {min(numbers):g} to {max(numbers):g}"] = beyond
+    if spec.kind == GENERATED and spec.program is None:
+        stopped = [q for q in questions if any(word in q.candidates[0].strip() for word in spec.stop)]
+        found[f"an answer with one of the stop strings, {listed(map(repr, spec.stop))}, where generation ends"] = (
+            stopped
+        )
+    if spec.kind == GENERATED and spec.extract is not None:
+        without = [q for q in questions if not any(re.search(spec.extract, text) for text in q.references)]
+        found[f"references in which `extract` finds nothing ({spec.extract})"] = without
+    return [
+        f"{len(rows):,} of the {len(questions):,} rows drawn from {place} have {what} (such as {rows[0].where})"
+        for what, rows in found.items()
+        if rows
+    ]
 
 
 def _empty(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 from keyhole.data.chat_template import ChatTemplate, bos_ids
 from keyhole.data.dataset import IGNORED, Sample
 from keyhole.data.tasks.question import Question
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 
 
 class Encoder:
@@ -68,6 +68,13 @@ class Encoder:
         for ids, candidate in zip(full, question.candidates, strict=True):
             if len(ids) <= begin:
                 raise UserError(f"{question.where}: candidate {candidate!r} adds no token to the prompt")
+        alike = [i for i, ids in enumerate(full) if ids == full[question.answer]]
+        if wrong := [i for i in alike if i not in (question.answer, *question.also)]:
+            same = [repr(question.candidates[i]) for i in (question.answer, *wrong)]
+            raise UserError(
+                f"{question.where}: the candidates {listed(same)} have the same tokens, so that the model cannot tell "
+                "them apart; choose other words, or another tokenizer"
+            )
         before = self._before(question, full[0][:begin])
         longest = max(len(before) + len(ids) + len(end) for ids in full)
         if self.max_length is not None and longest > self.max_length:

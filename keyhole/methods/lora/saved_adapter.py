@@ -21,8 +21,8 @@ from keyhole.errors import UserError
 from keyhole.methods.lora.peft_layers import ADAPTER, find_targets, inject, write_adapter
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.structure.source import ADAPTER_FILES as FILES
 
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
 ABOUT = {"peft_type", "peft_version", "task_type", "inference_mode", "base_model_name_or_path", "revision"}
 PLAIN = {"r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "target_modules"}
 PATTERNS = {"rank_pattern", "alpha_pattern"}  # plain names only, since peft treats the keys as regular expressions

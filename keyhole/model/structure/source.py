@@ -26,6 +26,7 @@ from keyhole.model.structure.tokenizer import TOKENIZER_FILES
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
 PICKLED_PATTERNS = ["pytorch_model*.bin"]
 NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*.safetensors"]  # never downloaded
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of peft
 PATIENCE_S = 5.0
 
 
@@ -52,8 +53,18 @@ def check_name(model: str | Path) -> None:
 def check_directory(model: str | Path) -> None:
     """Refuses also a directory that holds no model."""
     check_name(model)
-    if os.path.isdir(model) and not (Path(model) / "config.json").exists():
-        raise UserError(f"model: {model} has no config.json, so it is not a Hugging Face model directory")
+    if not os.path.isdir(model):
+        return
+    adapters = next((name for name in ADAPTER_FILES if (Path(model) / name).exists()), None)
+    if not (Path(model) / "config.json").exists():
+        alone = f", but adapters ({adapters}): put them into the folder adapter/ of their model, and name that model"
+        why = alone if adapters else ", so it is not a Hugging Face model directory"
+        raise UserError(f"model: {model} has no config.json{why}")
+    if adapters:
+        raise UserError(
+            f"model: {model} has adapters beside its weights ({adapters}), which are not read there: move them, with "
+            "adapter_config.json, into its folder adapter/, or away if they are merged into the weights"
+        )
 
 
 def _nearest(path: Path) -> str:

@@ -35,6 +35,7 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
         refuse_unmatched(directory, stored, model.module, model.layout)
         return _fill_by_transformers(model, directory, dtype, may_lack)
     check_shapes(model.layout, stored, names, directory)
+    _check_numbers(model.module, stored, names, directory)
     check_ties(model.module, model.layout, stored, directory)
     _say(model, unused_line(find_unused(model.module, stored, names, directory)))
     targets: dict[str, Target] = {t.name: t for t in model.layout.tensors} | saved_buffers(model.module)
@@ -51,7 +52,6 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
                     model.homes.put_codes(target, *source.codes(directory, in_file), source.levels(directory))
                 else:
                     found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
-                    _check_numbers(target, found, f"{directory / file} holds {in_file}")
                     _fill(model, target, found)
                     wider.update([_name(found.dtype)] if _is_wider(target, found, dtype) else ())
                 done += target.shape.numel() * dtype.itemsize
@@ -76,13 +76,16 @@ def _say(model: Model, lines: list[str]) -> None:
         model.placed.reasons += [line for line in lines if line not in model.placed.reasons]
 
 
-def _check_numbers(target: Target, found: torch.Tensor, what: str) -> None:
+def _check_numbers(module: nn.Module, stored: Mapping[str, Stored], names: dict[str, str], directory: Path) -> None:
     """UserError if a file has integers for a weight: codes of a format that is not supported."""
-    if not found.is_floating_point() and (isinstance(target, FlatTensor) or target.is_floating_point()):
-        raise UserError(
-            f"model: {what} in {_name(found.dtype)}: codes of quantised weights, in a format that is not read here; "
-            "dequantize the model first, or fetch it in 16 bits"
-        )
+    whole = {name for name, buffer in saved_buffers(module).items() if not buffer.is_floating_point()}
+    for in_file in (names[name] for name in names if name not in whole):
+        found = stored[in_file]
+        if not found.is_number:
+            raise UserError(
+                f"model: {directory / found.file} holds {in_file} as whole numbers ({found.dtype}): codes of quantised "
+                "weights, in a format that is not read here; dequantize the model first, or fetch it in 16 bits"
+            )
 
 
 def _head_names(module: nn.Module) -> frozenset[str]:
@@ -155,6 +158,7 @@ def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head
         refuse_unmatched(directory, stored, module, layout)
         return [f"weights: {count}, whose names Transformers will have to match; not checked further"]
     check_shapes(layout, stored, names, directory)
+    _check_numbers(module, stored, names, directory)
     check_ties(module, layout, stored, directory)
     left = unused_line(find_unused(module, stored, names, directory))
     drawn = [t.name for t in layout.tensors if t.name not in names]

@@ -130,6 +130,13 @@ def test_free_text_ends_where_the_task_says(tiny_model: Path, folder: Path) -> N
         load_data(settings(tiny_model, folder, task="squad", loss="candidates"))
 
 
+def test_unknown_tokens_of_questions_are_reported(tiny_model: Path, folder: Path) -> None:
+    from tests.data.tasks.test_encode import bpe
+
+    report = load_data(settings(tiny_model, folder), bpe("terrible great It was")).report
+    assert any("warning" in line and "are the unknown token" in line for line in report)
+
+
 def test_the_report_tells_of_the_draw(tiny_model: Path, folder: Path) -> None:
     """Counts, files and fingerprints of train, dev and test, in the start block of a run."""
     data = load_data(settings(tiny_model, folder, loss="candidates"))

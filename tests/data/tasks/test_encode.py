@@ -43,6 +43,15 @@ def test_boundary_where_tokens_merge() -> None:
         assert row.labels[begin:] == row.input_ids[begin:]
 
 
+def test_candidates_of_the_same_tokens_are_refused() -> None:
+    """Their scores would be equal, whatever the model has learned; two wrong ones, or two right ones, may be."""
+    encoder = Encoder(bpe("Answer: yes", "Answer: no"))
+    with pytest.raises(UserError, match="the candidates '\u732b', '\u72ac' have the same tokens"):
+        encoder.encode([Question("Answer: ", ("yes", "\u732b", "\u72ac"), 1)])
+    assert encoder.encode([Question("Answer: ", ("yes", "\u732b", "\u72ac"), 0)])
+    assert encoder.encode([Question("Answer: ", ("yes", "\u732b", "\u72ac"), 1, also=(2,))])
+
+
 def test_bos_comes_first_once() -> None:
     """Where the tokenizer adds bos, a row begins with exactly one, also when the prompt has written it."""
     tokenizer = bpe("good soup", bos=True)

@@ -41,7 +41,7 @@ def test_codes_are_not_taken_for_weights(tiny_model: Path, tmp_path: Path) -> No
     """Whole numbers, and 8-bit numbers with a scale beside them, though the config says nothing of quantisation."""
     name = "model.layers.0.mlp.up_proj.weight"
     w = load_file(tiny_model / "model.safetensors")[name]
-    with pytest.raises(UserError, match=rf"{name} in int8: codes"):
+    with pytest.raises(UserError, match=rf"{name} as whole numbers \(I8\): codes"):
         said(altered(tiny_model, tmp_path / "i", {name: w.to(torch.int8)}))
     eight = {name: w.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
     with pytest.raises(UserError, match=f"{name}_scale_inv beside {name}, which is quantised"):
