@@ -12,6 +12,7 @@ because it was built with older weights. What a caller changes in the module by 
 weights are used again, or refused while a method still has an update to write.
 """
 
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,7 @@ class AttachedMethods:
         self.changes = 0  # by hand, as often as some were found: the same for them
         self.is_flushed = False  # since the last step: the caller may change weights in any way
         self._steps_now = False
+        self._turn = threading.RLock()  # held by the thread that makes a step
         self._writes = False  # the last step may still be writing homes
         self.trained: weakref.WeakKeyDictionary[Attached, list[bool]] = weakref.WeakKeyDictionary()  # when it was made
         self._attached: weakref.WeakSet[Attached] = weakref.WeakSet()
@@ -170,6 +172,7 @@ class AttachedMethods:
     def used_directly(self, model: "Model", what: str) -> None:
         """Called before the module's own forward or save_pretrained: its parameters must be those after the last step.
         UserError where they cannot be."""
+        self.check_turn()
         if model.lens is not None:
             raise UserError(
                 f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
@@ -206,12 +209,26 @@ class AttachedMethods:
             increment_version([tensor.param for tensor in model.layout.tensors])
             self._has_graph = False
 
+    def check_turn(self) -> None:
+        """UserError if another thread makes a step."""
+        self._take_turn()
+        self._turn.release()
+
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            raise UserError(
+                "model: another thread is in the middle of a step, which changes the weights; one thread at a time may "
+                "call step, nll, logits or generate of a model: call them before or after, or take turns by a lock"
+            )
+
     def step_begins(self) -> None:
-        """Called before a step, whose end `step_ends` reports."""
+        """Called before a step, whose end `step_ends` reports. UserError if another thread makes one."""
+        self._take_turn()
         self._steps_now = True
 
     def step_ends(self, model: "Model") -> None:
         """Called after a step, also one that ended in an error."""
+        self._turn.release()
         self.is_flushed = self._steps_now = False
         self._writes = model.engine.cuda and bool(model.engine.streamed)
         model.by_hand.note()

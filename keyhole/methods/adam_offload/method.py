@@ -62,8 +62,6 @@ from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.offload import arena
 from keyhole.offload.workers import Workers
 
-SCHEDULES = ("layerwise", "monolithic")
-
 
 class AdamOffload(Method):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
@@ -90,8 +88,6 @@ class AdamOffload(Method):
         model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise UserError(f"adam_offload.schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
         if gpu_updates and schedule != "layerwise":
             raise UserError("adam_offload.gpu_updates: the GPU helps in schedule=layerwise only; leave it at null")
         if any(home.dtype != model.dtype for home in model.engine.homes):
