@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from keyhole.model.structure.layout import Unit
 
 State = dict[str, Any]
+METHOD = "method"  # in a state: the name of its method
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Method:
             cls.__init__ = _then_fixed(cls.__init__)  # type: ignore[method-assign]
         if "load_state_dict" in vars(cls):
             cls.load_state_dict = _of_this_method(cls.load_state_dict)  # type: ignore[method-assign]
+        for name in {"state_dict", "deferred_state"} & vars(cls).keys():
+            setattr(cls, name, _with_name(vars(cls)[name]))
         if "flush" in vars(cls):
             cls.flush = _hands_over(cls.flush)  # type: ignore[method-assign]
         for name in {"step", "backward"} & vars(cls).keys():
@@ -104,6 +107,12 @@ class Method:
             if self._is_made:
                 refuse_change(self.name, name)
             super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            f"{self.name}: a method belongs to its model, and is not copied or pickled; make another one, on a model "
+            "that you load, and give it the state: load_state_dict(copy.deepcopy(method.state_dict()))"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r}, lr={self.lr:g})"
@@ -271,11 +280,25 @@ def _hands_over(flush: Callable[..., None]) -> Callable[..., None]:
     return handed_over
 
 
+def _with_name(state_of: Callable[..., State | None]) -> Callable[..., State | None]:
+    """A state that says whose it is: the names and shapes in it may be those of another method."""
+
+    @wraps(state_of)
+    def named(self: Method) -> State | None:
+        state = state_of(self)
+        return None if state is None else {METHOD: self.name} | state
+
+    return named
+
+
 def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
     @wraps(load)
     def checked(self: Method, state: State) -> None:
+        found = state.get(METHOD, self.name) if isinstance(state, Mapping) else self.name  # older states have no name
+        if found != self.name:
+            raise UserError(f"{self.name}: this is the state of another method, {found}; make that method, and load it")
         try:
-            load(self, state)
+            load(self, {key: value for key, value in state.items() if key != METHOD})
         except UserError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:

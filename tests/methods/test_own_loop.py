@@ -332,11 +332,35 @@ def test_a_state_of_something_else_is_refused(method: str, state: Any) -> None:
     """By name, and not with a KeyError; torch's methods, whose own state may be empty, took what is not theirs for
     nothing."""
     made = METHODS[method].load()(load("llama"), 1e-2)
-    if state == made.state_dict():
+    if state is not None and state | {"method": method} == made.state_dict():  # of before a state had a name
         made.load_state_dict(state)
         return
     with pytest.raises(UserError, match=f"{method}: |seed: |state"):
         made.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [("adalomo", "lomo"), ("lomo", "zo"), ("adam-offload", "adamw"), ("adamw", "sgd"), ("sgd", "adamw")],
+)
+def test_the_state_of_another_method_is_refused(found: str, wanted: str) -> None:
+    """Also where its names are those of the method: the moments would be dropped, or begin at 0, in silence."""
+    made = METHODS[found].load()(load("llama"), 1e-3)
+    made.step(micro_batches(0, 1))
+    with pytest.raises(UserError, match=f"{wanted}: this is the state of another method, {found}"):
+        METHODS[wanted].load()(load("llama"), 1e-3).load_state_dict(made.state_dict())
+    older = {key: value for key, value in made.state_dict().items() if key != "method"}
+    made.load_state_dict(older)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_method_is_not_copied(make: Any) -> None:
+    """It is one with its model; the message says what can be copied."""
+    method = keyhole.LOMO(load("llama"), 1e-3)
+    with pytest.raises(UserError, match=r"lomo: .* not copied or pickled; .* load_state_dict"):
+        make(method)
+    with pytest.raises(UserError, match=r"torch_optimizer: .* not copied or pickled; save its state_dict"):
+        make(method.torch_optimizer)
 
 
 def test_a_model_is_not_copied() -> None:
