@@ -194,6 +194,11 @@ class Method:
         return True
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the last step was applied to all weights, or to none."""
+        return True
+
+    @property
     def addon(self) -> Addon | None:
         """Trained weights beside the model's own; None if there are none."""
         return None

@@ -13,6 +13,7 @@ weights are used again, or refused while a method still has an update to write.
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,10 @@ class Attached(Protocol):
     @property
     def is_settled(self) -> bool:
         """Whether the weights at home hold all of its updates."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last step was applied to all weights, or to none."""
 
     @property
     def addon(self) -> Addon | None:
@@ -201,6 +206,15 @@ class AttachedMethods:
         if model.engine.gate is not None or model.engine.streamed:
             model.engine.wait_for_homes()
             self._writes = False
+
+    def warn_of_part(self) -> None:
+        """Called before the model is saved: warns if a step was broken off, and its weights mix two steps."""
+        for name in (method.name for method in self._attached if not method.is_whole):
+            warnings.warn(
+                f"save_pretrained: the last step of {name} was applied to a part of the weights only (an interrupt, an "
+                "error, a gradient that is not finite), so what is saved mixes two steps; go on from a checkpoint",
+                stacklevel=3,
+            )
 
     def step_done(self, model: "Model") -> None:
         """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""

@@ -258,7 +258,7 @@ class AdamOffload(Method):
         if self.lane is not None and self.current is not None and not self.current.settled:
             self.lane.settle()
             self.current.settled = True
-        if self.current is not None and self.current.bad and self.current.applied:
+        if not self.is_whole:
             raise UserError(
                 "the last step was applied in part: a gradient was not finite, or an error came in between. The "
                 "weights in memory are not usable. Go on from the last checkpoint; with max_grad_norm set, nothing "
@@ -274,6 +274,11 @@ class AdamOffload(Method):
     def _land(self) -> None:
         self.exchange.drain()
         self._settle()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last step was not applied in part."""
+        return not (self.current is not None and self.current.bad and self.current.applied)
 
     @property
     def is_settled(self) -> bool:

@@ -266,12 +266,17 @@ class LOMO(UpdateSink, Method):
 
     def raise_if_broken(self) -> None:
         """Raises if a non-finite gradient or an error came during a backward pass: blocks above were updated."""
-        if self.step_count and int(self.bad):
+        if not self.is_whole:
             raise UserError(
                 f"step {self.step_count}: a gradient is not finite, or an error came in between, and part of the step "
                 "had been applied: the weights in memory are not usable. Go on from the last checkpoint; with "
                 "max_grad_norm set, gradients that are not finite are found before anything changes"
             )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no step was applied in part."""
+        return not (self.step_count and int(self.bad))
 
     def flush(self) -> None:
         """Nothing is deferred; raises if the weights are broken."""
