@@ -21,6 +21,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from keyhole.errors import UserError
+from keyhole.methods.own_settings import check_settings, refuse_change
 from keyhole.methods.step_checks import check_step, drop_gradients
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from keyhole.model.structure.layout import Unit
 
 State = dict[str, Any]
+METHOD = "method"  # in a state: the name of its method
 
 
 @dataclass(frozen=True)
@@ -62,22 +64,27 @@ class Method:
     """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
     may_freeze: bool = True
     """Whether parameters may be frozen between its steps: it trains what gets a gradient."""
+    _is_made: bool = False
     light: bool = False
     """Whether its checkpoints hold only its own tensors (Traits.light)."""
 
     def __init_subclass__(cls) -> None:
         """Wraps `step` so that it computes in the model's dtype, even under the caller's autocast (ops/autocast.py),
         and uses the rate that a scheduler has set; and `load_state_dict`, so that it refuses the state of something
-        else."""
+        else; and `__init__`, after which its settings are fixed."""
+        if "__init__" in vars(cls):
+            cls.__init__ = _then_fixed(cls.__init__)  # type: ignore[method-assign]
         if "load_state_dict" in vars(cls):
             cls.load_state_dict = _of_this_method(cls.load_state_dict)  # type: ignore[method-assign]
+        for name in {"state_dict", "deferred_state"} & vars(cls).keys():
+            setattr(cls, name, _with_name(vars(cls)[name]))
         if "flush" in vars(cls):
             cls.flush = _hands_over(cls.flush)  # type: ignore[method-assign]
         for name in {"step", "backward"} & vars(cls).keys():
             setattr(cls, name, _without_autocast(vars(cls)[name]))
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
-        """Refuses an argument that is not a model, and shared settings outside of their bounds."""
+        """Refuses an argument that is not a model, and settings outside of their bounds."""
         from keyhole.model.model import Model
 
         model = args[0] if args else options.get("model")
@@ -87,11 +94,25 @@ class Method:
                 f"{cls.name}: found {found}, expected the model that keyhole.load returns: "
                 f'keyhole.{cls.__name__}(keyhole.load("path-or-hub-id"), lr=...)'
             )
-        _check_shared(options)
+        check_settings(cls.name, options)
         return super().__new__(cls)
 
     def __init__(self, model: Model, lr: float | str, **settings: Any) -> None:
         raise NotImplementedError  # abstract
+
+    if not TYPE_CHECKING:  # mypy would allow any attribute
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuses another value for a setting, once the method is made."""
+            if self._is_made:
+                refuse_change(self.name, name)
+            super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            f"{self.name}: a method belongs to its model, and is not copied or pickled; make another one, on a model "
+            "that you load, and give it the state: load_state_dict(copy.deepcopy(method.state_dict()))"
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r}, lr={self.lr:g})"
@@ -173,6 +194,11 @@ class Method:
         return True
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the last step was applied to all weights, or to none."""
+        return True
+
+    @property
     def addon(self) -> Addon | None:
         """Trained weights beside the model's own; None if there are none."""
         return None
@@ -203,6 +229,17 @@ class Method:
         return None
 
 
+def _then_fixed(init: Callable[..., None]) -> Callable[..., None]:
+    """An __init__ after which settings cannot be changed; that of the class itself, which calls those of its bases."""
+
+    @wraps(init)
+    def making(self: Method, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._is_made = type(self).__init__ is making
+
+    return making
+
+
 def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def exact(*args: Any, **options: Any) -> Any:
@@ -212,16 +249,18 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*args, **options)  # the error of a missing self
         method = args[0]
         shell = vars(method).get("_torch_optimizer")
+        method.lr = as_number(method.lr)
         if shell is not None:
             shell.sync()
         if method.model.lens is not None:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
-        checked_rate(method.rate if isinstance(method.rate, int | float) else 0.0)
+        checked_rate(method.lr)
+        method.model.check_idle()
         with without_autocast(), with_gradients():
             method.model.check_changes()
             check_step(method)
+            method.model.step_begins()
             try:
-                method.model.step_begins()
                 found = step(*args, **options)
                 method.model.weights_changed()
             except BaseException:
@@ -246,11 +285,25 @@ def _hands_over(flush: Callable[..., None]) -> Callable[..., None]:
     return handed_over
 
 
+def _with_name(state_of: Callable[..., State | None]) -> Callable[..., State | None]:
+    """A state that says whose it is: the names and shapes in it may be those of another method."""
+
+    @wraps(state_of)
+    def named(self: Method) -> State | None:
+        state = state_of(self)
+        return None if state is None else {METHOD: self.name} | state
+
+    return named
+
+
 def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
     @wraps(load)
     def checked(self: Method, state: State) -> None:
+        found = state.get(METHOD, self.name) if isinstance(state, Mapping) else self.name  # older states have no name
+        if found != self.name:
+            raise UserError(f"{self.name}: this is the state of another method, {found}; make that method, and load it")
         try:
-            load(self, state)
+            load(self, {key: value for key, value in state.items() if key != METHOD})
         except UserError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -262,13 +315,12 @@ def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def _check_shared(options: Mapping[str, Any]) -> None:
-    """Refuses shared settings with which a step would move the weights in the wrong direction."""
-    for key, low, needs in (("weight_decay", 0.0, "at least 0"), ("max_grad_norm", math.ulp(0.0), "above 0, or None")):
-        value = options.get(key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and value >= low):
-            raise UserError(f"{key}: {value!r} is not possible; a number {needs} is needed")
+def as_number(lr: Any) -> Any:
+    """A rate that is a tensor or an array of one number, as torch's optimizers take it, as that number."""
+    try:
+        return lr.item()
+    except (AttributeError, RuntimeError, ValueError):  # a number already, or several
+        return lr
 
 
 def checked_rate(lr: Any) -> float:

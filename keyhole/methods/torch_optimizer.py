@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.base import as_number, checked_rate
 
 if TYPE_CHECKING:
     from keyhole.methods.base import Method
@@ -40,6 +41,12 @@ class TorchOptimizer(torch.optim.Optimizer):
         params = list(own.values()) if isinstance(own, dict) and own else params
         super().__init__([{"params": params}], {"lr": method.lr})
         self.method, self.seen = method, method.lr
+        self._trained = list(map(id, params))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            "torch_optimizer: it belongs to its method and model, and is not copied or pickled; save its state_dict()"
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Does nothing: the method makes its update in its own step. UserError if it would leave out gradients."""
@@ -85,7 +92,13 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def sync(self) -> None:
         """Called before a step of the method: makes both rates equal. UserError for a setting of the group that the
-        method does not read."""
+        method does not read, and for other groups than the one of its parameters."""
+        if [list(map(id, group["params"])) for group in self.param_groups] != [self._trained]:
+            raise UserError(
+                f"param_groups: groups or parameters were added or taken out, which has no effect: {self.method.name} "
+                "trains what required gradients when it was made, in one group. To leave a parameter out, "
+                "requires_grad_(False) before the method is made; LOMO takes groups= with rates and decay by name"
+            )
         unread = next((key for group in self.param_groups for key in NOT_READ if key in group), None)
         if unread is not None:
             raise UserError(
@@ -97,10 +110,8 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _share_rate(self) -> None:
         """Makes both rates equal."""
-        rates = {float(group["lr"]) for group in self.param_groups}
-        rate = next((r for r in rates if r != self.seen), None)
-        if rate is not None:
+        (group,) = self.param_groups
+        rate = checked_rate(as_number(group["lr"]))
+        if rate != self.seen:
             self.method.lr = rate
-        for group in self.param_groups:
-            group["lr"] = self.method.lr
-        self.seen = self.method.lr
+        group["lr"] = self.seen = self.method.lr

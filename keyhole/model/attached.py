@@ -12,6 +12,8 @@ because it was built with older weights. What a caller changes in the module by 
 weights are used again, or refused while a method still has an update to write.
 """
 
+import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +63,10 @@ class Attached(Protocol):
         """Whether the weights at home hold all of its updates."""
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the last step was applied to all weights, or to none."""
+
+    @property
     def addon(self) -> Addon | None:
         """None if the method trains only the model's own weights."""
 
@@ -94,6 +100,7 @@ class AttachedMethods:
         self.changes = 0  # by hand, as often as some were found: the same for them
         self.is_flushed = False  # since the last step: the caller may change weights in any way
         self._steps_now = False
+        self._turn = threading.RLock()  # held by the thread that makes a step
         self._writes = False  # the last step may still be writing homes
         self.trained: weakref.WeakKeyDictionary[Attached, list[bool]] = weakref.WeakKeyDictionary()  # when it was made
         self._attached: weakref.WeakSet[Attached] = weakref.WeakSet()
@@ -170,6 +177,7 @@ class AttachedMethods:
     def used_directly(self, model: "Model", what: str) -> None:
         """Called before the module's own forward or save_pretrained: its parameters must be those after the last step.
         UserError where they cannot be."""
+        self.check_turn()
         if model.lens is not None:
             raise UserError(
                 f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
@@ -199,6 +207,15 @@ class AttachedMethods:
             model.engine.wait_for_homes()
             self._writes = False
 
+    def warn_of_part(self) -> None:
+        """Called before the model is saved: warns if a step was broken off, and its weights mix two steps."""
+        for name in (method.name for method in self._attached if not method.is_whole):
+            warnings.warn(
+                f"save_pretrained: the last step of {name} was applied to a part of the weights only (an interrupt, an "
+                "error, a gradient that is not finite), so what is saved mixes two steps; go on from a checkpoint",
+                stacklevel=3,
+            )
+
     def step_done(self, model: "Model") -> None:
         """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
         self.steps += 1
@@ -206,12 +223,26 @@ class AttachedMethods:
             increment_version([tensor.param for tensor in model.layout.tensors])
             self._has_graph = False
 
+    def check_turn(self) -> None:
+        """UserError if another thread makes a step."""
+        self._take_turn()
+        self._turn.release()
+
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            raise UserError(
+                "model: another thread is in the middle of a step, which changes the weights; one thread at a time may "
+                "call step, nll, logits or generate of a model: call them before or after, or take turns by a lock"
+            )
+
     def step_begins(self) -> None:
-        """Called before a step, whose end `step_ends` reports."""
+        """Called before a step, whose end `step_ends` reports. UserError if another thread makes one."""
+        self._take_turn()
         self._steps_now = True
 
     def step_ends(self, model: "Model") -> None:
         """Called after a step, also one that ended in an error."""
+        self._turn.release()
         self.is_flushed = self._steps_now = False
         self._writes = model.engine.cuda and bool(model.engine.streamed)
         model.by_hand.note()

@@ -210,12 +210,14 @@ class Model:
             self.binding.bind_homes()
 
     def check_idle(self) -> None:
-        """UserError if a pass is running: passes that are no passes of one lockstep would take each other's weights."""
+        """UserError if a pass is running: passes that are no passes of one lockstep would take each other's weights; or
+        if another thread makes a step."""
         if self.conductor is not None:
             raise UserError(
                 "model: it is in the middle of a pass; a hook inside of it, or another thread, cannot call step, nll, "
                 "logits or generate of the same model: call them before or after"
             )
+        self.methods.check_turn()
 
     @contextmanager
     def sweep(self, name: str, learn: bool = True, of_all: bool = False) -> Iterator[None]:
@@ -402,6 +404,7 @@ class Model:
         if not isinstance(path, str | Path) or not str(path):
             raise UserError(f"save_pretrained: found {path!r}, expected the path of a directory ('.' is this one)")
         self.apply_deferred()
+        self.methods.warn_of_part()
         save_model(self, Path(path))
 
     def close(self) -> None:

@@ -96,6 +96,18 @@ def test_the_modules_state_dict_has_the_last_step(name: str, away: bool) -> None
 
 
 @pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("name", ["zo", "lsp"])
+def test_the_state_dict_of_a_part_has_the_last_step(name: str, away: bool) -> None:
+    """As a loop saves that keeps some of the layers."""
+    found, flushed = make(name, away), make(name, away)
+    for method in (found, flushed):
+        method.step(micro_batches(0, 1))
+    flushed.flush()
+    part, whole = (method.model.module.model.layers[0].mlp.state_dict() for method in (found, flushed))
+    assert all(torch.equal(part[key], value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("name", ["zo", "lsp", "adam-offload"])
 def test_a_change_while_an_update_is_on_its_way_is_refused(name: str, away: bool) -> None:
     """The update would overwrite it, or be added to it. After a flush, the caller writes the weights again."""

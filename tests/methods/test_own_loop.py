@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,43 @@ def test_a_scheduler_drives_backward_too() -> None:
         scheduler.step()
 
 
-@pytest.mark.parametrize(("key", "value"), [("max_grad_norm", -1.0), ("max_grad_norm", 0), ("weight_decay", -0.1)])
-def test_shared_settings_have_bounds_without_a_config_too(key: str, value: float) -> None:
-    """A norm below 0 would turn the gradient round, a decay below 0 would make weights grow."""
-    with pytest.raises(UserError, match=f"{key}: {value} is not possible"):
-        keyhole.LOMO(load("llama"), 1e-3, **{key: value})
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("lomo", "max_grad_norm", -1.0),
+        ("lomo", "max_grad_norm", 0),
+        ("lomo", "weight_decay", -0.1),
+        ("lomo", "weight_decay", float("inf")),
+        ("lomo", "seed", -1),
+        ("lomo", "clip_value", float("nan")),
+        ("lomo", "fused", "no"),
+        ("adamw", "beta2", 1.0),
+        ("adam-offload", "eps", "1e-8"),
+        ("sgd", "momentum", True),
+        ("zo", "clip", -1.0),
+        ("zo", "directions", 1.5),
+        ("zo", "distribution", "normal"),
+        ("zo", "rank", 10**6),
+    ],
+)
+def test_settings_have_types_and_bounds_without_a_config_too(name: str, key: str, value: Any) -> None:
+    """A norm or a clip below 0 would turn the gradient round, a decay below 0 would make weights grow."""
+    with pytest.raises(UserError, match=rf"{key}: found {value!r}, expected "):
+        METHODS[name].load()(load("llama"), 1e-3, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("zo", "eps"), ("zo", "directions"), ("adamw", "weight_decay"), ("lomo", "max_grad_norm"), ("sgd", "momentum")],
+)
+def test_a_setting_that_is_written_into_a_method_is_refused(name: str, key: str) -> None:
+    """The losses of zo would be taken at the new eps and divided by the old one; adamw would never read a decay."""
+    method = METHODS[name].load()(load("llama"), 1e-3)
+    with pytest.raises(UserError, match=f"{name}: {key} cannot be changed"):
+        setattr(method, key, 0.5)
+    with pytest.raises(UserError, match="learning_rate cannot be changed, .*: it is called lr here"):
+        method.learning_rate = 0.5
+    method.lr = 0.5
 
 
 @pytest.mark.parametrize("batch", [None, 3])
@@ -241,6 +274,36 @@ def test_a_setting_in_the_group_that_no_method_reads_is_refused(key: str, value:
     method.step(micro_batches(0, 1))
 
 
+@pytest.mark.parametrize("name", ["lomo", "adamw", "zo"])
+@pytest.mark.parametrize("rate", [torch.tensor(-1.0), "3e-3", None, torch.ones(2)])
+def test_what_is_no_number_is_no_rate(name: str, rate: Any) -> None:
+    """Set on the method or in its group; a tensor with one number is one, as in torch."""
+    method = METHODS[name].load()(load("llama"), 1e-3)
+    method.lr = rate
+    with pytest.raises(UserError, match="lr: .* is no learning rate"):
+        method.step(micro_batches(0, 1))
+    method.lr = torch.tensor(0.5)
+    method.step(micro_batches(0, 1))
+    assert method.lr == method.param_groups[0]["lr"] == 0.5
+    method.param_groups[0]["lr"] = rate
+    with pytest.raises(UserError, match="lr: .* is no learning rate"):
+        method.step(micro_batches(0, 1))
+
+
+def test_parameters_that_are_taken_out_of_the_group_and_other_groups_are_refused() -> None:
+    """They would be trained on, and the rate of another group would become that of all parameters."""
+    changes: list[Any] = [
+        lambda groups: groups[0]["params"].pop(),
+        lambda groups: groups.append({"params": [], "lr": 1.0}),
+        lambda groups: groups.clear(),
+    ]
+    for change in changes:
+        method = keyhole.LOMO(load("llama"), 1e-3)
+        change(method.param_groups)
+        with pytest.raises(UserError, match="param_groups: groups or parameters were added or taken out"):
+            method.step(micro_batches(0, 1))
+
+
 def test_a_module_with_other_weights_than_were_loaded_is_refused() -> None:
     """What a caller has resized or replaced would be computed with, and neither trained nor saved."""
     resized, replaced = load("llama"), load("llama")
@@ -269,11 +332,35 @@ def test_a_state_of_something_else_is_refused(method: str, state: Any) -> None:
     """By name, and not with a KeyError; torch's methods, whose own state may be empty, took what is not theirs for
     nothing."""
     made = METHODS[method].load()(load("llama"), 1e-2)
-    if state == made.state_dict():
+    if state is not None and state | {"method": method} == made.state_dict():  # of before a state had a name
         made.load_state_dict(state)
         return
     with pytest.raises(UserError, match=f"{method}: |seed: |state"):
         made.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [("adalomo", "lomo"), ("lomo", "zo"), ("adam-offload", "adamw"), ("adamw", "sgd"), ("sgd", "adamw")],
+)
+def test_the_state_of_another_method_is_refused(found: str, wanted: str) -> None:
+    """Also where its names are those of the method: the moments would be dropped, or begin at 0, in silence."""
+    made = METHODS[found].load()(load("llama"), 1e-3)
+    made.step(micro_batches(0, 1))
+    with pytest.raises(UserError, match=f"{wanted}: this is the state of another method, {found}"):
+        METHODS[wanted].load()(load("llama"), 1e-3).load_state_dict(made.state_dict())
+    older = {key: value for key, value in made.state_dict().items() if key != "method"}
+    made.load_state_dict(older)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_method_is_not_copied(make: Any) -> None:
+    """It is one with its model; the message says what can be copied."""
+    method = keyhole.LOMO(load("llama"), 1e-3)
+    with pytest.raises(UserError, match=r"lomo: .* not copied or pickled; .* load_state_dict"):
+        make(method)
+    with pytest.raises(UserError, match=r"torch_optimizer: .* not copied or pickled; save its state_dict"):
+        make(method.torch_optimizer)
 
 
 def test_a_model_is_not_copied() -> None:
@@ -456,3 +543,42 @@ def test_a_hook_for_accumulated_gradients_is_refused(cls: type) -> None:
         method.backward(plain_loss(model.module, micro_batches(0, 1)))
     hook.remove()
     method.step(micro_batches(0, 1))
+
+
+@pytest.mark.parametrize("cls", [keyhole.LOMO, AdamOffload])
+def test_a_loss_is_differentiated_once(cls: type) -> None:
+    """The second time is refused, and the loop goes on."""
+    model = load("llama")
+    method = cls(model, 1e-3)
+    loss = plain_loss(model.module, micro_batches(0, 1))
+    method.backward(loss)
+    with pytest.raises(UserError, match=r"differentiated before, .* compute the loss again"):
+        method.backward(loss)
+    method.backward(plain_loss(model.module, micro_batches(1, 1)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lomo", "zo"])
+def test_one_thread_at_a_time_uses_a_model(name: str) -> None:
+    """A step or an evaluation of another thread is refused while a step is under way; it is not mixed with it."""
+    method, alone = (METHODS[name].load()(load("llama"), 1e-3) for _ in range(2))
+    (batch,) = micro_batches(0, 1)
+    refused: list[str] = []
+
+    def use() -> None:
+        for call in (method.step, method.model.nll, method.model.logits):
+            try:
+                call(batch)
+            except UserError as error:
+                refused.append(str(error))
+
+    def from_another_thread(*args: Any) -> None:
+        hook.remove()
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+
+    hook = method.model.module.model.norm.register_forward_pre_hook(from_another_thread)
+    losses = [float(method.step(batch))]
+    assert len(refused) == 3 and all("another thread" in text for text in refused)
+    losses.append(float(method.step(batch)))
+    assert losses == [float(alone.step(batch)) for _ in range(2)]

@@ -31,7 +31,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 class Method:
     """Notes when its deferred updates are applied."""
 
-    addon = None
+    addon, is_whole = None, True
 
     def __init__(self, model: keyhole.Model, name: str) -> None:
         self.name, self.log = name, []

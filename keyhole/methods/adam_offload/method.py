@@ -62,8 +62,6 @@ from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.offload import arena
 from keyhole.offload.workers import Workers
 
-SCHEDULES = ("layerwise", "monolithic")
-
 
 class AdamOffload(Method):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
@@ -90,8 +88,6 @@ class AdamOffload(Method):
         model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise UserError(f"adam_offload.schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
         if gpu_updates and schedule != "layerwise":
             raise UserError("adam_offload.gpu_updates: the GPU helps in schedule=layerwise only; leave it at null")
         if any(home.dtype != model.dtype for home in model.engine.homes):
@@ -262,7 +258,7 @@ class AdamOffload(Method):
         if self.lane is not None and self.current is not None and not self.current.settled:
             self.lane.settle()
             self.current.settled = True
-        if self.current is not None and self.current.bad and self.current.applied:
+        if not self.is_whole:
             raise UserError(
                 "the last step was applied in part: a gradient was not finite, or an error came in between. The "
                 "weights in memory are not usable. Go on from the last checkpoint; with max_grad_norm set, nothing "
@@ -278,6 +274,11 @@ class AdamOffload(Method):
     def _land(self) -> None:
         self.exchange.drain()
         self._settle()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last step was not applied in part."""
+        return not (self.current is not None and self.current.bad and self.current.applied)
 
     @property
     def is_settled(self) -> bool:

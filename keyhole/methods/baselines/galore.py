@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from keyhole.errors import UserError
 from keyhole.methods.base import checked_rate
 from keyhole.methods.baselines.first_order import TorchMethod
 from keyhole.methods.dropout import ModelDropout
@@ -99,8 +98,6 @@ class GaLore(TorchMethod):
         model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
-        if rank < 1 or update_proj_gap < 1:
-            raise UserError(f"galore: rank {rank} and update_proj_gap {update_proj_gap} must be at least 1")
         dropout = ModelDropout(model, seed, model_dropout)
         super().__init__(model, max_grad_norm, activations=activations, dropout=dropout)
         low = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}

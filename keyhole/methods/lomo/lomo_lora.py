@@ -84,7 +84,7 @@ class LOMOLoRA(LOMO):
                 self.squares.extra.add_(self._squares_of(param.grad))
 
     def _squares_of(self, grad: torch.Tensor) -> torch.Tensor:
-        return (grad if self.scale is None else grad * self.scale).square().sum()
+        return (grad if self.grad_scale is None else grad * self.grad_scale).square().sum()
 
     def _drop_extra_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -106,8 +106,8 @@ class LOMOLoRA(LOMO):
         for grad in (p.grad for p in self.adapters.values() if p.grad is not None):
             if self.clip_group_norm is not None:
                 grad.mul_(self._group_scale(self._squares_of(grad)))
-            elif self.scale is not None:
-                grad.mul_(self.scale)
+            elif self.grad_scale is not None:
+                grad.mul_(self.grad_scale)
             if self.clip_value is not None:
                 grad.clamp_(-self.clip_value, self.clip_value)
         for group in self.optimizer.param_groups:

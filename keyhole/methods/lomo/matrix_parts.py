@@ -59,7 +59,7 @@ def update(method: Any, pieces: list[Piece], ranks: Ranks, changed: torch.Tensor
     updates = []
     for piece, w_SC, grad_SC in zip(pieces, weights, grads, strict=True):
         tensor = piece.tensor
-        one = TableUpdate(method._moments_of(tensor, w_SC.device), method.step_count, method.scale)
+        one = TableUpdate(method._moments_of(tensor, w_SC.device), method.step_count, method.grad_scale)
         one.add_gradient(piece.first_row, w_SC, grad_SC)
         updates.append(one)
     _add_up(ranks, [sums for one in updates for sums in one.first_sums])

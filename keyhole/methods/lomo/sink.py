@@ -120,7 +120,7 @@ class UpdateSink:
         return {"rounding": rounding, "compensation": lost, "bad": self.bad, "changed": self.changed, **where, **sums}
 
     def _adds_directly(self, w: torch.Tensor) -> bool:
-        clips = self.clip_value is not None or self.clip_group_norm is not None or self.scale is not None
+        clips = self.clip_value is not None or self.clip_group_norm is not None or self.grad_scale is not None
         exact = w.dtype == torch.float32 or self.rounding == "nearest"
         return not (clips or self.measures_norm) and exact and w.dtype == self.model.dtype
 
@@ -132,7 +132,7 @@ class UpdateSink:
     def _measured_squares(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor:
         """The sum of squares of a gradient; also adds it to the norm of the whole gradient."""
         squares = torch.zeros((), device=grad.device)
-        ops.sum_squares_(grad.contiguous(), squares, self.scale)
+        ops.sum_squares_(grad.contiguous(), squares, self.grad_scale)
         if self._adds_to_norm:
             self.squares.of(tensor).add_(squares)
         return squares
@@ -140,14 +140,14 @@ class UpdateSink:
     def _scale_of(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor | None:
         """The factor of a tensor's gradient."""
         if self.clip_group_norm is None:
-            return self.scale
+            return self.grad_scale
         squares = self.table_squares.get(id(tensor.param))
         return self._group_scale(self._measured_squares(tensor, grad) if squares is None else squares)
 
     def _group_scale(self, squares: torch.Tensor) -> torch.Tensor:
         """The factor from the sum of squares of a gradient: its norm becomes at most clip_group_norm."""
         clip = (self.clip_group_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        return clip if self.scale is None else clip * self.scale
+        return clip if self.grad_scale is None else clip * self.grad_scale
 
     def _rates(self, tensor: FlatTensor) -> tuple[float, float]:
         decay = self.weight_decay.of(tensor.param)
@@ -176,7 +176,7 @@ class NormSink:
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        total, scale = self.method.squares.of(tensor), self.method.scale
+        total, scale = self.method.squares.of(tensor), self.method.grad_scale
         ops.sum_squares_(grad.contiguous(), total, scale, offset=tensor.start)
 
     def unmet(self, tensor: FlatTensor) -> bool:

@@ -71,7 +71,7 @@ def adapted_forward(layer: Any, x: torch.Tensor, leave_out: bool = False) -> tor
     """The output of a peft layer. leave_out: only its graph is needed, not its value."""
     base, dropout = layer.base_layer, layer.lora_dropout[ADAPTER]
     a, b, scale = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
-    dropped = dropout(x) if dropout.training else None
+    dropped = dropout(x) if isinstance(dropout, nn.Dropout) and dropout.training else None
     frozen = type(base) is nn.Linear and not base.weight.requires_grad
     if not frozen:
         y = base(x)

@@ -39,6 +39,7 @@ class Perturbed:
 
     def __init__(self, zo: ZO, number: int, pair: Pair, side: int) -> None:
         self.zo, self.number, self.pair, self.side = zo, number, pair, side
+        self.is_used = False  # every evaluation looks up rows of the table
 
     def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
         """The unit's perturbed weights, in memory that the next unit reuses (the spine has its own)."""
@@ -54,6 +55,7 @@ class Perturbed:
 
     def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
         """Perturbed rows of the table."""
+        self.is_used = True
         zo, table = self.zo, self.zo.model.layout.table
         if not table.param.requires_grad:
             return stale_MH
@@ -84,8 +86,14 @@ def closure_step(zo: ZO, closure: Closure) -> torch.Tensor:
     for number, pair in enumerate(zo.estimator.pairs):
         for side in range(pair.looks):
             look = nullcontext() if zo.factors is None else zo.factors.seen_at(2 * number + side)
-            with zo.model.device_weights.seen_through(Perturbed(zo, number, pair, side)), look:
+            perturbed = Perturbed(zo, number, pair, side)
+            with zo.model.device_weights.seen_through(perturbed), look:
                 losses.append(_number(closure(), zo.model.device))
+            if not perturbed.is_used and torch.isfinite(losses[-1]):  # else there is no update
+                raise UserError(
+                    "closure: it has evaluated nothing at the perturbed weights, and its number says nothing of them; "
+                    "compute it from model.nll(batch), model.logits(batch) or model.generate(ids), in every call"
+                )
     found = torch.stack(losses)
     estimate = zo.estimator.estimate(found, zo.memory)
     zo.defer(estimate, found, estimate.memory, zo.rate)

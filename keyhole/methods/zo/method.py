@@ -102,10 +102,10 @@ class ZO(Method):
         low_rank = rank is not None
         if not merge and (fold or not low_rank):
             raise UserError("zo: merge=False saves factors beside the weights, which needs rank=... and fold=False")
-        if low_rank and (rank < 1 or refresh < 1 or compile or weight_decay):
+        if low_rank and (compile or weight_decay):
             raise UserError(
-                f"zo: rank {rank} and refresh {refresh} must be at least 1, with compile=False and weight_decay=0: a "
-                "direction of low rank leaves the weights alone within a period"
+                f"zo: rank {rank} needs compile=False and weight_decay=0: a direction of low rank leaves the weights "
+                "alone within a period"
             )
         self.block_at_once = bool(compile)  # compiled code cannot stop inside a block
         if compile:

@@ -29,7 +29,6 @@ written back only in a flush, every SHARED_EVERY steps, which all ranks make tog
 units, while none uploads. That costs 1 / K of the model up and down per flush and rank, for K ranks.
 """
 
-from keyhole.errors import UserError
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.offload.stalls import Stalls
@@ -44,8 +43,6 @@ class WriteBack:
     """every: steps between two write-backs of a unit; None: chosen during training."""
 
     def __init__(self, model: Model, every: int | None = None) -> None:
-        if every is not None and every < 1:
-            raise UserError(f"zo: write_back_every {every} must be at least 1, or None to let the GPU's waits decide")
         self.engine = model.engine
         self.patient = {unit.index for unit in model.layout.of_kind("block")} & model.engine.streamed
         self.every, self.calm = every or 1, 0

@@ -45,7 +45,9 @@ def check_loss(model: Model, loss: Any) -> None:
     if not loss.requires_grad:
         raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
     _check_later_hooks(model)
-    if _is_scaled(loss):
+    with refused_losses():
+        is_scaled = _is_scaled(loss)
+    if is_scaled:
         raise UserError(
             "backward(loss): a GradScaler has multiplied this loss, and its factor would become part of the update; "
             "give backward the loss itself, without scaler.scale, scaler.step and scaler.update (in float16 lomo and "
@@ -108,6 +110,11 @@ def refused_losses() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise UserError(
+                "backward(loss): this loss, or a part of it, was differentiated before, and autograd has freed its "
+                "graph; compute the loss again for every backward(loss)"
+            ) from error
         if "modified by an inplace operation" not in str(error):
             raise
         raise UserError(

@@ -75,6 +75,7 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
         raise UserError(f"batch: found a {type(batch).__name__}, expected a dict of tensors with input_ids")
     check_ids(model, batch.get("input_ids"))
     sent = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
+    model.check_idle()
     model.apply_deferred()
     if model.is_plain:
         model.engine.wait_for_homes()  # a method may still be updating them
@@ -90,6 +91,7 @@ def generate(
     if model.classifies:
         raise UserError(f"model: {type(model.module).__name__} classifies texts and cannot write any")
     check_ids(model, input_ids)
+    model.check_idle()
     model.apply_deferred()
     input_ids = input_ids.to(model.device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(model.device)

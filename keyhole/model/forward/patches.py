@@ -46,8 +46,10 @@ class Patches:
         self._undo.append(undo)
 
     def before_state_dict(self, module: nn.Module, hook: Callable[[], None]) -> None:
-        """Calls `hook` before the module's state_dict and load_state_dict."""
-        for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+        """Calls `hook` before the state_dict of the module and of every module in it, and before its
+        load_state_dict."""
+        registers = [one.register_state_dict_pre_hook for one in module.modules()]
+        for register in (*registers, module.register_load_state_dict_pre_hook):
             handle: RemovableHandle = register(lambda *args: hook())
             self._undo.append(handle.remove)
 

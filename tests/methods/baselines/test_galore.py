@@ -106,5 +106,5 @@ def test_blocks_run_twice_give_the_same_bits() -> None:
 
 def test_bad_settings_are_refused() -> None:
     """A rank of 0 projects everything away."""
-    with pytest.raises(UserError, match="rank 0"):
+    with pytest.raises(UserError, match="galore.rank: found 0"):
         GaLore(load(), rank=0)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_gradient_that_is_not_finite_breaks_the_run() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_an_error_in_the_reverse_is_not_silent(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_reverse_is_not_silent(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything was updated it costs a step; afterwards the weights are of two steps, and nobody may use them."""
     model = load()
     opt, update, updated = LOMO(model), LOMO.gradient, []
@@ -64,6 +65,8 @@ def test_an_error_in_the_reverse_is_not_silent(at: int, monkeypatch: pytest.Monk
         opt.step(micro_batches(1, 1))
     with pytest.raises(UserError, match="not usable"):
         opt.flush()
+    with pytest.warns(UserWarning, match="save_pretrained: the last step of lomo was applied to a part"):
+        model.save_pretrained(tmp_path)
     opt.load_state_dict(opt.state_dict())
     opt.flush()
 

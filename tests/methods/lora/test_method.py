@@ -46,6 +46,15 @@ def test_equals_peft_in_a_plain_loop(name: str) -> None:
         torch.testing.assert_close(method.params[key].data, param.data, rtol=1e-3, atol=1e-5)
 
 
+def test_the_mode_of_the_module_changes_no_bit() -> None:
+    """Without dropout in the adapters: model.module.train() and eval() between steps are as none."""
+    toggled, plain = LoRA(load(), lr=1e-2), LoRA(load(), lr=1e-2)
+    for t in range(3):
+        toggled.model.module.train(t % 2 == 0)
+        assert toggled.step(batch(seed=t)).item() == plain.step(batch(seed=t)).item()
+    assert all(torch.equal(toggled.params[key], param) for key, param in plain.params.items())
+
+
 def test_the_base_is_known_by_its_bits_on_any_number_of_threads() -> None:
     """The state of one machine is that of another: a sum of floats depends on how many threads add it up."""
     states, before = [], torch.get_num_threads()

@@ -143,6 +143,22 @@ def test_what_does_not_see_the_perturbed_weights_is_refused(tiny_model: Path, ba
     opt.step(batch)
 
 
+def test_a_closure_that_evaluates_nothing_is_refused(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
+    """A part of the module, weights that are read and a number from outside do not see the perturbed weights: every
+    step would find a slope of 0, and train nothing."""
+    model = loaded(tiny_model)
+    zo, start = keyhole.ZO(model, 1e-3), weights(model)
+    for closure in (
+        lambda: 3.0,
+        lambda: model.module.lm_head(torch.ones(1, model.config.hidden_size)).sum(),
+        lambda: sum(float(param.detach().sum()) for param in model.module.parameters()),
+    ):
+        with pytest.raises(UserError, match="evaluated nothing at the perturbed weights"):
+            zo.step(closure)
+    assert zo.step_count == 0 and all(torch.equal(start[name], one) for name, one in weights(model).items())
+    zo.step(lambda: mean_nll(model, batch))
+
+
 @pytest.mark.parametrize("how", [{}, {"placement": "stream"}])
 def test_the_module_by_itself_has_the_last_update(
     tiny_model: Path, tmp_path: Path, batch: dict[str, torch.Tensor], how: dict[str, Any]

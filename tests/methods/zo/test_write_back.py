@@ -173,7 +173,7 @@ def test_what_is_said_and_refused() -> None:
     model = streamed(resident)
     assert keyhole.ZO(model, write_back_every=2, deferred_update=False).describe() == []
     assert keyhole.ZO(model).describe() == [] and "every 2 steps" in keyhole.ZO(model, write_back_every=2).describe()[0]
-    with pytest.raises(UserError, match="write_back_every 0 must be at least 1"):
+    with pytest.raises(UserError, match="zo.write_back_every: found 0, expected a whole number >= 1"):
         keyhole.ZO(model, write_back_every=0)
 
 
