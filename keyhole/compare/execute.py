@@ -271,7 +271,7 @@ class Execution:
     def _clean(self, trial: Trial) -> None:
         """Deletes the checkpoints of a finished run."""
         if not trial.config.save_model:
-            for path in select.checkpoints(Path(trial.config.output_dir)):
+            for path in select.own_checkpoints(Path(trial.config.output_dir)):
                 remove(path)
 
     def _score_untrained(self) -> None:
