@@ -58,7 +58,7 @@ from keyhole.config.data import data_settings
 from keyhole.disk.files import remove, write_text
 from keyhole.errors import UserError
 from keyhole.machine.probe import environment
-from keyhole.machine.text import duration, without_controls
+from keyhole.machine.text import counted, duration, without_controls
 from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import Parts, train
@@ -90,7 +90,7 @@ def compare(
                 say(f"{trial.id}: {trial.label}")
         total, listed = number_of_runs(comparison, groups), sum(len(group.trials) for group in groups)
         fewer = " (choose_by: first-seed: of each grid only the best point is run with the other seeds)"
-        say(f"{_runs(total)}{fewer if total < listed else ''}")
+        say(f"{counted(total, 'run')}{fewer if total < listed else ''}")
         return 0
     directory.inspect(root)
     kept.day = directory.day_of(root)
@@ -111,10 +111,6 @@ def number_of_runs(comparison: Comparison, groups: list[Group]) -> int:
     if comparison.choose_by != "first-seed":
         return sum(len(group.trials) for group in groups)
     return sum(len(group.points) for group in groups) + len(groups) * (len(comparison.seeds) - 1)
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
 
 
 @dataclass
@@ -140,7 +136,7 @@ class Execution:
         """Executes the remaining runs. Tables are written also after an interruption."""
         total = number_of_runs(self.comparison, self.groups)
         self._recall()
-        left = f"{_runs(total)}, {len(self.results)} done" if self.results else _runs(total)
+        left = f"{counted(total, 'run')}, {len(self.results)} done" if self.results else counted(total, "run")
         self.say(f"{self.comparison.title}: {left}; everything goes to {self.root}/")
         with Progress(total) as self.progress:
             self._score_untrained()
