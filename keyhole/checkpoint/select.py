@@ -33,6 +33,12 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def own_checkpoints(root: Path) -> list[Path]:
+    """Those of them that keyhole wrote, which may be deleted: they have a state. A directory that a user has called so
+    has none."""
+    return [path for path in checkpoints(root) if (path / STATE).is_file()]
+
+
 @dataclass(frozen=True)
 class Choice:
     """The checkpoint to resume from (None: none), and the newer, damaged ones that were skipped."""
@@ -104,7 +110,7 @@ def prune(
     renamed is kept, with a message. spare: a step whose checkpoint is kept and not counted."""
     renamed: list[Path] = []
     try:
-        own = [path for path in checkpoints(root) if step_of(path) <= up_to and step_of(path) != spare]
+        own = [path for path in own_checkpoints(root) if step_of(path) <= up_to and step_of(path) != spare]
     except OSError as error:
         say(f"warning: {root} cannot be read, and old checkpoints stay: {error.strerror}")
         own = []

@@ -119,13 +119,15 @@ def _fault(state: State, path: Path) -> str | None:
 
 
 def _is_selection(found: Any) -> bool:
-    """Whether this is a valid `selection`: pairs (step, number, or null if that was not finite), and seconds; or
-    nothing."""
+    """Whether this is a valid `selection`: pairs (step, number, or null if that was not finite), seconds, and
+    fingerprints of rows; or nothing."""
     if found is None:
         return True
     pairs, seconds = found["evaluations"], found["seconds"]
     numbers = [*(step for step, _ in pairs), *(value for _, value in pairs if value is not None), seconds]
-    return all(type(number) in (int, float) for number in numbers)
+    rows = found.get("rows", [])
+    listed_rows = isinstance(rows, list) and all(isinstance(row, str) for row in rows)
+    return listed_rows and all(type(number) in (int, float) for number in numbers)
 
 
 def check_sizes(path: Path, files: dict[str, dict[str, Any]]) -> None:

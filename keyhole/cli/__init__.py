@@ -9,6 +9,7 @@ function, so that `keyhole --help` starts without torch. Exit codes:
     130  interrupted, or the reader of the output has gone (training saves first)
 """
 
+import errno
 import io
 import logging
 import os
@@ -100,6 +101,10 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, FileNotFoundError) and _lacks_current_directory():
             print("keyhole: the current directory was removed; change to another one", file=sys.stderr)
             return 2
+        if (limit := _limit_met(error)) is not None:
+            told = f"{limit} ({printable(f'{type(error).__name__}: {error}', 300)})"
+            print(f"keyhole: {told}; what was saved before is intact", file=sys.stderr)
+            return 2
         print(printable_lines(traceback.format_exc()), file=sys.stderr)
         print(
             "keyhole: this is our mistake, not yours. Please report it with the text above and the output of "
@@ -127,6 +132,19 @@ def _lacks_current_directory() -> bool:
     except FileNotFoundError:
         return True
     return False
+
+
+def _limit_met(error: BaseException | None) -> str | None:
+    """Which limit of the user's shell or of the machine made the process fail, and what to do; None if none did."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return "too many files are open: raise `ulimit -n`"
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return "the system allows no more threads: raise `ulimit -u` and `ulimit -v`, or the container's limits"
+        if isinstance(error, MemoryError) or "failed to map segment" in str(error):
+            return "host memory is used up: raise `ulimit -v` or the container's limit, or end other programs"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextmanager

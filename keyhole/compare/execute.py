@@ -58,7 +58,7 @@ from keyhole.config.data import data_settings
 from keyhole.disk.files import remove, write_text
 from keyhole.errors import UserError
 from keyhole.machine.probe import environment
-from keyhole.machine.text import duration, without_controls
+from keyhole.machine.text import counted, duration, without_controls
 from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import Parts, train
@@ -90,15 +90,19 @@ def compare(
                 say(f"{trial.id}: {trial.label}")
         total, listed = number_of_runs(comparison, groups), sum(len(group.trials) for group in groups)
         fewer = " (choose_by: first-seed: of each grid only the best point is run with the other seeds)"
-        say(f"{total} runs{fewer if total < listed else ''}")
+        say(f"{counted(total, 'run')}{fewer if total < listed else ''}")
         return 0
     directory.inspect(root)
     kept.day = directory.day_of(root)
     execution = Execution(comparison, groups, kept, root, retry, allow_code_execution, say)
     execution.read_tasks()
-    directory.take(root, comparison, kept.day)
+    hashes = {name: kept.model_hash(path) for name, path in comparison.models.items()}
+    directory.take(root, comparison, kept.day, hashes)
     with locked(root / "runs" / "lock") as lock:
         lock.take()
+        for line in directory.changes(root, comparison, hashes):
+            execution.say(line)
+        directory.mark(root, comparison, kept.day, hashes)
         return execution.go()
 
 
@@ -132,18 +136,23 @@ class Execution:
         """Executes the remaining runs. Tables are written also after an interruption."""
         total = number_of_runs(self.comparison, self.groups)
         self._recall()
-        left = f"{total} runs, {len(self.results)} done" if self.results else f"{total} runs"
+        left = f"{counted(total, 'run')}, {len(self.results)} done" if self.results else counted(total, "run")
         self.say(f"{self.comparison.title}: {left}; everything goes to {self.root}/")
         with Progress(total) as self.progress:
             self._score_untrained()
             for trial in self._trials():
                 if not self._is_done(trial) and self._run(trial) is None:
-                    self._write()
+                    self._write_or_warn()
                     self.say("interrupted; the same command goes on from here")
                     return EXIT_INTERRUPTED
                 self.progress.finished += 1
-        self._write()
-        self.say((self.root / "table.md").read_text(encoding="utf-8"))
+        fault = self._write()
+        self.say(to_markdown(self.comparison, self.cells()))
+        if fault is not None:
+            raise UserError(
+                f"output_dir: the tables in {self.root} cannot be written: {fault}; all results are in "
+                f"{self.root / 'results'}, and the same command writes the tables from them"
+            )
         self.say(f"page: {self.root / 'report.html'}")
         return self._code()
 
@@ -237,7 +246,7 @@ class Execution:
         self.say(
             f"[{self.progress.count()}] {trial.label}: {self._line(result)}, {duration(time.monotonic() - began_s)}"
         )
-        self._write()
+        self._write_or_warn()
         return result
 
     def _failed(self, result: Result, error: Exception) -> Result:
@@ -271,7 +280,7 @@ class Execution:
     def _clean(self, trial: Trial) -> None:
         """Deletes the checkpoints of a finished run."""
         if not trial.config.save_model:
-            for path in select.checkpoints(Path(trial.config.output_dir)):
+            for path in select.own_checkpoints(Path(trial.config.output_dir)):
                 remove(path)
 
     def _score_untrained(self) -> None:
@@ -309,7 +318,12 @@ class Execution:
             cells.append(cell_of(group, self.comparison, self.results))
         return cells
 
-    def _write(self) -> None:
+    def _write_or_warn(self) -> None:
+        if (fault := self._write()) is not None:
+            print(f"keyhole: the tables cannot be written: {fault}", file=sys.stderr)
+
+    def _write(self) -> OSError | None:
+        """Writes the tables so far; returns the error if that fails."""
         cells = self.cells()
         settings = {
             f"{group.method} on {group.task}": asdict(next(iter(group.trials.values())).config) for group in self.groups
@@ -319,4 +333,5 @@ class Execution:
             write_text(self.root / "table.md", to_markdown(self.comparison, cells))
             write_text(self.root / "report.html", make_page(self.comparison, cells, settings, self.environment))
         except OSError as error:
-            print(f"keyhole: the tables cannot be written: {error}", file=sys.stderr)
+            return error
+        return None

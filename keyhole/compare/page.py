@@ -17,7 +17,7 @@ from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import Result, lower_is_better
 from keyhole.compare.table import Cell, average, number, point_text, shown
 from keyhole.config.fields import sections, settings
-from keyhole.machine.text import duration
+from keyhole.machine.text import counted, duration
 from keyhole.pages.chart import Series, chart
 from keyhole.pages.frame import colour_of, header, machine_text, page
 
@@ -43,9 +43,9 @@ def _header(comparison: Comparison, cells: Sequence[Cell]) -> str:
     missing = sum(cell.missing for cell in cells)
     spent = {result.id: result.seconds for cell in cells for result in (*cell.grid, *cell.runs)}
     facts = [
-        f"{len(done)} runs" + (f", {missing} to come" if missing else ""),
+        counted(len(done), "run") + (f", {missing} to come" if missing else ""),
         f"{duration(sum(spent.values()))} of training",
-        f"{len(comparison.seeds)} {'seed' if len(comparison.seeds) == 1 else 'seeds'}",
+        counted(len(comparison.seeds), "seed"),
         "settings chosen by dev, numbers of test",
     ]
     return header("keyhole compare", comparison.title, _lead(cells), facts)
@@ -89,7 +89,9 @@ def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     best = {task: _best([cell for cell in cells if cell.task == task]) for task in tasks}
     metrics = {task: next((c.metric for c in cells if c.task == task and c.metric), "") for task in tasks}
-    head = "".join(f"<th>{escape(task)}<small>{escape(metrics[task] or '')}</small></th>" for task in tasks)
+    head = "".join(
+        f"<th class='long'>{escape(task)}<small>{escape(metrics[task] or '')}</small></th>" for task in tasks
+    )
     mean = len(tasks) > 1
     head += "<th>mean</th>" if mean else ""
     rows = []

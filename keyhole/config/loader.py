@@ -100,9 +100,17 @@ def parse_config(
     """Parses config text, for load_config. `where` replaces line numbers."""
     faults: list[Finding] = []
     entries = open_sections(compose(text, source), "", where, faults)
+    typed: dict[str, LocatedNode] = {}
+    warnings: list[str] = []
     for word in overrides:
-        entries |= parse_override(word, faults)
-    return build_config(entries, source, faults)
+        new = parse_override(word, faults)
+        for key in typed.keys() & new.keys():
+            before, after = show(typed[key].node), show(new[key].node)
+            if before != after:
+                warnings.append(str(Finding(key, f"given twice; {after} counts, not {before}", COMMAND_LINE)))
+        typed |= new
+    config, more = build_config(entries | typed, source, faults)
+    return config, [*warnings, *more]
 
 
 def build_config(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from keyhole.data.formats import WITH_A_MEANING
 from keyhole.errors import listed, printable
+from keyhole.machine.text import counted
 
 MOST_FILES = 5
 MOST_KEYS = 100  # names from the data that are counted
@@ -70,7 +71,7 @@ class Report:
         share = _percent(self.trained_tokens, self.tokens)
         trained = f"{self.trained_tokens:,} trained on ({share}, train_on={self.train_on})"
         out.append(
-            f"{self.samples:,} samples of {self.read:,} rows read, "
+            f"{counted(self.samples, 'sample')} of {counted(self.read, 'row')} read, "
             f"{self.tokens:,} tokens (longest sample {self.longest:,}), {self.labels or trained}"
         )
         out += ["only the first rows were read; `keyhole train --dry-run` counts all of them"] if self.partial else []
@@ -80,7 +81,8 @@ class Report:
         out += [f"tokens read from {printable(self.cached, 300)} (data_cache)"] if self.cached else []
         if self.split:
             out.append(
-                f"split: {self.split:,} texts longer than max_length={self.max_length} into {self.windows:,} samples"
+                f"split: {counted(self.split, 'text')} longer than max_length={self.max_length} into "
+                f"{counted(self.windows, 'sample')}"
             )
         if self.duplicates:
             out.append(f"dedup: {self.duplicates:,} samples are the same as an earlier one and are left out")
@@ -88,7 +90,7 @@ class Report:
             out.append(f"{self.straddling:,} samples have a token across prompt and answer; it counts as answer")
         if self.packed:
             fill = _percent(self.tokens, self.rows * (self.max_length or 1))
-            out.append(f"packed into {self.rows:,} rows of {self.max_length} tokens, {fill} filled")
+            out.append(f"packed into {counted(self.rows, 'row')} of {self.max_length} tokens, {fill} filled")
         return out + [f"warning: {loss}" for loss in self.losses()]
 
     def losses(self) -> list[str]:
@@ -99,21 +101,21 @@ class Report:
                 f"{' and '.join(self.unused)} {'have' if len(self.unused) > 1 else 'has'} no effect: no row is a chat"
             )
         if self.truncated and self.labels:
-            out.append(f"truncated to {limit}: {self.truncated:,} samples")
+            out.append(f"truncated to {limit}: {counted(self.truncated, 'sample')}")
         elif self.truncated:
             whole = self.trained_tokens + self.cut_trained_tokens
             prompts = f", {self.cut_prompts:,} of them at the beginning of the prompt" if self.cut_prompts else ""
             out.append(
-                f"truncated to {limit}: {self.truncated:,} samples{prompts}, "
+                f"truncated to {limit}: {counted(self.truncated, 'sample')}{prompts}, "
                 f"{_percent(self.cut_trained_tokens, whole)} of the trained tokens cut "
                 f"({self.cut_trained_tokens:,})"
             )
         if self.dropped_overlong:
-            out.append(f"dropped: {self.dropped_overlong:,} samples longer than {limit}")
+            out.append(f"dropped: {counted(self.dropped_overlong, 'sample')} longer than {limit}")
         if self.dropped_no_choice:
-            out.append(f"dropped: {self.dropped_no_choice:,} questions without a wrong candidate")
+            out.append(f"dropped: {counted(self.dropped_no_choice, 'question')} without a wrong candidate")
         if self.dropped_untrained:
-            out.append(f"dropped: {self.dropped_untrained:,} samples with nothing to train on")
+            out.append(f"dropped: {counted(self.dropped_untrained, 'sample')} with nothing to train on")
         if self.unknown:
             out.append(
                 f"{self.unknown:,} tokens ({_percent(self.unknown, self.tokens)}) are the unknown token: text that the "

@@ -10,9 +10,10 @@ the hand, and must not cost the data. The beginning of a file tells:
     page    the head that every page of keyhole/pages has
 
 Anything that is no ordinary file is refused: a result is written under another name and renamed, which would replace a
-pipe or a device (/dev/null, for root) by a file.
+pipe, a device (/dev/null, for root) or a link (/dev/stdout, also for root) by a file.
 """
 
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -33,16 +34,17 @@ def check_result_file(option: str, path: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
-        replaces = path.exists() and not _is_earlier(path)
+        replaces = os.path.lexists(path) and not _is_earlier(path)
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be written: {error.strerror or error}") from error
     if replaces:
         what = "exists and is no earlier result" if path.is_file() else "is a pipe or a device"
+        what = "is a link" if path.is_symlink() else what
         raise UserError(f"{option}: {path} {what}, and would be replaced; name another file, or move this one away")
 
 
 def _is_earlier(path: Path) -> bool:
-    if not path.is_file():
+    if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)

@@ -101,7 +101,7 @@ def prepare(name: str, private: bool | None) -> str:
     check_id(name)
     from huggingface_hub import HfApi
 
-    _check_token()
+    _check_token(name)
     with _asking(name):
         return HfApi().create_repo(name, private=private, exist_ok=True).repo_id
 
@@ -145,12 +145,12 @@ def content(file: str, path: Path, name: str) -> str | bytes:
     return json_text(found | {"base_model_name_or_path": name}, indent=2).encode()
 
 
-def _check_token() -> None:
+def _check_token(name: str) -> None:
     from huggingface_hub import get_token
 
     if not hub_answers():
         raise UserError(
-            "push: the hub cannot be reached from here (or HF_HUB_OFFLINE is set); push later: keyhole push"
+            f"push: the hub cannot be reached from here (or HF_HUB_OFFLINE is set); push later: keyhole push DIR {name}"
         )
     if get_token() is None:
         raise UserError("push: no token for the hub; hf auth login, or HF_TOKEN=..., with the right to write")

@@ -7,6 +7,7 @@ window, or hide earlier output. It may also be a megabyte long. So all printed t
     printable_lines(text)   the same for each line of a message, with a limit of lines
     without_controls(text)  a text of many lines (an answer): control characters other than line breaks and tabs removed
     duration(seconds)       a readable time
+    counted(number, noun)   `1 row`, `2,000 rows`
 """
 
 import re
@@ -49,3 +50,8 @@ def duration(seconds: float) -> str:
         if whole >= of_large:
             return f"{whole // of_large} {large} {whole % of_large // of_small} {small}"
     return f"{whole} s"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which gets an s unless the number is 1."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -15,7 +15,7 @@ h2{font-size:22px;margin:42px 0 12px;overflow-wrap:anywhere}h3{font-size:18px;ma
 .lead{font-size:17px;max-width:80ch;margin:0 0 14px;color:var(--soft)}.lead b{color:var(--ink)}
 p,ul{max-width:86ch}p,li{overflow-wrap:anywhere}
 .chips{display:flex;flex-wrap:wrap;gap:8px;list-style:none;padding:0;margin:0 0 18px}
-.chips li{background:var(--card);border:1px solid var(--line);border-radius:99px;padding:3px 12px;font-size:13px;
+.chips li{background:var(--card);border:1px solid var(--line);border-radius:15px;padding:3px 12px;font-size:13px;
 color:var(--soft)}
 .note{color:var(--soft);font-size:13px}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:12px;background:var(--card)}
@@ -24,6 +24,7 @@ th,td{padding:10px 14px;text-align:right;border-bottom:1px solid var(--line);whi
 tbody tr:last-child>*{border-bottom:0}thead th{font-size:13px;font-weight:600;color:var(--soft)}
 thead small,td small{display:block;font-weight:400;font-size:11px}
 th:first-child,.left{text-align:left}tbody th{font-weight:600}
+.long{white-space:normal;overflow-wrap:anywhere;min-width:12ch;max-width:30ch}
 th:first-child{position:sticky;left:0;background:var(--card);min-width:15ch;max-width:min(46vw,40ch);
 overflow-wrap:anywhere;white-space:normal}
 td b{font-size:16px;font-weight:600}td i{font-style:normal;color:var(--soft);font-size:12px;margin-left:5px}

@@ -50,13 +50,14 @@ def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
     if not row.full:
         return f"nothing that trains all parameters fits; {row.method} trains adapters beside them"
     fastest = min((other for other in rows if other.full), key=lambda other: other.hours)
-    count = f"{fitting} rows that fit" if fitting != 1 else "the one row that fits"
+    count = f"the {fitting} rows that fit" if fitting != 1 else "the one row that fits"
     learns = f"learns what {question.steps:,} steps of AdamW learn in {row.hours:.2g} h"
     if fastest is row:
         others = [other for other in rows if other.full and other.method != row.method]
         next_best = min(others, key=lambda other: other.hours, default=None)
         against = "" if next_best is None else f" (next {next_best.method}, {next_best.hours:.2g} h)"
-        return f"of {count} the fastest: {learns}{against}; bound by {row.bound_by}"
+        which = f"the fastest of {count}" if fitting != 1 else count
+        return f"{which}: {learns}{against}; bound by {row.bound_by}"
     near = f"{fastest.method} {fastest.placement}, {fastest.hours:.2g} h, {about(fastest.gpu_bytes)}"
     nearly = f"within {NEAR - 1:.0%} of the fastest of {count} ({near})"
     return f"{learns}, {nearly}, with less GPU memory; bound by {row.bound_by}"

@@ -31,7 +31,11 @@ border:1px solid var(--line);border-radius:12px;padding:12px 16px}
 .why dt{color:var(--soft);font-weight:600}.why dd{margin:0;overflow-wrap:anywhere;min-width:0}
 .lane{fill:var(--line)}.trace{overflow-x:auto}.trace svg{min-width:600px}
 .log{white-space:pre-wrap;overflow-wrap:anywhere}
-@media (max-width:560px){.why{grid-template-columns:1fr}.why dd{margin-bottom:8px}
+@media (max-width:560px){.answers thead{display:none}.answers tr,.answers td{display:block}
+.answers tr:not(:last-child){border-bottom:1px solid var(--line)}.answers td:empty{display:none}
+.answers td{border:0;min-width:0;max-width:none}
+.answers td::before{content:attr(data-of);display:block;color:var(--soft);font-size:11px;font-weight:400}
+.why{grid-template-columns:1fr}.why dd{margin-bottom:8px}
 .sizes{grid-template-columns:1fr}.sizes b{margin-bottom:8px}}
 """
 
@@ -133,8 +137,8 @@ def answers(story: Story) -> str:
 def _answer_table(found: Answers) -> str:
     marks = {True: "<span class='yes'>right</span>", False: "<span class='no'>wrong</span>", None: ""}
     rows = "".join(
-        f"<tr><td>{escape(row.prompt)}</td><td>{escape(row.said)}</td><td>{escape(row.expected)}</td>"
-        f"<td>{marks[row.right]}</td></tr>"
+        f"<tr><td data-of='prompt'>{escape(row.prompt)}</td><td data-of='the model'>{escape(row.said)}</td>"
+        f"<td data-of='the data'>{escape(row.expected)}</td><td>{marks[row.right]}</td></tr>"
         for row in found.rows
     )
     return (

@@ -200,14 +200,15 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         method=method,
         saver=saver,
         journal=journal,
-        selection=_selection(config, origin, reports, job.judge),
+        selection=_selection(job, reports),
         judge=job.judge,
         sample_answers=config.sample_answers,
     )
 
 
-def _selection(config: TrainConfig, origin: Origin, reports: Reports, judge: Judge) -> Selection:
+def _selection(job: Job, reports: Reports) -> Selection:
     """The evaluations that the run in this directory has made so far."""
+    config, origin, judge, held_out = job.config, job.origin, job.judge, job.data.eval.dataset
     settings = SelectionSettings(
         best=config.load_best_model_at_end,
         metric=config.metric_for_best_model or judge.metric or "loss",
@@ -216,7 +217,8 @@ def _selection(config: TrainConfig, origin: Origin, reports: Reports, judge: Jud
         minutes=config.max_minutes,
     )
     saved = None if origin.choice.state is None else origin.choice.state.selection
-    made = Selection(settings, saved, [task.fingerprint for task in judge.dev])
+    rows = None if judge.dev or held_out is None else held_out.fingerprint  # of tasks: the questions
+    made = Selection(settings, saved, [task.fingerprint for task in judge.dev], rows)
     made.add_before(reports.metrics.kept, 0 if origin.choice.state is None else origin.choice.state.step)
     return made
 

@@ -41,6 +41,7 @@ from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
+from keyhole.training.start_block import counted_steps
 from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
 
 MOST_SAID = 600  # characters of an error on the page
@@ -322,7 +323,8 @@ class Run:
         if self.saver.settings.model and (adapter := self.directory.root / "adapter").is_dir():
             where += f", and its adapters in {adapter}: a program that does not load both (peft does) has half of it"
         self.reports.page.ended(DONE, "" if step == self.total else f"{self.ends}.".capitalize())
-        self.display.line(f"done: {step} steps{self.display.summary()}{evaluated}{self._chosen(best)}{tested}; {where}")
+        done = f"{counted_steps(step)}{self.display.summary()}"
+        self.display.line(f"done: {done}{evaluated}{self._chosen(best)}{tested}; {where}")
         return 0
 
     def save_last(self, step: int) -> Path:

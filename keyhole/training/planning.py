@@ -21,6 +21,7 @@ from keyhole.loading import choose_device
 from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
+from keyhole.machine.text import counted
 from keyhole.methods import METHODS
 from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room
@@ -92,7 +93,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
 
 def _step_line(question: Question) -> str:
     """`step: 4 samples of 1,024 tokens`, or the number of such micro-batches."""
-    samples = f"{question.batch:,} {'sample' if question.batch == 1 else 'samples'} of {question.length:,} tokens"
+    samples = f"{counted(question.batch, 'sample')} of {counted(question.length, 'token')}"
     count = question.accumulation
     return f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}"
 

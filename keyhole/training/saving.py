@@ -247,7 +247,7 @@ class Saver:
     def _missing_bytes(self) -> int:
         """What the next checkpoint takes, less what _make_room can delete: one besides the last good checkpoint."""
         keep = self.settings.keep
-        several = keep is not None and len(select.checkpoints(self.root)) >= max(2, keep)
+        several = keep is not None and len(select.own_checkpoints(self.root)) >= max(2, keep)
         return MARGIN_BYTES if several else self.checkpoint_bytes
 
     def save_best(self, step: int, loader: dict[str, Any]) -> list[str]:

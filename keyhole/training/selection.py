@@ -5,9 +5,9 @@
     max_minutes                ends the run after this training time, including time before an interruption
 
 The first two depend only on the evaluations so far, a few pairs (step, value). These are in every checkpoint and in
-run/metrics.jsonl, so a resumed run makes the same choice as an uninterrupted one. Scores of other dev questions than
-before cannot be compared with those, and are refused. Only a strictly better value is a new best; of equal values the
-earliest step wins.
+run/metrics.jsonl, so a resumed run makes the same choice as an uninterrupted one. Scores of other dev questions, or
+losses of other rows of eval_data than before cannot be compared with those, and are refused. Only a strictly better
+value is a new best; of equal values the earliest step wins.
 
 The checkpoint of a new best is written at once, and training waits for it: no later step is recorded before the best
 weights are on the disk. It does not count towards save_total_limit. If it could not be written, the best step among the
@@ -53,19 +53,32 @@ class Selection:
     """The evaluations of a run, and the decisions that follow from them."""
 
     def __init__(
-        self, settings: SelectionSettings, saved: dict[str, Any] | None = None, questions: list[str] | None = None
+        self,
+        settings: SelectionSettings,
+        saved: dict[str, Any] | None = None,
+        questions: list[str] | None = None,
+        rows: str | None = None,
     ) -> None:
         """saved: what a checkpoint of the run holds (`state_dict`). questions: fingerprints of the dev questions, task
-        by task."""
+        by task; rows: that of the rows of eval_data."""
         self.settings, self.questions = settings, questions or []
         saved = saved or {}
         chooses = settings.best or settings.patience is not None
+        before = saved.get("rows", []) if saved.get("evaluations") else []
+        self.rows = [*before, *([] if rows is None or rows in before else [rows])]
+        if chooses and len(self.rows) > 1:
+            raise UserError(
+                "--resume: the rows of eval_data are not those of the run so far, so their losses cannot be compared; "
+                "put back the file, or go on without load_best_model_at_end and early_stopping_patience"
+            )
         if chooses and saved.get("evaluations") and saved.get("questions", self.questions) != self.questions:
             raise UserError(
                 "--resume: the dev questions are not those of the run so far, so their scores cannot be compared; put "
                 "back the files of task_data, or start a new run in another output_dir"
             )
         pairs = saved.get("evaluations", [])  # null: not finite
+        if saved.get("metric", settings.metric) != settings.metric:  # values of another metric do not compare
+            pairs = []
         self.values = {int(step): math.nan if value is None else float(value) for step, value in pairs}
         self.seconds_before, self.began_s = float(saved.get("seconds", 0.0)), time.monotonic()
 
@@ -123,4 +136,5 @@ class Selection:
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         found = {"evaluations": strict(sorted(self.values.items())), "seconds": self.seconds}
+        found |= {"metric": self.settings.metric, "rows": self.rows}
         return found | ({"questions": self.questions} if self.questions else {})

@@ -87,6 +87,15 @@ def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
 
 
+def test_a_directory_of_the_user_that_is_called_like_a_checkpoint_is_not_deleted(root: Path) -> None:
+    """It has no state, so no run wrote it; it does not count among those that are kept either."""
+    (root / "checkpoint-1").mkdir()
+    (root / "checkpoint-1" / "notes.txt").write_text("mine")
+    select.prune(root, 2, up_to=12).join()
+    assert names(root) == ["checkpoint-1", "checkpoint-8", "checkpoint-12"]
+    assert (root / "checkpoint-1" / "notes.txt").read_text() == "mine"
+
+
 def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old checkpoints are out of sight at once, and gone when the thread has ended."""
     go, real = threading.Event(), select.remove

@@ -236,6 +236,30 @@ def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: 
     assert f"{locked}/a.yaml: Permission denied" in message and "Traceback" not in message
 
 
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "raise `ulimit -n`"),
+        (RuntimeError("can't start new thread"), "raise `ulimit -u`"),
+        (ImportError("torch.so: failed to map segment from shared object"), "raise `ulimit -v`"),
+        (MemoryError(), "raise `ulimit -v`"),
+    ],
+)
+def test_limits_of_the_shell_are_named(monkeypatch: Any, capsys: Any, raised: Exception, says: str) -> None:
+    """Also where a library has wrapped the error in one of its own."""
+
+    def fail(**_: Any) -> None:
+        try:
+            raise raised
+        except Exception as error:
+            raise ValueError("a library failed") from error
+
+    monkeypatch.setattr("keyhole.machine.probe.environment", fail)
+    assert main(["env"]) == 2
+    message = capsys.readouterr().err
+    assert says in message and "Traceback" not in message
+
+
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (UserError("bad"), 2), (SystemExit(7), 7)])
 def test_exceptions_become_exit_codes(monkeypatch: Any, raised: BaseException, code: int) -> None:
     """Interrupted is 130, a user error 2, and a verb's own code is kept."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import weakref
 from pathlib import Path
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from keyhole.assets import MODEL
 from keyhole.compare import execute
 from keyhole.compare import kept as kept_module
 from keyhole.compare.execute import FAILED, compare
@@ -20,6 +23,7 @@ from keyhole.data.loader import order
 from keyhole.disk import weight_files
 from keyhole.errors import NonFinite, UserError
 from keyhole.training import loop
+from keyhole.training.lock import locked
 from tests.compare.comparisons import TEXT, cell, run, table, write
 from tests.training.children import draw_nothing, server
 
@@ -207,6 +211,51 @@ def test_a_line_more_in_the_file_runs_what_is_new(undisturbed: tuple[Path, dict[
         for name in {path.name for path in (out / "results").iterdir()} - before.keys():
             (out / "results" / name).unlink()
         assert run(write(tmp_path / "small.yaml"), out) == 0  # the table as it was
+
+
+def test_tables_that_cannot_be_written_are_shown_and_refused(tmp_path: Path) -> None:
+    """A directory of the name of a table, or a full disk: the numbers are printed, and written by the next call."""
+    path, out, told = write(tmp_path / "small.yaml"), tmp_path / "out", []
+    (out / "table.md").mkdir(parents=True)
+    (out / "comparison.json").write_text("{}")
+    asked = read_comparison(path, (f"output_dir={out}", "seeds=0", "methods=adamw", "learning_rate=1e-3"))
+    with pytest.raises(UserError, match=f"the tables in {out} cannot be written: .*the same command writes the tables"):
+        compare(asked, say=told.append)
+    assert "| adamw |" in told[-1] and any("1 run;" in line for line in told)
+    (out / "table.md").rmdir()
+    assert compare(asked, say=told.append) == 0 and "| adamw |" in (out / "table.md").read_text()
+
+
+def test_another_model_or_another_comparison_is_reported(tmp_path: Path) -> None:
+    """A changed model is run again; tables of another comparison are replaced."""
+    model, out = tmp_path / "m", tmp_path / "out"
+    shutil.copytree(MODEL, model)
+    words = (f"output_dir={out}", f"model={model}", "seeds=0", "methods=adamw", "learning_rate=1e-3", "max_steps=1")
+
+    def told(name: str, text: str = TEXT) -> str:
+        lines: list[str] = []
+        assert compare(read_comparison(write(tmp_path / name, text), words), say=lines.append) == 0
+        return "\n".join(lines)
+
+    assert "last time" not in told("small.yaml") and "last time" not in told("small.yaml")
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, model / "model.safetensors", {"format": "pt"})
+    assert "m: the model has changed since the last time; its runs are done again" in told("small.yaml")
+    again = told("other.yaml", TEXT.replace("# Small", "# Large"))
+    assert "has the tables of another comparison, Small: they are replaced, its results stay" in again
+    assert "1 run, 1 done" in again
+
+
+def test_a_second_comparison_leaves_the_marker_of_the_first(tmp_path: Path) -> None:
+    """It is refused before it writes anything."""
+    path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
+    (out / "runs").mkdir(parents=True)
+    (out / "comparison.json").write_text('{"title": "First"}')
+    with locked(out / "runs" / "lock") as lock:
+        lock.take()
+        with pytest.raises(UserError, match="is training into"):
+            run(path, out, "seeds=0")
+    assert (out / "comparison.json").read_text() == '{"title": "First"}'
 
 
 def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,17 @@ def test_the_page_is_whole_and_escapes_everything() -> None:
     assert not re.search(r"url\(|@import|https?:", html)
 
 
+def test_one_run_is_no_runs_and_a_long_task_does_not_push_its_numbers_away() -> None:
+    """The name of a task wraps in the head of its column."""
+    name = "t" * 200
+    html = page([Cell(EVIL, name, "a", (), "accuracy", 0.7, runs=[result("a")], grid=[result("a")])])
+    assert (
+        re.search(r"<li>1 run\b", html)
+        and f"<th class='long'>{name}<small>" in html
+        and ".long{white-space:normal" in html
+    )
+
+
 def test_markdown_keeps_its_cells() -> None:
     """A name with a bar or a line break does not end its cell."""
     comparison = Comparison("a", "a|b\nc", {EVIL: "dir"}, {EVIL: {}}, {EVIL: {}}, [0], "out")

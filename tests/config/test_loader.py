@@ -263,9 +263,12 @@ def test_overrides_replace_the_files_values(word: str, key: str, value: Any) -> 
 
 
 def test_an_override_repairs_a_bad_value_and_the_last_one_wins() -> None:
-    """What is replaced is not checked; of two overrides the later counts."""
-    config, _ = parse_config(GOOD + "batch_size: many\n", ["batch_size=2", "batch_size=3"])
+    """What is replaced is not checked; of two overrides the later counts, and a warning says so, unless they agree."""
+    words = ["batch_size=2", "zo={eps: 1e-3}", "batch_size=3", "zo.eps=1e-3"]
+    config, warnings = parse_config(GOOD + "batch_size: many\n", words)
     assert config.batch_size == 3
+    twice = [warning for warning in warnings if "twice" in warning]
+    assert twice == ["command line: batch_size: given twice; `3` counts, not `2`"]
 
 
 @pytest.mark.parametrize("value", ["{sentence} It was", "{label}", "[INST] {x} [/INST]"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
+from keyhole.machine.text import counted
 from tests.data import chats
 from tests.data.chats import answers, chat, tokenizer
 
@@ -74,7 +75,7 @@ def test_a_long_prompt_is_cut_from_the_left_so_that_the_answer_survives(tmp_path
     text = tok.decode(dataset[0].input_ids)
     assert len(dataset[0].input_ids) == 20 and text.endswith("A" + "B" * 10 + "yes</s>")
     assert text.startswith("<s>A" if bos else "A")
-    assert "1 samples, 1 of them at the beginning of the prompt, 0.0%" in dataset.report.lines()[-1]
+    assert "1 sample, 1 of them at the beginning of the prompt, 0.0%" in dataset.report.lines()[-1]
     talk = prepare(write(tmp_path / "b.jsonl", [{"messages": chat("Q" * 90, "yes")}]), tok, max_length=60)
     assert answers(tok, talk[0]) == ["yes<|im_end|>"] and len(talk[0].input_ids) == 60
 
@@ -86,7 +87,7 @@ def test_a_chat_whose_first_answer_is_whole_is_cut_at_its_end(tmp_path: Path) ->
     dataset = prepare(path, tok, max_length=30)
     assert tok.decode(dataset[0].input_ids).startswith("user:\nQ\nassistant:\nyes\nuser:\nQQQ")
     assert answers(tok, dataset[0]) == ["yes\n"] and dataset.report.cut_trained_tokens > 0
-    assert dataset.report.lines()[-1].startswith("warning: truncated to max_length=30: 1 samples, ")
+    assert dataset.report.lines()[-1].startswith("warning: truncated to max_length=30: 1 sample, ")
 
 
 def test_a_long_answer_leaves_the_prompt_half_of_the_row(tmp_path: Path) -> None:
@@ -153,7 +154,8 @@ def test_packing_loses_no_token(tmp_path_factory: pytest.TempPathFactory, sizes:
         assert flat[0] == flat[1]
     assert all(len(row.input_ids) <= max_length for row in packed) and len(packed) <= len(alone)
     assert packed.fingerprint != alone.fingerprint
-    assert any(x.startswith(f"packed into {len(packed):,} rows of {max_length} tokens") for x in packed.report.lines())
+    told = f"packed into {counted(len(packed), 'row')} of {max_length} tokens"
+    assert any(line.startswith(told) for line in packed.report.lines())
 
 
 def test_a_row_of_another_layout_than_the_first_is_refused(tmp_path: Path) -> None:

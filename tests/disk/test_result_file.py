@@ -40,6 +40,10 @@ def test_a_file_that_is_no_earlier_result_is_not_replaced(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="is a pipe or a device"):
         check_result_file("--json", tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")  # as /dev/stdout is, where the output goes to a file
+    with pytest.raises(UserError, match="is a link"):
+        check_result_file("--json", tmp_path / "link")
     earlier = json.dumps({"model": "m", "dtype": "float32", "device": "cpu", "results": []}, indent=1)
     for text in ("", earlier, json.dumps({"results": {}}, indent=1), page("Runs", [])):
         (tmp_path / "r").write_text(text)

@@ -109,7 +109,7 @@ def test_what_was_left_out_of_a_file_is_said(tiny_model: Path, tmp_path: Path) -
     rows = [[asked, {"role": "assistant", "content": "A."}], [asked, {"role": "assistant", "tool_calls": calls}]]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     text = evaluate(str(tiny_model), [str(tmp_path / "d.jsonl")], device="cpu", json_path=tmp_path / "o.json", say=str)
-    assert "d: dropped: 1 samples with nothing to train on" in text and "d: 1 answers call tools" in text
+    assert "d: dropped: 1 sample with nothing to train on" in text and "d: 1 answers call tools" in text
     (found,) = json.loads((tmp_path / "o.json").read_text())["results"]
     assert found["samples"] == 1 and len(found["losses"]) == 2
 

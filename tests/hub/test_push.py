@@ -320,3 +320,10 @@ def test_a_dry_run_of_push_asks_nobody(trained: Path, capsys: Any, monkeypatch: 
     found = capsys.readouterr()
     assert "base_model: owner/base" in found.out and "model.safetensors" in found.err
     assert main(["push", "no/such", "me/tuned", "--dry-run"]) == 2
+
+
+def test_without_a_network_the_command_for_later_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the name that was asked for."""
+    monkeypatch.setattr("keyhole.hub.push.hub_answers", lambda: False)
+    with pytest.raises(UserError, match="cannot be reached from here .*push later: keyhole push DIR me/model"):
+        pushing.prepare("me/model", None)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.machine.text import duration, printable, printable_lines, without_controls
+from keyhole.machine.text import counted, duration, printable, printable_lines, without_controls
 
 SURROGATES = st.text(st.characters(codec=None, exclude_categories=()))
 
@@ -23,6 +23,11 @@ def test_an_answer_keeps_its_lines(text: str) -> None:
     """Only control characters go; joiners and accents of a language stay."""
     shown = without_controls(text)
     assert "\x1b" not in shown and "\x9b" not in shown and shown.count("\n") == text.count("\n")
+
+
+def test_one_has_no_s() -> None:
+    """Zero has one."""
+    assert [counted(n, "row") for n in (0, 1, 2, 3000)] == ["0 rows", "1 row", "2 rows", "3,000 rows"]
 
 
 def test_printable_text_is_left_alone() -> None:

@@ -75,6 +75,8 @@ def test_a_page_shows_itself(browser: Any, tmp_path: Path, name: str, width: int
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             assert page.evaluate(OVERLAPS) == []
             assert page.locator("svg:visible").count() > 0 and page.evaluate(SMALLEST) >= 7.5
+        for table in page.locator(".answers").all():  # a phone shows them whole, one under the other
+            assert table.evaluate("table => table.scrollWidth <= table.parentElement.clientWidth")
         if directory := os.environ.get("KEYHOLE_SCREENSHOTS"):
             page.screenshot(path=Path(directory) / f"{name}-{width}.png", full_page=True)
     finally:

@@ -137,6 +137,9 @@ def test_the_recommended_row_fits_and_needs_the_fewest_hours() -> None:
     why = recommend.reason(best, table, question(llama_7b()))
     fastest = min(full, key=lambda row: row.hours)
     assert ("the fastest" in why) and (best is fastest or fastest.method in why)
+    alone = recommend.reason(fastest, [fastest], question(llama_7b()))
+    assert alone.startswith("the one row that fits: learns what ")
+    assert re.match(r"the fastest of the \d+ rows that fit: ", recommend.reason(fastest, full, question(llama_7b())))
     assert recommend.recommended([replace(row, fits=False) for row in table]) is None
 
 

@@ -92,6 +92,31 @@ def test_a_checkpoint_carries_its_evaluations_to_another_directory(
     assert [entry["step"] for entry in metrics(second) if "loss" in entry] == [5]
 
 
+def test_losses_of_other_rows_are_not_compared(make: Make, tiny_data: Path, tmp_path: Path) -> None:
+    """Another eval_data, or another file under its name, is refused where the best step is chosen, now or later."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(tiny_data.read_text())
+    settings = {"method": "adamw", "save_steps": 1, "eval_steps": 1, "eval_data": str(held_out)}
+    assert train(make(**settings, max_steps=2, load_best_model_at_end=True)) == 0
+    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[1:]))
+    chooses = ({"load_best_model_at_end": True}, {"early_stopping_patience": 1})
+    for how in chooses:
+        with pytest.raises(UserError, match="the rows of eval_data are not those of the run so far"):
+            train(make(**settings, max_steps=4, **how), resume="")
+    assert train(make(**settings, max_steps=4), resume="") == 0
+    with pytest.raises(UserError, match="the rows of eval_data are not those of the run so far"):
+        train(make(**settings, max_steps=6, load_best_model_at_end=True), resume="")
+
+
+def test_values_of_another_metric_are_not_compared() -> None:
+    """A loss of 2 is no perplexity of 2; the metrics file, where there is one, has the values of the new metric."""
+    before = Selection(SelectionSettings(best=True, metric="loss"))
+    before.note(1, {"eval_loss": 0.7, "perplexity": 2.0})
+    saved = json.loads(json.dumps(before.state_dict()))
+    after = Selection(SelectionSettings(best=True, metric="perplexity"), saved)
+    assert after.best_steps() == [] and after.note(2, {"eval_loss": 0.6, "perplexity": 1.8})
+
+
 def test_a_run_that_has_ended_early_can_be_given_more(make: Make, tiny_data: Path, evaluations: Callable) -> None:
     """Resumed as it was, it publishes again and takes no step; with more patience it goes on."""
     evaluations(VALUES)

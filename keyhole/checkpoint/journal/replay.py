@@ -12,6 +12,7 @@ weights to the bit on every device, because noise and update give the same bits 
 ops/zo/element.py).
 """
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from keyhole.disk.files import try_place
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
+from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
 from keyhole.methods.zo.method import ZO
@@ -109,6 +111,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     )
     try:
         method = method_of(found.header, model)
+        _refuse_full_disk(out, model)
         say(f"base: {base}, content {found.header.base[:12]}, as recorded")
         numel = model.layout.numel
         say(f"replaying steps {found.header.first + 1} to {records[-1].step} of {found.last} over {numel:,} elements")
@@ -118,10 +121,27 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
             model.tokenizer.chat_template = found.header.loader["chat_template"]
         if "labels" in found.header.loader:
             name_labels(model.config, found.header.loader["labels"], found.header.loader["pad_token_id"])
-        model.save_pretrained(out)
+        try:
+            model.save_pretrained(out)
+        except OSError as error:
+            raise UserError(
+                f"OUT: {out} cannot be written: {error.strerror or error}; the journal is as it was: replay it again, "
+                "or to another disk"
+            ) from error
     finally:
         model.close()
     return Replayed(len(records), seconds, time.perf_counter() - begin_s)
+
+
+def _refuse_full_disk(out: Path, model: Model) -> None:
+    """Before the work: refuses a disk without room for the weights."""
+    place = next(place for place in (out, *out.absolute().parents) if place.exists())
+    need, free = model.layout.numel * model.dtype.itemsize, shutil.disk_usage(place).free
+    if need > free:
+        raise UserError(
+            f"OUT: the model takes {need / GIB:.2f} GiB, and {out} has {free / GIB:.2f} GiB free; free some space, or "
+            "name a directory on another disk"
+        )
 
 
 def _head(header: Header) -> dict[str, Any]:

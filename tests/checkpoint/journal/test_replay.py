@@ -1,5 +1,6 @@
 """From a journal back to the weights of a run."""
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace as changed
@@ -17,6 +18,7 @@ from keyhole.checkpoint.journal.replay import replay
 from keyhole.config import TrainConfig, resolve
 from keyhole.errors import NonFinite, UserError
 from keyhole.methods.zo.traits import ZOConfig
+from keyhole.model.model import Model
 from keyhole.training.start import train
 from tests.matrix import in_every_run
 
@@ -114,6 +116,27 @@ def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> Non
     assert not out.exists()
     (tmp_path / "torn").write_bytes((root / "run" / "journal").read_bytes()[:-1])
     assert replay(str(tiny_model), tmp_path / "torn", out, device="cpu").steps == 4
+
+
+def test_a_full_disk_is_refused_before_the_replay_and_named_after_it(
+    run: Callable, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of a model that could not be written; the same command works once there is room."""
+    root, out = Path(run().output_dir), tmp_path / "again"
+    with monkeypatch.context() as patch:
+        patch.setattr(replays.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        patch.setattr(replays, "apply_records", lambda *args: pytest.fail("the work was begun"))
+        with pytest.raises(UserError, match="OUT: the model takes .* GiB, and .* has 0.00 GiB free"):
+            replay(str(tiny_model), root, out, device="cpu")
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "save_pretrained", full)
+        with pytest.raises(UserError, match="OUT: .* cannot be written: No space left on device; the journal is as it"):
+            replay(str(tiny_model), root, out, device="cpu")
+    assert replay(str(tiny_model), root, out, device="cpu").steps > 0
 
 
 @pytest.mark.parametrize("lr", [1e30, 3e38])
