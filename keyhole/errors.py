@@ -6,13 +6,18 @@ fixes it.
 
 Names and texts in a message often come from a file, and a file may hold anything: terminal escapes that move the
 cursor or retitle the window, half a character that cannot be printed, a hundred thousand column names. So every
-message is cleaned where it is made (`printable`), and lists are cut (`listed`), here and nowhere else.
+message is cleaned where it is made (`printable`), and lists are cut (`listed`), here and nowhere else. A warning of the
+Python API names the caller's line, however deep in keyhole it was found (`warn`).
 """
 
+import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 MOST_CHARACTERS = 10_000
 MOST_NAMES = 12
+OWN = str(Path(__file__).parent) + "/"
 
 
 def printable(text: str, most: int = MOST_CHARACTERS) -> str:
@@ -27,6 +32,18 @@ def listed(names: Iterable[object], most: int = MOST_NAMES) -> str:
     names = list(names)
     shown = ", ".join(printable(str(name), 80).replace("\n", "\\n") for name in names[:most])
     return shown + (f", ... and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def warn(message: str) -> None:
+    """A warning that points to the line outside of keyhole, and of the torch code between, that led to it."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(printable(message), stacklevel=level)
+
+
+def _is_inside(filename: str) -> bool:
+    return filename.startswith(OWN) or "/site-packages/torch/" in filename
 
 
 class UserError(ValueError):

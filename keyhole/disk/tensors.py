@@ -12,6 +12,7 @@ before its data are known, so that pages of weights can be written in any order,
 Peak host memory: PIECE_BYTES for tensors on a GPU when writing; one tensor when reading (`MethodState`).
 """
 
+import copy
 import json
 import math
 import zlib
@@ -183,6 +184,15 @@ class MethodState(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.scalars) + len(self.table)
+
+
+def without(state: Mapping[str, Any], scalar: str) -> Mapping[str, Any]:
+    """A method's state without one of its scalars; no tensor is read."""
+    if not isinstance(state, MethodState):
+        return {key: value for key, value in state.items() if key != scalar}
+    found = copy.copy(state)
+    found.scalars = {key: value for key, value in state.scalars.items() if key != scalar}
+    return found
 
 
 def range_of(state: Mapping[str, Any], name: str, begin: int, numel: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from keyhole.disk.tensors import without
 from keyhole.errors import UserError
 from keyhole.methods.own_settings import check_settings, refuse_change
 from keyhole.methods.step_checks import check_step, drop_gradients
@@ -303,7 +304,7 @@ def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
         if found != self.name:
             raise UserError(f"{self.name}: this is the state of another method, {found}; make that method, and load it")
         try:
-            load(self, {key: value for key, value in state.items() if key != METHOD})
+            load(self, without(state, METHOD))
         except UserError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:

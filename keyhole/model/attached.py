@@ -13,7 +13,6 @@ weights are used again, or refused while a method still has an update to write.
 """
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from keyhole.errors import UserError, listed
+from keyhole.errors import UserError, listed, warn
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.autocast import without_autocast
@@ -210,10 +209,9 @@ class AttachedMethods:
     def warn_of_part(self) -> None:
         """Called before the model is saved: warns if a step was broken off, and its weights mix two steps."""
         for name in (method.name for method in self._attached if not method.is_whole):
-            warnings.warn(
+            warn(
                 f"save_pretrained: the last step of {name} was applied to a part of the weights only (an interrupt, an "
                 "error, a gradient that is not finite), so what is saved mixes two steps; go on from a checkpoint",
-                stacklevel=3,
             )
 
     def step_done(self, model: "Model") -> None:

@@ -11,14 +11,13 @@ On a GPU a batch is copied on a stream of its own. The host is usually far ahead
 arrived when they need it; on the compute stream the copy would queue behind waits for uploads of weights.
 """
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, warn
 from keyhole.model.objective import PER_ROW, Candidates, check_candidates, places
 from keyhole.model.packing import is_packed, separate
 from keyhole.model.shared_rows import IGNORED, find_shared
@@ -141,10 +140,9 @@ def warn_if_untrained(batches: list[Batch]) -> None:
     """Warns of a step without a trained token. GPU tensors are not looked at: reading them would synchronize."""
     labels = [batch["labels"] for batch in batches]
     if labels and all(x.device.type == "cpu" and bool((x[:, 1:] == IGNORED).all()) for x in labels):
-        warnings.warn(
+        warn(
             f"batch: no token is trained (all labels after the first are {IGNORED}): its loss of 0 means nothing, and "
             "a step on it learns nothing; were the answers cut off, or all labels masked?",
-            stacklevel=5,
         )
 
 

@@ -7,12 +7,11 @@ other needs are not planned, so only the weights are named. Advice names setting
 still be lowered.
 """
 
-import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, warn
 from keyhole.machine.sizes import about, enough
 from keyhole.methods import METHODS, streaming_methods
 from keyhole.methods.workload import DeviceBytes, Workload
@@ -77,18 +76,16 @@ def trained_below_adapters(adapter: Path, method: str) -> UserError:
 
 def warn_of_a_larger_batch(budget: int | None, work: Workload, tokens: int) -> None:
     """Warns that the budget was planned for smaller batches."""
-    warnings.warn(
+    warn(
         f"gpu_memory: {about(budget or 0)} was planned for {work.tokens} tokens per pass, and a batch has {tokens}: it "
         f'may need more; load with workload=keyhole.Workload("{work.method}", tokens={tokens}), or give KeyholeTrainer '
         "the max_length of the data",
-        stacklevel=6,
     )
 
 
 def warn_of_another_plan(budget: int, planned: str, method: str) -> None:
     """Warns that the budget was planned for another method than the one that is created now."""
-    warnings.warn(
+    warn(
         f"gpu_memory: {about(budget)} was planned for {planned}, and may not be enough for "
         f'{method}; load with workload=keyhole.Workload("{method}", tokens=...), the tokens of a batch',
-        stacklevel=6,  # the caller of the method's constructor
     )
