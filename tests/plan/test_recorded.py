@@ -226,7 +226,14 @@ def test_launches_by_what_is_trained() -> None:
     kept = METHODS["lora"].planned_work(opt(), set(), work("lora", activations="none"), ROOM, H200)
     matrices, vectors = 6 * 24, 10 * 24
     once, back = of_forward(opt()).called, of_backward(opt()).reversed
-    assert once == pytest.approx(24 * 37 * 33 / 69) and back == pytest.approx(24 * 101 * 66 / 161)
+    counts = opt().counts
+    assert counts.backward_calls - counts.forward_calls == 64 and counts.forward_calls in (
+        37,
+        38,
+    )  # 38: Transformers 5.23
+    assert once == pytest.approx(24 * counts.forward_calls * 33 / 69) and back == pytest.approx(
+        24 * counts.backward_calls * 66 / 161
+    )
     frozen, adapters = (1 + UNRECORDED) * once + STEP[1], (2 * ADAPTED[0] + sum(ADAPTED[1:])) * matrices
     hooks = (MATRIX + UPDATE[0]) * matrices + (VECTOR + UPDATE[1]) * vectors
     assert lomo.called == pytest.approx(frozen)

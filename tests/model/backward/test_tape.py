@@ -1,6 +1,8 @@
 """A chain of blocks differentiated one at a time gives the gradients of one walk through the whole."""
 
+from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.tape import Tape
 
@@ -103,3 +106,63 @@ def test_the_second_run_draws_the_same_random_numbers(activations: str) -> None:
     reverse(tape)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(one, other) for one, other in zip(grads(blocks, x), expected, strict=True))
+
+
+class Shelf(UserDict):
+    """A mapping of a class of its own, as Transformers has them for keys and values that later blocks reuse."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Sharing(nn.Module):
+    """Writes its projection where later blocks find it."""
+
+    def __init__(self, seed: int, put: Callable[[Any, torch.Tensor], Any], get: Callable[[Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear, self.put, self.get = nn.Linear(4, 4), put, get
+
+    def forward(self, x: torch.Tensor, shared: Any) -> torch.Tensor:
+        found = self.get(shared)
+        if found is None:
+            self.put(shared, found := self.linear(x))
+        return x + torch.tanh(found)
+
+
+@pytest.mark.parametrize("activations", ["block", "none"])
+@pytest.mark.parametrize("make", [dict, UserDict, lambda: Shelf("kv")])
+def test_a_mapping_of_any_class_carries_gradients_between_blocks(activations: str, make: Callable[[], Any]) -> None:
+    """The first block's weights get the gradients of all blocks that use what it has written."""
+    blocks = [Sharing(seed, lambda at, y: at.update(y=y), lambda at: at.get("y")) for seed in range(3)]
+    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+
+    def run() -> torch.Tensor:
+        shared, y = make(), x
+        for block in blocks:
+            y = block(y, shared)
+        return (y * y).sum()
+
+    run().backward()
+    expected = grads(blocks, x)
+    tape = Tape(activations, ActivationStore(CPU, to_host=False))
+    with tape.recording(blocks, lambda: 0):
+        loss = run()
+    loss.backward()
+    reverse(tape)
+    for one, other in zip(grads(blocks, x), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("activations", ["block", "none"])
+def test_tensors_in_an_object_that_is_no_mapping_are_refused(activations: str) -> None:
+    """Their gradients would be lost at the cut between two blocks. An object that no block writes into may stay."""
+    writes = Sharing(0, lambda at, y: setattr(at, "y", [y]), lambda at: None)
+    reads = Sharing(0, lambda at, y: None, lambda at: None)
+    x = torch.ones(1, 4, requires_grad=True)
+    tape = Tape(activations, ActivationStore(CPU, to_host=False))
+    with tape.recording([writes, reads], lambda: 0):
+        reads(x, SimpleNamespace(mask=torch.ones(4)))
+        with pytest.raises(UserError, match="hand tensors to each other in an object .SimpleNamespace."):
+            writes(x, SimpleNamespace(mask=torch.ones(4)))
