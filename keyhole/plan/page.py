@@ -18,10 +18,11 @@ from keyhole.plan.table import Question, Row
 
 WIDTH, HEIGHT = 560, 380
 LEFT, RIGHT, TOP, BOTTOM = 86, 130, 26, 48
+LEFT_COLUMN = " class='left'"
 EXTRA = """.plan{max-width:680px}.hollow{fill:var(--card);stroke-width:2}.no td,.no th{color:var(--soft)}
 .take th,.take td{font-weight:700}.take th{color:var(--glow)}.budget{stroke:var(--glow);stroke-dasharray:5 4}
 .parts{display:flex;height:8px;width:110px;border-radius:3px;overflow:hidden;background:var(--line)}
-.parts span{display:block;height:100%}"""
+.parts span{display:block;height:100%}thead .left{min-width:0}"""
 
 
 def make_page(title: str, rows: Sequence[Row], chosen: Row | None, question: Question, about: Sequence[str]) -> str:
@@ -125,7 +126,7 @@ def _said(row: Row) -> str:
 
 def _table(rows: Sequence[Row], chosen: Row | None, colours: dict[str, int]) -> str:
     head = "".join(
-        f"<th>{name}<small>{unit}</small></th>"
+        f"<th{LEFT_COLUMN if name in ('parts', 'fits') else ''}>{name}<small>{unit}</small></th>"
         for name, unit in (
             ("method", ""), ("placement", ""), ("wire", ""), ("GPU", "GiB"), ("host", "GiB"), ("disk", "GiB"),
             ("step", "s"), ("pace", "tokens/s"), ("time", "hours"), ("bound by", ""), ("parts", ""), ("fits", ""),
@@ -149,7 +150,7 @@ def _line(row: Row, take: bool, colours: dict[str, int]) -> str:
     fits = "yes" if row.fits else f"lacks {row.missing}"
     return (
         f"<tr{kind}><th scope='row'>{dot}{escape(row.method)}</th>{shown}<td>{_bar(row)}</td>"
-        f"<td class='left'>{escape(fits)}</td></tr>"
+        f"<td{LEFT_COLUMN}>{escape(fits)}</td></tr>"
     )
 
 
