@@ -74,6 +74,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "dots3_note": {
+        "vision_config": {"per_layer_config": {}, "adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+        "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
+    },
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma4": {"text_config": _SHARED_KV},
     "gemma4_text": _SHARED_KV,
