@@ -119,7 +119,7 @@ class Visit:
     def _run(self, values: list[Any]) -> tuple[Any, list[dict[Any, Any]]]:
         """The block's output, and what it wrote into its mappings, of which it gets copies."""
         args, kwargs, entries = tree_unflatten(values, self.spec)
-        copies = [copy.copy(empty) for empty in self.empty_mappings]
+        copies = [_copied(empty) for empty in self.empty_mappings]
         for mapping, entry in zip(copies, entries, strict=True):
             mapping.update(entry)
         args = [copies[x.index] if isinstance(x, _Mapping) else x for x in args]
@@ -318,9 +318,25 @@ def _fresh(value: Any) -> Any:
     return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
 
 
-def _emptied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+def _copied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """A copy with a store of its own: classes that keep their entries in an attribute share it with a plain copy."""
     found = copy.copy(mapping)
+    stores = {name: x for name, x in getattr(found, "__dict__", {}).items() if isinstance(x, MutableMapping)}
+    for name, store in stores.items():
+        found.__dict__[name] = copy.copy(store)
+    return found
+
+
+def _emptied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """A mapping of the same class and attributes, without entries."""
+    found, entries = _copied(mapping), dict(mapping)
     found.clear()
+    if len(mapping) != len(entries):
+        mapping.update(entries)
+        raise UserError(
+            f"model: its blocks hand tensors to each other in a mapping ({type(mapping).__name__}) that shares its "
+            "entries with its copies; use zo, or a baseline (adamw, sgd), which differentiates the model as a whole"
+        )
     return found
 
 
