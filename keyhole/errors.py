@@ -10,6 +10,7 @@ message is cleaned where it is made (`printable`), and lists are cut (`listed`),
 Python API names the caller's line, however deep in keyhole it was found (`warn`).
 """
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Iterable
@@ -35,7 +36,7 @@ def listed(names: Iterable[object], most: int = MOST_NAMES) -> str:
 
 
 def warn(message: str) -> None:
-    """A warning that points to the line outside of keyhole, and of the torch code between, that led to it."""
+    """A warning that points to the line outside of keyhole, and of the library code between, that led to it."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -43,7 +44,7 @@ def warn(message: str) -> None:
 
 
 def _is_inside(filename: str) -> bool:
-    return filename.startswith(OWN) or "/site-packages/torch/" in filename
+    return filename.startswith(OWN) or "/site-packages/torch/" in filename or filename == contextlib.__file__
 
 
 class UserError(ValueError):

@@ -27,7 +27,7 @@ PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")
 SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"}
 SPLITS |= {"dev": "validation", "eval": "validation"}
 SAID_BY_NAME = ("readme", "license", "licence", "changelog", "citation", "notice")
-MOST_LINE = 2**20
+MOST_LINE, HEAD_BYTES = 2**20, 2**12
 HEADERS = (
     ("prompt", "completion"),
     ("instruction", "output"),
@@ -123,16 +123,26 @@ def _twice(names: list[str]) -> list[str]:
 
 
 def _copies(names: list[str]) -> list[tuple[str, str]]:
-    """Pairs of files with the same bytes, or of which one is the other compressed, as their names say. Files of one
-    size differ early, so that comparing them takes no time unless they are copies."""
-    files = [name for name in names if Path(name).is_file()]
-    found = [(name, f"{name}.gz") for name in files if f"{name}.gz" in files]
-    by_size: dict[int, list[str]] = defaultdict(list)
-    for name in files:
-        first = next((other for other in by_size[os.path.getsize(name)] if _are_equal(other, name)), None)
-        found += [(first, name)] if first is not None else []
-        by_size[os.path.getsize(name)] += [name] if first is None else []
+    """Pairs of files with the same bytes, or of which one is the other compressed, as their names say. Only files of
+    one size that begin alike are compared: there may be very many."""
+    sizes = {name: os.path.getsize(name) for name in names if Path(name).is_file()}
+    found = [(name, f"{name}.gz") for name in sizes if f"{name}.gz" in sizes]
+    often, alike = Counter(sizes.values()), defaultdict(list)
+    for name, size in sizes.items():
+        if size and often[size] > 1:
+            others = alike[size, _head(name)]
+            first = next((other for other in others if _are_equal(other, name)), None)
+            found += [(first, name)] if first is not None else []
+            others += [name] if first is None else []
     return found
+
+
+def _head(name: str) -> bytes:
+    try:
+        with open(name, "rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return b""  # reading it will report that
 
 
 def _are_equal(one: str, other: str) -> bool:

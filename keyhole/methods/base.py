@@ -250,12 +250,11 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*args, **options)  # the error of a missing self
         method = args[0]
         shell = vars(method).get("_torch_optimizer")
-        method.lr = as_number(method.lr)
+        method.lr = checked_rate(as_number(method.lr))
         if shell is not None:
             shell.sync()
         if method.model.lens is not None:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
-        checked_rate(method.lr)
         method.model.check_idle()
         with without_autocast(), with_gradients():
             method.model.check_changes()

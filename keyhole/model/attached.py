@@ -176,7 +176,8 @@ class AttachedMethods:
     def used_directly(self, model: "Model", what: str) -> None:
         """Called before the module's own forward or save_pretrained: its parameters must be those after the last step.
         UserError where they cannot be."""
-        self.check_turn()
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint is recomputed, on a GPU in autograd's thread
+            self.check_turn()
         if model.lens is not None:
             raise UserError(
                 f"closure: the module's own {what} does not see the perturbed weights, and its number would say "

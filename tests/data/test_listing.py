@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from keyhole.data import listing
 from keyhole.data.files import resolve
 from keyhole.data.listing import remarks
 from keyhole.data.prepare import prepare
@@ -83,6 +84,16 @@ def test_a_copy_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "c.jsonl").read_bytes()))
     (line,) = told(str(tmp_path))
     assert "c.jsonl.gz (the same as c.jsonl)" in line and "b.jsonl (the same as b (1).jsonl)" in line
+
+
+def test_files_that_begin_differently_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Very many files of one size would take hours, two by two. Empty files are no copies."""
+    compared = []
+    monkeypatch.setattr(listing, "_are_equal", lambda one, other: compared.append(one))
+    make(tmp_path, *(f"{i:02}.jsonl" for i in range(20)))
+    for name in ("x.jsonl", "y.jsonl"):
+        (tmp_path / name).touch()
+    assert told(str(tmp_path)) == [] and not compared
 
 
 def test_a_directory_without_data_is_told_what_it_holds(tmp_path: Path) -> None:

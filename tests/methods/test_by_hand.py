@@ -12,6 +12,7 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.fingerprint import WIDTH, fingerprint
+from keyhole.model.attached import AttachedMethods
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import load, micro_batches, weights
 from tests.model.streaming import streamed
@@ -105,6 +106,17 @@ def test_the_state_dict_of_a_part_has_the_last_step(name: str, away: bool) -> No
     flushed.flush()
     part, whole = (method.model.module.model.layers[0].mlp.state_dict() for method in (found, flushed))
     assert all(torch.equal(part[key], value) for key, value in whole.items())
+
+
+def test_a_state_dict_settles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for every module in it: each time all parameters are looked at."""
+    method, calls = make("zo"), []
+    module = method.model.module
+    monkeypatch.setattr(AttachedMethods, "settle", lambda *_: calls.append(1))
+    module.state_dict()
+    module.model.layers.state_dict(prefix="model.layers.")
+    module.load_state_dict(module.state_dict())
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("away", [False, True])

@@ -290,6 +290,18 @@ def test_what_is_no_number_is_no_rate(name: str, rate: Any) -> None:
         method.step(micro_batches(0, 1))
 
 
+def test_a_rate_that_was_refused_can_be_replaced() -> None:
+    """Also where the group, which schedulers write to, exists already."""
+    method = keyhole.LOMO(load("llama"), 1e-3)
+    assert method.param_groups[0]["lr"] == 1e-3
+    method.lr = "3e-3"
+    with pytest.raises(UserError, match="lr: '3e-3' is no learning rate"):
+        method.step(micro_batches(0, 1))
+    method.lr = 0.5
+    method.step(micro_batches(0, 1))
+    assert method.param_groups[0]["lr"] == 0.5
+
+
 def test_parameters_that_are_taken_out_of_the_group_and_other_groups_are_refused() -> None:
     """They would be trained on, and the rate of another group would become that of all parameters."""
     changes: list[Any] = [
@@ -555,6 +567,33 @@ def test_a_loss_is_differentiated_once(cls: type) -> None:
     with pytest.raises(UserError, match=r"differentiated before, .* compute the loss again"):
         method.backward(loss)
     method.backward(plain_loss(model.module, micro_batches(1, 1)))
+
+
+def test_what_autograd_computes_again_in_a_thread_of_its_own_is_part_of_the_step() -> None:
+    """As a checkpoint around the whole module on a GPU. Here: a thread that differentiates while a step is made."""
+    model = load("llama")
+    method, (batch,) = keyhole.LOMO(model, 1e-3), micro_batches(0, 1)
+    losses: list[float] = []
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            losses.append(plain_loss(model.module, [batch]).item())
+            return grad
+
+    def from_another_thread(grad: torch.Tensor) -> None:
+        thread = threading.Thread(target=again.backward)
+        thread.start()
+        thread.join()
+
+    again, loss = Again.apply(torch.ones((), requires_grad=True)), plain_loss(model.module, [batch])
+    loss.register_hook(from_another_thread)
+    method.backward(loss)
+    assert losses == [loss.item()]
 
 
 @pytest.mark.parametrize("name", ["adamw", "lomo", "zo"])

@@ -156,8 +156,10 @@ def test_a_step_without_a_trained_token_is_warned_of() -> None:
     masked["labels"] = torch.full_like(masked["labels"], -100)
     masked["labels"][:, 0] = 3  # nothing predicts the first token
     method = keyhole.LOMO(keyhole.load(config("llama"), init="random", dtype="float32"), 1e-2)
-    with pytest.warns(UserWarning, match="no token is trained"):
+    with pytest.warns(UserWarning, match="no token is trained") as found:
         assert float(method.step(masked)) == 0
+        method.model.nll(masked)
+    assert [warning.filename for warning in found] == [__file__] * 2, "it names the caller's line"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         method.step([masked, usual])

@@ -1,4 +1,4 @@
-"""Adam on compressed gradients with moments in host memory; the CPU updates unit by unit, overlapping with the GPU.
+"""Adam on compressed gradients with moments in host memory; the CPU updates block by block, overlapping with the GPU.
 
     down       compressed gradients -> their staging buffers (page-locked, float32), after the kernels so far
     worker     staging: gradient -> step, in place, with m and v (adam.py): one call for all targets

@@ -23,8 +23,7 @@ resident weights of blocks. 8 bytes per number displace as many bytes of weights
 per step: at most 16 / link seconds, and none if the device is the bound. On the host a number costs 8 / link + 1 / adam
 seconds that nothing hides (adam: numbers that the CPU updates per second). With 25 GB/s and 2.5 G/s that is 0.64 ns
 against 0.72; on a host with a slower CPU the difference is larger. The host needs u seconds per layer; if it has the
-layers from g on,
-they are done in time if for all k
+layers from g on, they are done in time if for all k
 
     (k - g + 1) u + down + up <= k (f + b)
 

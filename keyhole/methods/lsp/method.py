@@ -92,8 +92,7 @@ class LSP(Method):
         model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
-        choices = {"preset": preset, "kind": kind, "others": others, "optimizer_on": optimizer_on}
-        check_settings(model, d, r, **choices, rounding=rounding, activations=activations)
+        check_settings(model, d, r)
         if model.sharded:
             shards.check(self.name, compile, activations)
         self.model, self.lr, self.seed, self.learn = model, checked_rate(lr), seed, learn

@@ -19,29 +19,15 @@ from keyhole.methods.lsp.gradient_buffers import Targets
 from keyhole.methods.lsp.learn import Learning
 from keyhole.methods.lsp.memory import LSPBytes, Numbers, choose_units, group_of
 from keyhole.methods.lsp.target import Target, is_plain
-from keyhole.methods.lsp.traits import RULES
 from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.model.backward.sink import chunk
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
-from keyhole.ops.lsp.projector import KINDS
-
-ALLOWED = {
-    "preset": tuple(RULES),
-    "kind": tuple(KINDS),
-    "others": ("adam", "frozen"),
-    "optimizer_on": ("auto", "gpu", "cpu"),
-    "rounding": ("stochastic", "nearest"),
-    "activations": ("block", "host", "auto"),
-}
 
 
-def check_settings(model: Any, d: int, r: int, **choices: str) -> None:
-    """UserError for invalid settings; choices: settings with a fixed set of values."""
-    for key, value in choices.items():
-        if value not in ALLOWED[key]:
-            raise UserError(f"lsp.{key}: {value!r} is not one of {', '.join(ALLOWED[key])}")
-    if r < 1 or d < 1 or r > d:
+def check_settings(model: Any, d: int, r: int) -> None:
+    """UserError for settings that do not go together."""
+    if r > d:
         raise UserError(f"lsp.r: {r} numbers per row do not fit into d = {d} columns; set 1 <= r <= d")
     if model.dtype == torch.float16:
         raise UserError("dtype: lsp has no loss scaling, and float16 gradients underflow without; use bfloat16")

@@ -1,10 +1,11 @@
 """Data shared by the units of one step of LSP, and whether the step was applied to all of them.
 
 Without clipping a unit is updated before the gradients of others are known. A non-finite gradient leaves its unit
-unchanged, moments included. If that happened to some units and not to others, the weights mix two steps, and the run
-must stop. The result is known on the device (for units with moments there) and in the worker (for the others), both
-later than the host's launches: `check` reads the results that have arrived, and waits only on request. With clipping
-the global norm decides, and all units skip the step: nothing needs to be checked.
+unchanged, moments included; the units of a block on the host are one in this. If that happened to some units and not to
+others, the weights mix two steps, and the run must stop. The result is known on the device (for units with moments
+there) and in the worker (for the others), both later than the host's launches: `check` reads the results that have
+arrived, and waits only on request. With clipping the global norm decides, and all units skip the step: nothing needs to
+be checked.
 """
 
 from collections import defaultdict
@@ -27,13 +28,13 @@ class LSPStep:
         default_factory=lambda: defaultdict(dict)
     )  # targets with a gradient, by unit
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    norms: list[torch.Tensor] = field(default_factory=list)  # of the units whose gradients are complete
+    norms: list[torch.Tensor] = field(default_factory=list)  # of units on the device, and of groups sent to the host
     target_norms: dict[int, torch.Tensor] = field(default_factory=dict)  # of their targets, by the first element
-    host_norms: torch.Tensor | None = None  # on the host: by unit, and at the end the global norm
+    host_norms: torch.Tensor | None = None  # on the host: by the first unit sent, and at the end the global norm
     clip: torch.Tensor | None = None
     skip: torch.Tensor | None = None
-    submitted: int = 0  # number of units submitted to the worker
-    outcomes: list[bool] = field(default_factory=list)  # from the worker: whether a unit was updated
+    submitted: int = 0  # number of jobs submitted to the worker
+    outcomes: list[bool] = field(default_factory=list)  # from the worker: whether the units of a job were updated
     skips: list[torch.Tensor] = field(default_factory=list)  # of units on the device: 1.0 means not updated
     report: tuple[Any, torch.Tensor] | None = None  # an event, and the sum of `skips` on the host after it
 

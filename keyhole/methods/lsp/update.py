@@ -4,9 +4,9 @@
     finished              a unit's gradient is complete. Then, depending on where its moments are:
 
         device (adam.py)     the weights are updated at once, while the unit is on the device
-        host (host.py)       the gradient is sent to the host, and the step returns. A resident unit is updated as soon
-                             as it has arrived, at the latest at its use in the next forward pass; a streamed unit is
-                             updated at that use
+        host (host.py)       the gradients of a block are sent to the host, and the step returns. A resident unit is
+                             updated as soon as it has arrived, at the latest at its use in the next forward pass; a
+                             streamed unit is updated at that use
 
 Each unit has its moments in one of the two places (memory.py chooses); nothing else differs, so every mixture of places
 computes the same mathematics, and a state saved from one can be loaded into another.
@@ -14,8 +14,8 @@ computes the same mathematics, and a state saved from one can be loaded into ano
 Clipping needs the global norm, which is known at the end of the backward pass; every unit is then *owed* its update
 until its next use. Nothing is stale either way.
 
-If a gradient is not finite, its unit stays unchanged (step.py: whether the run can go on); with clipping the global
-norm decides.
+If a gradient is not finite, its unit stays unchanged, on the host its block (step.py: whether the run can go on); with
+clipping the global norm decides.
 """
 
 from collections.abc import Callable, Hashable
@@ -264,16 +264,21 @@ class SubspaceUpdates:
         self.recorded.update(key, run)
 
     def _collect(self, page: int, update: OwedUpdate, grad: torch.Tensor) -> None:
-        """Gradients for the host are sent when those of a whole block are complete (host.py)."""
+        """Gradients for the host are sent when those of a whole block are complete (host.py), or when the next block
+        begins. Steps that have returned are applied with every unit: there are few slots for them."""
         groups = self.host.groups
-        if any(groups[other] != groups[page] for other in self.complete):
+        if groups[next(iter(self.complete), page)] != groups[page]:
             self._send_complete()
         self.complete[page] = update, grad
         if len(self.complete) == self.host.group_sizes[groups[page]]:
             self._send_complete()
+        if not self.clips:
+            self._apply_arrived()
+            for other in [p for p in self.owed if p not in self.model.engine.streamed and self.host.idle]:
+                self.host.fetch(other)
 
     def _send_complete(self) -> None:
-        """Sends gradients to the host, and applies steps that have returned from there."""
+        """Sends the gradients that are complete, all of one group, to the host."""
         complete, self.complete = self.complete, {}
         if not complete:
             return
@@ -289,9 +294,6 @@ class SubspaceUpdates:
         self.owed |= {page: update for page, (update, _) in complete.items()}
         if not self.clips:
             self._submit(list(complete), step.host_norms[first])
-            self._apply_arrived()
-            for other in [p for p in self.owed if p not in self.model.engine.streamed and self.host.idle]:
-                self.host.fetch(other)
 
     def _submit(self, pages: list[int], norm: torch.Tensor) -> None:
         """Queues the update of pages of one group."""

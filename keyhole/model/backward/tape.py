@@ -18,18 +18,15 @@ last. The backward pass of a block takes the gradients of its outputs, and adds 
 outputs that they came from. All micro-batches can pass a block, in any order, before the block below is differentiated.
 
 Some models pass tensors between blocks in a mapping that all blocks share (Gemma 3n and 4: keys and values that later
-blocks reuse), of whatever class. Its entries are inputs of every block, and what a block writes into it are outputs.
-Tensors that a block leaves in another object would pass the cut unseen, and lose their gradients: they are refused.
+blocks reuse). Its entries are inputs of every block, and what a block writes into it are outputs (shared_objects.py).
 
 A block that draws random numbers (dropout) restores the generator's state of the first run for its recomputation.
 """
 
-import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,19 +39,17 @@ from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.block_graph import BlockGraph
 from keyhole.model.backward.compiled import Compiled, Saved
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    """Placeholder for a mapping among the arguments of a block."""
-
-    index: int
-
+from keyhole.model.backward.shared_objects import (
+    KNOWN,
+    MappingPlace,
+    copied,
+    emptied,
+    held_tensors,
+    refuse_new_tensors,
+)
 
 ACTIVATIONS = ("none", "block", "host", "auto")
 DEPTH = 32  # of modules within modules
-KNOWN = torch.Tensor | None | bool | int | float | str | torch.dtype | torch.device | _Mapping
-"""Arguments of a block that no block can leave a tensor in."""
 Origin = tuple["Visit", int] | torch.Tensor
 """Where an input came from: an output of a block, by its index among the outputs, or a graph between blocks."""
 
@@ -76,11 +71,11 @@ class Visit:
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the block for the first time; returns its output, detached."""
         shared = [x for x in (*args, *kwargs.values()) if isinstance(x, MutableMapping)]
-        self.empty_mappings = [_emptied(mapping) for mapping in shared]
+        self.empty_mappings = [emptied(mapping) for mapping in shared]
         if shared and (self.compiled is not None or self.through is not None):
             raise UserError("compile: blocks of this model hand tensors to each other in a mapping; set compile=false")
         if shared:
-            place = {id(mapping): _Mapping(i) for i, mapping in enumerate(shared)}
+            place = {id(mapping): MappingPlace(i) for i, mapping in enumerate(shared)}
             args = tuple(place.get(id(x), x) for x in args)
             kwargs = {name: place.get(id(x), x) for name, x in kwargs.items()}
         values, self.spec = tree_flatten((args, kwargs, [dict(mapping) for mapping in shared]))
@@ -90,7 +85,7 @@ class Visit:
         if self.may_draw and any(part.training for part in self.module.modules()):
             self.random = _random_state(_device_of(values))
         objects = [value for value in values if not isinstance(value, KNOWN)]
-        before = _held_tensors(objects)
+        before = held_tensors(objects)
         if self.has_graph:
             output, written = self._leave(self._with_graph(values))
         else:
@@ -101,7 +96,7 @@ class Visit:
         for mapping, new in zip(shared, written, strict=True):
             mapping.update(new)
         if objects:
-            _refuse_new_tensors(objects, before)
+            refuse_new_tensors(objects, before)
         return output
 
     @property
@@ -119,11 +114,11 @@ class Visit:
     def _run(self, values: list[Any]) -> tuple[Any, list[dict[Any, Any]]]:
         """The block's output, and what it wrote into its mappings, of which it gets copies."""
         args, kwargs, entries = tree_unflatten(values, self.spec)
-        copies = [copy.copy(empty) for empty in self.empty_mappings]
+        copies = [copied(empty) for empty in self.empty_mappings]
         for mapping, entry in zip(copies, entries, strict=True):
             mapping.update(entry)
-        args = [copies[x.index] if isinstance(x, _Mapping) else x for x in args]
-        kwargs = {name: copies[x.index] if isinstance(x, _Mapping) else x for name, x in kwargs.items()}
+        args = [copies[x.index] if isinstance(x, MappingPlace) else x for x in args]
+        kwargs = {name: copies[x.index] if isinstance(x, MappingPlace) else x for name, x in kwargs.items()}
         if self.through is not None:
             args, kwargs = tree_map(_fresh, (tuple(args), kwargs))
             return self.through(self.module, args, kwargs), []
@@ -316,28 +311,6 @@ def is_training(module: nn.Module) -> bool:
 def _fresh(value: Any) -> Any:
     """The tensor as one that is no view: compiled code is compiled again for views of another shape of tensor."""
     return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
-
-
-def _emptied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    found = copy.copy(mapping)
-    found.clear()
-    return found
-
-
-def _held_tensors(objects: list[Any]) -> list[torch.Tensor]:
-    """Tensors in the attributes of these objects, and in lists and dicts there."""
-    leaves = (leaf for value in objects for leaf in tree_flatten(dict(getattr(value, "__dict__", {})))[0])
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _refuse_new_tensors(objects: list[Any], before: list[torch.Tensor]) -> None:
-    known = {id(tensor) for tensor in before}
-    if any(id(tensor) not in known for tensor in _held_tensors(objects)):
-        kinds = ", ".join(sorted({type(value).__name__ for value in objects}))
-        raise UserError(
-            f"model: its blocks hand tensors to each other in an object ({kinds}) that keyhole cannot differentiate "
-            "through, block by block; use zo, or a baseline (adamw, sgd), which differentiates the model as a whole"
-        )
 
 
 def _device_of(values: list[Any]) -> torch.device:

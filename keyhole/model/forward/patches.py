@@ -6,6 +6,7 @@ recorded here and removed when the model is closed or deleted: the module is the
 counting frees it at once. The list holds weak references to modules.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -46,12 +47,13 @@ class Patches:
         self._undo.append(undo)
 
     def before_state_dict(self, module: nn.Module, hook: Callable[[], None]) -> None:
-        """Calls `hook` before the state_dict of the module and of every module in it, and before its
+        """Calls `hook` before the state_dict of the module or of any module in it, once, and before its
         load_state_dict."""
-        registers = [one.register_state_dict_pre_hook for one in module.modules()]
-        for register in (*registers, module.register_load_state_dict_pre_hook):
-            handle: RemovableHandle = register(lambda *args: hook())
-            self._undo.append(handle.remove)
+        handles: list[RemovableHandle] = [
+            one.register_state_dict_pre_hook(lambda *args: None if _is_nested() else hook()) for one in module.modules()
+        ]
+        handles.append(module.register_load_state_dict_pre_hook(lambda *args: hook()))
+        self._undo += [handle.remove for handle in handles]
 
     def forward(self, module: nn.Module, forward: Callable) -> None:
         """Replaces the forward of this one module."""
@@ -70,3 +72,9 @@ class Patches:
         """Removes all patches; safe to call again."""
         while self._undo:
             self._undo.pop()()
+
+
+def _is_nested() -> bool:
+    """Called in a hook: whether that state_dict was called by the state_dict of a module around it."""
+    called = sys._getframe(2)
+    return called.f_back is not None and called.f_back.f_code is called.f_code

@@ -14,7 +14,7 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.lsp import method as lsp
 from keyhole.methods.lsp.host import HostAdam
-from keyhole.methods.lsp.memory import count_numbers
+from keyhole.methods.lsp.memory import SLOTS, count_numbers
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.workload import Workload
@@ -115,6 +115,18 @@ def test_the_units_of_a_block_are_one_job(monkeypatch: pytest.MonkeyPatch, clip:
     assert all(len(found) == 1 for found in blocks), "units of several blocks in one job"
     assert sorted(page for job in jobs for page in job) == sorted(units), "a unit twice, or not at all"
     assert sum(found != {None} for found in blocks) == model.layout.block_count < len(model.layout.of_kind("block"))
+
+
+def test_resident_units_are_updated_while_the_backward_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the host is fast enough, only the last block and what comes after it are left for the next forward pass,
+    though a block has more units than there are slots for their steps."""
+    model = streamed(load(), max_unit_numel=4000, keep=("block", "table", "head"))
+    fetch = HostAdam.fetch
+    monkeypatch.setattr(HostAdam, "fetch", lambda host, unit: host.pool.drain() or fetch(host, unit))
+    method = LSP(model, optimizer_on="cpu", learn=False, **SMALL)
+    method.step([batch()])
+    units = [unit for unit in model.layout.of_kind("block") if unit.block == model.layout.block_count - 1]
+    assert len(units) > SLOTS and not {unit.index for unit in units} & set(method.updates.owed)
 
 
 @pytest.mark.parametrize("where", ["gpu", "cpu"])

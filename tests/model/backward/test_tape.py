@@ -1,7 +1,7 @@
 """A chain of blocks differentiated one at a time gives the gradients of one walk through the whole."""
 
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +116,39 @@ class Shelf(UserDict):
         self.name = name
 
 
+class Drawer(MutableMapping):
+    """A mapping that keeps its entries in an attribute, which a plain copy shares."""
+
+    def __init__(self) -> None:
+        self.entries = {}
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+class Chest(Drawer):
+    """One that keeps them further inside."""
+
+    def __init__(self) -> None:
+        self.drawers: list[dict[str, Any]] = [{}]
+
+    @property
+    def entries(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.drawers[0]
+
+
 class Sharing(nn.Module):
     """Writes its projection where later blocks find it."""
 
@@ -132,7 +165,7 @@ class Sharing(nn.Module):
 
 
 @pytest.mark.parametrize("activations", ["block", "none"])
-@pytest.mark.parametrize("make", [dict, UserDict, lambda: Shelf("kv")])
+@pytest.mark.parametrize("make", [dict, UserDict, lambda: Shelf("kv"), Drawer])
 def test_a_mapping_of_any_class_carries_gradients_between_blocks(activations: str, make: Callable[[], Any]) -> None:
     """The first block's weights get the gradients of all blocks that use what it has written."""
     blocks = [Sharing(seed, lambda at, y: at.update(y=y), lambda at: at.get("y")) for seed in range(3)]
@@ -153,6 +186,20 @@ def test_a_mapping_of_any_class_carries_gradients_between_blocks(activations: st
     reverse(tape)
     for one, other in zip(grads(blocks, x), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_mapping_whose_copies_share_its_entries_is_refused() -> None:
+    """Blocks get copies; the entries of the caller are as they were."""
+    writes = Sharing(0, lambda at, y: None, lambda at: at.get("y"))
+    shared, y = Chest(), torch.ones(1, 4)
+    shared["y"] = y
+    tape = Tape("block", ActivationStore(CPU, to_host=False))
+    with (
+        tape.recording([writes], lambda: 0),
+        pytest.raises(UserError, match="a mapping .Chest. that shares its entries"),
+    ):
+        writes(torch.ones(1, 4, requires_grad=True), shared)
+    assert shared["y"] is y
 
 
 @pytest.mark.parametrize("activations", ["block", "none"])

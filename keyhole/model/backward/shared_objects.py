@@ -1,0 +1,69 @@
+"""Objects that a model passes to all of its blocks, in which a block may leave tensors for later ones.
+
+a mapping         its entries are inputs of a block, and what the block writes into it are outputs (tape.py). A block
+                  gets a copy, in every run: the class and its attributes stay, the entries are those of its inputs
+another object    tensors in its attributes would pass the cut between two blocks unseen, and lose their gradients;
+                  a block that leaves some there is refused
+"""
+
+import copy
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from keyhole.errors import UserError
+
+WHOLE = "use zo, or a baseline (adamw, sgd), which differentiates the model as a whole"
+
+
+@dataclass(frozen=True)
+class MappingPlace:
+    """Stands for a mapping among the arguments of a block."""
+
+    index: int
+
+
+KNOWN = torch.Tensor | None | bool | int | float | str | torch.dtype | torch.device | MappingPlace
+"""Arguments of a block that no block can leave a tensor in."""
+
+
+def copied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """A copy with a store of its own: classes that keep their entries in an attribute share it with a plain copy."""
+    found = copy.copy(mapping)
+    stores = {name: x for name, x in getattr(found, "__dict__", {}).items() if isinstance(x, MutableMapping)}
+    for name, store in stores.items():
+        found.__dict__[name] = copy.copy(store)
+    return found
+
+
+def emptied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """A mapping of the same class and attributes, without entries."""
+    found, entries = copied(mapping), dict(mapping)
+    found.clear()
+    if len(mapping) != len(entries):
+        mapping.update(entries)
+        raise UserError(
+            f"model: its blocks hand tensors to each other in a mapping ({type(mapping).__name__}) that shares its "
+            f"entries with its copies; {WHOLE}"
+        )
+    return found
+
+
+def held_tensors(objects: list[Any]) -> list[torch.Tensor]:
+    """Tensors in the attributes of these objects, and in lists and dicts there."""
+    leaves = (leaf for value in objects for leaf in tree_flatten(dict(getattr(value, "__dict__", {})))[0])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def refuse_new_tensors(objects: list[Any], before: list[torch.Tensor]) -> None:
+    """UserError if a block has left tensors in these objects, which held `before` when it began."""
+    known = {id(tensor) for tensor in before}
+    if any(id(tensor) not in known for tensor in held_tensors(objects)):
+        kinds = ", ".join(sorted({type(value).__name__ for value in objects}))
+        raise UserError(
+            f"model: its blocks hand tensors to each other in an object ({kinds}) that keyhole cannot differentiate "
+            f"through, block by block; {WHOLE}"
+        )
