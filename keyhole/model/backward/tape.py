@@ -325,8 +325,8 @@ def _emptied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
 
 
 def _held_tensors(objects: list[Any]) -> list[torch.Tensor]:
-    """Tensors that may have gradients (not masks or positions) in the attributes of these objects, and in lists and dicts
-    there."""
+    """Tensors that may have gradients (not masks or positions) in the attributes of these objects, and in lists and
+    dicts there."""
     leaves = (leaf for value in objects for leaf in tree_flatten(dict(getattr(value, "__dict__", {})))[0])
     return [x for x in leaves if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())]
 
