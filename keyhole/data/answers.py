@@ -55,7 +55,7 @@ from keyhole.errors import UserError, printable
 SPACE = re.compile(r"\s*")
 MOST_TURNS, MOST_RENDERED = 2**12, 2**17  # of a chat; and turns that are written to find its answers
 LONG, SURE = 128, 16  # turns of a long chat; answers that began after the same text, before that is taken as given
-ABOUT_TURNS = ("name", "id", "tool_call_id")  # keys of turns that are no answers, which few templates write
+ABOUT_TURNS = ("name", "tool_call_id")  # keys of turns that are no answers, which few templates write
 
 Span = tuple[int, int]
 

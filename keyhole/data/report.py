@@ -124,7 +124,7 @@ class Report:
         if self.missing:
             out.append(f"the tokenizer has no token for these characters, and leaves them out: {listed(self.missing)}")
         if self.foreign:
-            named = listed(f"{word} ({count:,} texts)" for word, count in self.foreign.items())
+            named = listed(f"{word} ({counted(count, 'text')})" for word, count in self.foreign.items())
             out.append(
                 f"what looks like a control token, and is none of this tokenizer, is read as plain text: {named}; are "
                 "the data, or the chat template, made for another model?"
@@ -140,7 +140,7 @@ class Report:
         )
         out += [f"{count:,} {what}" for count, what in lost if count]
         if self.lost_variables:
-            named = listed(f"{name} ({count:,} chats)" for name, count in self.lost_variables.items())
+            named = listed(f"{name} ({counted(count, 'chat')})" for name, count in self.lost_variables.items())
             out.append(f"chat_template_kwargs has variables that the chat template does not read: {named}")
         if meant := [name for name in self.unread if name in WITH_A_MEANING]:
             out.append(f"columns that have a meaning, but not in this format of data: {self._counted(meant)}")
@@ -159,7 +159,7 @@ class Report:
         return out
 
     def _counted(self, columns: list[str]) -> str:
-        return listed(f"{name} ({self.unread[name]:,} rows)" for name in columns)
+        return listed(f"{name} ({counted(self.unread[name], 'row')})" for name in columns)
 
 
 def count_names(counts: dict[str, int], names: Iterable[str]) -> None:

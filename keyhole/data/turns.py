@@ -180,9 +180,10 @@ def is_written(text: str, where: str) -> bool:
 
 
 def further_texts(turn: Turn) -> dict[str, list[str]]:
-    """Keys of a turn without a meaning of their own, and the texts and flags under them (0 or 1: a flag in a table)."""
+    """Keys of a turn without a meaning of their own, and the texts and flags under them (0 or 1: a flag in a table).
+    An id is nothing that a turn says."""
     spoken = [key for key in REASONING if isinstance(turn.get(key), str)]
-    others = {key: value for key, value in turn.items() if key not in READ and key not in spoken}
+    others = {key: value for key, value in turn.items() if key not in (*READ, *spoken, "id")}
     flags = {key: [repr(value)] for key, value in others.items() if value in (0, 1)}
     found = {key: _texts(value) for key, value in others.items()} | flags
     return {key: texts for key, texts in found.items() if texts}

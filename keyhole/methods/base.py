@@ -306,6 +306,13 @@ def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
             load(self, without(state, METHOD))
         except UserError:
             raise
+        except RuntimeError as error:
+            if "must match the size" not in str(error):  # torch's words for other shapes
+                raise
+            raise UserError(
+                f"{self.name}: the state is of another model, or of other settings, and does not fit: make the method "
+                f"as it was made when the state was saved ({error})"
+            ) from error
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"{self.name}: this is not a state that {type(self).__name__}.state_dict returned "
@@ -324,7 +331,8 @@ def as_number(lr: Any) -> Any:
 
 
 def checked_rate(lr: Any) -> float:
-    """Checks a learning rate, for callers that have no config."""
+    """Checks a learning rate, for callers that have no config; one number in a tensor or an array is a rate too."""
+    lr = as_number(lr)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr) or lr < 0:
         raise UserError(f"lr: {lr!r} is no learning rate; a number of at least 0 is needed")
     return float(lr)

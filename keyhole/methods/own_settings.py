@@ -32,7 +32,7 @@ def check_settings(name: str, given: Mapping[str, Any]) -> None:
     kinds = SHARED | _kinds(name)
     for key, value in given.items():
         if key in kinds and not _fits(value, kinds[key]) and not (key == COMPILE and isinstance(value, str)):
-            where = key if key in SHARED else f"{name}.{key}"
+            where = key if key in SHARED else f"{name.replace('-', '_')}.{key}"  # as in a config
             raise UserError(f"{where}: found {value!r}, expected {_words(kinds[key])}")
 
 

@@ -6,7 +6,8 @@ would be added to them, so they are refused.
 
 What is trained is decided when a method is made: optimizer state, spans of weights and hooks exist for these parameters
 only. One that is frozen later gets no gradient, and stays as it is; a method without gradients (`may_freeze` is False)
-would go on to change it. One that requires gradients only later would never change.
+would go on to change it. One that requires gradients only later would never change. With all of them frozen, a step
+would train nothing.
 """
 
 from itertools import chain
@@ -41,6 +42,11 @@ def check_step(method: "Method") -> None:
             raise UserError(
                 f"requires_grad: {listed(names[True])} was frozen after {method.name} was made, which would still "
                 "change it: make the method again, after flush(), and give it the state (load_state_dict)"
+            )
+        if method.addon is None and not any(now):
+            raise UserError(
+                f"requires_grad: all parameters were frozen after {method.name} was made, and a step would train "
+                "nothing: call requires_grad_(True) on those that are to be trained"
             )
     beside = {} if method.addon is None else method.addon.params
     if method.may_freeze and any(grad is not None for grad in map(GRAD, chain(params, beside.values()))):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import as_number, checked_rate
+from keyhole.methods.base import checked_rate
 
 if TYPE_CHECKING:
     from keyhole.methods.base import Method
@@ -111,7 +111,7 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _share_rate(self) -> None:
         """Makes both rates equal."""
         (group,) = self.param_groups
-        rate = checked_rate(as_number(group["lr"]))
+        rate = checked_rate(group["lr"])
         if rate != self.seen:
             self.method.lr = rate
         group["lr"] = self.seen = self.method.lr

@@ -207,6 +207,14 @@ def test_what_a_turn_says_under_keys_of_its_own_is_counted() -> None:
     assert found == ["<|im_end|>"] and lost.empty == 1 and lost.unheard == 1
 
 
+def test_the_id_of_a_turn_is_nothing_that_it_says() -> None:
+    """Logs of chats have one in every turn, of the assistant too."""
+    asked, said = chat("Hi", "A.")
+    assert not any(trained(chats.CHATML, [asked | {"id": "m-1"}, said | {"id": "m-2"}])[1])
+    found, lost = trained(chats.CHATML, [asked, {"role": "assistant", "content": "", "id": "m-2"}])
+    assert found == ["<|im_end|>"] and lost.empty == 1
+
+
 def test_a_system_prompt_a_question_and_tools_that_are_not_written_are_counted() -> None:
     """A template that skips turns, or knows no tools, changes what the answer answers; white space is no text."""
     said = [{"role": "system", "content": " Be brief.\n"}, *chat("First?", "A.", "Second?", "B.")]

@@ -212,7 +212,7 @@ def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
     row = {"prompt": "a", "completion": "b", "system": "Be kind.", "context": "text"}
     path = write(tmp_path / "a.jsonl", [row, row | {"context": ""}])
     lines = prepare(path, tokenizer()).report.lines()
-    assert "columns that are not used: context (1 rows)" in lines
+    assert "columns that are not used: context (1 row)" in lines
     assert [line for line in lines if "warning" in line and "system (2 rows)" in line]
     chosen = prepare(path, tokenizer(), prompt="{prompt} {system}").report
     assert not chosen.unread

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -302,6 +303,13 @@ def test_a_rate_that_was_refused_can_be_replaced() -> None:
     assert method.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.parametrize("name", ["zo", "lomo", "lomo-lora", "lora", "lsp", "adam-offload", "adamw", "sgd", "galore"])
+def test_one_number_in_a_tensor_or_an_array_is_a_rate_from_the_start(name: str) -> None:
+    """As for a rate that is set later."""
+    for rate in (np.float32(0.5), np.array(0.5), torch.tensor(0.5)):
+        assert METHODS[name].load()(load("llama"), rate).lr == 0.5
+
+
 def test_parameters_that_are_taken_out_of_the_group_and_other_groups_are_refused() -> None:
     """They would be trained on, and the rate of another group would become that of all parameters."""
     changes: list[Any] = [
@@ -508,6 +516,55 @@ def test_gradients_that_the_caller_has_left_are_refused(cls: type) -> None:
         method.flush()
         found.append(weights(model))
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("name", ["lomo", "lsp", "adam-offload", "adamw"])
+def test_a_step_with_everything_frozen_is_refused(name: str) -> None:
+    """It would return a loss and train nothing; thawed again, the step goes on."""
+    own = {"d": 16, "r": 2, "learn": False} if name == "lsp" else {}
+    model = load("llama")
+    method = METHODS[name].load()(model, 1e-3, **own)
+    model.module.requires_grad_(False)
+    with pytest.raises(UserError, match=f"all parameters were frozen after {name} was made"):
+        method.step(micro_batches(0, 1))
+    model.module.requires_grad_(True)
+    method.step(micro_batches(0, 1))
+
+
+@pytest.mark.parametrize("name", ["lomo", "adalomo", "lomo-lora"])
+def test_blocks_may_be_frozen_before_the_first_step(name: str) -> None:
+    """What begins later is frozen after the method was made, and hides no gradient."""
+    model = load("llama")
+    method = METHODS[name].load()(model, 1e-3)
+    model.module.model.layers.requires_grad_(False)
+    before = weights(model)
+    method.step(micro_batches(0, 1))
+    model.module.model.layers.requires_grad_(True)
+    method.step(micro_batches(0, 1))
+    assert not any(torch.equal(before[key], now) for key, now in weights(model).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "made", "says"),
+    [
+        ("lsp", {"d": 16, "r": 2}, {"d": 8, "r": 2}, "does not fit: make the method as it was made"),
+        ("lora", {"r": 4}, {"r": 8}, "does not fit: make the method as it was made"),
+        ("zo", {"rank": 2, "fold": False}, {}, "learned low-rank factors, which would be lost"),
+    ],
+)
+def test_the_state_of_other_settings_is_refused(
+    name: str, saved: dict[str, Any], made: dict[str, Any], says: str
+) -> None:
+    """By a message of its own, and not by torch's alone; nothing that was learned is left out in silence."""
+    method = METHODS[name].load()(load("llama"), 1e-3, **saved)
+    method.step(micro_batches(0, 1))
+    with pytest.raises(UserError, match=says):
+        METHODS[name].load()(load("llama"), 1e-3, **made).load_state_dict(method.state_dict())
+
+
+def test_a_wrong_setting_is_named_as_in_a_config() -> None:
+    with pytest.raises(UserError, match=r"adam_offload\.beta1: found 1\.0, expected a number >= 0"):
+        keyhole.AdamOffload(load("llama"), 1e-3, beta1=1.0)
 
 
 @pytest.mark.parametrize("name", ["zo", "lomo", "lsp", "adam-offload", "adamw"])

@@ -255,7 +255,7 @@ class LOMO(UpdateSink, Method):
         """Updates these parameters."""
 
     def _refuse_hidden_gradients(self) -> None:
-        in_blocks = {t.name for t in self.trained if t.block is not None}
+        in_blocks = {t.name for t in self.trained if t.block is not None and t.param.requires_grad}
         if in_blocks and not in_blocks & self.received:
             raise UserError(
                 f"{self.name}: no parameter of a block received a gradient; something around the model hides it "

@@ -342,6 +342,10 @@ class ZO(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["seed"] != self.noise["seed"]:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
+        if self.factors is None and "factors" in state:
+            raise UserError(
+                "zo.rank: the state has learned low-rank factors, which would be lost; zo.rank must be as it was"
+            )
         self.step_count = int(state["step_count"])
         if self.factors is not None:
             factor_state.from_state(self.factors, state, self.step_count)

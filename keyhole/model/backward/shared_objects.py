@@ -53,9 +53,10 @@ def emptied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
 
 
 def held_tensors(objects: list[Any]) -> list[torch.Tensor]:
-    """Tensors in the attributes of these objects, and in lists and dicts there."""
+    """Tensors that may have gradients (not masks or positions) in the attributes of these objects, and in lists and
+    dicts there."""
     leaves = (leaf for value in objects for leaf in tree_flatten(dict(getattr(value, "__dict__", {})))[0])
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [x for x in leaves if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())]
 
 
 def refuse_new_tensors(objects: list[Any], before: list[torch.Tensor]) -> None:

@@ -213,3 +213,12 @@ def test_tensors_in_an_object_that_is_no_mapping_are_refused(activations: str) -
         reads(x, SimpleNamespace(mask=torch.ones(4)))
         with pytest.raises(UserError, match="hand tensors to each other in an object .SimpleNamespace."):
             writes(x, SimpleNamespace(mask=torch.ones(4)))
+
+
+@pytest.mark.parametrize("activations", ["block", "none"])
+def test_a_mask_that_a_block_leaves_in_an_object_is_no_loss(activations: str) -> None:
+    """Booleans and whole numbers have no gradients."""
+    counts = Sharing(0, lambda at, y: setattr(at, "used", [y > 0, y.argmax()]), lambda at: None)
+    tape = Tape(activations, ActivationStore(CPU, to_host=False))
+    with tape.recording([counts], lambda: 0):
+        counts(torch.ones(1, 4, requires_grad=True), SimpleNamespace())
