@@ -326,12 +326,18 @@ def test_a_disk_that_fails_to_flush_lets_training_go_on(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the kernel took and could not put on the disk is known before the checkpoint gets its name."""
-    error = OSError(5, "Input/output error")
+    error, flushed, write_at = OSError(5, "Input/output error"), threading.Event(), hand.write_at
 
     def fail(file: int) -> None:
+        flushed.set()
         raise error
 
+    def write(*args: Any) -> None:
+        assert flushed.wait(20)  # writers of so little might be done before anything is flushed
+        write_at(*args)
+
     monkeypatch.setattr(snapshots, "flush_data", fail)
+    monkeypatch.setattr(hand, "write_at", write)
     background, opt = begun(tiny_model, tmp_path)
     for step in (1, 2, 3):
         opt.step(batch(step))
