@@ -53,8 +53,8 @@ and 1.3 on the N1) and PLAIN (1.1 to 1.3 on the N1) are chosen within these boun
 
 AWAY is from six runs of streamed `lsp` on a Llama-3.5B whose blocks were cut in five, when every unit had a job of its
 own. What they took beyond the exposed update of the embedding was 2.1 to 2.6 times the launches that had been counted,
-whatever the number of threads that update; a profile showed the GPU waiting for launches. With one job per block two
-runs took 0.371 and 0.378 s, for 0.378 and 0.40 planned (_i.json).
+whatever the number of threads that update; a profile showed the GPU waiting for launches. With one job per block a run
+took 0.371 s, for 0.378 planned (_i.json).
 
 UNIT is 10.4 measured that way, 0.7 for Triton's launcher (21 us on the N1, measured with a driver that launches
 nothing), and 3 for CUDA's events, streams and copies, which a CPU does not have: about 20 calls of a third of a launch

@@ -15,8 +15,8 @@ against 59 in place (benchmarks/ops_lsp.py --host). The link is not the bottlene
 moments on the device, up to the rounding of two kernels.
 
 Down and worker take the units of a block together, because each costs the launching thread some 0.7 ms, whatever its
-size: a Llama-3.5B with blocks cut in five had 85 of them, and its backward pass waited for launches
-(0.22 s instead of 0.16 with all moments on the GPU, whatever the number of threads).
+size: a Llama-3.5B with blocks cut in five had 85 of them, and its backward pass waited for launches (0.19 to 0.22 s
+instead of 0.16 with all moments on the GPU).
 
 schedule.py gives the order of the jobs. If a gradient is not finite, the steps of its block are nan, which leaves the
 weights unchanged, without decay (ops/), and their moments do not change.

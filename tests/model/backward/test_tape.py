@@ -220,5 +220,7 @@ def test_a_mask_that_a_block_leaves_in_an_object_is_no_loss(activations: str) ->
     """Booleans and whole numbers have no gradients."""
     counts = Sharing(0, lambda at, y: setattr(at, "used", [y > 0, y.argmax()]), lambda at: None)
     tape = Tape(activations, ActivationStore(CPU, to_host=False))
+    left = SimpleNamespace()
     with tape.recording([counts], lambda: 0):
-        counts(torch.ones(1, 4, requires_grad=True), SimpleNamespace())
+        counts(torch.ones(1, 4, requires_grad=True), left)
+    assert left.used[0].dtype == torch.bool and len(tape.stops) == 1
