@@ -57,13 +57,14 @@ def test_a_terminal_has_one_line_that_is_gone_at_the_end() -> None:
     assert text == f"{CLEAR}loading the model{CLEAR}reading weights: 1.0 of 4.0 GiB{CLEAR}"
 
 
-def test_nothing_is_said_in_silence_or_into_a_closed_stream() -> None:
+def test_nothing_is_said_in_silence_or_into_a_closed_stream(capsys: pytest.CaptureFixture[str]) -> None:
     """A comparison has the screen; a stream that nobody reads is no reason to stop."""
     closed = Terminal()
     closed.close()
     for waiting in (Waiting(silent=True), Waiting(stream=closed)):
         with waiting.phase("importing", now=True):
             tell("reading", 1)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_totals_may_be_unknown() -> None:
