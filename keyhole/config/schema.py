@@ -79,6 +79,8 @@ class RunConfig:
     """Storage format of the weights, also on the link; int8, int4, nf4 = frozen blocks (docs/base.md); null = dtype."""
     tf32: bool = False
     """Compute float32 products in TF32 on the GPU: several times faster, with 10 bits of mantissa instead of 23."""
+    freeze: str | list[str] | None = None
+    """Parameters that are not trained: embeddings (with the head), names with *, or modules; null = all are trained."""
     expert_units: bool = True
     """Compute and move large stacks of experts one expert at a time; false = whole stacks, with a grouped product."""
     device: str | None = None

@@ -31,6 +31,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
+from keyhole.model.structure.freeze import freeze as freeze_parameters
 from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
@@ -57,6 +58,7 @@ def load(
     tf32: bool = False,
     graphs: bool = True,
     reverse_graphs: bool = True,
+    freeze: str | list[str] | None = None,
     expert_units: bool = True,
     gather: str = "auto",
     workload: Workload | None = None,
@@ -75,6 +77,7 @@ def load(
     tf32: float32 products may use TF32, in the whole process, while the model exists (docs/process.md).
     graphs: small blocks may run as CUDA graphs (model/forward/graphs.py); reverse_graphs: also in first-order steps
     (model/backward/recorded.py).
+    freeze: parameters that are not trained: "embeddings", modules, names with * (model/structure/freeze.py).
     expert_units=False: large stacks of experts are computed and moved whole (docs/methods.md).
     gather: whether each rank of a machine uploads a part of a unit (offload/gather.py): auto (measured), always, never.
     workload: what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
@@ -101,6 +104,7 @@ def load(
         warn_if_slow(choice, device)
         stored = source.find_weights(wire, factors=adapter and init == "pretrained")
         module = source.build_module(choice.dtype, seed, expert_units)
+        freeze_parameters(module, freeze)
         files = stored.directory if init == "pretrained" else None
         formats, said = choose_format(module, files, choice.dtype, stored.wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)

@@ -34,6 +34,7 @@ from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
+from keyhole.model.structure.freeze import freeze
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.published import choose_format, forget_what_is_read
 from keyhole.model.weights.read import check_weights
@@ -63,7 +64,7 @@ def load_model(
         where |= {"device": ranks.device(config.device), "ranks": ranks}
     source = weights_source(config, choice)
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
-    how |= {"expert_units": config.expert_units, **_head(config, data)}
+    how |= {"freeze": config.freeze, "expert_units": config.expert_units, **_head(config, data)}
     how["adapter"] = source == config.model  # in a checkpoint, adapters are part of the method's state
     return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
 
@@ -126,6 +127,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     directory = Path(source) if Path(source).is_dir() else None
     forget_what_is_read(hf_config, directory)
     module = build(hf_config, chosen.dtype, expert_units=config.expert_units)
+    freeze(module, config.freeze)
     formats, said = choose_format(module, directory, chosen.dtype, config.wire)
     layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))
     where = [start_block.device_line(config.device, device), str(chosen), *said]

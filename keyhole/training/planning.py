@@ -27,6 +27,7 @@ from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
+from keyhole.model.structure.freeze import freeze
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.format import Wire
 from keyhole.model.weights.published import forget_what_is_read
@@ -62,6 +63,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     named = request.is_config or any(word.startswith("method=") for word in (asked.model, *asked.overrides))
     choice = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, choice.dtype, expert_units=config.expert_units)
+    freeze(module, config.freeze)
     question = Question(
         module=module,
         dtype=choice.dtype,

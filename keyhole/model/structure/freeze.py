@@ -1,0 +1,69 @@
+"""`freeze`: which parameters a run leaves as they are.
+
+A parameter is frozen if one of these describes it:
+
+    embeddings              the tables of tokens and positions, and the head over the vocabulary
+    model.layers.0          a module: everything below it
+    *.mlp.down_proj.*       a name with `*` for any characters, `?` for one, [0-9] for one of several
+
+A tied parameter has several names, and is frozen by any of them. A frozen parameter has `requires_grad` False, as if
+the user had called requires_grad_(False) on it: it has no gradient, no noise and no optimizer state, and the memory
+plan counts none.
+
+For `zo` this is more than a saving. A step moves all of d weights at random along one projected gradient; the useful
+part of the move grows with |g|^2 of the trained weights, the harmful part with the noise of their gradients times the
+trace of their Hessian. Weights that have much of the trace and little of the gradient slow the others down
+(docs/methods.md, "Which weights zo trains").
+"""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from keyhole.errors import UserError
+
+EMBEDDINGS = "embeddings"
+WILD = "*?["
+
+
+def freeze(module: nn.Module, described: str | Sequence[str] | None) -> None:
+    """Freezes the parameters so described; UserError for a description that fits none, or if none would be trained."""
+    if described is None:
+        return
+    for text in [described] if isinstance(described, str) else described:
+        found = list(_described(module, text))
+        if not found:
+            raise UserError(f"freeze: no parameter of {type(module).__name__} is called {text!r}{_meant(module, text)}")
+        for param in found:
+            param.requires_grad_(False)
+    if not any(param.requires_grad for param in module.parameters()):
+        raise UserError("freeze: every parameter is frozen, so there is nothing to train; freeze fewer")
+
+
+def _described(module: nn.Module, text: str) -> Iterator[nn.Parameter]:
+    if text == EMBEDDINGS:
+        yield from _embeddings(module)
+        return
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name == text or name.startswith(f"{text}.") or (any(c in text for c in WILD) and fnmatchcase(name, text)):
+            yield param
+
+
+def _embeddings(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Of every table, and of the head over the vocabulary; that of a classifier is no embedding."""
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            yield from part.parameters()
+    head = module.get_output_embeddings()
+    if head is not None:
+        yield from head.parameters()
+
+
+def _meant(module: nn.Module, text: str) -> str:
+    """The names most like it, or how names look."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    known = [*names, *(name for name, _ in module.named_modules() if name), EMBEDDINGS]
+    close = get_close_matches(text, known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; names are such as {names[-1]}, or {EMBEDDINGS}"

@@ -1,0 +1,130 @@
+"""`freeze`: what it describes stays as it was, to the bit, with every method and placement; the rest is trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import keyhole
+from keyhole.cli import main
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from keyhole.model.structure.freeze import freeze
+from keyhole.model.structure.skeleton import build
+from tests.model.decoders import batch, config
+
+OWN: dict[str, dict[str, Any]] = {"lsp": {"d": 16, "r": 2, "learn": False}, "galore": {"rank": 4}}
+CASES = {name: (name, OWN.get(name, {})) for name in METHODS if not METHODS[name].keeps_base}
+CASES["zo of low rank"] = ("zo", {"rank": 2, "refresh": 2})
+CASES["zo with factors"] = ("zo", {"rank": 2, "refresh": 2, "fold": False})
+STREAMED = [name for name, (method, _) in CASES.items() if METHODS[method].streams]
+
+
+def trained(case: str, placement: str, described: list[str], device: str = "cpu") -> dict[str, torch.Tensor]:
+    """The weights after three steps, or on a GPU after six: the last ones are recorded."""
+    name, own = CASES[case]
+    where = {"device": device, "placement": placement}
+    model = keyhole.load(config("qwen2"), init="random", freeze=described, **where)
+    method = METHODS[name].load()(model, 1e-2, **own)
+    for step in range(3 if device == "cpu" else 6):
+        method.step(batch(seed=step))
+    method.flush()
+    return {name: tensor.clone() for name, tensor in model.named_tensors()}
+
+
+def names(described: str | list[str], family: str = "llama", **changed: Any) -> list[str]:
+    module = build(config(family, **changed), torch.float32)
+    freeze(module, described)
+    return [name for name, param in module.named_parameters() if not param.requires_grad]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_frozen_stays_and_the_rest_is_trained(case: str) -> None:
+    model = keyhole.load(config("qwen2"), init="random", device="cpu")
+    before = {name: tensor.clone() for name, tensor in model.named_tensors()}
+    after = trained(case, "resident", ["embeddings", "*.mlp.*", "model.layers.0"])
+    same = {name for name, tensor in after.items() if name in before and torch.equal(tensor, before[name])}
+    assert same == {n for n in before if "embed" in n or "lm_head" in n or ".mlp." in n or "layers.0." in n}
+    assert set(before) - same
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_streamed_equals_resident_with_frozen_parameters(case: str) -> None:
+    found = [trained(case, placement, ["embeddings", "*.k_proj.*"]) for placement in ("resident", "stream")]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", STREAMED)
+def test_streamed_equals_resident_with_frozen_parameters_on_a_gpu(case: str) -> None:
+    found = [trained(case, placement, ["embeddings", "*.k_proj.*"], "cuda") for placement in ("resident", "stream")]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_description_is_a_word_a_module_or_a_pattern() -> None:
+    assert names("embeddings") == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert names("embeddings", "opt") == ["model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight"]
+    assert names("embeddings", "llama", tie_word_embeddings=True) == ["model.embed_tokens.weight"]
+    assert names("lm_head", "llama", tie_word_embeddings=True) == ["model.embed_tokens.weight"]  # by its second name
+    assert names(["model.norm.weight", "*.1.*up_proj*"]) == ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+    assert {name.split(".")[2] for name in names("model.layers.1")} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ("model.layer.1", r"no parameter of LlamaForCausalLM is called 'model.layer.1'; did you mean model.layers.1"),
+        ("embedding", "did you mean embeddings"),
+        (["embeddings", "xyz"], "is called 'xyz'; names are such as lm_head.weight, or embeddings"),
+        ("", "is called ''"),
+        ("*", "every parameter is frozen"),
+    ],
+)
+def test_a_description_that_fits_nothing_or_everything_is_refused(described: str | list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        names(described)
+
+
+def test_the_head_of_a_classifier_is_no_embedding() -> None:
+    model = keyhole.load("demo", device="cpu", head="classification", num_labels=3, freeze="embeddings")
+    frozen = [name for name, param in model.module.named_parameters() if not param.requires_grad]
+    assert frozen == ["model.embed_tokens.weight"] and isinstance(model.module.score, nn.Linear)
+
+
+def test_a_run_resumes_and_replays_with_frozen_embeddings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """N + M steps are those of one run, and the journal leads to the same weights; the setting may not change."""
+    words = ["train", "demo-zo", "eval_steps=null", "save_steps=2", "lr_scheduler_type=constant", "freeze=embeddings"]
+    whole, cut, again = (tmp_path / name for name in ("whole", "cut", "again"))
+    assert main([*words, "max_steps=4", f"output_dir={whole}"]) == 0
+    assert "frozen     1 x model.embed_tokens.weight" in capsys.readouterr().out
+    assert main([*words, "max_steps=2", f"output_dir={cut}"]) == 0
+    assert main([*words, "max_steps=4", "freeze=null", f"output_dir={cut}", "--resume"]) == 2
+    assert "freeze: the run has embeddings, the config now says null" in capsys.readouterr().err
+    assert main([*words, "max_steps=4", f"output_dir={cut}", "--resume"]) == 0
+    assert main(["replay", "demo", str(cut), str(again)]) == 0
+    saved = [dict(keyhole.load(str(path), device="cpu").named_tensors()) for path in (whole, cut, again)]
+    first = dict(keyhole.load("demo", device="cpu").named_tensors())
+    for name, tensor in saved[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in saved[1:])
+        assert torch.equal(tensor, first[name]) == ("embed" in name or "lm_head" in name)
+
+
+def test_the_plan_counts_no_state_of_what_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two moments of AdamW at least, in float32."""
+    found = []
+    for words in ([], ["freeze=embeddings"]):
+        assert main(["plan", "demo", "method=adamw", "placement=resident", "--gpu", "8GiB", "--json", *words]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        found.append(next(row["gpu_bytes"] for row in rows if row["method"] == "adamw"))
+    table = keyhole.load("demo", device="cpu").layout.table.shape.numel()
+    assert found[0] - found[1] >= 8 * table
+
+
+def test_adapters_alone_are_trained_whatever_is_frozen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["train", "demo-lora", "freeze=embeddings", f"output_dir={tmp_path / 'out'}", "--dry-run"]
+    assert main(words) == 0
+    assert "freeze: has no effect: lora trains adapters" in "".join(capsys.readouterr())
