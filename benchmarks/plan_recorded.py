@@ -87,6 +87,7 @@ CHECKS = (
     "plan_check_h200_2026-11-17_g",
     "plan_check_h200_2026-11-17_h",
     "plan_check_h200_2026-11-17_i",
+    "plan_check_h200_2026-11-17_j",
 )
 SIXTH, EIGHTH = CHECKS[5], CHECKS[7]
 RISING, UNUSUAL = "adam-offload", "sgd"  # in it

@@ -32,7 +32,7 @@ def trained(case: str, placement: str, described: list[str], device: str = "cpu"
     for step in range(3 if device == "cpu" else 6):
         method.step(batch(seed=step))
     method.flush()
-    return {name: tensor.clone() for name, tensor in model.named_tensors()}
+    return {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
 
 
 def names(described: str | list[str], family: str = "llama", **changed: Any) -> list[str]:
@@ -44,7 +44,7 @@ def names(described: str | list[str], family: str = "llama", **changed: Any) -> 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_frozen_stays_and_the_rest_is_trained(case: str) -> None:
     model = keyhole.load(config("qwen2"), init="random", device="cpu")
-    before = {name: tensor.clone() for name, tensor in model.named_tensors()}
+    before = {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
     after = trained(case, "resident", ["embeddings", "*.mlp.*", "model.layers.0"])
     same = {name for name, tensor in after.items() if name in before and torch.equal(tensor, before[name])}
     assert same == {n for n in before if "embed" in n or "lm_head" in n or ".mlp." in n or "layers.0." in n}
