@@ -58,7 +58,9 @@ ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
 PARTS = ZO | {"zo": {"estimator": "grzo", "directions": 16, "rank": 4, "refresh": 50}}  # a direction per row
 BF16 = {"dtype": "bfloat16"}
 RANK = {"rank": 2, "refresh": 50}
-BLOCKS = {"freeze": "embeddings", "num_dev": 500}  # zo trains what is in the blocks
+CLIP = {"clip": 5.0}  # of the projected gradient, which is three times as large before the first steps as later
+BLOCKS = {"freeze": "embeddings"}
+DEV = {"num_dev": 500, "eval_steps": 1000}
 LARGE = ZO | BF16 | {"batch_size": 128, "max_steps": 1000, "eval_steps": 500, "pad_to_multiple_of": 64}  # one width
 SHORT = {"max_steps": 400, "eval_steps": 400}
 MINUTES = {"max_steps": 6000, "eval_steps": 2000, "pad_to_multiple_of": "auto"}  # max_steps by the GPU's pace
@@ -92,13 +94,13 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         [0, 1, 2],
         LARGE | {"learning_rate": 8e-5, "zo": RANK | {"fold": False}, "wire": "int4"},
     ),
-    "sst2-zo-blocks": ("sst2", [0, 1, 2], ZO | BLOCKS | {"learning_rate": [7e-5, 1.2e-4], "eval_steps": 1000}),
-    "sst2-zo-bf16-blocks": ("sst2", [0, 1, 2], LARGE | BLOCKS | {"learning_rate": 3e-4}),
-    "sst2-zo-rank-blocks": ("sst2", [0, 1, 2], LARGE | BLOCKS | {"learning_rate": 2e-4, "zo": RANK}),
-    "sst2-zo-int4-blocks": (
+    "sst2-zo-clip": ("sst2", [0, 1, 2], ZO | DEV | {"learning_rate": 8e-5, "zo": CLIP}),
+    "sst2-zo-clip-blocks": ("sst2", [0, 1, 2], ZO | DEV | BLOCKS | {"learning_rate": 8e-5, "zo": CLIP}),
+    "sst2-zo-rank-clip": ("sst2", [0, 1, 2], LARGE | DEV | {"learning_rate": 1.5e-4, "zo": RANK | CLIP}),
+    "sst2-zo-int4-clip": (
         "sst2",
         [0, 1, 2],
-        LARGE | BLOCKS | {"learning_rate": 2e-4, "zo": RANK | {"fold": False}, "wire": "int4"},
+        LARGE | DEV | {"learning_rate": 1.5e-4, "zo": RANK | CLIP | {"fold": False}, "wire": "int4"},
     ),
     "sst2-zo-minutes": ("sst2", [0], LARGE | MINUTES | {"learning_rate": 7e-5}),
     **{

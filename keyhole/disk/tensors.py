@@ -186,12 +186,12 @@ class MethodState(Mapping[str, Any]):
         return len(self.scalars) + len(self.table)
 
 
-def without(state: Mapping[str, Any], scalar: str) -> Mapping[str, Any]:
-    """A method's state without one of its scalars; no tensor is read."""
+def without(state: Mapping[str, Any], *scalars: str) -> Mapping[str, Any]:
+    """A method's state without some of its scalars; no tensor is read."""
     if not isinstance(state, MethodState):
-        return {key: value for key, value in state.items() if key != scalar}
+        return {key: value for key, value in state.items() if key not in scalars}
     found = copy.copy(state)
-    found.scalars = {key: value for key, value in state.scalars.items() if key != scalar}
+    found.scalars = {key: value for key, value in state.scalars.items() if key not in scalars}
     return found
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from keyhole.model.structure.layout import Unit
 
 State = dict[str, Any]
-METHOD = "method"  # in a state: the name of its method
+METHOD, TENSORS = "method", "tensors"  # in a state: the name of its method, and the fingerprint of its model's tensors
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _with_name(state_of: Callable[..., State | None]) -> Callable[..., State | N
     @wraps(state_of)
     def named(self: Method) -> State | None:
         state = state_of(self)
-        return None if state is None else {METHOD: self.name} | state
+        return None if state is None else {METHOD: self.name, TENSORS: self.model.layout.fingerprint} | state
 
     return named
 
@@ -302,8 +302,10 @@ def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
         found = state.get(METHOD, self.name) if isinstance(state, Mapping) else self.name  # older states have no name
         if found != self.name:
             raise UserError(f"{self.name}: this is the state of another method, {found}; make that method, and load it")
+        if isinstance(state, Mapping) and state.get(TENSORS, own := self.model.layout.fingerprint) != own:
+            raise UserError(f"{self.name}: this is the state of another model: names or shapes of parameters differ")
         try:
-            load(self, without(state, METHOD))
+            load(self, without(state, METHOD, TENSORS))
         except UserError:
             raise
         except RuntimeError as error:

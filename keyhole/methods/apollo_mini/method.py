@@ -112,7 +112,8 @@ class APOLLOMini(LOMO):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
+        self.moments.clear()
         for full_name, value in state.items():
             name, _, key = full_name.rpartition("/")
             if name and key != "lost":
-                self.moments.setdefault(name, {})[key] = value.to(self.model.device)
+                self.moments.setdefault(name, {})[key] = value.to(self.model.device, copy=True)

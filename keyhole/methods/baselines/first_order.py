@@ -136,6 +136,7 @@ class TorchMethod(ByTorch):
         if foreign := [name for name in state if "/" not in name and name != KEY]:
             raise UserError(f"{self.name}: the state is of another method: it has {listed(foreign)}")
         self.model_dropout.load_state_dict(state)
+        self.optimizer.state.clear()
         for full_name, value in state.items():
             if "/" not in full_name:
                 continue

@@ -142,6 +142,7 @@ class LOMOLoRA(LOMO):
         missing = [name for name in self.adapters if f"{name}/adapter" not in state]
         if missing:
             raise UserError(f"{self.name}: the state has no adapter {missing[0]}; r and target_modules must not change")
+        self.optimizer.state.clear()
         for name, param in self.adapters.items():
             param.data.copy_(state[f"{name}/adapter"])
             for key in ("step", "exp_avg", "exp_avg_sq"):

@@ -323,9 +323,10 @@ class LOMO(UpdateSink, Method):
         self.bad.zero_()
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state)
+        self.compensation.clear()
         for name, value in state.items():
             if name.endswith("/lost"):
-                self.compensation[name.removesuffix("/lost")] = value.to(self.model.device)
+                self.compensation[name.removesuffix("/lost")] = value.to(self.model.device, copy=True)
 
 
 def _check(name: str, model: Any, rounding: str, clips: tuple[float | None, ...]) -> None:

@@ -10,10 +10,8 @@ A tied parameter has several names, and is frozen by any of them. A frozen param
 the user had called requires_grad_(False) on it: it has no gradient, no noise and no optimizer state, and the memory
 plan counts none.
 
-For `zo` this is more than a saving. A step moves all of d weights at random along one projected gradient; the useful
-part of the move grows with |g|^2 of the trained weights, the harmful part with the noise of their gradients times the
-trace of their Hessian. Weights that have much of the trace and little of the gradient slow the others down
-(docs/methods.md, "Which weights zo trains").
+For `zo` it also takes noise away: a step moves every trained weight at random (docs/methods.md, "Which weights zo
+trains").
 """
 
 from collections.abc import Iterator, Sequence

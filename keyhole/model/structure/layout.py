@@ -21,6 +21,7 @@ biases belong to the spine too: a pass holds the matrix of one expert at a time.
 Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding per tensor.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,12 @@ class Layout:
     def counts(self) -> BlockCounts | None:
         """What a block does per token; None if it could not be counted. Counted once per module."""
         return self.count()
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any name or shape of a tensor, and not with the units."""
+        text = "\n".join(sorted(f"{tensor.name} {tuple(tensor.shape)}" for tensor in self.tensors))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def of_kind(self, kind: str) -> list[Unit]:
         return [unit for unit in self.units if unit.kind == kind]

@@ -1,0 +1,72 @@
+"""`load_state_dict` in a loop of one's own: the state replaces the old one, is a copy, and is that of this model."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from keyhole.methods.base import Method
+from tests.model.decoders import batch, config
+
+OWN: dict[str, dict[str, Any]] = {"lsp": {"d": 16, "r": 2, "learn": False}, "galore": {"rank": 4}}
+
+
+def make(name: str, **changes: Any) -> tuple[keyhole.Model, Method]:
+    model = keyhole.load(config("llama", **changes), init="random", device="cpu")
+    return model, METHODS[name].load()(model, 1e-2, **OWN.get(name, {}))
+
+
+def step(method: Method, seed: int) -> dict[str, torch.Tensor]:
+    """The weights after a step."""
+    method.step(batch(seed=seed))
+    method.flush()
+    return {name: tensor.clone() for name, tensor in method.model.named_tensors()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_earlier_state_forgets_what_came_later(name: str) -> None:
+    """Weights and state set back to the beginning, two steps are those of a new method."""
+    model, method = make(name)
+    first = {name: tensor.clone() for name, tensor in model.named_tensors()}
+    state = copy.deepcopy(method.state_dict())
+    wanted = [step(method, seed) for seed in (1, 2)]
+    for own, tensor in model.named_tensors():
+        tensor.copy_(first[own])
+    method.load_state_dict(state)
+    assert all(equal(step(method, seed), weights) for seed, weights in zip((1, 2), wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_loaded_state_is_a_copy(name: str) -> None:
+    """Of a method that goes on: its next steps do not change the moments of the other."""
+    (_, method), (other_model, other) = make(name), make(name)
+    weights = step(method, 1)
+    for own, tensor in other_model.named_tensors():
+        tensor.copy_(weights[own])
+    other.load_state_dict(method.state_dict())
+    wanted = step(method, 2)
+    step(method, 3)
+    assert equal(step(other, 2), wanted)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("changes", [{"intermediate_size": 48}, {"num_hidden_layers": 4}], ids=["narrower", "deeper"])
+def test_the_state_of_another_model_is_refused(name: str, changes: dict[str, Any]) -> None:
+    state = make(name)[1].state_dict()
+    with pytest.raises(UserError, match=f"{name}: this is the state of another model: names or shapes"):
+        make(name, **changes)[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "opt"])
+def test_the_fingerprint_of_a_model_does_not_depend_on_its_placement(family: str) -> None:
+    ways = [{}, {"placement": "stream"}, {"placement": "stream", "expert_units": False}, {"wire": "fp8"}]
+    found = {keyhole.load(config(family), init="random", device="cpu", **way).layout.fingerprint for way in ways}
+    assert len(found) == 1
