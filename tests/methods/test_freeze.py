@@ -109,6 +109,17 @@ def test_the_head_of_a_classifier_is_no_embedding() -> None:
     assert frozen == ["model.embed_tokens.weight"] and isinstance(model.module.score, nn.Linear)
 
 
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_a_head_alone_is_trained_on_a_model_made_from_a_config(placement: str) -> None:
+    """A linear probe: of three labels, drawn by the seed, over frozen blocks."""
+    how = {"init": "random", "device": "cpu", "placement": placement, "freeze": "model"}
+    model = keyhole.load(config("qwen2"), head="classification", num_labels=3, **how)
+    before = {name: tensor.clone() for name, tensor in model.named_tensors()}
+    labels = {"labels": torch.tensor([0, 2]), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
+    keyhole.LOMO(model, 1e-2).step(batch() | labels)
+    assert [n for n, tensor in model.named_tensors() if not torch.equal(tensor, before[n])] == ["score.weight"]
+
+
 def test_a_run_resumes_and_replays_with_frozen_embeddings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """N + M steps are those of one run, and the journal leads to the same weights; the setting may not change."""
     words = ["train", "demo-zo", "eval_steps=null", "save_steps=2", "lr_scheduler_type=constant", "freeze=embeddings"]
