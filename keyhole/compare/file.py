@@ -15,7 +15,7 @@ A method's name is the method itself, unless its settings have `method: ...`; th
 that a file can compare variants of one method (names.py). A task file, dir/plants.yaml, is called plants, as
 everywhere. Settings are those of `keyhole train` (docs/config.md), sections included. If a setting is given in several
 places, the command line wins, then the method, the task, and `common`. For a setting that is itself a list
-(lora.target_modules), a grid is a list of lists.
+(lora.target_modules, freeze), a grid is a list of lists, or a list with null: [null, embeddings].
 
 On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` replace or select what is compared, as names
 separated by commas; any other setting applies to all runs.

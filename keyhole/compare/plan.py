@@ -24,6 +24,7 @@ from keyhole.compare.file import Comparison, Entries, takes_list
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections, settings
 from keyhole.config.loader import LocatedNode, build_config
+from keyhole.config.types import is_null
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS
@@ -189,9 +190,11 @@ def _points(entries: Entries) -> Iterator[tuple[Point, Entries]]:
 
 
 def _is_grid(key: str, node: yaml.Node) -> bool:
+    """Whether the list is one of values. Where a value may itself be a list, one that holds lists, or null: in a list
+    of texts there is none."""
     if not isinstance(node, yaml.SequenceNode) or key not in settings():
         return False
-    return not takes_list(key) or any(isinstance(item, yaml.SequenceNode) for item in node.value)
+    return not takes_list(key) or any(isinstance(item, yaml.SequenceNode) or is_null(item) for item in node.value)
 
 
 def _items(key: str, node: yaml.Node) -> list[yaml.Node]:

@@ -136,7 +136,7 @@ def compose(text: str, source: str) -> yaml.MappingNode:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}:" if mark else ""
-        raise UserError(f"{source}:{line} not valid YAML: {error.problem or error.context}") from None
+        raise UserError(f"{source}:{line} not valid YAML: {error.problem or error.context}{_star(error)}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{source}: not valid YAML: {str(error) or type(error).__name__}") from None
     if root is None or is_null(root):
@@ -144,6 +144,13 @@ def compose(text: str, source: str) -> yaml.MappingNode:
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{source}: expected `key: value` lines, found {show(root)}")
     return root
+
+
+def _star(error: Exception) -> str:
+    """What to do where YAML takes a name with a star, such as *.mlp.*, for a reference to another value."""
+    told = str(error)  # of the scanner, or of the composer
+    is_one = "while scanning an alias" in told or "undefined alias" in told
+    return '; a text that begins with * needs quotes, such as "*.mlp.*"' if is_one else ""
 
 
 def open_sections(
@@ -189,8 +196,9 @@ def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
     if text[:1] in (tuple("\"'") if is_text else tuple("[{\"'")):
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
-        except (yaml.YAMLError, ValueError, RecursionError):
-            hint = f"cannot read `{text}`; plain text needs quotes: '{key}=\"...\"'"
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            quotes = f"; plain text needs quotes: '{key}=\"...\"'"
+            hint = f"cannot read `{text}`{_star(error) or quotes}"
             faults.append(Finding(key, hint, COMMAND_LINE))
             return {}
     if key in sections():

@@ -25,6 +25,7 @@ import string
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
@@ -97,12 +98,13 @@ def exact_number(answer: str, references: Sequence[str]) -> float:
     return float(found is not None and any(found == _number(reference) for reference in references))
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> Decimal | None:
+    """Exactly: a float has 53 bits, and would take long numbers that differ in their last digits for equal."""
     try:
-        number = float(text.replace(",", "").replace("$", "").strip().rstrip("."))
-    except ValueError:
+        number = Decimal(text.replace(",", "").replace("$", "").strip().rstrip("."))
+    except InvalidOperation:
         return None
-    return number if math.isfinite(number) else None
+    return number if number.is_finite() else None
 
 
 def extract(text: str, pattern: str | None) -> str:

@@ -87,7 +87,7 @@ def find_source(
     """Reads the config, and finds or downloads the files."""
     model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
     config = read_config(model, trust_remote_code, head, num_labels)
-    directory = None if model is config else find_directory(model)
+    directory = find_directory(model) if isinstance(model, str | Path) else None  # config: a copy, if a head is added
     return Source(config, directory, None if directory is None else str(model), trust_remote_code)
 
 

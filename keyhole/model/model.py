@@ -88,6 +88,7 @@ class Model:
         ranks: Ranks | None = None,
     ) -> None:
         self.module, self.layout, self.engine = module, layout, engine
+        self.blocks = find_blocks(module)  # now: between passes, weights of packed units are empty tensors
         self.formats, self.dtype = formats, formats.dtype
         self.device, self.config = engine.device, module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
@@ -130,7 +131,7 @@ class Model:
         fuse_relu(self)
         is_recordable = layout.block_count and not layout.has_cut_blocks and not layout.experts
         if graphs and self.device.type == "cuda" and is_recordable:
-            self.graphs = BlockGraphs(self, find_blocks(module))
+            self.graphs = BlockGraphs(self, self.blocks)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UserError("a model holds threads and page-locked memory, and is not copied or pickled; load it again")

@@ -34,6 +34,16 @@ def test_a_list_is_a_grid_and_a_list_of_lists_one_of_lists(tmp_path: Path) -> No
     assert found["two"] == ['lora.target_modules=["q_proj"]', 'lora.target_modules=["q_proj", "v_proj"]']
 
 
+def test_a_list_with_null_is_a_grid_for_any_setting(tmp_path: Path) -> None:
+    """Null is no item of a list of texts, so that a list with it holds values; one without it is one value."""
+    text = TEXT.replace(
+        "  lomo: {learning_rate: [5e-2, 1e-4]}",
+        "  lomo: {freeze: [null, embeddings]}\n  zo: {freeze: [embeddings, model.norm]}",
+    )
+    found = points(write(tmp_path / "a.yaml", text))
+    assert found["lomo"] == ["freeze=null", "freeze=embeddings"] and found["zo"] == [""]
+
+
 def test_the_command_line_counts_most(tmp_path: Path) -> None:
     """A setting replaces a grid; names select; steps replace epochs."""
     path = write(tmp_path / "a.yaml", TEXT.replace("max_steps: 4", "num_train_epochs: 3"))

@@ -217,6 +217,17 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
         load_config(path)
 
 
+@pytest.mark.parametrize("value", ["*.mlp.*", "[*.mlp.*, embeddings]", "[embeddings, *norm]"])
+def test_a_name_that_begins_with_a_star_needs_quotes(value: str) -> None:
+    """YAML takes it for an alias; in a file the message says so, and in a list on the command line."""
+    says = "a text that begins with * needs quotes"
+    assert says in faults_of(f"{GOOD}freeze: {value}\n")
+    if value.startswith("["):
+        assert says in faults_of(GOOD, f"freeze={value}")
+    else:
+        assert parse_config(GOOD, [f"freeze={value}"])[0].freeze == value
+
+
 @pytest.mark.parametrize(("content", "says"), [(b"\xff\xfe\x00junk", "not UTF-8"), (b"", "empty")])
 def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str) -> None:
     """A binary or an empty file is named for what it is."""

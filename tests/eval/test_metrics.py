@@ -92,3 +92,21 @@ def test_every_metric_of_task_files_is_here() -> None:
 def test_a_group_that_is_absent_is_no_match() -> None:
     """The last match that has the group counts; without any, nothing was answered."""
     assert metrics.extract("xy x", "x(y)?") == "y" and metrics.extract("x", "x(y)?") == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        ("9007199254740993", "9007199254740992", 0),  # one float
+        ("12,345,678,901,234,567,890", "12345678901234567890.0", 1),
+        ("1e3", "$1000.", 1),
+        ("0.10", ".1", 1),
+        ("nan", "nan", 0),
+        ("inf", "inf", 0),
+        ("1e99999999999999999999", "1e99999999999999999999", 0),
+        ("", "", 0),
+    ],
+)
+def test_numbers_are_compared_exactly(answer: str, reference: str, right: int) -> None:
+    """However many digits they have; what is no finite number equals nothing."""
+    assert metrics.exact_number(answer, [reference]) == right

@@ -23,13 +23,15 @@ CASES["zo with factors"] = ("zo", {"rank": 2, "refresh": 2, "fold": False})
 STREAMED = [name for name, (method, _) in CASES.items() if METHODS[method].streams]
 
 
-def trained(case: str, placement: str, described: list[str], device: str = "cpu") -> dict[str, torch.Tensor]:
+def trained(
+    case: str, placement: str, described: list[str], device: str = "cpu", steps: int = 3
+) -> dict[str, torch.Tensor]:
     """The weights after three steps, or on a GPU after six: the last ones are recorded."""
     name, own = CASES[case]
     where = {"device": device, "placement": placement}
     model = keyhole.load(config("qwen2"), init="random", freeze=described, **where)
     method = METHODS[name].load()(model, 1e-2, **own)
-    for step in range(3 if device == "cpu" else 6):
+    for step in range(steps if device == "cpu" else 6):
         method.step(batch(seed=step))
     method.flush()
     return {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
@@ -57,6 +59,14 @@ def test_streamed_equals_resident_with_frozen_parameters(case: str) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+def test_biases_below_frozen_weights_are_trained_beside_adapters() -> None:
+    """lomo-lora: the first step is LOMO's, since adapters begin at zero."""
+    found = [dict(trained("lomo-lora", placement, ["*.weight"], steps=1)) for placement in ("resident", "stream")]
+    plain = trained("lomo", "resident", ["*.weight"], steps=1)
+    biases = [name for name in plain if name.endswith("_proj.bias")]
+    assert len(biases) == 6 and all(torch.equal(each[name], plain[name]) for each in found for name in biases)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("case", STREAMED)
@@ -82,9 +92,13 @@ def test_a_description_is_a_word_a_module_or_a_pattern() -> None:
         (["embeddings", "xyz"], "is called 'xyz'; names are such as lm_head.weight, or embeddings"),
         ("", "is called ''"),
         ("*", "every parameter is frozen"),
+        ("model.nrom", r"did you mean model.norm or model.norm.weight\?$"),  # rotary_emb has none
+        ("model.rotary_emb", r"is called 'model.rotary_emb'; did you mean model.norm or model.layers\?$"),
+        (5, "freeze: found 5, expected text"),
+        (["embeddings", None], r"freeze: found \['embeddings', None\], expected text"),
     ],
 )
-def test_a_description_that_fits_nothing_or_everything_is_refused(described: str | list[str], says: str) -> None:
+def test_a_description_that_fits_nothing_or_everything_is_refused(described: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         names(described)
 
@@ -93,6 +107,17 @@ def test_the_head_of_a_classifier_is_no_embedding() -> None:
     model = keyhole.load("demo", device="cpu", head="classification", num_labels=3, freeze="embeddings")
     frozen = [name for name, param in model.module.named_parameters() if not param.requires_grad]
     assert frozen == ["model.embed_tokens.weight"] and isinstance(model.module.score, nn.Linear)
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_a_head_alone_is_trained_on_a_model_made_from_a_config(placement: str) -> None:
+    """A linear probe: of three labels, drawn by the seed, over frozen blocks."""
+    how = {"init": "random", "device": "cpu", "placement": placement, "freeze": "model"}
+    model = keyhole.load(config("qwen2"), head="classification", num_labels=3, **how)
+    before = {name: tensor.clone() for name, tensor in model.named_tensors()}
+    labels = {"labels": torch.tensor([0, 2]), "attention_mask": torch.ones(2, 10, dtype=torch.long)}
+    keyhole.LOMO(model, 1e-2).step(batch() | labels)
+    assert [n for n, tensor in model.named_tensors() if not torch.equal(tensor, before[n])] == ["score.weight"]
 
 
 def test_a_run_resumes_and_replays_with_frozen_embeddings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,9 @@ class Trained:
 
 
 def trained_in(unit: Unit) -> list[Trained]:
-    """The trained tensors of a unit, in order."""
+    """The trained tensors of a unit, in order. (The spine of a model without a final norm of its own has none.)"""
+    if not unit.tensors:
+        return []
     if unit.rows is not None:
         param = unit.tensors[0].param
         return [Trained(unit, unit.start, unit.stop, param)] if param.requires_grad else []

@@ -72,7 +72,8 @@ def adapted_forward(layer: Any, x: torch.Tensor, leave_out: bool = False) -> tor
     base, dropout = layer.base_layer, layer.lora_dropout[ADAPTER]
     a, b, scale = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
     dropped = dropout(x) if isinstance(dropout, nn.Dropout) and dropout.training else None
-    frozen = type(base) is nn.Linear and not base.weight.requires_grad
+    trained = base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad)
+    frozen = type(base) is nn.Linear and not trained
     if not frozen:
         y = base(x)
         x = x if dropped is None else dropped

@@ -19,7 +19,6 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
 from keyhole.model.model import Model
-from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor
 
 NOT_WITH_MAMBA = ("out_proj", "conv1d")  # peft refuses them: state-space kernels use only the weights of these layers
@@ -82,7 +81,7 @@ def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
     """Names of the modules to adapt: the requested ones, or every linear layer of the blocks. lomo-lora uses this too,
     so errors here and below name the key without its section."""
     names = {id(m): name for name, m in model.module.named_modules()}
-    inside = [names[id(m)] for block in find_blocks(model.module) for m in block.modules() if _is_linear(m)]
+    inside = [names[id(m)] for block in model.blocks for m in block.modules() if _is_linear(m)]
     if model.classifies:  # a new head must be trained too
         base = {id(m) for m in model.module.base_model.modules()}
         inside += [name for name, m in model.module.named_modules() if _is_linear(m) and id(m) not in base]

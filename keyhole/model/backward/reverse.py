@@ -45,7 +45,6 @@ from keyhole.model.backward.vocabulary import HandOver, VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.model import Model
-from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.homes import view
 from keyhole.weak import weakly
@@ -70,7 +69,7 @@ class Reverse:
         compiled: bool | str = False,
         second_run: Callable[[nn.Module], Recompute] = Recompute,
     ) -> None:
-        self.blocks = find_blocks(model.module)
+        self.blocks = model.blocks
         own = [u for u in model.layout.of_kind("block") if u.expert is None]
         self.units_of = {i: [u for u in own if u.block == i] for i in range(len(self.blocks))}
         self.most_units = max(map(len, self.units_of.values()), default=0)

@@ -24,7 +24,6 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes, Setting, compiler
 from keyhole.model.forward.lockstep import free_cores, pin_again
-from keyhole.model.structure.find import find_blocks
 
 RECOMPILES = 64
 
@@ -81,7 +80,7 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
 
         return forward
 
-    for i, block in enumerate(find_blocks(model.module)):
+    for i, block in enumerate(model.blocks):
         if model.graphs is None:
             model.patches.forward(block, compiled(block, block.forward))
         else:  # a CUDA graph is captured from compiled code, and compared with it

@@ -30,7 +30,10 @@ def freeze(module: nn.Module, described: str | Sequence[str] | None) -> None:
     """Freezes the parameters so described; UserError for a description that fits none, or if none would be trained."""
     if described is None:
         return
-    for text in [described] if isinstance(described, str) else described:
+    texts = [described] if isinstance(described, str) else described
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"freeze: found {described!r:.60}, expected text, such as {EMBEDDINGS!r}, or a list of texts")
+    for text in texts:
         found = list(_described(module, text))
         if not found:
             raise UserError(f"freeze: no parameter of {type(module).__name__} is called {text!r}{_meant(module, text)}")
@@ -62,6 +65,7 @@ def _embeddings(module: nn.Module) -> Iterator[nn.Parameter]:
 def _meant(module: nn.Module, text: str) -> str:
     """The names most like it, or how names look."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    known = [*names, *(name for name, _ in module.named_modules() if name), EMBEDDINGS]
+    owners = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
+    known = [*names, *sorted(owners), EMBEDDINGS]
     close = get_close_matches(text, known, n=2)
     return f"; did you mean {' or '.join(close)}?" if close else f"; names are such as {names[-1]}, or {EMBEDDINGS}"

@@ -237,7 +237,7 @@ class Factors:
     @contextmanager
     def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:
         """A context in which passes carry looks. spines: [pairs, 2, spine]."""
-        self.shares, self.spines = shares, spines.view(-1, spines.shape[-1])
+        self.shares, self.spines = shares, spines.flatten(0, 1)  # of no numbers, where the model has no final norm
         try:
             yield
         finally:

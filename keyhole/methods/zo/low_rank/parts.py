@@ -25,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 
 from keyhole.errors import UserError
 from keyhole.model.model import Model
-from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.reach import reads_inside
 
@@ -98,8 +97,8 @@ def kept_numels(layout: Layout, terms: Callable[[int], int]) -> int:
     return sum(terms(min(shape)) * sum(shape) for shape in _trained_shapes(layout) if len(shape) == 2)
 
 
-def called_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers of blocks whose own forward is called."""
+def called_layers(blocks: list[nn.Module]) -> Iterator[nn.Module]:
+    """The linear layers of the blocks whose own forward is called."""
 
     def inside(part: nn.Module) -> Iterator[nn.Module]:
         if type(part).__name__ in LINEAR and isinstance(part, nn.Linear | Conv1D):
@@ -108,7 +107,7 @@ def called_layers(module: nn.Module) -> Iterator[nn.Module]:
             for child in part.children():
                 yield from inside(child)
 
-    for block in find_blocks(module):
+    for block in blocks:
         yield from inside(block)
 
 
@@ -117,7 +116,7 @@ def find_parts(model: Model, rank: int) -> Parts:
     layout = model.layout
     tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
     in_spine = {id(t.param): t for t in layout.spine.tensors}
-    layers = {id(layer.weight): layer for layer in called_layers(model.module)}
+    layers = {id(layer.weight): layer for layer in called_layers(model.blocks)}
     shapes = {i: _sides(layers[i], tensor) for i, tensor in tensors.items() if i in layers}
     a_numel = rank * sum(outputs for _, outputs, _ in shapes.values())
     places, end = {}, a_numel
