@@ -107,6 +107,8 @@ def _missing(source: str, path: Path) -> str:
     if glob.has_magic(source):
         matched = only_files(map(Path, glob.glob(str(path), recursive=True)))
         return f"{source}: no file matches this pattern (from {Path.cwd()}){matched}"
+    if path.is_symlink():
+        return f"{source}: a link to {os.readlink(path)}, which leads to no file"
     near = sorted(p.name for p in path.parent.iterdir() if kind_of(p)) if path.parent.is_dir() else []
     hint = f"; {path.parent} holds {listed(near, 5)}" if near else ""
     return f"{source}: no such file (from {Path.cwd()}){hint}"

@@ -29,6 +29,8 @@ from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
+from keyhole.data.tasks.pattern import matches
+
 MOST_LOSS = math.log(sys.float_info.max)
 
 
@@ -112,7 +114,7 @@ def extract(text: str, pattern: str | None) -> str:
     text itself without a pattern."""
     if pattern is None:
         return text
-    found = [match[1] if match.re.groups else match[0] for match in re.finditer(pattern, text)]
+    found = [match[1] if match.re.groups else match[0] for match in matches(pattern, text)]
     return next((part for part in reversed(found) if part is not None), "")
 
 

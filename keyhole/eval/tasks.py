@@ -81,15 +81,30 @@ def _candidates(record: Record) -> tuple[str, ...]:
 
 
 def _answer(record: Record, candidates: tuple[str, ...]) -> int:
-    answer = record.row["answer"] if "answer" in record.row else record.row["label"]
+    """From `answer`, or from `label`; a `label` beside it that names a candidate must name the same one."""
+    if "answer" not in record.row:
+        return _index(record, "label", candidates)
+    found = _index(record, "answer", candidates)
+    try:
+        other = _index(record, "label", candidates) if "label" in record.row else found
+    except UserError:
+        other = found  # a column of another meaning
+    if other != found:
+        said = f"label: found {record.row['label']!r:.60}, and answer is {record.row['answer']!r:.60}"
+        raise UserError(f"{record.where}: {said}: they name two different candidates; remove one of these columns")
+    return found
+
+
+def _index(record: Record, key: str, candidates: tuple[str, ...]) -> int:
+    answer = record.row[key]
     if isinstance(answer, str):
         texts = candidates if answer in candidates else tuple(c.strip() for c in candidates)
         if texts.count(answer) == 1:
             return texts.index(answer)
-        raise UserError(f"{record.where}: answer: {answer!r} is not one of the candidates {list(candidates)}")
+        raise UserError(f"{record.where}: {key}: {answer!r} is not one of the candidates {list(candidates)}")
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(candidates):
         raise UserError(
-            f"{record.where}: answer: expected an index from 0 to {len(candidates) - 1}, or the text of a "
+            f"{record.where}: {key}: expected an index from 0 to {len(candidates) - 1}, or the text of a "
             f"candidate, found {answer!r}"
         )
     return answer

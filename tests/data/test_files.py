@@ -203,6 +203,13 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
         rows("a" * 5000 + ".jsonl")
 
 
+@pytest.mark.parametrize("target", ["gone.jsonl", "link.jsonl"], ids=["nowhere", "itself"])
+def test_a_link_that_leads_nowhere_is_called_one(tmp_path: Path, target: str) -> None:
+    (tmp_path / "link.jsonl").symlink_to(target)
+    with pytest.raises(UserError, match=f"link.jsonl: a link to {target}, which leads to no file"):
+        rows(str(tmp_path / "link.jsonl"))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 def test_files_that_may_not_be_read_are_named(tmp_path: Path) -> None:
     """A file and a directory without permission are the user's to change, not a traceback."""

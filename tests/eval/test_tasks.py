@@ -20,7 +20,15 @@ def write(path: Path, *rows: Any) -> str:
 
 @pytest.mark.parametrize(
     ("answer", "index"),
-    [({"answer": 1}, 1), ({"label": 1}, 1), ({"answer": " 5"}, 1), ({"answer": "5"}, 1), ({"label": "4"}, 0)],
+    [
+        ({"answer": 1}, 1),
+        ({"label": 1}, 1),
+        ({"answer": 1, "label": "positive"}, 1),
+        ({"answer": 1, "label": "5"}, 1),
+        ({"answer": " 5"}, 1),
+        ({"answer": "5"}, 1),
+        ({"label": "4"}, 0),
+    ],
 )
 def test_the_right_answer_by_index_or_text(tmp_path: Path, answer: dict, index: int) -> None:
     """`answer` or `label`, an index or the text with or without its space, all mean the same candidate."""
@@ -35,6 +43,8 @@ def test_the_right_answer_by_index_or_text(tmp_path: Path, answer: dict, index: 
     ("change", "says"),
     [
         ({"answer": 2}, "index from 0 to 1"),
+        ({"label": 1}, "found 1, and answer is 0: they name two different candidates"),
+        ({"label": "5"}, "found '5', and answer is 0: they name two"),
         ({"answer": -1}, "index from 0 to 1"),
         ({"answer": True}, "found True"),
         ({"answer": 1.0}, "found 1.0"),

@@ -14,7 +14,6 @@ Only drawn rows are rendered: 1,500 of QQP's 364,000 rows. Splits that share a r
 two files, or twice in one, are counted in a warning, and so are empty texts.
 """
 
-import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -28,6 +27,7 @@ from keyhole.data.tasks.build import build, number_of
 from keyhole.data.tasks.cache import kept
 from keyhole.data.tasks.names import own_splits
 from keyhole.data.tasks.parse import read_spec, read_text
+from keyhole.data.tasks.pattern import matches
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Question, Task
 from keyhole.data.tasks.spec import GENERATED, TaskSpec
@@ -202,7 +202,7 @@ def _out_of_reach(spec: TaskSpec, questions: list[Question], place: Split) -> li
             stopped
         )
     if spec.kind == GENERATED and spec.extract is not None:
-        without = [q for q in questions if not any(re.search(spec.extract, text) for text in q.references)]
+        without = [q for q in questions if not any(matches(spec.extract, text) for text in q.references)]
         found[f"references in which `extract` finds nothing ({spec.extract})"] = without
     return [
         f"{len(rows):,} of the {len(questions):,} rows drawn from {place} have {what} (such as {rows[0].where})"
