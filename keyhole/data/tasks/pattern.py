@@ -27,8 +27,8 @@ def matches(pattern: str, text: str) -> list[re.Match[str]]:
             return list(re.finditer(pattern, text))
     except _TooLong:
         raise UserError(
-            f"extract: `{pattern}` takes more than {LIMIT_S:g} s on a text of {len(text):,} characters: repeats in repeats, "
-            "such as (a+)+, take time that doubles with every character; write it without them"
+            f"extract: `{pattern}` takes more than {LIMIT_S:g} s on a text of {len(text):,} characters: repeats in "
+            "repeats, such as (a+)+, take time that doubles with every character; write it without them"
         ) from None
 
 
