@@ -46,6 +46,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,9 @@ def in_rounds(
     }
 
 
+layout_of = cache(find_layout)  # the cases of many records share few modules
+
+
 def dry(case: Case, rates: Rates, modules: dict[str, Any]) -> dict[str, Any]:
     """The planner's row alone, from the config, placed as loading would."""
     if case.shape not in modules:
@@ -263,8 +267,8 @@ def dry(case: Case, rates: Rates, modules: dict[str, Any]) -> dict[str, Any]:
     budget = int(Bytes.parse(case.gpu_memory)) if case.gpu_memory else None
     limit = int(USABLE * (rates.gpu_bytes or 0)) if budget is None else budget
     costs = Costs(work, Room(Wire(torch.bfloat16, case.wire), rates.workspace_bytes, limit, budget is not None), row)
-    whole = find_layout(module)
-    layout, streamed = (whole, set[int]()) if case.placement == "resident" else fit(module, costs, budget)
+    resident = case.placement == "resident"
+    layout, streamed = (layout_of(module), set[int]()) if resident else fit(module, costs, budget, layout_of)
     found = planned(case, module, rates, torch.bfloat16, limit, layout, streamed)
     return found | {"measured": {"gpu": None, "host": None, "seconds": None}}
 

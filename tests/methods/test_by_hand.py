@@ -13,6 +13,7 @@ from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.fingerprint import WIDTH, fingerprint
 from keyhole.model.attached import AttachedMethods
+from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import load, micro_batches, weights
 from tests.model.streaming import streamed
@@ -55,6 +56,7 @@ def by_another_tensor(param: nn.Parameter) -> None:
 WAYS = [by_add, by_load, by_data, by_another_tensor]
 
 
+@in_every_run(lambda name: name.endswith("streamed") or name in ("zo", "lomo", *RESIDENT_ONLY))
 @pytest.mark.parametrize("name", [*METHODS, *(f"{name} streamed" for name in METHODS if name not in RESIDENT_ONLY)])
 def test_after_a_flush_a_change_by_hand_is_trained_on(name: str) -> None:
     """In whatever way it is made, an evaluation sees it, and the next step begins from it."""

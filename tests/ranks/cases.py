@@ -162,7 +162,8 @@ def memory(method: type, ranks: Ranks, steps_watched: int = 0) -> dict[str, int]
     watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if watches else nullcontext()
     try:
         with watched as profiler:
-            shape = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
+            shape = {"num_hidden_layers": 24 if steps_watched else 6, "num_attention_heads": 4}
+            shape |= {"hidden_size": 64, "intermediate_size": 256}
             made = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload(method.name)}
             model = keyhole.load(config("llama", **shape), ranks=ranks, **made)
             made_of_it = method(model, 1e-3, **({"threads": 1} if method is OFFLOAD else {}))

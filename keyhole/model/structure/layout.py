@@ -164,14 +164,10 @@ def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> li
 
 def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:
     """id(parameter) -> the one block that uses it, if that block has units of its own."""
-    users = Counter(id(p) for block in blocks for p in block.parameters())
-    return {
-        id(p): i
-        for i, block in enumerate(blocks)
-        if any(id(p) in in_blocks for p in block.parameters())
-        for p in block.parameters()
-        if users[id(p)] == 1
-    }
+    by_block = [[id(p) for p in block.parameters()] for block in blocks]
+    users = Counter(p for of_block in by_block for p in of_block)
+    with_units = {i: of_block for i, of_block in enumerate(by_block) if not in_blocks.isdisjoint(of_block)}
+    return {p: i for i, of_block in with_units.items() for p in of_block if users[p] == 1}
 
 
 def find_layout(
@@ -186,10 +182,12 @@ def find_layout(
     head_p = head.weight if isinstance(head, nn.Linear) else None
     blocks = find_blocks(module)
     tables = {id(p) for p in (table_p, head_p)}
-    uses = Counter(id(p) for block in blocks for leaf in leaves_of(block) for p in leaf.parameters())
-    large = [leaf for block in blocks for leaf in leaves_of(block) if row_tiles(leaf)]
-    leaves = [leaf for block in blocks for leaf in leaves_of(block)] if expert_units(module) else []
-    experts = {id(leaf): found for leaf in leaves if (found := find_experts(leaf))}
+    by_block = [leaves_of(block) for block in blocks]
+    leaves = [leaf for of_block in by_block for leaf in of_block]
+    uses = Counter(id(p) for leaf in leaves for p in leaf.parameters())
+    large = [leaf for leaf in leaves if row_tiles(leaf)]
+    candidates = leaves if expert_units(module) else []
+    experts = {id(leaf): found for leaf in candidates if (found := find_experts(leaf))}
     outside = tables | {id(leaf.bias) for leaf in large}
     outside |= {id(bias) for found in experts.values() for bias in found.biases}
     in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # shared ones go to the spine
@@ -201,7 +199,7 @@ def find_layout(
     if table_p is not None:
         builder.table("table", table_p)
     for i, block in enumerate(blocks):
-        runs = _runs(leaves_of(block), in_blocks, max_unit_numel)
+        runs = _runs(by_block[i], in_blocks, max_unit_numel)
         for j, run in enumerate(runs):
             params = [p for leaf in run for p in leaf.parameters() if id(p) in in_blocks]
             name = f"block {i}" if len(runs) == 1 else f"block {i}.{j}"
