@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from keyhole.machine.host import cpu_has_bf16
 from keyhole.report.story import Answers
 from tests.matrix import mark_the_rest
 
@@ -192,6 +193,34 @@ def noise_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         return draw(start, n, **dict(sorted(options.items()))).clone()  # callers use up what they are given
 
     monkeypatch.setattr(zo, "chunk_noise_reference", drawn)
+
+
+# Compared with what other processes have computed (ranks have them there, too), or with kernels
+BY_THE_CPU = ("tests/ranks/", "tests/crash/", "tests/ops/")
+
+
+@pytest.fixture(autouse=True)
+def quick_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From the first model in bfloat16 to the end of the test, products by tests/bf16.py, where the CPU has none."""
+    loading = sys.modules.get("keyhole.loading.model")
+    if loading is None or cpu_has_bf16() or any(part in str(request.path) for part in BY_THE_CPU):
+        yield
+        return
+    import torch
+
+    from tests.bf16 import Products
+
+    products, real = Products(), loading.choose_dtype
+
+    def choose(*args: Any, **options: Any) -> Any:
+        choice = real(*args, **options)
+        if choice.dtype == torch.bfloat16:
+            products.start()
+        return choice
+
+    monkeypatch.setattr(loading, "choose_dtype", choose)
+    yield
+    products.end()
 
 
 @pytest.fixture

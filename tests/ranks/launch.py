@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from keyhole.machine.host import cpu_has_bf16
+from tests.bf16 import Products
 from tests.training.children import server
 
 LIMIT_S = 300.0  # more than ranks need on a busy machine
@@ -91,6 +93,9 @@ def _live(target: Callable[..., Any], args: tuple, env: dict[str, str], writer: 
     sys.stdout, sys.stderr = (open(stream, "w", encoding="utf-8", closefd=False) for stream in (1, 2))
     os.environ.update(env)
     torch.backends.mkldnn.enabled = False
+    products = Products()  # while they have an owner
+    if not cpu_has_bf16():
+        products.start()
     code = target(*args)
     sys.stdout.flush()
     sys.exit(code)

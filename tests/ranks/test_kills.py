@@ -72,8 +72,7 @@ def killed(
     assert_same(config, alone)
 
 
-@pytest.mark.slow
-@in_every_run(lambda kills: kills == 1)
+@in_every_run(lambda kills: False)  # test_failures.py has a rank that dies, and the run that goes on
 @pytest.mark.parametrize("kills", [1, 2])
 def test_few_kills(make: Make, tmp_path: Path, kills: int) -> None:
     killed(make, tmp_path, kills=kills, seed=0, life_s=2.0)
