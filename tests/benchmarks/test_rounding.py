@@ -1,10 +1,13 @@
 """benchmarks/rounding.py, shortened: what rounding does to small first-order steps on the demo task."""
 
+import pytest
+
 from benchmarks import rounding
 
 STEPS, LR = 6, 2e-4
 
 
+@pytest.mark.matrix
 def test_lomo_in_bf16_follows_fp32_unless_rounded_to_nearest() -> None:
     """Stochastic rounding and Kahan lose at most a quarter of what fp32 learns, nearest loses at least three."""
     runs = rounding.SETTINGS["lomo"]["runs"]

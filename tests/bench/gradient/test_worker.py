@@ -62,7 +62,7 @@ def test_lomo_s_trials_run_on_tiny_shapes(tmp_path: Path) -> None:
     assert "mean nothing" in page
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_lsp_s_trials_run_on_tiny_shapes(tmp_path: Path) -> None:
     """The first ones are those that matter, and the host's part of a step is in the record. Blocks are not compiled
     here: LOMO's trials are."""

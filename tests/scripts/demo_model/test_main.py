@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -17,6 +18,7 @@ def test_script_remakes_the_tokenizer() -> None:
     assert made["model"]["merges"] == shipped["model"]["merges"]
 
 
+@pytest.mark.matrix
 def test_script_is_deterministic() -> None:
     """Two short trainings give the same weights, bit for bit, and a falling loss."""
     tokenizer = AutoTokenizer.from_pretrained(assets.MODEL)
