@@ -157,30 +157,6 @@ def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
     stand_in(monkeypatch, request.keywords, real_functions)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def configs_in_one_look() -> Iterator[None]:
-    """An attribute of a Transformers config is looked up by one function instead of two, of which each asks its parent
-    for more: a forward reads configs hundreds of times, and building a model thousands. Configs that differ by layer
-    go the long way; where Transformers' insides are others, all is as it was."""
-    library = sys.modules.get("transformers.configuration_utils")
-    config = getattr(library, "PreTrainedConfig", object)
-    looked_up_by = [one.__name__ for one in config.__mro__ if "__getattribute__" in vars(one)]
-    if looked_up_by != ["PreTrainedConfig", "HeterogeneousConfigMixin", "object"]:
-        yield
-        return
-    long_way, by_layer = config.__getattribute__, next(one for one in config.__mro__ if one.__name__ == looked_up_by[1])
-
-    def short_way(self: Any, key: str) -> Any:
-        plain = super(by_layer, self).__getattribute__
-        if "_heterogeneity_spec" in plain("__dict__"):
-            return long_way(self, key)
-        return plain(plain("attribute_map").get(key, key))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "__getattribute__", short_way)
-        yield
-
-
 kept_small = lru_cache(maxsize=1)(lru_cache(maxsize=4096))  # draws of small tensors, for the whole session
 
 

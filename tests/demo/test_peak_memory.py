@@ -31,6 +31,7 @@ def test_a_block_is_seen_each_time_it_comes_and_goes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux's /proc")
+@pytest.mark.matrix
 def test_methods_are_measured_in_a_process_of_their_own() -> None:
     """A method needs at least the weights and far less than a library."""
     with measured_beside(["zo"], "cpu") as peaks:
