@@ -69,7 +69,7 @@ SHARED = {"adam-offload resident": (0.79, 1.0)}
 @pytest.mark.parametrize(("name", "count"), zip(CHECKS, (18, 17, 19, 14, *[19] * 7, 20, 20), strict=True))
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) -> None:
     """The cases of plan_check.py with the rates of their run. The sixth run holds all limits, with the two
-    substitutions of plan_recorded.py, and so do the last four. The first five were made by code that was slower where
+    substitutions of plan_recorded.py, and so do the last five. The first five were made by code that was slower where
     the host bounds the step (FASTER: today's plan may be as low as this share of their seconds, but not 15 % above),
     and had the host's rates of another process (OFF; LOG.md). In the seventh the host's speed was another after the
     steps, when it was measured (LATER); in the eighth others used its memory and cores (SHARED). These must not get
