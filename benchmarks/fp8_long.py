@@ -1,6 +1,6 @@
 """Does rounding to 8 bits matter in a long zeroth-order run? `wire: fp8` beside bf16 and fp32, in one process.
 
-    python benchmarks/fp8_long.py [MODEL TASK_DATA] [--task sst2] [--steps 20000] [--lr LR] [--out DIR] [--quick]
+    python benchmarks/fp8_long.py [MODEL TASK_DATA] [--task sst2] [--steps 20000] [--lr LR] [--tf32] [--out DIR]
 
 Without MODEL: the embedded model and task. An update is far below the spacing d of E4M3 (an eighth to a sixteenth of
 the weight), so stochastic rounding changes few weights, each by a full d: unbiased, with a variance of d |update| per
@@ -79,7 +79,7 @@ def settings(args: argparse.Namespace) -> TrainConfig:
 def start(wire: str, learns: bool, config: TrainConfig, args: argparse.Namespace) -> Run:
     """A model in one format."""
     source = assets.locate(config.model, assets.MODEL)
-    model = keyhole.load(source, dtype=args.dtype, wire=wire, device=args.device)
+    model = keyhole.load(source, dtype=args.dtype, wire=wire, device=args.device, tf32=args.tf32)
     method = keyhole.ZO(model, args.lr, seed=args.seed, distribution=args.distribution, fp8_steps=args.steps + 1)
     return Run(wire, learns, model, method, load_data(data_settings(config, None)))
 
@@ -185,6 +185,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--distribution", default="gaussian", choices=["gaussian", "rademacher"])
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tf32", action="store_true", help="float32 products in TF32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("out/fp8_long"))

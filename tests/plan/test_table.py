@@ -278,5 +278,5 @@ def test_what_a_run_would_be_refused_for_is_not_recommended() -> None:
     said = recommend.reason(plain, [fp8, plain], question(small()))
     assert "the one row that fits" in said and "within" not in said
     assert recommend.recommended([fp8, replace(plain, fits=False)]) is fp8
-    few = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",), steps=100))
+    few = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",), steps=40))
     assert not any(row.refused for row in few)
