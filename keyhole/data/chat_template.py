@@ -149,6 +149,18 @@ class ChatTemplate:
         done = self.attempt(asked, None, prompt=True)
         return self.prompt_after(asked, None, done) if done else ""
 
+    @cached_property
+    def trained_heading(self) -> str:
+        """The text that the template writes between a question and its answer, where it has no generation prompt: then
+        the model has to write it, so it is trained on."""
+        asked = [{"role": "user", "content": MARKER}]
+        before = self.attempt(asked, None, prompt=True)
+        done = self.attempt([*asked, {"role": "assistant", "content": VALUE}], None)
+        if before is None or done is None or done.marks or self.generation_prompt:
+            return ""
+        heading, answer, _ = done.text.removeprefix(before.text).partition(VALUE)
+        return heading.strip() if answer and done.text.startswith(before.text) else ""
+
     def prompt_after(self, turns: Turns, given: Given, done: Rendering) -> str:
         """The generation prompt behind these turns, whose rendering with it is `done`: what is written after the loop
         over them, or, where the template writes it inside of the loop, what it writes more than without it."""

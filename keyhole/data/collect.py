@@ -155,6 +155,7 @@ class Collector:
         r.unknown += int((ids_T == self.unknown_id).sum()) if self.unknown_id is not None else 0
         r.longest = max(r.longest, len(ids_T))
         r.straddling += tokens.straddles
+        r.unpredicted += tokens.unpredicted
 
     @property
     def end_token_ids(self) -> list[int]:

@@ -31,7 +31,7 @@ from keyhole.data.render import Renderer
 from keyhole.data.report import Report, count_names
 from keyhole.data.row_template import filled
 from keyhole.data.settings import TABLE, PrepareSettings
-from keyhole.errors import UserError, listed
+from keyhole.errors import UserError, listed, printable
 from keyhole.machine.progress import tell
 
 LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
@@ -222,7 +222,11 @@ def _template_line(renderer: Renderer, collector: Collector) -> str:
         kind = "none in the tokenizer; '### Instruction:' and '### Response:' are used"
     ends = listed(renderer.special[i] for i in collector.end_token_ids if i in renderer.special)
     dated = f"; it prints the date, {renderer.template.date}" if renderer.template.dated else ""
-    return f"{kind}; answers end with {ends or 'no special token'}{dated}"
+    heading = renderer.template.trained_heading if renderer.how.train_on == "answers" else ""
+    writes = (
+        f"; it has no generation prompt, so {printable(heading, 40)!r} before answers is trained on" if heading else ""
+    )
+    return f"{kind}; answers end with {ends or 'no special token'}{writes}{dated}"
 
 
 def unknown_id(tokenizer: Any) -> int | None:

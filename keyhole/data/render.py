@@ -45,6 +45,7 @@ class Tokens(NamedTuple):
     trained_T: np.ndarray  # bool
     end_id: int | None  # the special token that ends the last answer
     straddles: bool  # a token spans the beginning of an answer
+    unpredicted: bool = False  # an answer begins with the first token, which nothing predicts: it is not trained on
     lost: Lost = Lost()
 
 
@@ -139,9 +140,11 @@ class Renderer:
             trained_T = np.concatenate([np.zeros(len(self.bos), dtype=bool), trained_T])
         if self.how.train_on == "all":
             trained_T[:] = True
+        has_question = example.turns is not None or bool(example.prompt)
+        unpredicted = self.how.train_on == "answers" and has_question and bool(trained_T[:1].any())
         trained_T[:1] = False
         straddles = any(locate.is_inside(start) for start, _ in rendered.spans)
-        return Tokens(ids_T, trained_T, end_id, straddles, rendered.lost)
+        return Tokens(ids_T, trained_T, end_id, straddles, unpredicted, rendered.lost)
 
     def _end_of_turn(self, ids: list[int], a: int, b: int) -> int:
         """Where answer [a, b) ends without the white space after its last special token."""
@@ -190,7 +193,9 @@ class Locate:
     def is_inside(self, position: int) -> bool:
         """Whether a token spans this position."""
         t = self(position)
-        if self.encoding is None or not 0 < t < len(self.ids):
+        if self.encoding is None or t >= len(self.ids):
             return False
+        if t == 0:
+            return position > 0
         before = self.encoding.token_to_chars(t - 1)
         return before is not None and before[1] < position

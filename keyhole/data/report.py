@@ -47,6 +47,7 @@ class Report:
     empty: int = 0
     unheard: int = 0
     straddling: int = 0
+    unpredicted: int = 0
     unknown: int = 0  # tokens that stand for text that the tokenizer does not know
     missing: str = ""  # characters that it leaves out
     foreign: dict[str, int] = field(default_factory=dict)  # control token of another tokenizer -> texts
@@ -116,6 +117,11 @@ class Report:
             out.append(f"dropped: {counted(self.dropped_no_choice, 'question')} without a wrong candidate")
         if self.dropped_untrained:
             out.append(f"dropped: {counted(self.dropped_untrained, 'sample')} with nothing to train on")
+        if self.unpredicted:
+            out.append(
+                f"the first token of {counted(self.unpredicted, 'sample')} belongs to the answer, and is not trained "
+                "on: no token is before it (the prompt is one token with the answer, and the tokenizer adds no bos)"
+            )
         if self.unknown:
             out.append(
                 f"{self.unknown:,} tokens ({_percent(self.unknown, self.tokens)}) are the unknown token: text that the "

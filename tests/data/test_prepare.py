@@ -263,3 +263,21 @@ def test_settings_about_chats_are_named_where_they_do_nothing(pairs: str, tmp_pa
         "warning: 2 chats have documents that the chat template does not write",
         "warning: chat_template_kwargs has variables that the chat template does not read: thinkng (2 chats)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mark", "named"),
+    [("", "", True), ("{% if add_generation_prompt %}assistant: {% endif %}", "", False), ("", "generation", False)],
+)
+def test_a_heading_that_is_trained_on_is_named(tmp_path: Path, prompt: str, mark: str, named: bool) -> None:
+    """Without a generation prompt the model has to write the heading of its answer; with one, or with marks, it is
+    given."""
+    answer = "{{ m.content }}</s>"
+    answer = "{% generation %}" + answer + "{% endgeneration %}" if mark else answer
+    template = "{% for m in messages %}{{ m.role }}: " + answer + "{% endfor %}" + prompt
+    file = write(tmp_path / "chats.jsonl", [{"messages": chats.chat("What", "yes")}])
+    dataset = prepare(file, tokenizer(template))
+    line = next(line for line in dataset.report.lines() if line.startswith("template: "))
+    assert ("no generation prompt, so 'assistant:' before answers is trained on" in line) == named
+    text = tokenizer().decode(dataset.ids[dataset.trained])
+    assert ("assistant" in text) == named and "yes" in text
