@@ -102,6 +102,11 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         [0, 1, 2],
         LARGE | DEV | {"learning_rate": 1.5e-4, "zo": RANK | CLIP | {"fold": False}, "wire": "int4"},
     ),
+    "sst2-zo-rank-minutes": (
+        "sst2",
+        [0, 1, 2],
+        LARGE | DEV | {"max_steps": 3300, "eval_steps": 1100, "learning_rate": 1e-4, "zo": RANK | CLIP},
+    ),
     "sst2-zo-minutes": ("sst2", [0], LARGE | MINUTES | {"learning_rate": 7e-5}),
     **{
         f"sst2-zo-sweep-{rank}x{refresh}": (
