@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
+from keyhole.checkpoint.removal import put_in_place
 from keyhole.checkpoint.state import STATE, State, dump
 from keyhole.disk.crc import Span
-from keyhole.disk.files import checksums, flush_all, replace_directory, staged
+from keyhole.disk.files import checksums, flush_all, staged
 from keyhole.disk.tensors import MethodState, Ranges, write_tensors
 from keyhole.model.weights.save import write_files, write_small_files
 from keyhole.model.weights.save_parts import write_state_parts
@@ -53,9 +54,10 @@ def save_checkpoint(
     method_state: dict[str, Any],
     about: About,
     before_rename: Callable[[], None] = lambda: None,
-) -> None:
+) -> list[str]:
     """Writes a checkpoint and returns when it is complete. The method must have been flushed; method_state is the
-    result of its state_dict. before_rename is called just before the rename, and may prevent it by an exception."""
+    result of its state_dict. before_rename is called just before the rename, and may prevent it by an exception.
+    Returns lines about a user's files of that name."""
     tensors, scalars = split_state(method_state)
     with staged(path.parent, path.name) as temporary:
         if method_state.get("light"):
@@ -68,7 +70,7 @@ def save_checkpoint(
             write_tensors(temporary / TENSORS, tensors)
         write_state(temporary, about, scalars)
         before_rename()
-        replace_directory(temporary, path)
+        return put_in_place(temporary, path)
 
 
 def split_state(method_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

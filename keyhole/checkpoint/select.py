@@ -4,15 +4,14 @@ A run resumes from the newest checkpoint that passes `verify`; damaged ones are 
 deleted only after a newer one is complete on the disk, so there is always one to go back to.
 """
 
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from keyhole.checkpoint import removal
 from keyhole.checkpoint.state import NAME, STATE, Damaged, State, verify
-from keyhole.disk.files import remove
 from keyhole.errors import UserError
 
 LAST = ("", "auto", "last")
@@ -25,38 +24,43 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def checkpoints(root: Path) -> list[Path]:
-    """The directories called checkpoint-N in `root`, oldest first, intact or not."""
+def numbered(root: Path) -> list[Path]:
+    """The directories called checkpoint-N in `root`, oldest first, whoever wrote them."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
-def own_checkpoints(root: Path) -> list[Path]:
-    """Those of them that keyhole wrote, which may be deleted: they have a state. A directory that a user has called so
-    has none."""
-    return [path for path in checkpoints(root) if (path / STATE).is_file()]
+def checkpoints(root: Path) -> list[Path]:
+    """Those of them that keyhole wrote, intact or not: they have a state. A directory that a user has called so has
+    none; it is neither read nor renamed nor deleted."""
+    return [path for path in numbered(root) if os.path.isfile(path / STATE)]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from (None: none), and the newer, damaged ones that were skipped."""
+    """The checkpoint to resume from (None: none), and the newer ones that were skipped: damaged ones, and directories
+    without a state."""
 
     path: Path | None = None
     state: State | None = None
     damaged: dict[Path, str] = field(default_factory=dict)
+    strange: list[Path] = field(default_factory=list)
 
 
 def newest(root: Path) -> Choice:
     """The newest intact checkpoint in `root`."""
-    damaged: dict[Path, str] = {}
-    for path in reversed(checkpoints(root)):
+    found = Choice()
+    for path in reversed(numbered(root)):
+        if not os.path.isfile(path / STATE):
+            found.strange.append(path)
+            continue
         try:
-            return Choice(path, verify(path), damaged)
+            return replace(found, path=path, state=verify(path))
         except Damaged as fault:
-            damaged[path] = str(fault)
-    return Choice(damaged=damaged)
+            found.damaged[path] = str(fault)
+    return found
 
 
 def choose(resume: str, root: Path) -> Choice:
@@ -94,33 +98,36 @@ def refuse_to_branch(step: int, path: Path, root: Path) -> None:
 def rename_damaged(paths: Iterable[Path]) -> list[Path]:
     """Renames damaged checkpoints to checkpoint-N.damaged: they are kept, but no longer count as checkpoints. Returns
     the new names."""
-    renamed = []
-    for path in paths:
-        names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())
-        renamed.append(next(name for name in names if not os.path.lexists(name)))
-        os.replace(path, renamed[-1])
-    return renamed
+    return [removal.set_aside(path, "damaged") for path in paths]
 
 
 def prune(
     root: Path, keep: int | None, up_to: int, say: Callable[[str], None] = print, spare: int | None = None
 ) -> threading.Thread:
-    """Renames the oldest checkpoints of steps <= up_to until `keep` are left, and deletes the renamed ones in a thread,
-    because deleting gigabytes takes a while; the room is free when the thread has ended. A checkpoint that cannot be
-    renamed is kept, with a message. spare: a step whose checkpoint is kept and not counted."""
-    renamed: list[Path] = []
+    """Deletes the oldest checkpoints of steps <= up_to until `keep` are left. spare: a step whose checkpoint is kept
+    and not counted."""
     try:
-        own = [path for path in own_checkpoints(root) if step_of(path) <= up_to and step_of(path) != spare]
+        own = [path for path in checkpoints(root) if step_of(path) <= up_to and step_of(path) != spare]
     except OSError as error:
         say(f"warning: {root} cannot be read, and old checkpoints stay: {error.strerror}")
         own = []
-    for path in [] if keep is None else own[: max(0, len(own) - max(1, keep))]:
-        target = path.with_name(f".{path.name}.deleted-{os.getpid()}")
+    return delete([] if keep is None else own[: max(0, len(own) - max(1, keep))], say)
+
+
+def delete(paths: Iterable[Path], say: Callable[[str], None] = print) -> threading.Thread:
+    """Deletes checkpoints, except for files in them that keyhole did not write (removal.py). They are none any more
+    when this returns; the files are deleted in a thread, because deleting gigabytes takes a while: the room is free
+    when it has ended. A checkpoint that cannot be deleted is kept, with a message; a link to one is the user's."""
+    begun: list[Path] = []
+    for path in paths:
+        if path.is_symlink():
+            continue
         try:
-            os.replace(path, target)  # a half-deleted checkpoint must not look like one
-            renamed.append(target)
+            for line in removal.begin(path):
+                say(line)
+            begun.append(path)
         except OSError as error:
-            say(f"warning: {path}, which is too old, cannot be deleted: {error.strerror}")
-    thread = threading.Thread(target=lambda: [remove(path) for path in renamed], name="keyhole-delete")
+            say(f"warning: {path} is not needed any more, but cannot be deleted: {error.strerror}")
+    thread = threading.Thread(target=lambda: [removal.finish(path) for path in begun], name="keyhole-delete")
     thread.start()
     return thread

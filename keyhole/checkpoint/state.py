@@ -21,7 +21,7 @@ from keyhole.errors import UserError, listed, printable
 
 FORMAT = 1
 STATE = "keyhole_state.json"
-NAME = re.compile(r"checkpoint-(\d+)")
+NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,9})")  # up to MOST_STEPS
 STATE_BYTES = 256 * 2**20  # upper limit; the scalars of LSP and GaLore for a large model take a few megabytes
 MOST_STEPS = 2**32 - 1
 
@@ -56,14 +56,35 @@ def dump(content: dict[str, Any]) -> str:
     return json.dumps(content | {"crc32": _own_crc(content)}, indent=1) + "\n"
 
 
+def _content(file: Path) -> dict[str, Any]:
+    content = json.loads(read_small(file, STATE_BYTES))
+    if not isinstance(content, dict) or "crc32" not in content or "format" not in content:
+        raise Damaged(f"{STATE} is not the state of a checkpoint")
+    if content.pop("crc32") != _own_crc(content):
+        raise Damaged(f"{STATE} was changed (its checksum does not match)")
+    return content
+
+
+def listed_files(file: Path) -> list[str]:
+    """The other files of a checkpoint, as its keyhole_state.json names them, whatever version of keyhole wrote it;
+    Damaged if it does not say."""
+    try:
+        names = list(_content(file)["files"].keys())
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{STATE} cannot be read: {error}") from None
+    if any(_is_outside(name) for name in names):
+        raise Damaged(f"{STATE} lists files outside of the checkpoint")
+    return names
+
+
+def _is_outside(file: str) -> bool:
+    return Path(file).is_absolute() or ".." in Path(file).parts or file == STATE
+
+
 def read_state(path: Path) -> State:
     """The state of a checkpoint; Damaged if the file is missing, incomplete or changed."""
     try:
-        content = json.loads(read_small(path / STATE, STATE_BYTES))
-        if not isinstance(content, dict) or "crc32" not in content or "format" not in content:
-            raise Damaged(f"{STATE} is not the state of a checkpoint")
-        if content.pop("crc32") != _own_crc(content):
-            raise Damaged(f"{STATE} was changed (its checksum does not match)")
+        content = _content(path / STATE)
         _check_version(content, path)
         state = State(**content)
         fault = _fault(state, path)
@@ -108,7 +129,7 @@ def _fault(state: State, path: Path) -> str | None:
     if not _is_selection(state.selection):
         return f"selection is {str(state.selection):.100}"
     for file, about in state.files.items():
-        if Path(file).is_absolute() or ".." in Path(file).parts or file == STATE:
+        if _is_outside(file):
             return f"files has {file!r}, which is no file of a checkpoint"
         if type(about["bytes"]) is not int or not isinstance(about["crc32"], str):
             return f"files has {about} for {file}"

@@ -28,6 +28,7 @@ MOST_MARKER_BYTES = 2**20
 
 def inspect(root: Path) -> None:
     """Refuses a directory with other files, and one that is not writable."""
+    rundir.check_place(root)
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir: {root} is a file; choose a directory")
     strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []

@@ -280,8 +280,7 @@ class Execution:
     def _clean(self, trial: Trial) -> None:
         """Deletes the checkpoints of a finished run."""
         if not trial.config.save_model:
-            for path in select.own_checkpoints(Path(trial.config.output_dir)):
-                remove(path)
+            select.delete(select.checkpoints(Path(trial.config.output_dir)), self.say).join()
 
     def _score_untrained(self) -> None:
         """Scores every model without training on the test questions of every task."""

@@ -6,7 +6,6 @@ rename, and the parent directory after it. Temporary names start with a dot:
     .NAME.tmp             a file that is being written
     .NAME.saving-PID      a directory that is being written
     .NAME.old-PID         a directory that is being replaced, if the system cannot exchange two names
-    .NAME.deleted-PID     a directory that is being deleted
 
 A temporary file is in the directory of its final name, so that no rename crosses file systems. Files are created
 exclusively, and links are not followed, so nobody with write access to the directory can make this process write

@@ -66,7 +66,7 @@ def drop_begun(directory: Path) -> None:
 
 def newest_complete(root: Path) -> Path | None:
     """The newest checkpoint that was written to its end; None if there is none. Newer ones are named by a warning."""
-    for path in reversed(select.checkpoints(root)):
+    for path in reversed(select.numbered(root)):
         try:
             if (path / STATE).exists():
                 check_sizes(path, read_state(path).files)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.checkpoint.journal.resume_point import Origin
-from keyhole.checkpoint.state import State
+from keyhole.checkpoint.state import STATE, State
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections, settings
 from keyhole.data.settings import AUTO, BEFORE
@@ -106,10 +106,13 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
     if resume is None:
         return []
     choice, state = origin.choice, origin.state
-    damaged = [f"resume: {path} is damaged and passed over: {fault}" for path, fault in choice.damaged.items()]
+    passed = [f"resume: {path} is damaged and passed over: {fault}" for path, fault in choice.damaged.items()]
+    passed += [
+        f"resume: {path} has no {STATE}: it is none of this run's, and stays as it is" for path in choice.strange
+    ]
     if state is None:
-        return [f"resume: no checkpoint in {config.output_dir} yet, so this is a new run", *damaged, *origin.notes]
-    lines = [f"resume: from {choice.path or config.model}, {state.step} steps done", *damaged, *origin.notes]
+        return [f"resume: no checkpoint in {config.output_dir} yet, so this is a new run", *passed, *origin.notes]
+    lines = [f"resume: from {choice.path or config.model}, {state.step} steps done", *passed, *origin.notes]
     if origin.tail:
         lines.append(f"resume: the journal has {len(origin.tail)} steps more, up to step {origin.step}; replaying them")
     lines += [f"resume: {change}" for change in apply_changes(state, config, origin.step, origin.base)]

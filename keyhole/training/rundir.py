@@ -28,7 +28,8 @@ from typing import Any
 import keyhole
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.resume_point import Place
-from keyhole.checkpoint.select import checkpoints
+from keyhole.checkpoint.removal import finish
+from keyhole.checkpoint.select import checkpoints, numbered
 from keyhole.checkpoint.state import STATE
 from keyhole.disk import files
 from keyhole.disk.files import flush, make_directories, read_small, remove, staged, write_text
@@ -40,9 +41,9 @@ from keyhole.training.lock import Lock
 FORMAT = 1
 MARKER_BYTES = 2**20
 WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
-# Leftovers of a killed process: half-written, half-deleted, or half-replaced (names: disk/files.py). Only our own.
-LEFTOVER = re.compile(r"\.(checkpoint-\d+|model)\.(saving|old|deleted)-\d+|\.probe\.tmp")
-REPLACED = re.compile(r"\.(checkpoint-\d+)\.old-\d+")
+# Leftovers of a killed process: half-written or half-replaced (names: disk/files.py). Only our own.
+LEFTOVER = re.compile(r"\.(checkpoint-[0-9]+|model)\.(saving|old)-[0-9]+|\.probe\.tmp")
+REPLACED = re.compile(r"\.(checkpoint-[0-9]+)\.old-[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def new_run_id() -> str:
 def inspect(output_dir: str, resume: bool) -> RunDir:
     """Checks that a run may write here; otherwise UserError says what to change."""
     found = RunDir(Path(output_dir))
-    _check_place(found.root)
+    check_place(found.root)
     if not os.path.lexists(found.root):
         try_place(found.root)
         return found
@@ -147,22 +148,24 @@ def _way_out(root: Path) -> str:
     return f"choose a new or empty directory{other}"
 
 
-def _check_place(root: Path) -> None:
+def check_place(root: Path) -> None:
     """Checks that the name is valid and that the nearest existing directory is writable."""
     for place in (root, *root.absolute().parents):
         try:
             os.stat(place)
             break
         except (FileNotFoundError, NotADirectoryError):
-            continue
+            if place.is_symlink():
+                where = f"{place} is a link that leads nowhere ({os.readlink(place)} is not there)"
+                raise UserError(f"output_dir: {where}; make that directory, or choose another output_dir") from None
         except (OSError, ValueError) as error:  # too long, no permission, or a zero byte
             reason = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"output_dir: {str(root)[:200]!r} is not possible: {reason}") from error
     for above in Path(os.path.abspath(root)).parents:
         if (above / STATE).is_file():
             raise UserError(
-                f"output_dir: {root} is inside of {above}, a checkpoint, which its run will delete when it is old; "
-                "choose another output_dir"
+                f"output_dir: {root} is inside of {above}, a checkpoint, which its run will delete when it is too old, "
+                "except for other files; choose another output_dir"
             )
     if place != root and not place.is_dir():
         raise UserError(f"output_dir: {place} is a file; choose a directory")
@@ -248,6 +251,8 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
         for path in found.root.iterdir():
             if LEFTOVER.fullmatch(path.name):
                 remove(path)
+        for path in numbered(found.root):
+            finish(path)
         _probe(found.root)
         write_about(found, config_yaml, environment)
 

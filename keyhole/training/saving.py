@@ -176,7 +176,7 @@ class Saver:
             return self._failed(step, now, UserError(f"output_dir: {done.path} could not be written: {error}"))
         if error is not None:
             raise error
-        self._note_saved(done.path, step)
+        self._note_saved(done.path, step, done.lines)
         snapshot = done.snapshot
         cost = f"copies took {snapshot.peak_bytes / GIB:.2f} GiB, training waited {snapshot.waited_s:.2f} s"
         return f"saved {done.path} in {done.seconds:.1f} s behind training ({cost})"
@@ -192,8 +192,10 @@ class Saver:
         good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
         return NonFinite(f"step {step}: {what}, so it is not saved; {good}")
 
-    def _note_saved(self, path: Path, step: int) -> None:
+    def _note_saved(self, path: Path, step: int, lines: list[str]) -> None:
         self.last_good, self.last_step = path, step
+        for line in lines:
+            self.say(line)
         self.deleting = select.prune(self.root, self.settings.keep, step, self.say, self.best_step)
 
     def save(self, step: int, loader: dict[str, Any], last: bool = False) -> Path:
@@ -208,11 +210,11 @@ class Saver:
         path = self.root / f"checkpoint-{step}"
         try:
             about = replace(self.about, step=step, loader=loader, selection=self.selection())
-            save_checkpoint(path, self.model, state, about, lambda: self._flush_journal(step, last))
+            lines = save_checkpoint(path, self.model, state, about, lambda: self._flush_journal(step, last))
         except (OSError, SafetensorError) as error:
             kind = NoRoom if is_full(error) else UserError
             raise kind(f"output_dir: {path} could not be written: {error}") from error
-        self._note_saved(path, step)
+        self._note_saved(path, step, lines)
         self._wait_for_room()
         return path
 
@@ -247,7 +249,7 @@ class Saver:
     def _missing_bytes(self) -> int:
         """What the next checkpoint takes, less what _make_room can delete: one besides the last good checkpoint."""
         keep = self.settings.keep
-        several = keep is not None and len(select.own_checkpoints(self.root)) >= max(2, keep)
+        several = keep is not None and len(select.checkpoints(self.root)) >= max(2, keep)
         return MARGIN_BYTES if several else self.checkpoint_bytes
 
     def save_best(self, step: int, loader: dict[str, Any]) -> list[str]:
@@ -310,7 +312,7 @@ class Saver:
                 return
             beside = self.method.learned_beside(state)
             finish = None if beside is None else partial(hf.merge_files, self.model, factors=beside)
-            hf.publish(source, self.root, OWN_FILES, finish, about.files)
+            hf.publish(source, self.root, about.files.keys() - OWN_FILES, finish)
         except (Damaged, FileNotFoundError) as error:
             self._publish_from_memory(source, error)
         except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import keyhole
-from keyhole.checkpoint import select
+from keyhole.checkpoint import removal, select
 from keyhole.checkpoint.files import About, save_checkpoint
 from keyhole.checkpoint.state import STATE, dump
 from keyhole.errors import UserError
@@ -24,6 +24,10 @@ def root(tiny_model: Path, tmp_path: Path) -> Path:
 
 def names(root: Path) -> list[str]:
     return [path.name for path in select.checkpoints(root)]
+
+
+def everything(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
 def harm(path: Path) -> None:
@@ -83,8 +87,7 @@ def test_no_second_history_in_one_directory(root: Path) -> None:
 def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -> None:
     """The newest stay, at least one always; nothing half-deleted is left."""
     select.prune(root, keep, up_to=12).join()
-    assert names(root) == [f"checkpoint-{step}" for step in left]
-    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert everything(root) == sorted(f"checkpoint-{step}" for step in left)
 
 
 def test_a_directory_of_the_user_that_is_called_like_a_checkpoint_is_not_deleted(root: Path) -> None:
@@ -92,25 +95,44 @@ def test_a_directory_of_the_user_that_is_called_like_a_checkpoint_is_not_deleted
     (root / "checkpoint-1").mkdir()
     (root / "checkpoint-1" / "notes.txt").write_text("mine")
     select.prune(root, 2, up_to=12).join()
-    assert names(root) == ["checkpoint-1", "checkpoint-8", "checkpoint-12"]
+    assert names(root) == ["checkpoint-8", "checkpoint-12"]
     assert (root / "checkpoint-1" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["checkpoint-50", "checkpoint-６", "checkpoint-" + "9" * 26, "checkpoint-013"])
+def test_a_directory_of_the_user_is_not_resumed_from(root: Path, name: str) -> None:
+    """It is neither damaged nor renamed; it is named if it looks newer than the one that is chosen."""
+    for place in (name, "checkpoint-3"):
+        (root / place).mkdir()
+        (root / place / "trainer_state.json").write_text("{}")
+    choice = select.choose("last", root)
+    assert choice.path == root / "checkpoint-12" and not choice.damaged
+    assert choice.strange == ([root / name] if name == "checkpoint-50" else [])
+    assert select.choose(str(root / "checkpoint-12"), root).path == choice.path, "no second history"
+
+
+def test_a_checkpoint_that_has_lost_its_state_is_passed_over(root: Path) -> None:
+    """Nobody knows any more whose it is: it is named, and stays."""
+    (root / "checkpoint-12" / STATE).unlink()
+    choice = select.newest(root)
+    assert choice.path == root / "checkpoint-8" and choice.strange == [root / "checkpoint-12"] and not choice.damaged
 
 
 def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old checkpoints are out of sight at once, and gone when the thread has ended."""
-    go, real = threading.Event(), select.remove
+    go, real = threading.Event(), removal.finish
 
     def slow(path: Path) -> None:
         assert go.wait(20)
         real(path)
 
-    monkeypatch.setattr(select, "remove", slow)
+    monkeypatch.setattr(removal, "finish", slow)
     thread = select.prune(root, 1, up_to=12)
     assert names(root) == ["checkpoint-12"] and select.newest(root).state.step == 12
-    assert len([path for path in root.iterdir() if path.name.startswith(".")]) == 2
+    assert (root / "checkpoint-4" / "model.safetensors").exists()
     go.set()
     thread.join()
-    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert everything(root) == ["checkpoint-12"]
 
 
 @pytest.mark.parametrize("change", [{"format": 2}, {"tomorrow": 1}], ids=["format", "key"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from keyhole.checkpoint import select
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
@@ -231,6 +232,33 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(make: Make, harm: str, ca
     assert "checkpoint-6 is damaged and passed over" in capsys.readouterr().out
     assert same(before, weights(config.output_dir)) and same(before, weights(last))
     assert len(losses(config)) == 6
+
+
+def test_files_of_the_user_in_checkpoints_stay(make: Make, capsys: pytest.CaptureFixture) -> None:
+    """In checkpoints that become too old, beside them, and in a directory of the name of the next checkpoint; each is
+    said once. Runs go on past what is left, to the same weights; nothing of it is published."""
+    config, whole = make(save_steps=2, max_steps=4), make("whole", save_steps=2, max_steps=4)
+    for run in (config, whole):
+        train(run)
+    root = Path(config.output_dir)
+    mine = ["checkpoint-2/gguf/q4.gguf", "checkpoint-4/eval.json", "checkpoint-50/trainer_state.json", "gguf/q8.gguf"]
+    for name in [*mine, "checkpoint-6/notes.txt", "checkpoint-4/gguf/q4.gguf"]:
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("mine")
+    capsys.readouterr()
+    for steps in (6, 8):
+        assert train(replace(config, max_steps=steps), resume="") == 0
+    said = capsys.readouterr().out
+    for steps in (6, 8):
+        train(replace(whole, max_steps=steps), resume="")
+    assert same(weights(root), weights(whole.output_dir))
+    assert all((root / name).read_text() == "mine" for name in [*mine, "checkpoint-6.kept/notes.txt"])
+    assert said.count("checkpoint-2 is deleted, except for files in it that keyhole did not write (gguf/q4.gguf)") == 1
+    assert said.count("checkpoint-4 is deleted, except for") == said.count("it is called checkpoint-6.kept now") == 1
+    assert said.count("checkpoint-50 has no keyhole_state.json") == 2 and "damaged" not in said
+    assert [path.name for path in (root / "checkpoint-2").iterdir()] == ["gguf"]
+    assert [path.name for path in (root / "gguf").iterdir()] == ["q8.gguf"]
+    assert [path.name for path in select.checkpoints(root)] == ["checkpoint-6", "checkpoint-8"]
 
 
 def test_files_of_a_run_that_are_damaged_are_said(make: Make, capsys: pytest.CaptureFixture) -> None:

@@ -210,10 +210,41 @@ def test_an_unwritable_place_is_the_users_to_fix(tmp_path: Path) -> None:
 
 
 def test_a_run_is_not_put_into_a_checkpoint_of_another(tmp_path: Path) -> None:
-    """It would be deleted with the checkpoint."""
+    """The checkpoint is deleted around it."""
     (tmp_path / "checkpoint-4").mkdir()
     (tmp_path / "checkpoint-4" / "keyhole_state.json").write_text("{}")
     for place in ("checkpoint-4/out", "checkpoint-4/a/b"):
         with pytest.raises(UserError, match="is inside of .*checkpoint-4, a checkpoint, which its run will delete"):
             rundir.inspect(str(tmp_path / place), resume=False)
     assert rundir.inspect(str(tmp_path / "beside"), resume=False)
+
+
+def test_only_own_checkpoints_are_recommended(tmp_path: Path) -> None:
+    """A directory of another Trainer is refused without advice that would be refused, too; a checkpoint of ours in a
+    directory without a marker is what goes on."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    for root, name in ((theirs, "trainer_state.json"), (ours, "keyhole_state.json")):
+        (root / "checkpoint-500").mkdir(parents=True)
+        (root / "checkpoint-500" / name).write_text("{}")
+    (ours / "checkpoint-600").mkdir()
+    with pytest.raises(UserError, match=r"such as trainer_state.json\); choose a new or empty directory$"):
+        rundir.inspect(str(theirs), resume=False)
+    with pytest.raises(UserError, match="goes on there with --resume .*checkpoint-500$"):
+        rundir.inspect(str(ours), resume=False)
+
+
+def test_a_directory_of_the_user_is_no_run(tmp_path: Path) -> None:
+    """One that is called checkpoint-50 does not stop a run from starting over that has saved nothing yet."""
+    open_run(rundir.inspect(str(tmp_path), resume=False))
+    (tmp_path / "checkpoint-50").mkdir()
+    (tmp_path / "checkpoint-50" / "trainer_state.json").write_text("{}")
+    assert rundir.inspect(str(tmp_path), resume=False).holds is None
+
+
+@pytest.mark.parametrize("name", ["link", "link/out"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, name: str) -> None:
+    """As output_dir, and above it; it is no file."""
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="output_dir: .*/link is a link that leads nowhere .*/unmounted is not there"):
+        rundir.inspect(str(tmp_path / name), resume=False)
+    assert not (tmp_path / "unmounted").exists()

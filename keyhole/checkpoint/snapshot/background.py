@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from keyhole.checkpoint.files import TENSORS, About, split_state, write_state
+from keyhole.checkpoint.removal import put_in_place
 from keyhole.checkpoint.snapshot.copy_threads import CopyThreads
 from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES
 from keyhole.checkpoint.snapshot.snapshot import PAGE_WRITERS, Cancelled, Snapshot
 from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source, event_on, segments_of
-from keyhole.disk.files import replace_directory, staged
+from keyhole.disk.files import staged
 from keyhole.disk.tensors import Files, Spec, lay_out
 from keyhole.machine.host import host_memory
 from keyhole.methods import METHODS
@@ -159,6 +160,7 @@ class Writing:
         self.snapshot, self.path, self.about, self.scalars = snapshot, path, about, scalars
         self.files, self.small, self.flush_journal = files, small, flush_journal
         self.error: BaseException | None = None
+        self.lines: list[str] = []  # about a user's files of that name
         self.begin_s = time.perf_counter()
         self.seconds = 0.0
         self.thread = threading.Thread(target=self._run, name="keyhole-snapshot", daemon=True)
@@ -183,4 +185,4 @@ class Writing:
             write_state(temporary, self.about, self.scalars, self.snapshot.sums)
             if not self.flush_journal(self.about.step):
                 raise Cancelled(f"the journal has no record of step {self.about.step}")
-            replace_directory(temporary, self.path)
+            self.lines = put_in_place(temporary, self.path)

@@ -16,7 +16,6 @@ writer is used, which needs all of them in memory.
 copied: that takes no time, and no disk space.
 """
 
-import errno
 import os
 import shutil
 import tempfile
@@ -31,7 +30,7 @@ import torch
 import transformers
 from torch import nn
 
-from keyhole.disk.files import flush, flush_all, remove, replace_directory, staged
+from keyhole.disk.files import flush, flush_all, replace_directory, staged
 from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
@@ -196,44 +195,32 @@ def move_into_place(temporary: Path, path: Path) -> None:
     if not path.exists():
         replace_directory(temporary, path)
         return
-    names = {file.name for file in temporary.iterdir()}
+    names = {file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if not file.is_dir()}
     stale, last = stored_weights(path) - names, [name for name in (INDEX, CONFIG) if name in names]
     for name in {INDEX, *last}:
         (path / name).unlink(missing_ok=True)
     for name in sorted(names - set(last)):
-        if (temporary / name).is_dir():  # further chat templates; a directory cannot be renamed over another
-            remove(path / name)
+        folder = (path / name).parent  # adapter/ and the like may have files of the user
+        if folder != path and folder.is_symlink():
+            folder.unlink()
+        folder.mkdir(exist_ok=True)
         os.replace(temporary / name, path / name)
     for name in stale:
         (path / name).unlink()
     for name in last:
         os.replace(temporary / name, path / name)
-    flush(path)
+    for folder in {(path / name).parent for name in names}:
+        flush(folder)
 
 
-def publish(
-    checkpoint: Path,
-    path: Path,
-    private: set[str],
-    finish: Callable[[Path], None] | None = None,
-    expected: Iterable[str] = (),
-) -> None:
-    """Makes the model in `checkpoint` the model of the directory `path`; `private` files are left out. finish: called
-    with copies of the files, which it may change. expected: files of the checkpoint; FileNotFoundError if one is
-    missing, because somebody is deleting it."""
+def publish(checkpoint: Path, path: Path, names: Iterable[str], finish: Callable[[Path], None] | None = None) -> None:
+    """Makes the model in `checkpoint` the model of the directory `path`. names: its files; FileNotFoundError if one is
+    missing, because somebody is deleting it. finish: called with copies of the files, which it may change."""
     with _staged_for(path) as temporary:
-        for file in checkpoint.iterdir():
-            if file.name in private:
-                continue
-            if file.suffix == ".safetensors":
-                (_link_or_copy if finish is None else shutil.copyfile)(file, temporary / file.name)
-            elif file.is_dir():
-                shutil.copytree(file, temporary / file.name)
-            else:
-                shutil.copyfile(file, temporary / file.name)
-        for name in expected:
-            if name not in private and not (temporary / name).is_file():
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(checkpoint / name))
+        for name in names:
+            (temporary / name).parent.mkdir(exist_ok=True)
+            linked = finish is None and name.endswith(".safetensors")
+            (_link_or_copy if linked else shutil.copyfile)(checkpoint / name, temporary / name)
         if finish is not None:
             finish(temporary)
         flush_all(temporary)

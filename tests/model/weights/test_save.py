@@ -168,16 +168,36 @@ def test_the_files_that_transformers_would_write(
 
 
 def test_publish_links_weights_and_copies_the_rest(model: keyhole.Model, tmp_path: Path) -> None:
-    """The published weights take no space, private files stay out, and the config is a copy."""
+    """The published weights take no space, other files stay out, and the config is a copy."""
     checkpoint, out = tmp_path / "out" / "checkpoint-3", tmp_path / "out"
     model.save_pretrained(checkpoint)
+    own = names(checkpoint)
     (checkpoint / "secret.json").write_text("{}")
-    hf.publish(checkpoint, out, {"secret.json"})
-    assert names(out) == names(checkpoint) - {"secret.json"} | {"checkpoint-3"}
+    hf.publish(checkpoint, out, own)
+    assert names(out) == own | {"checkpoint-3"}
     assert (out / "model.safetensors").samefile(checkpoint / "model.safetensors")
     assert not (out / "config.json").samefile(checkpoint / "config.json")
-    hf.publish(checkpoint, out, {"secret.json"})  # again, over itself
+    hf.publish(checkpoint, out, own)  # again, over itself
     AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_files_of_the_user_in_a_folder_of_the_model_stay(model: keyhole.Model, tmp_path: Path) -> None:
+    """Only files of the same name are replaced, also in folders; a link in the place of a folder is not followed."""
+    checkpoint, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
+    model.save_pretrained(checkpoint)
+    for folder in ("adapter", "templates"):
+        (checkpoint / folder).mkdir()
+        (checkpoint / folder / "file").write_text("new")
+    own = names(checkpoint) - {"adapter", "templates"} | {"adapter/file", "templates/file"}
+    (tmp_path / "out" / "adapter").mkdir(parents=True)
+    elsewhere.mkdir()
+    for path in (tmp_path / "out" / "adapter" / "file", tmp_path / "out" / "adapter" / "mine", elsewhere / "file"):
+        path.write_text("old")
+    (tmp_path / "out" / "templates").symlink_to(elsewhere)
+    hf.publish(checkpoint, tmp_path / "out", own)
+    found = {name: (tmp_path / "out" / name).read_text() for name in ("adapter/file", "adapter/mine", "templates/file")}
+    assert found == {"adapter/file": "new", "adapter/mine": "old", "templates/file": "new"}
+    assert (elsewhere / "file").read_text() == "old"
 
 
 def test_publish_copies_where_links_are_impossible(
@@ -190,7 +210,7 @@ def test_publish_copies_where_links_are_impossible(
 
     monkeypatch.setattr(os, "link", link)
     model.save_pretrained(tmp_path / "c")
-    hf.publish(tmp_path / "c", tmp_path / "out", set())
+    hf.publish(tmp_path / "c", tmp_path / "out", names(tmp_path / "c"))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "c" / "model.safetensors").read_bytes()
 
 
