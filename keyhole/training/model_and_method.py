@@ -28,6 +28,7 @@ from keyhole.data.padding import longest_row
 from keyhole.data.run import Data
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
+from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Shared
 from keyhole.methods.traits import AUTO_RATE
@@ -90,9 +91,11 @@ def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
         path = origin.choice.path
         try:
             method.load_state_dict(method_state(path, origin.choice.state))
-        except (UserError, torch.OutOfMemoryError):
+        except UserError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+            if out_of_memory(error) is not None:
+                raise
             said = f"{type(error).__name__}: {error}"
             raise UserError(f"--resume: the optimizer's state in {path} does not fit this run: {said}") from error
     return method
