@@ -13,11 +13,12 @@ resumes from the original model or from the checkpoint's weights; no method is k
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import method_state
@@ -35,7 +36,9 @@ from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
+from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.freeze import freeze
+from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.published import choose_format, forget_what_is_read
 from keyhole.model.weights.read import check_weights
@@ -120,6 +123,15 @@ def _tokens(batches: Loader | EvalBatches) -> int:
     return batches.dataset.most_samples(batches.batch_size) * width
 
 
+@dataclass
+class Skeleton:
+    """A model by its modules and shapes (Method.outline)."""
+
+    module: nn.Module
+    layout: Layout
+    blocks: list[nn.Module]
+
+
 def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[list[str]]:
     """The lines of the start block about model and machine, from the model's config and the headers of its weight
     files; no weight is read, and nothing is downloaded."""
@@ -137,5 +149,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     weights = ["weights: on the hub, not checked"]
     if Path(source).is_dir():
         weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
+    row = METHODS[config.method]
+    row.load().outline(Skeleton(module, layout, find_blocks(module)), getattr(config, row.section))
     model = [*start_block.model_lines(module, layout, chosen.dtype), *weights]
     return [model, [*where, *placed.reasons, start_block.kernels()]]

@@ -300,3 +300,39 @@ def test_a_model_without_blocks_is_refused(
             f"would have no blocks: the number of layers in its config (num_hidden_layers, n_layer) is {layers};"
             in (capsys.readouterr().err)
         )
+
+
+def start_block(printed: str) -> list[str]:
+    """The lines about what is trained and what is frozen."""
+    lines = [line.strip() for line in printed.splitlines()]
+    return [line for line in lines if line.startswith(("parameters:", "trained ", "frozen "))]
+
+
+OUTLINED = {method: [f"method={method}"] for method in METHODS}
+OUTLINED |= {"low rank": ["method=zo", "zo.rank=2", "zo.fold=false"]}
+OUTLINED |= {f"{method}, frozen": [f"method={method}", "freeze=embeddings"] for method in ("lora", "lomo-lora", "lomo")}
+OUTLINED |= {"two layers": ["method=lora", "lora.target_modules=[q_proj,v_proj]", "lora.r=64"]}
+
+
+@pytest.mark.parametrize("name", OUTLINED)
+def test_a_dry_run_says_what_the_run_will_train(name: str, tmp_path: Path, capsys: Any) -> None:
+    """The same numbers and the same table, adapters included."""
+    words = ["train", "model=demo", "train_data=demo", "max_steps=1", "device=cpu", f"output_dir={tmp_path / 'out'}"]
+    assert main([*words, *OUTLINED[name], "--dry-run"]) == 0
+    dry = start_block(capsys.readouterr().out)
+    assert main([*words, *OUTLINED[name]]) == 0
+    assert start_block(capsys.readouterr().out) == dry and len(dry) == 12
+
+
+@pytest.mark.parametrize("method", ["lora", "lomo-lora"])
+@pytest.mark.parametrize(("setting", "says"), [("target_modules=[nope]", "is called 'nope'"), ("r=65", "Set r to 64")])
+def test_a_dry_run_refuses_adapters_as_the_run_does(
+    method: str, setting: str, says: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Names that no layer has, and a rank beyond both sides of every matrix, in the same words."""
+    words = ["train", "model=demo", "train_data=demo", "max_steps=1", "device=cpu", f"output_dir={tmp_path / 'out'}"]
+    words += [f"method={method}", f"{METHODS[method].section}.{setting}"]
+    assert main([*words, "--dry-run"]) == 2
+    dry = capsys.readouterr().err
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == dry.splitlines()[-1] and says in dry
