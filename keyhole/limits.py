@@ -37,6 +37,7 @@ def _text(number: float) -> str:
 MOST = 10**9  # of anything that is counted: beyond it, a number is a slip of the keyboard
 Count = Annotated[int, Limit(1, MOST)]
 BatchSize = Annotated[int, Limit(1, 2**20)]
+Rank = Annotated[int, Limit(1, 2**16)]  # of adapters; the model's matrices bound it further
 Threads = Annotated[int, Limit(1, 1024)]
 Seed = Annotated[int, Limit(0, 2**63 - 1)]
 Positive = Annotated[float, Limit(0, above=True)]

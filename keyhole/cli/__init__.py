@@ -4,7 +4,7 @@ The command line computes nothing: a verb reads its arguments, calls the library
 function, so that `keyhole --help` starts without torch. Exit codes:
 
     0    done
-    2    a mistake of the user: one message on stderr, no traceback
+    2    a mistake of the user, or a limit of the machine (memory): one message on stderr, no traceback
     1    a bug in keyhole: a traceback, and a request for the output of `keyhole env`
     130  interrupted, or the reader of the output has gone (training saves first)
 """
@@ -27,6 +27,7 @@ from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env
 from keyhole.cli import eval as eval_
 from keyhole.cli.ctrl_c import safe_imports
 from keyhole.errors import UserError
+from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.text import printable, printable_lines
 from keyhole.ranks.join import refuse_several
 from keyhole.training.display import open_missing_streams
@@ -101,6 +102,9 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, FileNotFoundError) and _lacks_current_directory():
             print("keyhole: the current directory was removed; change to another one", file=sys.stderr)
             return 2
+        if (lacks := out_of_memory(error)) is not None:
+            print(f"keyhole: {printable_lines(lacks)}; what was saved before is intact", file=sys.stderr)
+            return 2
         if (limit := _limit_met(error)) is not None:
             told = f"{limit} ({printable(f'{type(error).__name__}: {error}', 300)})"
             print(f"keyhole: {told}; what was saved before is intact", file=sys.stderr)
@@ -141,8 +145,6 @@ def _limit_met(error: BaseException | None) -> str | None:
             return "too many files are open: raise `ulimit -n`"
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             return "the system allows no more threads: raise `ulimit -u` and `ulimit -v`, or the container's limits"
-        if isinstance(error, MemoryError) or "failed to map segment" in str(error):
-            return "host memory is used up: raise `ulimit -v` or the container's limit, or end other programs"
         error = error.__cause__ or error.__context__
     return None
 

@@ -57,6 +57,7 @@ from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.disk.files import remove, write_text
 from keyhole.errors import UserError
+from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.probe import environment
 from keyhole.machine.text import counted, duration, without_controls
 from keyhole.training.lock import locked
@@ -66,7 +67,6 @@ from keyhole.training.validation import Judge
 from keyhole.training.waiting import Waiting
 
 FAILED = 1  # exit code
-ONE_RUN = (UserError, torch.OutOfMemoryError, MemoryError)  # would happen again; the other runs continue
 
 
 def compare(
@@ -251,16 +251,17 @@ class Execution:
 
     def _failed(self, result: Result, error: Exception) -> Result:
         """The result of a run, or of a model without training, that ended with this error; the other runs continue."""
-        if isinstance(error, ONE_RUN):
-            result.error, result.kind = " ".join(str(error).split()) or type(error).__name__, REFUSED
+        told = str(error) if isinstance(error, UserError) else out_of_memory(error)
+        if told is not None:  # would happen again; the other runs continue
+            result.error, result.kind = " ".join(told.split()), REFUSED
             return result
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: no later run can work
         result.error, result.kind = f"{type(error).__name__}: {error}", CRASH
         with suppress(OSError):
             (self.root / "results").mkdir(exist_ok=True)
-            told = "".join(traceback.format_exception(error))
-            write_text(self.root / "results" / f"{result.id}.error.txt", told)
+            trace = "".join(traceback.format_exception(error))
+            write_text(self.root / "results" / f"{result.id}.error.txt", trace)
         return result
 
     def _line(self, result: Result) -> str:

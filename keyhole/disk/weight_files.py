@@ -25,6 +25,8 @@ from keyhole.disk.gguf import GRIDS, SUFFIX, GGUFShard, gguf_files
 from keyhole.disk.quantized import BNB, Form, find_forms, hidden
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
+from keyhole.machine.out_of_memory import MORE_ROOM, cannot_map
+from keyhole.machine.sizes import about
 
 if TYPE_CHECKING:
     import torch  # only to open a .bin: directories are checked before torch is imported
@@ -213,6 +215,11 @@ def _open_shard(file: Path) -> Shard:
             "run code, so it is not opened: convert it to safetensors where you trust it"
         ) from error
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError, MemoryError) as error:
+        if cannot_map(error):  # not MemoryError: what a damaged file asks for has no bounds
+            size = about(file.stat().st_size)
+            raise UserError(
+                f"model: {file} cannot be mapped, {size} of addresses or memory are not free: {MORE_ROOM}"
+            ) from error
         raise UserError(
             f"model: {file} cannot be read, it may be damaged or incomplete: {_first_line(error)}"
         ) from error

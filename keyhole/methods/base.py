@@ -124,6 +124,12 @@ class Method:
         rules = {key: value for key, value in vars(shared).items() if key != "learning_rate"}
         return cls(model, shared.learning_rate, **rules, **vars(own))
 
+    @classmethod
+    def outline(cls, base: Any, own: Any) -> None:
+        """Does to a module without weights what making the method does to the model: adds what is trained beside it,
+        without memory, and freezes what is not trained. base: its module, layout and blocks; own: the method's section.
+        UserError where making it would be refused for the model's shapes."""
+
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch, or from the micro-batches of one step. Returns the loss, a device scalar."""
         raise NotImplementedError  # abstract

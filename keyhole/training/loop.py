@@ -18,6 +18,7 @@ import torch
 from keyhole.checkpoint import select
 from keyhole.data.run import Data
 from keyhole.errors import NonFinite, UserError
+from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS
@@ -117,11 +118,10 @@ class Run:
             if broken is None:
                 raise error from error.__cause__
             raise NonFinite(f"{error}\n  found: {broken} holds NaN or infinity, before this step") from error
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"out of GPU memory: {error}\n  lower batch_size (more gradient_accumulation_steps keep the "
-                "step the same) or max_length, or use method=zo with placement=stream"
-            ) from error
+        except Exception as error:
+            if (lacks := out_of_memory(error)) is None:
+                raise
+            raise UserError(lacks) from error
 
     def loop(self) -> int:
         step = self.first

@@ -13,11 +13,12 @@ resumes from the original model or from the checkpoint's weights; no method is k
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import method_state
@@ -28,13 +29,16 @@ from keyhole.data.padding import longest_row
 from keyhole.data.run import Data
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
+from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Shared
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
+from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.freeze import freeze
+from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.published import choose_format, forget_what_is_read
 from keyhole.model.weights.read import check_weights
@@ -90,9 +94,11 @@ def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
         path = origin.choice.path
         try:
             method.load_state_dict(method_state(path, origin.choice.state))
-        except (UserError, torch.OutOfMemoryError):
+        except UserError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+            if out_of_memory(error) is not None:
+                raise
             said = f"{type(error).__name__}: {error}"
             raise UserError(f"--resume: the optimizer's state in {path} does not fit this run: {said}") from error
     return method
@@ -117,6 +123,15 @@ def _tokens(batches: Loader | EvalBatches) -> int:
     return batches.dataset.most_samples(batches.batch_size) * width
 
 
+@dataclass
+class Skeleton:
+    """A model by its modules and shapes (Method.outline)."""
+
+    module: nn.Module
+    layout: Layout
+    blocks: list[nn.Module]
+
+
 def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[list[str]]:
     """The lines of the start block about model and machine, from the model's config and the headers of its weight
     files; no weight is read, and nothing is downloaded."""
@@ -134,5 +149,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     weights = ["weights: on the hub, not checked"]
     if Path(source).is_dir():
         weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
+    row = METHODS[config.method]
+    row.load().outline(Skeleton(module, layout, find_blocks(module)), getattr(config, row.section))
     model = [*start_block.model_lines(module, layout, chosen.dtype), *weights]
     return [model, [*where, *placed.reasons, start_block.kernels()]]

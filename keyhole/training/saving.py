@@ -30,6 +30,7 @@ from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
 from keyhole.checkpoint.state import STATE, Damaged, read_state, verify
 from keyhole.errors import NonFinite, UserError
+from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
@@ -39,8 +40,8 @@ from keyhole.training.room import Lookout, NoRoom, free_bytes, is_full, wait_for
 
 MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
-# Training continues after these errors: no room on the disk, or no memory for copies.
-CANNOT_SAVE = (OSError, Cancelled, MemoryError, torch.AcceleratorError, torch.OutOfMemoryError)
+# Training continues after these errors, and if there is no memory for copies.
+CANNOT_SAVE = (OSError, Cancelled, torch.AcceleratorError)
 
 
 def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
@@ -172,7 +173,7 @@ class Saver:
         step, error = done.about.step, done.error
         if isinstance(error, NonFinite):
             raise self._broken(step, str(error)) from error
-        if isinstance(error, CANNOT_SAVE):
+        if isinstance(error, CANNOT_SAVE) or out_of_memory(error) is not None:
             return self._failed(step, now, UserError(f"output_dir: {done.path} could not be written: {error}"))
         if error is not None:
             raise error

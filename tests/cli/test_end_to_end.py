@@ -2,8 +2,13 @@
 
 import io
 import json
+import math
 import os
+import resource
 import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from keyhole import assets
 from keyhole.cli import main
 from keyhole.config import load_config
 from keyhole.methods import METHODS
@@ -221,3 +227,112 @@ def test_bad_input(name: str, config: Path, tiny_model: Path, tmp_path: Path, ca
     assert says in message and "Traceback" not in message and len(message.splitlines()) < 12
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not (tmp_path / "out").exists()
+
+
+@contextmanager
+def address_space(more: int) -> Iterator[None]:
+    """As in a shell after `ulimit -v`: this process may take so many bytes more."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_batch_that_host_memory_cannot_hold_is_refused(tmp_path: Path, capsys: Any) -> None:
+    """In the middle of a step, by torch's own allocator: what was asked for, and what to lower; no traceback."""
+    words = ["model=demo", "method=adamw", "train_data=demo", "train_weights=[40]", "batch_size=40000", "max_steps=1"]
+    with address_space(2**30):
+        assert main(["train", *words, "device=cpu", f"output_dir={tmp_path / 'out'}"]) == 2
+    message = capsys.readouterr().err
+    assert "out of host memory: " in message and "more were asked for" in message and "lower batch_size" in message
+    assert "Traceback" not in message and "our mistake" not in message
+
+
+def widened(model: Path, width: int) -> int:
+    """Gives a model feed-forward layers of this width, whose weights are holes in its file; returns its bytes."""
+    known = json.loads((model / "config.json").read_text())
+    content = (model / "model.safetensors").read_bytes()
+    header, end = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]]), 0
+    for entry in (entry for name, entry in header.items() if name != "__metadata__"):
+        entry["shape"] = [width if side == known["intermediate_size"] else side for side in entry["shape"]]
+        begin, end = end, end + 4 * math.prod(entry["shape"])
+        entry["data_offsets"] = [begin, end]
+    text = json.dumps(header).encode()
+    with open(model / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    (model / "config.json").write_text(json.dumps(known | {"intermediate_size": width}))
+    return end
+
+
+@pytest.mark.parametrize("verb", ["eval", "chat", "train"])
+def test_a_model_that_host_memory_cannot_hold_is_refused(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """By every verb that loads one. Its files are not damaged: they cannot be mapped."""
+    model = shutil.copytree(assets.locate("demo", assets.MODEL), tmp_path / "model")
+    size = widened(model, 400_000)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    run = ["method=lomo", "train_data=demo", "max_steps=1", f"output_dir={tmp_path / 'out'}", f"model={model}"]
+    words = {"eval": [str(model), "--tasks", "demo"], "chat": [str(model)], "train": run}[verb]
+    with address_space(size // 2):
+        assert main([verb, *words, "device=cpu"]) == 2
+    message = capsys.readouterr().err
+    assert "model.safetensors cannot be mapped, 879MiB" in message and "raise `ulimit -v`" in message
+    assert "damaged" not in message and "Traceback" not in message
+
+
+@pytest.mark.parametrize("layers", [0, -3])
+def test_a_model_without_blocks_is_refused(
+    tmp_path: Path, config: Path, tiny_model: Path, capsys: Any, layers: int
+) -> None:
+    """By a run, its dry run and an evaluation: Transformers builds one, and calls the blocks of the files unused."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    known = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(known | {"num_hidden_layers": layers}))
+    run = ["train", str(config), f"model={model}"]
+    for words in (run, [*run, "--dry-run"], ["eval", str(model), "--tasks", "demo", "device=cpu"]):
+        assert main(words) == 2
+        assert (
+            f"would have no blocks: the number of layers in its config (num_hidden_layers, n_layer) is {layers};"
+            in (capsys.readouterr().err)
+        )
+
+
+def start_block(printed: str) -> list[str]:
+    """The lines about what is trained and what is frozen."""
+    lines = [line.strip() for line in printed.splitlines()]
+    return [line for line in lines if line.startswith(("parameters:", "trained ", "frozen "))]
+
+
+OUTLINED = {method: [f"method={method}"] for method in METHODS}
+OUTLINED |= {"low rank": ["method=zo", "zo.rank=2", "zo.fold=false"]}
+OUTLINED |= {f"{method}, frozen": [f"method={method}", "freeze=embeddings"] for method in ("lora", "lomo-lora", "lomo")}
+OUTLINED |= {"two layers": ["method=lora", "lora.target_modules=[q_proj,v_proj]", "lora.r=64"]}
+
+
+@pytest.mark.parametrize("name", OUTLINED)
+def test_a_dry_run_says_what_the_run_will_train(name: str, tmp_path: Path, capsys: Any) -> None:
+    """The same numbers and the same table, adapters included."""
+    words = ["train", "model=demo", "train_data=demo", "max_steps=1", "device=cpu", f"output_dir={tmp_path / 'out'}"]
+    assert main([*words, *OUTLINED[name], "--dry-run"]) == 0
+    dry = start_block(capsys.readouterr().out)
+    assert main([*words, *OUTLINED[name]]) == 0
+    assert start_block(capsys.readouterr().out) == dry and len(dry) == 12
+
+
+@pytest.mark.parametrize("method", ["lora", "lomo-lora"])
+@pytest.mark.parametrize(("setting", "says"), [("target_modules=[nope]", "is called 'nope'"), ("r=65", "Set r to 64")])
+def test_a_dry_run_refuses_adapters_as_the_run_does(
+    method: str, setting: str, says: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Names that no layer has, and a rank beyond both sides of every matrix, in the same words."""
+    words = ["train", "model=demo", "train_data=demo", "max_steps=1", "device=cpu", f"output_dir={tmp_path / 'out'}"]
+    words += [f"method={method}", f"{METHODS[method].section}.{setting}"]
+    assert main([*words, "--dry-run"]) == 2
+    dry = capsys.readouterr().err
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == dry.splitlines()[-1] and says in dry

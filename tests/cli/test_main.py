@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import keyhole.cli
@@ -243,6 +244,8 @@ def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: 
         (RuntimeError("can't start new thread"), "raise `ulimit -u`"),
         (ImportError("torch.so: failed to map segment from shared object"), "raise `ulimit -v`"),
         (MemoryError(), "raise `ulimit -v`"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8192 bytes."), ": 8KiB more were"),
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB."), "out of GPU memory: Tried to allocate 2.00 GiB"),
     ],
 )
 def test_limits_of_the_shell_are_named(monkeypatch: Any, capsys: Any, raised: Exception, says: str) -> None:

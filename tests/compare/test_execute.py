@@ -22,10 +22,14 @@ from keyhole.compare.result import Result, read_result, summarise, write_result
 from keyhole.data.loader import order
 from keyhole.disk import weight_files
 from keyhole.errors import NonFinite, UserError
+from keyhole.machine.out_of_memory import LOWER, MORE_ROOM
 from keyhole.training import loop
 from keyhole.training.lock import locked
 from tests.compare.comparisons import TEXT, cell, run, table, write
 from tests.training.children import draw_nothing, server
+
+LACKS = f"out of host memory; {LOWER}, {MORE_ROOM}"
+LACKS_8K = LACKS.replace(";", ": 8KiB more were asked for, in one piece;", 1)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +92,12 @@ def test_nothing_but_numbers_stays(undisturbed: tuple[Path, dict[str, int]]) -> 
 
 
 @pytest.mark.parametrize(
-    ("error", "says"), [(MemoryError(), "MemoryError"), (RuntimeError("no\nroom"), "RuntimeError: no\nroom")]
+    ("error", "says"),
+    [
+        (MemoryError(), LACKS),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8192 bytes."), LACKS_8K),
+        (RuntimeError("no\nroom"), "RuntimeError: no\nroom"),
+    ],
 )
 def test_a_model_that_cannot_be_scored_untrained_stops_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
@@ -274,7 +283,7 @@ def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypa
         patch.setattr(loop.Run, "step", step)
         assert run(path, out, "seeds=0") == FAILED
     adamw, lomo = cell(out, "adamw"), cell(out, "lomo")
-    assert adamw["errors"] == ["step 2: the loss is nan", "MemoryError"] and adamw["mean"] is None
+    assert adamw["errors"] == ["step 2: the loss is nan", LACKS] and adamw["mean"] is None
     assert lomo["errors"] == ["ZeroDivisionError: oh"] and lomo["chosen"] == [["learning_rate", "1e-4"]]
     assert "the loss is nan" in (out / "table.md").read_text() and "failed" in (out / "report.html").read_text()
     assert run(path, out, "seeds=0") == FAILED, "also when the failure is one of before"

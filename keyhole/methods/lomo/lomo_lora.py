@@ -18,6 +18,7 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.base import State, checked_rate
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.traits import LOMOLoRAConfig
 from keyhole.methods.lora import peft_layers
 from keyhole.methods.weight_decay import parameter_groups
 from keyhole.model.model import Model
@@ -43,21 +44,20 @@ class LOMOLoRA(LOMO):
     ) -> None:
         if options.get("compile"):
             raise UserError("lomo-lora.compile: compiled blocks hand over every linear layer; set it to false")
-        targets = peft_layers.find_targets(model, target_modules)
-        self.config = peft_layers.peft_config(model, r=r, lora_alpha=alpha, target_modules=targets)
-        trained = [p for p in model.module.parameters() if p.requires_grad]
-        self.layers = peft_layers.inject(model, self.config, seed)
-        self.adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        adapted = peft_layers.adapt(model, seed, r=r, alpha=alpha, target_modules=target_modules)
+        self.config, self.layers, self.adapters = adapted.config, adapted.layers, adapted.params
         for param in self.adapters.values():
             param.data = param.data.to(model.device)
-        for param in trained:
-            param.requires_grad_(True)
         self._addon = peft_layers.Adapters(self.adapters, self.config)
         super().__init__(model, lr, seed=seed, **options)
         self.adapter_lr, self.ratio = checked_rate(adapter_lr), adapter_lr / lr if lr else None
         self.adapter_warmup_ratio, self.adapter_factor = adapter_warmup_ratio, 1.0
         groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=adapter_lr)
+
+    @classmethod
+    def outline(cls, base: peft_layers.Base, own: LOMOLoRAConfig) -> None:
+        peft_layers.adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules, empty=True)
 
     waits = True  # the adapters' torch optimizer must not see a step that is skipped
 

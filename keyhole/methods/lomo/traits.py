@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from keyhole.limits import Count, Fraction, Positive
+from keyhole.limits import Fraction, Positive, Rank
 from keyhole.methods.traits import Demo, Fault, RunSettings, Traits, host_activations
 
 
@@ -41,8 +41,8 @@ class LOMOLoRAConfig(LOMOConfig):
     """Peak rate of the adapters; follows the schedule of learning_rate."""
     adapter_warmup_ratio: Fraction | None = None
     """Share of the steps over which the adapters' rate warms up; null = warmup_ratio."""
-    r: Count = 8
-    """Rank of the adapters."""
+    r: Rank = 8
+    """Rank of the adapters; at most the smaller side of the largest matrix that gets one."""
     alpha: Positive = 16.0
     """Adapters are scaled by alpha / r."""
     target_modules: str | list[str] | None = None

@@ -34,7 +34,8 @@ from keyhole.methods.base import State, checked_rate
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
-from keyhole.methods.lora.peft_layers import Adapters, find_targets, inject, peft_config
+from keyhole.methods.lora.peft_layers import Adapters, Base, adapt
+from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.reverse import Reverse
@@ -69,13 +70,12 @@ class LoRA(ByTorch):
         self.model, self.seed, self.step_count, self.max_grad_norm = model, seed, 0, max_grad_norm
         self._base: str | None = None
         self._base_as_of = 0  # changes by hand
-        targets = find_targets(model, target_modules)
-        self.config = peft_config(model, r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
-        self.dropout = AdapterDropout(model, seed, model_dropout)  # before injecting adapters, which have their own
-        self.layers = inject(model, self.config, seed)
+        self.dropout = AdapterDropout(model, seed, model_dropout)  # before adding adapters, which have their own
+        settings = {"r": r, "alpha": alpha, "dropout": dropout, "target_modules": target_modules}
+        adapted = adapt(model, seed, **settings, freezes=True)
+        self.config, self.layers, self.params = adapted.config, adapted.layers, adapted.params
         if dropout:
             self.dropout.add(self.layers.values())
-        self.params = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         for param in self.params.values():
             param.data = param.data.to(model.device)
         self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.original)
@@ -83,6 +83,10 @@ class LoRA(ByTorch):
         self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
         decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))
+
+    @classmethod
+    def outline(cls, base: Base, own: LoRAConfig) -> None:
+        adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules, freezes=True, empty=True)
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update of the adapters from one batch or the micro-batches of a step. Returns the loss, on the device."""

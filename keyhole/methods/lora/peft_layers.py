@@ -10,19 +10,37 @@ peft's own format, in adapter/.
 
 import copy
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
-from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.structure.layout import FlatTensor, Layout
+from keyhole.model.structure.skeleton import is_classifier
 
 NOT_WITH_MAMBA = ("out_proj", "conv1d")  # peft refuses them: state-space kernels use only the weights of these layers
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+
+
+class Base(Protocol):
+    """A model to adapt, or its outline (Method.outline): modules and shapes, without weights."""
+
+    module: nn.Module
+    layout: Layout
+    blocks: list[nn.Module]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Adapters in a module: peft's config, the layers by the names of those that they adapt, the weights by name."""
+
+    config: Any
+    layers: dict[str, nn.Module]
+    params: dict[str, nn.Parameter]
 
 
 class Adapters:
@@ -68,23 +86,60 @@ def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any, base
     config.save_pretrained(str(path / "adapter"))
 
 
-def peft_config(model: Model, **settings: Any) -> Any:
+def adapt(
+    base: Base,
+    seed: int,
+    *,
+    r: int,
+    alpha: float,
+    target_modules: list[str] | str | None,
+    dropout: float = 0.0,
+    freezes: bool = False,
+    empty: bool = False,
+) -> Adapted:
+    """Adds the adapters of a method. freezes: they alone are trained, else beside what was trained before. empty: they
+    take no memory."""
+    targets = find_targets(base, target_modules)
+    _check_rank(base, targets, r)
+    config = peft_config(base, r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
+    trained = [] if freezes else [p for p in base.module.parameters() if p.requires_grad]
+    layers = inject(base, config, seed, empty)
+    params = {name: p for name, p in base.module.named_parameters() if p.requires_grad}
+    for param in trained:
+        param.requires_grad_(True)
+    return Adapted(config, layers, params)
+
+
+def _check_rank(base: Base, targets: list[str], r: int) -> None:
+    """Refuses a rank that no adapted matrix can use, before its adapters take memory."""
+    shapes = {id(t.param): t.shape for t in base.layout.tensors}  # weights of packed units are empty tensors
+    weights = [id(base.module.get_submodule(name).weight) for name in targets]
+    most = max((min(shapes[weight]) for weight in weights if weight in shapes), default=r)
+    if r > most:
+        raise UserError(
+            f"r: {r:,} is more than a change of these matrices can have: the smaller side of the largest is {most:,}, "
+            f"and adapters of rank {most:,} can learn every change of it; a larger r takes memory and learns no more. "
+            f"Set r to {most:,} at most"
+        )
+
+
+def peft_config(base: Base, **settings: Any) -> Any:
     """A classifier gets no task type: with one, peft would need generation, or add a head of its own beside ours."""
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise UserError("method: lora needs the peft package: pip install 'keyhole[lora]'") from error
-    return LoraConfig(**settings, task_type=None if model.classifies else "CAUSAL_LM")
+    return LoraConfig(**settings, task_type=None if is_classifier(base.module.config) else "CAUSAL_LM")
 
 
-def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
+def find_targets(base: Base, asked: list[str] | str | None) -> list[str]:
     """Names of the modules to adapt: the requested ones, or every linear layer of the blocks. lomo-lora uses this too,
     so errors here and below name the key without its section."""
-    names = {id(m): name for name, m in model.module.named_modules()}
-    inside = [names[id(m)] for block in model.blocks for m in block.modules() if _is_linear(m)]
-    if model.classifies:  # a new head must be trained too
-        base = {id(m) for m in model.module.base_model.modules()}
-        inside += [name for name, m in model.module.named_modules() if _is_linear(m) and id(m) not in base]
+    names = {id(m): name for name, m in base.module.named_modules()}
+    inside = [names[id(m)] for block in base.blocks for m in block.modules() if _is_linear(m)]
+    if is_classifier(base.module.config):  # a new head must be trained too
+        pretrained = {id(m) for m in base.module.base_model.modules()}
+        inside += [name for name, m in base.module.named_modules() if _is_linear(m) and id(m) not in pretrained]
     if asked is not None:
         asked = [asked] if isinstance(asked, str) else asked
         found = {word: [n for n in inside if n == word or n.endswith(f".{word}")] for word in asked}
@@ -93,7 +148,7 @@ def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
             raise UserError(f"target_modules: no linear layer of the blocks is called {unknown[0]!r}; known: {known}")
         return sorted({name for hits in found.values() for name in hits})
-    if model.config.model_type in MAMBAS:
+    if base.module.config.model_type in MAMBAS:
         inside = [name for name in inside if name.rpartition(".")[2] not in NOT_WITH_MAMBA]
     if not inside:
         raise UserError("target_modules: this model has no linear layers in blocks to adapt")
@@ -105,23 +160,24 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Linear") or type(module).__name__ == "Conv1D"
 
 
-def inject(model: Model, config: Any, seed: int) -> dict[str, nn.Module]:
-    """Injects the adapters in fp32 and freezes the rest. Returns them by the names of the layers that they adapt."""
+def inject(base: Base, config: Any, seed: int, empty: bool = False) -> dict[str, nn.Module]:
+    """Injects the adapters in fp32 and freezes the rest. Returns them by the names of the layers that they adapt.
+    empty: on the meta device."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    model.module.requires_grad_(False)
-    held = nn.ModuleDict({"held": model.module})  # for some HF models peft would adapt experts that were not named
+    base.module.requires_grad_(False)
+    held = nn.ModuleDict({"held": base.module})  # for some HF models peft would adapt experts that were not named
     inside = copy.copy(config)
     inside.target_modules = [f"held.{name}" for name in config.target_modules]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns that a Conv1D is transposed, and handles it
         torch.default_generator.manual_seed(seed)
         try:
-            inject_adapter_in_model(inside, held, ADAPTER)
+            inject_adapter_in_model(inside, held, ADAPTER, low_cpu_mem_usage=empty)
         except ValueError as error:
             raise UserError(f"target_modules: peft refuses: {error}") from error
-    layers = {name: m for name, m in model.module.named_modules() if isinstance(m, LoraLayer)}
+    layers = {name: m for name, m in base.module.named_modules() if isinstance(m, LoraLayer)}
     for layer in layers.values():
         for part in (layer.lora_A, layer.lora_B):
             part.float()

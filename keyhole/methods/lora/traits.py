@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from keyhole.limits import BelowOne, Count, Positive
+from keyhole.limits import BelowOne, Positive, Rank
 from keyhole.methods.traits import FROZEN_WIRES, Demo, Fault, RunSettings, Traits, host_activations
 
 
@@ -12,8 +12,8 @@ from keyhole.methods.traits import FROZEN_WIRES, Demo, Fault, RunSettings, Trait
 class LoRAConfig:
     """LoRA, by peft: the model is frozen, low-rank matrices beside its linear layers are trained by AdamW. Streams."""
 
-    r: Count = 8
-    """Rank of the adapters."""
+    r: Rank = 8
+    """Rank of the adapters; at most the smaller side of the largest matrix that gets one."""
     alpha: Positive = 16.0
     """Adapters are scaled by alpha / r."""
     dropout: BelowOne = 0.0

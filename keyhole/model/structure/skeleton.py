@@ -22,6 +22,7 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.model.structure.config_file import check_config_file, check_implementation
+from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import mark_use
 from keyhole.model.structure.source import check_directory, find_file, is_local
 
@@ -172,6 +173,7 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, e
         except Exception as error:  # raised by the family's own code, on numbers that do not fit together
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"model: no module can be built from {type(config).__name__}: {why}") from error
+    _check_depth(module)
     _check_one_dtype(module, dtype)
     stand_ins: dict[int, nn.Parameter] = {}
     for owner in module.modules():
@@ -185,6 +187,19 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, e
     module.keyhole_untried = mark_use(module)
     module.keyhole_expert_units = expert_units
     return module
+
+
+def _check_depth(module: nn.Module) -> None:
+    """Refuses a model without blocks, which Transformers builds from 0 layers, or fewer, without a word: beside the
+    embedding, all lists of modules are empty."""
+    body = find_decoder(module) if not is_classifier(module.config) else module.base_model
+    lists = [part for part in body.modules() if isinstance(part, nn.ModuleList)]
+    if lists and not any(map(len, lists)):
+        count = getattr(module.config.get_text_config(), "num_hidden_layers", "none")
+        raise UserError(
+            f"model: {type(module).__name__} would have no blocks: the number of layers in its config "
+            f"(num_hidden_layers, n_layer) is {count}; set it to the number that the weight files have"
+        )
 
 
 def _check_one_dtype(module: nn.Module, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from keyhole.disk.weight_files import Stored, is_pickled, open_shard, stored_tensors
 from keyhole.errors import UserError, listed
+from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.progress import tell
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
@@ -174,6 +175,8 @@ def _fill_by_transformers(
         how |= {"config": model.config} if model.classifies else {}
         other, info = auto_class(model.config).from_pretrained(directory, output_loading_info=True, **how)
     except Exception as error:  # the files are damaged in a way that only the family's own code detects
+        if out_of_memory(error) is not None:
+            raise
         why = " ".join(str(error).split())
         raise UserError(f"model: Transformers cannot load {directory}: {why} ({type(error).__name__})") from error
     fresh = may_lack & set(info["missing_keys"])

@@ -225,3 +225,18 @@ def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"keyhole\[lora\]"):
         LoRA(load())
+
+
+@pytest.mark.parametrize("wire", [None, "int4"])
+def test_a_rank_beyond_every_matrix_is_refused(wire: str | None) -> None:
+    """The largest that a change can have is taken; one more is refused, before anything is added to the module."""
+    work = keyhole.Workload("lora", tokens=64)
+    shape = config("llama", num_key_value_heads=2)
+    model = keyhole.load(shape, init="random", device="cpu", wire=wire, workload=work)
+    before = [name for name, _ in model.module.named_modules()]
+    with pytest.raises(UserError, match="r: 33 is more than a change .* is 32, and adapters .* Set r to 32 at most"):
+        LoRA(model, r=33)
+    with pytest.raises(UserError, match="Set r to 16 at most"):
+        LoRA(model, r=32, target_modules="k_proj")
+    assert [name for name, _ in model.module.named_modules()] == before
+    assert LoRA(model, r=32).config.r == 32

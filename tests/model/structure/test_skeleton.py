@@ -89,3 +89,12 @@ def test_an_encoder_made_a_decoder_is_one() -> None:
     other = ids.clone()
     other[0, -1] = 50
     assert torch.equal(module(ids).logits[0, :-1], module(other).logits[0, :-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_needs_blocks(name: str) -> None:
+    """No family is built with 0 layers."""
+    made = config(name)
+    made.get_text_config().num_hidden_layers = 0
+    with pytest.raises(UserError, match="model: "):
+        build(made, torch.float32)
