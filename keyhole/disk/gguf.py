@@ -2,8 +2,8 @@
 
     file     "GGUF", version, counts, key-value pairs, (name, sides, type, offset) of every tensor, padding, data
 
-Q4_0 and Q8_0 equal the grids int4 and int8 of ops/lowbit.py with groups of 32, bit for bit, so such weights can be used
-unchanged; the others are unpacked.
+Q4_0, Q4_1 and Q8_0 equal the grids int4, int4 with offsets, and int8 of ops/lowbit.py with groups of 32, bit for bit,
+so such weights can be used unchanged; the others are unpacked.
 
 Tensors have the names that Transformers uses, for the architectures in NAMED. Files of `llama` have the rows of queries
 and keys in another order (halves of a head interleaved): this is undone here, row by row, so that blocks stay whole.
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-GRIDS = {"Q4_0": ("int4", 32, "float16"), "Q8_0": ("int8", 32, "float16")}  # equal (grid, group, dtype of scales)
+GRIDS = {"Q4_0": ("int4", 32, "float16", False), "Q4_1": ("int4", 32, "float16", True)}
+GRIDS |= {"Q8_0": ("int8", 32, "float16", False)}  # equal (grid, group, dtype of scales, with an offset)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 NAMED = ("llama", "qwen2", "qwen3")
@@ -199,7 +200,8 @@ class GGUFShard:
         entry = self.entries[name]
         _, _, size = next(form for form in FORMS.values() if form[0] == entry.form)
         blocks = self._rows(entry).view(-1, size)
-        return blocks[:, 2:].reshape(-1), blocks[:, :2].contiguous().view(torch.float16).view(-1)
+        scales = 4 if entry.form == "Q4_1" else 2  # bytes
+        return blocks[:, scales:].reshape(-1), blocks[:, :scales].contiguous().view(torch.float16).view(-1)
 
     def _rows(self, entry: Entry) -> "torch.Tensor":
         """The bytes of a tensor, its rows in the order of Transformers."""

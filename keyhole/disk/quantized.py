@@ -11,8 +11,10 @@ A linear layer is then stored as several tensors, named after its weight:
     AWQ            qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]; eight columns of an int32 in the order 0 2 4 6
                    1 3 5 7;  w_oi = scales[g, o] (q_io - z_go), g = i / group
 
-Two of them equal a grid of ops/lowbit.py exactly: nf4 with float32 scales per 64 (bitsandbytes), and int4 (symmetric
-GPTQ without reordered inputs, in groups of a multiple of 64). The others are unpacked to float32, and rounded once.
+Three of them equal a grid of ops/lowbit.py exactly: nf4 with float32 scales per 64 (bitsandbytes), int4 (symmetric GPTQ
+in 4 bits), and int4 with offsets m = -s z in float32 (AWQ, asymmetric GPTQ in 4 bits); the latter two in groups of a
+multiple of 64, without reordered inputs. s has at most 11 bits and q and z at most 4, so s q, s z and their difference
+are exact in float32. The others are unpacked to float32, and rounded once.
 """
 
 import json
@@ -37,14 +39,14 @@ LAYOUTS = {"gptq": {"checkpoint_format": ("gptq", "gptq_v2")}, "awq": {"version"
 
 @dataclass(frozen=True)
 class Form:
-    """How the weight of a layer is stored. grid: (name, group, dtype of scales) of a grid with exactly the same
-    numbers, if there is one; parts: names of its tensors by their role."""
+    """How the weight of a layer is stored. grid: (name, group, dtype of scales, with an offset) of a grid with exactly
+    the same numbers, if there is one; parts: names of its tensors by their role."""
 
     kind: str
     shape: tuple[int, int]
     parts: Mapping[str, str]
     about: Mapping[str, Any]
-    grid: tuple[str, int, str] | None = None
+    grid: tuple[str, int, str, bool] | None = None
 
     def read(self, get: "Get") -> "torch.Tensor":
         """The weights, float32 [O, I]."""
@@ -58,7 +60,7 @@ class Form:
         """Codes and scales on the grid. ValueError if the numbers are not on it."""
         if self.kind == "bitsandbytes":
             return _bnb(self, get)[1]
-        return _int4_codes(self, get)
+        return _int4_codes(self, get, self.grid is not None and self.grid[-1])
 
 
 def find_forms(names: "Mapping[str, tuple[int, ...]]", said: Mapping[str, Any], get: "Get") -> dict[str, Form]:
@@ -97,7 +99,7 @@ def _bnb_form(name: str, names: Mapping[str, Any], get: "Get") -> Form:
     if not fine or "absmax" not in parts or "quant_map" not in parts or names[parts["absmax"]] != (-(-numel // block),):
         raise ValueError(f"{name} does not fit the tensors of {weight}")
     whole = block == GROUP and numel % block == 0
-    grid = ("nf4", GROUP, "float32") if about.get("quant_type") == "nf4" and whole else None
+    grid = ("nf4", GROUP, "float32", False) if about.get("quant_type") == "nf4" and whole else None
     return Form("bitsandbytes", shape, parts, about, grid)  # type: ignore[arg-type]
 
 
@@ -121,8 +123,9 @@ def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[s
     wrong = [role for role, shape in shapes.items() if role in parts and tuple(names[parts[role]]) != shape]
     if wrong or -(-inputs // group) != count:
         raise ValueError(f"{stem}: its {(wrong or ['scales'])[0]} does not fit its qweight")
-    plain = method == "gptq" and bits == 4 and said.get("sym") is True and not said.get("desc_act", False)
-    grid = ("int4", GROUP, "float16") if plain and group % GROUP == 0 and inputs % group == 0 else None
+    ordered = bits == 4 and not said.get("desc_act", False) and group % GROUP == 0 and inputs % group == 0
+    symmetric = method == "gptq" and said.get("sym") is True
+    grid = ("int4", GROUP, "float16" if symmetric else "float32", not symmetric) if ordered else None
     about = {"bits": bits, "group": group, "method": method, "v2": said.get("checkpoint_format") == "gptq_v2"}
     return Form(method.upper(), (outputs, inputs), parts, about, grid)
 
@@ -183,20 +186,23 @@ def _packed_ints(form: Form, get: "Get") -> "tuple[torch.Tensor, torch.Tensor, t
     return w.t().contiguous(), q, zeros, groups
 
 
-def _int4_codes(form: Form, get: "Get") -> "tuple[torch.Tensor, torch.Tensor]":
+def _int4_codes(form: Form, get: "Get", offset: bool) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Codes and scales; offset: scales and offsets, in pairs."""
     import torch
 
     _, q, zeros, groups = _packed_ints(form, get)
     expected = torch.arange(form.shape[1]) // form.about["group"]
-    if not bool((zeros == 8).all()) or not torch.equal(groups, expected):
+    if (not offset and not bool((zeros == 8).all())) or not torch.equal(groups, expected):
         raise ValueError(
             f"{form.parts['qweight']} is not symmetric, though config.json says so, or its inputs are reordered; set "
             "wire=null, and it is unpacked"
         )
     given = get(form.parts["scales"])
-    if not torch.equal(given.to(torch.float16).to(given.dtype), given):  # NaN too
+    half = given.to(torch.float16)
+    if not torch.equal(half.to(given.dtype), given):  # NaN too
         raise ValueError(f"{form.parts['scales']} has scales that float16 cannot hold; set wire=null")
-    scales = given.to(torch.float16).t().repeat_interleave(form.about["group"] // GROUP, dim=1)
+    stored = torch.stack([half.float(), -half.float() * zeros], dim=-1) if offset else half
+    scales = stored.transpose(0, 1).repeat_interleave(form.about["group"] // GROUP, dim=1)
     rows = q.t().to(torch.uint8).reshape(-1, GROUP)
     low, high = rows.split(GROUP // 2, dim=1)
     return (low | (high << 4)).reshape(-1), scales.reshape(-1)

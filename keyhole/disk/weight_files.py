@@ -43,7 +43,7 @@ class Stored:
     file: str
     shape: tuple[int, ...]
     form: str = ""
-    grid: tuple[str, int, str] | None = None
+    grid: tuple[str, int, str, bool] | None = None
     parts: dict[str, str] | None = None
     of: Form | None = None
     dtype: str = "F32"  # as safetensors calls it

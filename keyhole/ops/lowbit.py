@@ -16,7 +16,14 @@ the dtype of the result.
     scales   float16 [n / G]
 
 With G = 32, int4 and int8 are the grids of GGUF's Q4_0 and Q8_0, bit for bit (disk/gguf.py); with float32 scales, nf4
-is that of bitsandbytes (disk/quantized.py). Weights that were published on these grids are copied bit for bit.
+is that of bitsandbytes (disk/quantized.py). int4 has a form with an offset m per group, for weights that were published
+so (GGUF's Q4_1, AWQ, asymmetric GPTQ); nothing is rounded to it here:
+
+    int4    w = s q + m      q in 0 .. 15         0.625 bytes per element: float16, G = 32, or float32, G = 64
+
+    scales   [n / G, 2], flat: s and m of each group
+
+Weights that were published on these grids are copied bit for bit.
 
 Bytes moved: encoding reads 4 bytes per element and writes the above, decoding the reverse, 2.5 bytes per element from
 int4 to bfloat16: at 4 TB/s a block of 218 million parameters is unpacked in 0.14 ms.
@@ -49,14 +56,16 @@ _tables: dict[torch.device, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class Grid:
-    """A format: its name, the elements of a group, and the dtype of its scales."""
+    """A format: its name, the elements of a group, the dtype of its scales, and whether each has an offset."""
 
     name: str
     group: int = GROUP
     scales: str = "float16"
+    offset: bool = False
 
     def __post_init__(self) -> None:
         assert self.name in KINDS and self.group in (32, 64) and self.scales in ("float16", "float32"), self
+        assert self.name == "int4" or not self.offset, self
 
     @property
     def kind(self) -> int:
@@ -68,7 +77,13 @@ class Grid:
         return n if self.kind == INT8 else n // 2
 
     def scale_count(self, n: int) -> int:
-        return n // self.group
+        """Of the scales, and offsets, of n elements."""
+        return n // self.group * (2 if self.offset else 1)
+
+    @property
+    def per_group(self) -> str:
+        """What a group has, in words."""
+        return f"a {'scale and an offset' if self.offset else 'scale'} per {self.group}"
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -79,7 +94,7 @@ class Grid:
 
     @property
     def bytes_per_element(self) -> float:
-        return (1.0 if self.kind == INT8 else 0.5) + self.scale_dtype.itemsize / self.group
+        return (1.0 if self.kind == INT8 else 0.5) + self.scale_bytes(self.group) / self.group
 
 
 def table(device: torch.device) -> torch.Tensor:
@@ -130,14 +145,17 @@ def lowbit_decode_reference(codes: torch.Tensor, scales: torch.Tensor, out: torc
     for begin in range(0, out.numel(), CHUNK):
         part = out[begin : begin + CHUNK]
         n = part.numel()
-        scale_G1 = scales[begin // grid.group : (begin + n) // grid.group].float().unsqueeze(1)
+        stored = scales[grid.scale_count(begin) : grid.scale_count(begin + n)].float()
+        scale_G1, offset_G1 = stored.view(-1, 2).split(1, dim=1) if grid.offset else (stored.unsqueeze(1), None)
         if grid.kind == INT8:
             w_GE = codes[begin : begin + n].view(torch.int8).float().view(-1, grid.group)
         else:
             byte_GH = codes[begin // 2 : (begin + n) // 2].view(-1, grid.group // 2)
             q_GE = torch.cat([byte_GH & 15, byte_GH >> 4], dim=1)
-            w_GE = q_GE.float() - 8 if grid.kind == INT4 else table(out.device)[q_GE.int()]
-        part.copy_((w_GE * scale_G1).view(-1))
+            zero = 0 if grid.offset else 8
+            w_GE = q_GE.float() - zero if grid.kind == INT4 else table(out.device)[q_GE.int()]
+        w_GE = w_GE * scale_G1
+        part.copy_((w_GE if offset_G1 is None else w_GE + offset_G1).view(-1))
 
 
 @jit()
@@ -207,14 +225,26 @@ def _encode_kernel(
 
 @jit(do_not_specialize=["groups"])
 def _decode_kernel(
-    codes_ptr, scales_ptr, out_ptr, table_ptr, groups, KIND: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    table_ptr,
+    groups,
+    KIND: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """One program: AT_ONCE groups, each in two halves."""
     HALF: tl.constexpr = GROUP // 2
     group = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists = group < groups
     at = group[:, None] * GROUP + tl.arange(0, HALF)[None, :]
-    scale = tl.load(scales_ptr + group, exists, 0.0).to(tl.float32)[:, None]
+    if OFFSET:
+        scale = tl.load(scales_ptr + 2 * group, exists, 0.0).to(tl.float32)[:, None]
+        offset = tl.load(scales_ptr + 2 * group + 1, exists, 0.0).to(tl.float32)[:, None]
+    else:
+        scale = tl.load(scales_ptr + group, exists, 0.0).to(tl.float32)[:, None]
     if KIND == _INT8:
         a = tl.load(codes_ptr + at, exists[:, None], 0).to(tl.int32)
         b = tl.load(codes_ptr + at + HALF, exists[:, None], 0).to(tl.int32)
@@ -223,7 +253,10 @@ def _decode_kernel(
         byte = tl.load(codes_ptr + where, exists[:, None], 0).to(tl.int32)
         a, b = byte & 15, byte >> 4
     out_type = out_ptr.dtype.element_ty
-    first, second = _value(a, scale, table_ptr, KIND), _value(b, scale, table_ptr, KIND)
+    if OFFSET:
+        first, second = a.to(tl.float32) * scale + offset, b.to(tl.float32) * scale + offset
+    else:
+        first, second = _value(a, scale, table_ptr, KIND), _value(b, scale, table_ptr, KIND)
     tl.store(out_ptr + at, round_nearest(first, out_type), exists[:, None])
     tl.store(out_ptr + at + HALF, round_nearest(second, out_type), exists[:, None])
 
@@ -237,12 +270,12 @@ def _check(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor, grid: 
 
 
 def lowbit_encode_(w: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, grid: Grid) -> None:
-    """codes, scales <- w, flat float32 [n], finite."""
+    """codes, scales <- w, flat float32 [n], finite. No grid with offsets."""
     _check(codes, scales, w, grid)
-    assert w.dtype == torch.float32, w.dtype
+    assert w.dtype == torch.float32 and not grid.offset, (w.dtype, grid)
     if not use_kernel(w.device) or w.numel() == 0:
         return lowbit_encode_reference_(w, codes, scales, grid)
-    _launch(_encode_kernel, (w, codes, scales), w, grid)
+    _launch(_encode_kernel, (w, codes, scales), w, grid, {})
 
 
 def lowbit_decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, grid: Grid) -> None:
@@ -251,11 +284,11 @@ def lowbit_decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, 
     assert out.dtype in DTYPES, out.dtype
     if not use_kernel(out.device) or out.numel() == 0:
         return lowbit_decode_reference(codes, scales, out, grid)
-    _launch(_decode_kernel, (codes, scales, out), out, grid)
+    _launch(_decode_kernel, (codes, scales, out), out, grid, {"OFFSET": grid.offset})
 
 
-def _launch(kernel, tensors: tuple[torch.Tensor, ...], flat: torch.Tensor, grid: Grid) -> None:
+def _launch(kernel, tensors: tuple[torch.Tensor, ...], flat: torch.Tensor, grid: Grid, flags: dict[str, bool]) -> None:
     groups = flat.numel() // grid.group
-    how = {"KIND": grid.kind, "GROUP": grid.group, "AT_ONCE": GROUPS_AT_ONCE, "num_warps": WARPS}
+    how = flags | {"KIND": grid.kind, "GROUP": grid.group, "AT_ONCE": GROUPS_AT_ONCE, "num_warps": WARPS}
     with on_device(flat):
         kernel[(-(-groups // GROUPS_AT_ONCE),)](*tensors, table(flat.device), groups, **how, enable_fp_fusion=False)

@@ -9,6 +9,7 @@ from keyhole.ops.lowbit import NF4, Grid
 
 GRIDS = [Grid(name, group) for name in ("int8", "int4", "nf4") for group in (64, 32)]
 GRIDS.append(Grid("nf4", 64, "float32"))
+WITH_OFFSETS = [Grid("int4", 32, "float16", True), Grid("int4", 64, "float32", True)]
 LEVELS = {"int8": torch.arange(-127, 128).float(), "int4": torch.arange(-8, 8).float(), "nf4": torch.tensor(NF4)}
 
 
@@ -33,7 +34,7 @@ def pack(w: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unpack(codes: torch.Tensor, scales: torch.Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    out = torch.full((scales.numel() * grid.group,), 7.0, dtype=dtype, device=codes.device)
+    out = torch.full((codes.numel() * (1 if grid.name == "int8" else 2),), 7.0, dtype=dtype, device=codes.device)
     lowbit.lowbit_decode(codes, scales, out, grid)
     return out
 
@@ -52,6 +53,27 @@ def test_kernel_and_reference_give_the_same_bits(grid: Grid, kernel_device: torc
         for dtype, expected in values.items():
             same = unpack(*found, grid, dtype).cpu()
             assert torch.equal(same.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("grid", WITH_OFFSETS, ids=str)
+def test_a_grid_with_offsets_means_s_q_plus_m(grid: Grid, kernel_device: torch.device) -> None:
+    """Scales and offsets of either sign and every magnitude, by the definition, element by element: reference and
+    kernel, in every dtype, of a number of groups that fills no whole program."""
+    groups, generator = 71, torch.Generator().manual_seed(0)
+    q_GE = torch.randint(0, 16, (groups, grid.group), generator=generator)
+    pairs_G2 = torch.randn(groups, 2, generator=generator) * torch.logspace(-7, 4, groups).unsqueeze(1)
+    pairs_G2[3] = 0.0
+    scales = pairs_G2.to(grid.scale_dtype).view(-1)
+    low, high = q_GE.to(torch.uint8).split(grid.group // 2, dim=1)
+    codes = (low | (high << 4)).reshape(-1)
+    s_G1, m_G1 = scales.view(-1, 2).double().split(1, dim=1)
+    exact = ((s_G1 * q_GE).float() + m_G1.float()).view(-1)  # s q is exact where s is of float16
+    for dtype in lowbit.DTYPES:
+        with force("reference"):
+            assert torch.equal(unpack(codes, scales, grid, dtype), exact.to(dtype))
+        with force("kernel"):
+            found = unpack(codes.to(kernel_device), scales.to(kernel_device), grid, dtype).cpu()
+        assert torch.equal(found.view(torch.uint8), exact.to(dtype).view(torch.uint8))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

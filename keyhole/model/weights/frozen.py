@@ -1,7 +1,7 @@
 """A frozen unit: its matrices in 8 or 4 bits, its vectors in the dtype of compute, in one byte tensor.
 
     codes     of all matrices of the unit, one after the other (ops/lowbit.py)
-    scales    float16, one per group of 64 elements (or as in a published grid: published.py)
+    scales    float16, one per group of 64 elements (or as in a published grid, also with offsets: published.py)
     vectors   norms, biases and everything else that is not a matrix, in the dtype of compute
 
 Each part begins at a multiple of 16 bytes. A tensor begins at a multiple of 64 elements of the flat array
@@ -12,7 +12,8 @@ A frozen unit is never written after it was loaded: rounding updates to so coars
 the weights (40 % of their energy in int4 after 20 thousand steps of 1e-6; docs/base.md). Methods that train factors
 beside the weights may use it; others are refused (Model.attach).
 
-Bytes per parameter of a matrix: int4 and nf4 0.531, int8 1.031 (group 64); 0.5625 and 1.0625 (group 32).
+Bytes per parameter of a matrix: int4 and nf4 0.531, int8 1.031 (group 64); 0.5625 and 1.0625 (group 32);
+with offsets, int4 0.625.
 """
 
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ class Frozen:
     def describe(self, units: list[Unit]) -> str:
         """A line for the start block."""
         matrices = sum(self._sizes(unit)[0] for unit in units)
-        packed = f"{self.grid.name}, a scale per {self.grid.group}, {self.grid.bytes_per_element:.3f} bytes per weight"
+        packed = f"{self.grid.name}, {self.grid.per_group}, {self.grid.bytes_per_element:.3f} bytes per weight"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"frozen: {matrices:,} weights of blocks in {packed}; vectors, embedding and head in {dtype}"
 

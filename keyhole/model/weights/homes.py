@@ -136,7 +136,7 @@ class Homes:
                 raise UserError(f"wire: {tensor.name} holds NaN or infinity, which {frozen.grid.name} cannot; use bf16")
             frozen.write(unit, tensor, home, begin, piece)
 
-    def takes_codes(self, tensor: FlatTensor, grid: tuple[str, int, str] | None) -> bool:
+    def takes_codes(self, tensor: FlatTensor, grid: tuple[str, int, str, bool] | None) -> bool:
         """Whether weights that were published on this grid are stored without conversion."""
         frozen = self.formats.frozen
         at_home = frozen is not None and self.is_packed(tensor) and is_matrix(tensor.shape)

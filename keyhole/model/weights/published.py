@@ -4,8 +4,9 @@
     wire = int4 | int8 | nf4    copied bit for bit, if all matrices of the blocks are on such a grid; else refused,
                                 because rounding them to another grid would add its error to the one that they have
 
-Grids that are copied (disk/gguf.py, disk/quantized.py): GGUF's Q4_0 as int4 and Q8_0 as int8, with a scale per 32;
-symmetric GPTQ in 4 bits as int4; bitsandbytes' nf4 with its float32 scales. Sizes must be multiples of 64.
+Grids that are copied (disk/gguf.py, disk/quantized.py): GGUF's Q4_0 and Q4_1 as int4 and Q8_0 as int8, with a scale per
+32; GPTQ and AWQ in 4 bits as int4; bitsandbytes' nf4 with its float32 scales. Where the published grid has an offset
+per group, so has the copy. Sizes must be multiples of 64.
 """
 
 from pathlib import Path
@@ -57,7 +58,7 @@ def choose_format(
             f"wire: {wire} would round the weights again, which were published as {kinds}{held}. Set "
             f"wire={found.name if found is not None else 'null'}" + ("" if found else " (16 bits)")
         )
-    about = f"{found.name} with a {found.scales} scale per {found.group}"
+    about = f"{found.name} with {found.per_group} in {found.scales}"
     return Wire(dtype, wire, found), [f"weights: published as {kinds}; blocks are taken over bit for bit, as {about}"]
 
 

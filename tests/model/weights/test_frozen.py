@@ -112,6 +112,8 @@ def test_methods_that_would_change_the_weights_are_refused(name: str) -> None:
 
 
 def test_groups_of_published_grids_have_their_size() -> None:
-    """A scale per 32 elements: 0.5625 and 1.0625 bytes."""
+    """A scale per 32 elements: 0.5625 and 1.0625 bytes; with an offset, or both in float32 per 64, 0.625."""
+    for grid in (Grid("int4", 32, "float16", True), Grid("int4", 64, "float32", True)):
+        assert Wire(torch.bfloat16, "int4", grid).frozen.grid.bytes_per_element == 0.625
     assert Wire(torch.bfloat16, "int4", Grid("int4", 32)).frozen.grid.bytes_per_element == 0.5625
     assert Wire(torch.bfloat16, "int8", Grid("int8", 32)).frozen.grid.bytes_per_element == 1.0625

@@ -22,9 +22,13 @@ WRITERS: dict[str, Write] = GGUF | {
     "gptq": lambda a, b: write_ints(a, b, "gptq", sym=False),
     "gptq reordered": lambda a, b: write_ints(a, b, "gptq", sym=False, reorder=True),
     "gptq sym": lambda a, b: write_ints(a, b, "gptq", sym=True, group=64),
+    "gptq 64": lambda a, b: write_ints(a, b, "gptq", sym=False, group=64),
+    "gptq reordered 64": lambda a, b: write_ints(a, b, "gptq", sym=False, group=64, reorder=True),
     "awq": lambda a, b: write_ints(a, b, "awq", sym=False),
+    "awq 64": lambda a, b: write_ints(a, b, "awq", sym=False, group=64),
 }
 EXACT = {"gguf Q4_0": "int4", "gguf Q8_0": "int8", "bnb": "nf4", "bnb nested": "nf4", "gptq sym": "int4"}
+EXACT |= {"gguf Q4_1": "int4", "gptq 64": "int4", "awq 64": "int4"}  # with offsets
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,12 @@ def test_a_grid_that_fits_is_taken_over_bit_for_bit(name: str, source: Path, tmp
     assert held < 0.6 * 2 * sum(u.numel for u in packed.layout.of_kind("block"))
 
 
-@pytest.mark.parametrize("name, wire", [("gguf Q4_1", "int4"), ("gptq", "int4"), ("gguf Q8_0", "int4"), ("awq", "nf4")])
+@pytest.mark.parametrize(
+    "name, wire", [
+        ("gguf Q4_1", "nf4"), ("gguf Q4_1", "int8"), ("gptq", "int4"), ("gptq reordered 64", "int4"),
+        ("gguf Q8_0", "int4"), ("awq", "nf4"), ("awq 64", "nf4"),
+    ],
+)  # fmt: skip
 def test_another_grid_is_refused(name: str, wire: str, source: Path, tmp_path: Path) -> None:
     """Weights are not rounded twice: the message says what holds them."""
     WRITERS[name](source, tmp_path / "in")
@@ -89,6 +98,8 @@ HARMS = {  # (name of the format, the tensor, its new value, what the message sa
     "scales of NaN": ("gptq sym", f"{PROJ}.scales", lambda t: t * float("nan"), "float16 cannot hold"),
     "finer scales": ("gptq sym", f"{PROJ}.scales", lambda t: t.float() * 1.0001, "float16 cannot hold"),
     "infinite scales": ("gptq sym", f"{PROJ}.scales", lambda t: t + float("inf"), "NaN or infinity"),
+    "finer scales with offsets": ("awq 64", f"{PROJ}.scales", lambda t: t.float() * 1.0001, "float16 cannot hold"),
+    "infinite scales with offsets": ("awq 64", f"{PROJ}.scales", lambda t: t + float("inf"), "NaN or infinity"),
     "scales of bnb": ("bnb", f"{PROJ}.weight.absmax", lambda t: t * float("nan"), "NaN or infinity"),
     "another table": ("bnb", f"{PROJ}.weight.quant_map", lambda t: t * 0.9, "table of their own"),
 }
@@ -119,10 +130,11 @@ def test_names_that_only_transformers_knows_are_refused(wire: str | None, source
         keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
 
 
-def test_lora_trains_over_a_published_base(source: Path, tmp_path: Path) -> None:
-    """Adapters over Q4_0 weights, streamed: the losses of adapters over the same numbers in a plain model."""
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1"])
+def test_lora_trains_over_a_published_base(form: str, source: Path, tmp_path: Path) -> None:
+    """Adapters over 4-bit weights, streamed: the losses of adapters over the same numbers in a plain model."""
     pytest.importorskip("peft")
-    write_gguf(source, tmp_path / "in")
+    write_gguf(source, tmp_path / "in", form)
     plain = keyhole.load(tmp_path / "in", device="cpu", dtype="float32")
     packed = keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire="int4", placement="stream")
     losses = []
