@@ -60,18 +60,21 @@ class RowTemplate:
                 f"{listed(record.row) or 'none'}{meant}"
             )
         value: Any = record.row[column]
-        if found := _no_text(value):
+        if found := no_text(value):
             raise UserError(
                 f"{record.where}: {self.key}: column {column!r} is {found}, which is no text; correct or remove the row"
             )
         return json.dumps(value) if isinstance(value, bool | int | float) else str(value)
 
 
-def _no_text(value: Any) -> str:
-    """What a value is that has no text; empty if it has one. A missing number is NaN in the files of pandas."""
+def no_text(value: Any) -> str:
+    """What a value is that has no text; empty if it has one. A missing number is NaN in the files of pandas; texts of
+    Hive and Impala may be bytes in Parquet."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "null" if value is None else "not a number" if math.isnan(value) else "infinite"
-    kinds = {dict: "an object", list: "a list", bytes: "bytes", str: "", bool: "", int: "", float: ""}
+    if isinstance(value, str):  # Jinja's too
+        return ""
+    kinds = {dict: "an object", list: "a list", tuple: "a list", bytes: "bytes", bool: "", int: "", float: ""}
     kinds |= dict.fromkeys((Decimal, datetime.date, datetime.datetime, datetime.time), "")
     return kinds.get(type(value), f"a {type(value).__name__}")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from keyhole.data.readers import Record
 from keyhole.data.render import check_text
+from keyhole.data.row_template import no_text
 from keyhole.data.tasks.columns import spelled
 from keyhole.data.tasks.question import Question
 from keyhole.data.tasks.spec import CHOICE, TaskSpec
@@ -94,7 +95,7 @@ def _free(record: Record, spec: TaskSpec) -> Question | None:
     references = spec.references.run(row) if spec.references is not None else [answer.strip()]
     references = references if isinstance(references, list) else [references]
     texts = tuple(str(text) for text in references)
-    if wrong := [text for text in references if text is None or isinstance(text, list | dict)]:
+    if wrong := [text for text in references if no_text(text)]:
         raise UserError(f"references: found {wrong[0]!r:.60}, expected texts")
     if not texts:
         raise UserError("references: the list is empty; there is no right answer")

@@ -4,9 +4,9 @@
     Expression    "[choice1, choice2]"                      one Jinja expression; its value may be of any kind
 
 Both run in the same sandbox as chat templates (data/sandbox.py): no files, no attributes with underscores, no endless
-loops. A missing column is an error, never an empty text; all other failures are errors too (UserError). A null, a list
-or an object is never written into a text as Python prints it ("None", "['a']"): a task file must handle them explicitly
-(`x is none`, `x | join`). There is one filter besides Jinja's:
+loops. A missing column is an error, never an empty text; all other failures are errors too (UserError). A null, a NaN,
+bytes, a list or an object is never written into a text as Python prints it ("None", "['a']"): a task file must handle
+them explicitly (`x is none`, `x | join`). There is one filter besides Jinja's:
 
     spans | slices(text)     the pieces of `text` from `start` to `end` (inclusive) of each span, as ReCoRD marks its
                              entities
@@ -21,6 +21,7 @@ from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
 from keyhole.data.bill import BUDGET, PER_CHARACTER, PER_ITEM, Watch, size
+from keyhole.data.row_template import no_text
 from keyhole.data.sandbox import CONTEXTS, Sandbox
 from keyhole.data.template_segments import Watched
 from keyhole.errors import UserError, printable
@@ -112,9 +113,10 @@ class _Shown(NodeTransformer):
 
 
 def _shown(value: Any) -> Any:
-    """The value; refuses values that are not text, a number or a boolean."""
-    if value is None or isinstance(value, list | tuple | dict):
-        found = "null" if value is None else f"{'an object' if isinstance(value, dict) else 'a list'}, {value!r:.60}"
+    """The value; refuses values that are not text, a finite number, a boolean or a date."""
+    found = "" if isinstance(value, jinja2.Undefined) else no_text(value)  # a missing name raises when it is written
+    if found:
+        found += f", {value!r:.60}" if isinstance(value, list | tuple | dict | bytes) else ""
         raise UserError(f"found {found} where a text is written; correct or remove the row, or test for it")
     return value
 

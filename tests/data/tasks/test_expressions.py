@@ -1,5 +1,9 @@
 """The little programs of a task file: whatever goes wrong in one is an error of the task file."""
 
+import datetime
+import math
+from decimal import Decimal
+
 import pytest
 
 from keyhole.data.tasks.expressions import Expression, Text
@@ -41,3 +45,18 @@ def test_slices_are_the_marked_pieces() -> None:
     """Both ends of a span belong to it."""
     row = {"text": "Ann met Bob", "spans": [{"start": 0, "end": 2}, {"start": 8, "end": 10}]}
     assert Expression("spans | slices(text)", "x").run(row) == ["Ann", "Bob"]
+
+
+@pytest.mark.parametrize("value", [b"caf\xc3\xa9", b"", math.nan, math.inf, None, ["a"], {"a": 1}])
+@pytest.mark.parametrize("source", ["{{ x }} It was", "{{ x | trim }}", "{{ 'a' ~ x }}"])
+def test_a_value_without_a_text_is_refused(source: str, value: object) -> None:
+    """Bytes (texts of Hive in Parquet), missing numbers of pandas: never as Python prints them."""
+    with pytest.raises(UserError, match=r"^prompt: found (bytes|not a number|infinite|null|a list|an object)"):
+        Text(source, "prompt").run({"x": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1, "1"), (True, "True"), (Decimal("1.50"), "1.50"), (datetime.date(2025, 1, 31), "2025-01-31")]
+)
+def test_numbers_booleans_and_dates_have_a_text(value: object, text: str) -> None:
+    assert Text("{{ x }}", "prompt").run({"x": value}) == text
