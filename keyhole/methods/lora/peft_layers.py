@@ -10,6 +10,8 @@ peft's own format, in adapter/.
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
+from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.skeleton import is_classifier
 
@@ -84,6 +87,23 @@ def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any, base
     config = copy.copy(config)
     config.base_model_name_or_path = str(Path(base).resolve()) if base is not None and Path(base).exists() else base
     config.save_pretrained(str(path / "adapter"))
+
+
+@contextmanager
+def whole_or_none(model: Model) -> Iterator[None]:
+    """Around the making of a method: if it fails, the model is left without adapters, as it was."""
+    trained = [(param, param.requires_grad) for param in model.module.parameters()]
+    before = set(model.module.modules())
+    try:
+        yield
+    except BaseException:
+        for name, layer in list(model.module.named_modules()):
+            if hasattr(layer, "lora_A") and layer not in before:
+                model.module.set_submodule(name, layer.base_layer)
+        for param, flag in trained:
+            param.requires_grad_(flag)
+        model.addon = None
+        raise
 
 
 def adapt(
