@@ -139,10 +139,8 @@ class LOMOLoRA(LOMO):
         return super().state_dict() | own
 
     def load_state_dict(self, state: State) -> None:
+        peft_layers.check_adapters(self.name, self.adapters, state)
         super().load_state_dict(state)
-        missing = [name for name in self.adapters if f"{name}/adapter" not in state]
-        if missing:
-            raise UserError(f"{self.name}: the state has no adapter {missing[0]}; r and target_modules must not change")
         self.optimizer.state.clear()
         for name, param in self.adapters.items():
             param.data.copy_(state[f"{name}/adapter"])

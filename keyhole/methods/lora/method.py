@@ -34,7 +34,7 @@ from keyhole.methods.base import State, checked_rate
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
-from keyhole.methods.lora.peft_layers import Adapters, Base, adapt, whole_or_none
+from keyhole.methods.lora.peft_layers import Adapters, Base, adapt, check_adapters, whole_or_none
 from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
@@ -153,9 +153,7 @@ class LoRA(ByTorch):
                 "adapters added, another wire rounds them differently); load the original model as before, then the "
                 "state"
             )
-        missing = [name for name in self.params if f"{name}/adapter" not in state]
-        if missing:
-            raise UserError(f"lora: the state has no adapter {missing[0]}; r and target_modules must be as they were")
+        check_adapters(self.name, self.params, state)
         self.step_count = int(state["step_count"])
         self.dropout.load_state_dict(state)
         for name, param in self.params.items():
