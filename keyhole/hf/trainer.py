@@ -65,6 +65,7 @@ class KeyholeMixin:
         if isinstance(model, Model):
             refusals.check_loaded(args, given)
         refusals.check_class(type(self), KeyholeMixin)
+        refusals.check_names(type(self), KeyholeMixin, args, options)
         asked = self._wanted = wanted(args, given)
         self._own = own_settings(asked, args)
         placed = {"dtype": asked.dtype, "wire": asked.wire, "placement": asked.placement}
