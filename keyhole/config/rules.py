@@ -137,8 +137,6 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("early_stopping_patience", f"has no effect: {why}")
     row = METHODS[config.method]
     yield from (Finding(key, f"has no effect: {why}") for key, why in row.idle(getattr(config, row.section), config))
-    if config.freeze is not None and row.keeps_base:
-        yield Finding("freeze", f"has no effect: {config.method} trains adapters alone, not the model's parameters")
     if config.journal_sync != 1 and not row.journaled:
         keep = ", ".join(other.name for other in METHODS.values() if other.journaled)
         yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal ({keep} does)")

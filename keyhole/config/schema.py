@@ -80,7 +80,7 @@ class RunConfig:
     tf32: bool = False
     """Compute float32 products in TF32 on the GPU: several times faster, with 10 bits of mantissa instead of 23."""
     freeze: str | list[str] | None = None
-    """Parameters that are not trained: embeddings (with the head), names with *, or modules; null = all are trained."""
+    """Not trained, and without adapters: embeddings (with the head), names with *, or modules; null = nothing."""
     expert_units: bool = True
     """Compute and move large stacks of experts one expert at a time; false = whole stacks, with a grouped product."""
     device: str | None = None

@@ -38,14 +38,19 @@ from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import save_model
 
-METHOD, RATE, SETTINGS = "method", "learning_rate", "settings"
+METHOD, RATE, SETTINGS, TRAINED = "method", "learning_rate", "settings", "trained"
 LAST = ("rng_state.pth", "trainer_state.json")  # what the Trainer writes last
 MARK = "checkpoint-is-incomplete.txt"  # the Trainer's, of a checkpoint that a signal asked for
 
 
-def save_method(directory: Path, method: Method, step: int, own: Any) -> None:
-    """Writes the state, the method's own settings, and the checksums of the files that are there already: the model's
-    and the scheduler's."""
+def trained_names(model: Model) -> list[str]:
+    """The parameters that a method will train which is made now."""
+    return sorted({tensor.name for tensor in model.layout.tensors if tensor.param.requires_grad})
+
+
+def save_method(directory: Path, method: Method, step: int, own: Any, trained: list[str]) -> None:
+    """Writes the state, the method's own settings, the names of what it was made to train, and the checksums of the
+    files that are there already: the model's and the scheduler's."""
     for name in (STATE, TENSORS, *LAST):  # of an earlier checkpoint of this step
         (directory / name).unlink(missing_ok=True)
     tensors, scalars = split_state(method.state_dict())
@@ -53,7 +58,7 @@ def save_method(directory: Path, method: Method, step: int, own: Any) -> None:
         save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, tensors)
-    about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(own)}
+    about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(own), TRAINED: trained}
     write_state(directory, About(step, {}, about, versions()), scalars, leave_out=(MARK,))
 
 
@@ -93,8 +98,9 @@ def damage_of_best(directory: Path, with_state: bool) -> str | None:
     return None
 
 
-def verified(directory: Path, row: Traits, own: Any) -> State:
-    """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method or settings."""
+def verified(directory: Path, row: Traits, own: Any, trained: list[str]) -> State:
+    """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method or settings, or
+    of a run that trained other parameters."""
     if not directory.is_dir():
         raise UserError(f"resume_from_checkpoint: there is no directory {directory}")
     if not (directory / STATE).exists():
@@ -117,7 +123,19 @@ def verified(directory: Path, row: Traits, own: Any) -> State:
                 f"resume_from_checkpoint: {directory} was made with {key}={before[key]} of {row.name}, this run has "
                 f"{value}; give the same settings"
             )
+    if not row.keeps_base:  # else adapters alone are trained, and compared when the state is loaded
+        _check_trained(directory, state.config.get(TRAINED, trained), trained)  # older checkpoints do not hold them
     return state
+
+
+def _check_trained(directory: Path, before: list[str], now: list[str]) -> None:
+    if differ := sorted({*before} ^ {*now}):
+        was, is_now = ("trained", "frozen") if differ[0] in before else ("frozen", "trained")
+        raise UserError(
+            f"resume_from_checkpoint: {directory} is of a run that trained {len(before)} parameters, this one would "
+            f"train {len(now)}: {differ[0]} was {was} and is {is_now} now. Freeze the same ones "
+            "(keyhole.load(.., freeze=..), requires_grad), or start a new run with the checkpoint as model"
+        )
 
 
 def _check_last(directory: Path) -> None:

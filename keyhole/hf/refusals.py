@@ -8,6 +8,7 @@ that does not start.
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import TrainingArguments
 
 from keyhole import assets
 from keyhole.errors import UserError
+from keyhole.loading import load
 from keyhole.methods.base import Method
 from keyhole.methods.traits import Traits
 
@@ -74,6 +76,24 @@ def check_class(cls: type, mixin: type) -> None:
                 f"{owner.__name__}.{name} would never be called: {mixin.__name__} comes first and has its own; "
                 "override it in a subclass of both, or use another Trainer"
             )
+
+
+def check_names(cls: type, mixin: type, args: TrainingArguments, options: dict[str, Any]) -> None:
+    """UserError for an argument that the Trainer behind the mixin does not take, which says where it belongs."""
+    behind = [base.__init__ for base in cls.__mro__[cls.__mro__.index(mixin) + 1 : -1] if "__init__" in vars(base)]
+    taken = [one for init in behind for one in signature(init).parameters.values()]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in taken) or any(hasattr(i, "__wrapped__") for i in behind)
+    of_load = signature(load).parameters.keys()
+    for name in sorted(options.keys() - {one.name for one in taken}):
+        if hasattr(args, name) and not takes_any:
+            raise UserError(f"{name}: it is one of the arguments: KeyholeArguments(.., {name}=..)")
+        if name in of_load:
+            raise UserError(
+                f"{name}: give it to keyhole.load, and what that returns to the trainer, with method and args: "
+                f"{cls.__name__}(keyhole.load(path, {name}=..), args, ..)"
+            )
+        if not takes_any:
+            raise UserError(f"{name}: {cls.__name__} has no such argument")
 
 
 def _is_known(owner: type) -> bool:

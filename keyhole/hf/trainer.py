@@ -65,6 +65,7 @@ class KeyholeMixin:
         if isinstance(model, Model):
             refusals.check_loaded(args, given)
         refusals.check_class(type(self), KeyholeMixin)
+        refusals.check_names(type(self), KeyholeMixin, args, options)
         asked = self._wanted = wanted(args, given)
         self._own = own_settings(asked, args)
         placed = {"dtype": asked.dtype, "wire": asked.wire, "placement": asked.placement}
@@ -84,6 +85,7 @@ class KeyholeMixin:
         self._collected: list[Any] = []
         self._said_empty = False
         self._uncounted: int | None = None  # steps counted at the last update
+        self._trained: list[str] = []  # what was trained when the method was made
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
         super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
         rows = len(self.keyhole.module.get_input_embeddings().weight)
@@ -121,6 +123,7 @@ class KeyholeMixin:
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Creates the method, and returns its shell as the Trainer's optimizer."""
         if self.optimizer is None:
+            self._trained = checkpoints.trained_names(self.keyhole)
             self.method = make_method(self.keyhole, self._wanted, self._own, self.args)
             refusals.check_best(self.args, self.method)
             self.optimizer = self.method.torch_optimizer
@@ -206,10 +209,11 @@ class KeyholeMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoints.save_scheduler(Path(output_dir), self.lr_scheduler, SCHEDULER_NAME)
-        checkpoints.save_method(Path(output_dir), self.method, self.state.global_step, self._own)
+        checkpoints.save_method(Path(output_dir), self.method, self.state.global_step, self._own, self._trained)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted.row, self._own)
+        trained = self._trained or checkpoints.trained_names(self.keyhole)
+        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted.row, self._own, trained)
         if not self._wanted.row.keeps_base:  # adapters are completely in the method's state
             checkpoints.load_weights(Path(resume_from_checkpoint), self.keyhole)
 
@@ -250,7 +254,7 @@ class KeyholeMixin:
         if not self._wanted.row.keeps_base:
             checkpoints.load_weights(Path(best), self.keyhole)
         if refusals.learns_beside(self.method):
-            state = checkpoints.verified(Path(best), self._wanted.row, self._own)
+            state = checkpoints.verified(Path(best), self._wanted.row, self._own, self._trained)
             checkpoints.load_method(Path(best), state, self.method)
 
 

@@ -85,7 +85,7 @@ class Method:
             setattr(cls, name, _without_autocast(vars(cls)[name]))
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
-        """Refuses an argument that is not a model, and settings outside of their bounds."""
+        """Refuses an argument that is not a model, settings outside of their bounds, and a model with adapters."""
         from keyhole.model.model import Model
 
         model = args[0] if args else options.get("model")
@@ -96,6 +96,7 @@ class Method:
                 f'keyhole.{cls.__name__}(keyhole.load("path-or-hub-id"), lr=...)'
             )
         check_settings(cls.name, options)
+        model.methods.check_new(model, cls.name)
         return super().__new__(cls)
 
     def __init__(self, model: Model, lr: float | str, **settings: Any) -> None:

@@ -106,6 +106,19 @@ class AttachedMethods:
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._has_graph = False  # the module was called by itself, with gradients, since the last step
 
+    def check_new(self, model: "Model", name: str) -> None:
+        """Called before a method of this name is made: refuses one that would replace adapters, or train below them."""
+        if model.placed is not None:
+            model.placed.check_method(name)
+        if model.addon is not None:
+            raise UserError(
+                f"model: it has adapters already, of a lora or lomo-lora that was made on it before, and {name} would "
+                "replace them, or train below them. Go on with that object (opt.lr = .. sets another rate, "
+                "opt.load_state_dict(..) another state). Or save what was learned (model.save_pretrained(path)) and "
+                "load that, once adapters that lie in path/adapter are merged (PeftModel.from_pretrained(model, "
+                "adapter).merge_and_unload()). To begin again without them, load the model again"
+            )
+
     def attach(self, model: "Model", method: Attached) -> None:
         """Called for a new method. Updates that other methods have deferred are applied first."""
         check_loss(model.config)
@@ -120,8 +133,6 @@ class AttachedMethods:
         model.engine.wait_for_homes()  # the new method may read them at once; another one may still be writing them
         if model.factors is not None:
             model.factors.settle()
-        if model.placed is not None:
-            model.placed.check_method(method.name)
         model.by_hand.check_parameters(self._beside(model, method))
         self.take_changes(model, method)
         self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # these may step on

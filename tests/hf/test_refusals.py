@@ -139,3 +139,34 @@ def test_arguments_can_be_parsed_from_a_command_line() -> None:
     line = ["--output_dir", "x", "--method", "zo", "--method_settings", '{"rank": 2}', "--use_cpu"]
     (args,) = HfArgumentParser((KeyholeArguments,)).parse_args_into_dataclasses(line)
     assert wanted(args, {}).settings == {"rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("freeze", r"freeze: give it to keyhole.load, .*KeyholeTrainer\(keyhole.load\(path, freeze=..\), args, ..\)"),
+        ("head", "head: give it to keyhole.load"),
+        ("seed", "seed: it is one of the arguments: KeyholeArguments"),
+        ("train_data", "train_data: KeyholeTrainer has no such argument"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_its_place(tmp_path: Path, name: str, says: str) -> None:
+    """It was a TypeError about Trainer.__init__, after the model was loaded."""
+    args = KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="sgd", learning_rate=1e-2)
+    with pytest.raises(UserError, match=says):
+        KeyholeTrainer("demo", args, **{name: "embeddings"})
+
+
+def test_a_trainer_takes_its_own_arguments(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def __init__(self, *args: Any, freeze: str, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.frozen = freeze
+
+    class Both(KeyholeMixin, Own):
+        pass
+
+    args = KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="sgd", learning_rate=1e-2)
+    assert Both("demo", args, freeze="mine").frozen == "mine"
+    with pytest.raises(UserError, match="head: give it to keyhole.load"):
+        Both("demo", args, freeze="mine", head="classification")

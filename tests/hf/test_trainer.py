@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig, LlamaForSequenceClassification, Trainer, TrainerCallback
 
 import keyhole
+from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
 from keyhole.hf import KeyholeArguments, KeyholeMixin, KeyholeTrainer
 from keyhole.training.schedule import Schedule
@@ -227,6 +228,40 @@ def test_a_checkpoint_of_other_settings_or_another_model_is_refused(
     args = KeyholeArguments(str(tmp_path), method="zo", method_settings={"rank": 2}, use_cpu=True, report_to=[])
     with pytest.raises(UserError, match="gate_proj.weight with shape .*64, 32"):
         KeyholeTrainer(narrow, args, train_dataset=batches).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("name", ["lomo", "zo", "adalomo", "apollo-mini", "sgd", "lomo-lora"])
+def test_a_checkpoint_of_other_trained_parameters_is_refused(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], name: str
+) -> None:
+    """It went on in silence. The weights stay as they were; a checkpoint that does not say is resumed as before."""
+    args = KeyholeArguments(
+        str(tmp_path), method=name, max_steps=1, save_steps=1, learning_rate=1e-4, max_grad_norm=0.0, use_cpu=True,
+        report_to=[], remove_unused_columns=False,
+    )  # fmt: skip
+
+    def made(freeze: str | list[str] | None) -> KeyholeTrainer:
+        model = keyhole.load(str(tiny_model), device="cpu", freeze=freeze)
+        return KeyholeTrainer(model, args, train_dataset=batches, data_collator=lambda rows: dict(rows[0]))
+
+    made("embeddings").train()
+    args.max_steps = 2
+    other = made(None)
+    before = weights_of(other.keyhole)
+    with pytest.raises(UserError, match=r"lm_head.weight was frozen and is trained now. .*freeze=.*requires_grad"):
+        other.train(resume_from_checkpoint=True)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in weights_of(other.keyhole).items())
+    with pytest.raises(UserError, match=r"layers.0.\S+ was trained and is frozen now"):
+        made(["embeddings", "model.layers.0"]).train(resume_from_checkpoint=True)
+    again = made("embeddings")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    file = tmp_path / "checkpoint-1" / "keyhole_state.json"
+    state = json.loads(file.read_text())
+    del state["config"]["trained"]
+    file.write_text(dump({key: value for key, value in state.items() if key != "crc32"}))
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert other.state.global_step == 2
 
 
 @pytest.mark.parametrize("key", ["gpu_memory", "wire", "model_dtype", "placement"])

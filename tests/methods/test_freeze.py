@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import keyhole
@@ -63,10 +64,38 @@ def test_streamed_equals_resident_with_frozen_parameters(case: str) -> None:
 
 def test_biases_below_frozen_weights_are_trained_beside_adapters() -> None:
     """lomo-lora: the first step is LOMO's, since adapters begin at zero."""
-    found = [dict(trained("lomo-lora", placement, ["*.weight"], steps=1)) for placement in ("resident", "stream")]
-    plain = trained("lomo", "resident", ["*.weight"], steps=1)
-    biases = [name for name in plain if name.endswith("_proj.bias")]
-    assert len(biases) == 6 and all(torch.equal(each[name], plain[name]) for each in found for name in biases)
+    found = []
+    for cls, placement in ((keyhole.LOMO, "resident"), (keyhole.LOMOLoRA, "resident"), (keyhole.LOMOLoRA, "stream")):
+        model = keyhole.load(config("qwen2"), init="random", device="cpu", placement=placement)
+        for name, param in model.module.named_parameters():
+            param.requires_grad_(not name.endswith("weight"))
+        cls(model, 1e-2).step(batch())
+        found.append({name: tensor for name, tensor in model.named_tensors() if name.endswith("_proj.bias")})
+    plain = found[0]
+    assert len(plain) == 6 and all(torch.equal(each[name], plain[name]) for each in found for name in plain)
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+@pytest.mark.parametrize("cls", [keyhole.LoRA, keyhole.LOMOLoRA])
+def test_a_frozen_layer_gets_no_adapters(cls: Any, placement: str) -> None:
+    """What it computes stays, too. A module that the caller has frozen by hand, as before peft, is adapted whole."""
+    how = {"init": "random", "device": "cpu", "placement": placement}
+    method = cls(keyhole.load(config("qwen2"), freeze=["model.layers.0", "*.k_proj.weight", "embeddings"], **how), 1e-2)
+    assert method.layers and {name.split(".")[2] for name in method.layers} == {"1"}
+    assert not any("k_proj" in name for name in method.layers)
+    losses = [float(method.step(batch())) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    by_hand = keyhole.load(config("qwen2"), **how)
+    by_hand.module.model.layers.requires_grad_(False)
+    whole = cls(by_hand, 1e-2)
+    assert {name.split(".")[2] for name in whole.layers} == {"0", "1"}
+    for one, other in ((method, whole), (whole, method)):
+        with pytest.raises(UserError, match="adapter model.layers.0.* target_modules and freeze must be as they were"):
+            one.load_state_dict(other.state_dict())
+    with pytest.raises(UserError, match="freeze: it describes the weights of all 14 layers"):
+        cls(keyhole.load(config("qwen2"), freeze="model.layers", **how))
+    with pytest.raises(UserError, match="freeze: it describes the weights of all 2 layers"):
+        cls(keyhole.load(config("qwen2"), freeze="*.k_proj.*", **how), target_modules="k_proj")
 
 
 @pytest.mark.gpu
@@ -151,7 +180,21 @@ def test_the_plan_counts_no_state_of_what_is_frozen(capsys: pytest.CaptureFixtur
     assert found[0] - found[1] >= 8 * table
 
 
-def test_adapters_alone_are_trained_whatever_is_frozen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["train", "demo-lora", "freeze=embeddings", f"output_dir={tmp_path / 'out'}", "--dry-run"]
-    assert main(words) == 0
-    assert "freeze: has no effect: lora trains adapters" in "".join(capsys.readouterr())
+@pytest.mark.parametrize("method", ["lora", "lomo-lora"])
+def test_a_run_and_its_dry_run_leave_out_the_adapters_of_what_is_frozen(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str
+) -> None:
+    words = ["train", "demo-lora", f"method={method}", "learning_rate=1e-3", "max_steps=2", "eval_steps=null"]
+    words += ["lora.merge=false", f"output_dir={tmp_path / 'out'}"]
+    said = []
+    for more in (["--dry-run"], ["freeze=model.layers.0", "--dry-run"], ["freeze=model.layers.0"]):
+        assert main([*words, *more]) == 0
+        out, err = capsys.readouterr()
+        assert "freeze: has no effect" not in err
+        said.append(next(line for line in out.splitlines() if "parameters: " in line))
+    assert said[0] != said[1] == said[2]
+    saved = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    assert saved and not any("layers.0." in name for name in saved)
+    words = ["train", "demo-lora", f"method={method}", "freeze=model.layers", f"output_dir={tmp_path / 'b'}"]
+    assert main([*words, "--dry-run"]) == 2
+    assert "there is nothing to adapt" in capsys.readouterr().err

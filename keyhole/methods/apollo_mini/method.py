@@ -27,6 +27,7 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 
 GROWTH = 1.01
+UPDATES = "updates"  # in a state, after the name of a tensor that had fewer than steps
 TINY = 1e-30  # smaller than any norm that matters
 
 
@@ -51,6 +52,7 @@ class APOLLOMini(LOMO):
         super().__init__(model, lr, **options)
         self.matrix_scale, self.refresh, self.betas, self.eps = scale, refresh, (beta1, beta2), eps
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
+        self.updates: dict[str, int] = {}  # of a tensor; fewer than steps if it was frozen, or had no gradient
 
     @property
     def whole_tensors(self) -> bool:
@@ -101,19 +103,22 @@ class APOLLOMini(LOMO):
         moments, (beta1, beta2) = self.moments.setdefault(name, {}), self.betas
         if "exp_avg" not in moments:
             moments |= {"exp_avg": torch.zeros_like(grad), "exp_avg_sq": torch.zeros_like(grad)}
+        count = self.updates[name] = self.updates.get(name, 0) + 1
         exp_avg = moments["exp_avg"].lerp_(grad, 1 - beta1)
         exp_avg_sq = moments["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = exp_avg_sq.sqrt().div_((1 - beta2**self.step_count) ** 0.5).add_(self.eps)
-        return (exp_avg / root).div_(1 - beta1**self.step_count)
+        root = exp_avg_sq.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.eps)
+        return (exp_avg / root).div_(1 - beta1**count)
 
     def state_dict(self) -> State:
         moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
-        return super().state_dict() | moments
+        fewer = {f"{name}/{UPDATES}": n for name, n in self.updates.items() if n != self.step_count}
+        return super().state_dict() | moments | fewer
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self.moments.clear()
         for full_name, value in state.items():
             name, _, key = full_name.rpartition("/")
-            if name and key != "lost":
+            if name and key not in ("lost", UPDATES):
                 self.moments.setdefault(name, {})[key] = value.to(self.model.device, copy=True)
+        self.updates = {name: int(state.get(f"{name}/{UPDATES}", self.step_count)) for name in self.moments}

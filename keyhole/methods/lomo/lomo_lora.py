@@ -44,16 +44,17 @@ class LOMOLoRA(LOMO):
     ) -> None:
         if options.get("compile"):
             raise UserError("lomo-lora.compile: compiled blocks hand over every linear layer; set it to false")
-        adapted = peft_layers.adapt(model, seed, r=r, alpha=alpha, target_modules=target_modules)
-        self.config, self.layers, self.adapters = adapted.config, adapted.layers, adapted.params
-        for param in self.adapters.values():
-            param.data = param.data.to(model.device)
-        self._addon = peft_layers.Adapters(self.adapters, self.config)
-        super().__init__(model, lr, seed=seed, **options)
-        self.adapter_lr, self.ratio = checked_rate(adapter_lr), adapter_lr / lr if lr else None
-        self.adapter_warmup_ratio, self.adapter_factor = adapter_warmup_ratio, 1.0
-        groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
-        self.optimizer = torch.optim.AdamW(groups, lr=adapter_lr)
+        with peft_layers.whole_or_none(model):
+            adapted = peft_layers.adapt(model, seed, r=r, alpha=alpha, target_modules=target_modules)
+            self.config, self.layers, self.adapters = adapted.config, adapted.layers, adapted.params
+            for param in self.adapters.values():
+                param.data = param.data.to(model.device)
+            self._addon = peft_layers.Adapters(self.adapters, self.config)
+            super().__init__(model, lr, seed=seed, **options)
+            self.adapter_lr, self.ratio = checked_rate(adapter_lr), adapter_lr / lr if lr else None
+            self.adapter_warmup_ratio, self.adapter_factor = adapter_warmup_ratio, 1.0
+            groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
+            self.optimizer = torch.optim.AdamW(groups, lr=adapter_lr)
 
     @classmethod
     def outline(cls, base: peft_layers.Base, own: LOMOLoRAConfig) -> None:
@@ -138,10 +139,8 @@ class LOMOLoRA(LOMO):
         return super().state_dict() | own
 
     def load_state_dict(self, state: State) -> None:
+        peft_layers.check_adapters(self.name, self.adapters, state)
         super().load_state_dict(state)
-        missing = [name for name in self.adapters if f"{name}/adapter" not in state]
-        if missing:
-            raise UserError(f"{self.name}: the state has no adapter {missing[0]}; r and target_modules must not change")
         self.optimizer.state.clear()
         for name, param in self.adapters.items():
             param.data.copy_(state[f"{name}/adapter"])

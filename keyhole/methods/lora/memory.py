@@ -25,6 +25,7 @@ from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
+from keyhole.model.structure.freeze import is_left_out
 from keyhole.model.structure.layout import Layout
 
 FORWARD, REVERSE = 1.5, 2.5  # elements that an adapter reads and writes per input and output of its layer
@@ -36,12 +37,14 @@ def _adapted(layout: Layout, targets: str | list[str] | None) -> list[torch.Size
         t.shape
         for u in layout.of_kind("block")
         for t in u.tensors
-        if len(t.shape) == 2 and (names is None or any(f".{name}." in f".{t.name}" for name in names))
+        if len(t.shape) == 2
+        and not is_left_out(t.param)
+        and (names is None or any(f".{name}." in f".{t.name}" for name in names))
     ]
 
 
 def adapted_sides(layout: Layout, targets: str | list[str] | None = None) -> int:
-    """Inputs and outputs of all linear layers of the blocks, or of those with these names."""
+    """Inputs and outputs of all linear layers of the blocks, or of those with these names, that are not left out."""
     return sum(sum(shape) for shape in _adapted(layout, targets))
 
 

@@ -34,7 +34,7 @@ from keyhole.methods.base import State, checked_rate
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
-from keyhole.methods.lora.peft_layers import Adapters, Base, adapt
+from keyhole.methods.lora.peft_layers import Adapters, Base, adapt, check_adapters, whole_or_none
 from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
@@ -72,17 +72,18 @@ class LoRA(ByTorch):
         self._base_as_of = 0  # changes by hand
         self.dropout = AdapterDropout(model, seed, model_dropout)  # before adding adapters, which have their own
         settings = {"r": r, "alpha": alpha, "dropout": dropout, "target_modules": target_modules}
-        adapted = adapt(model, seed, **settings, freezes=True)
-        self.config, self.layers, self.params = adapted.config, adapted.layers, adapted.params
-        if dropout:
-            self.dropout.add(self.layers.values())
-        for param in self.params.values():
-            param.data = param.data.to(model.device)
-        self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.original)
-        model.attach(self)
-        self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
-        decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
-        self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))
+        with whole_or_none(model):
+            adapted = adapt(model, seed, **settings, freezes=True)
+            self.config, self.layers, self.params = adapted.config, adapted.layers, adapted.params
+            if dropout:
+                self.dropout.add(self.layers.values())
+            for param in self.params.values():
+                param.data = param.data.to(model.device)
+            self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.original)
+            model.attach(self)
+            self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
+            decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
+            self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))
 
     @classmethod
     def outline(cls, base: Base, own: LoRAConfig) -> None:
@@ -152,9 +153,7 @@ class LoRA(ByTorch):
                 "adapters added, another wire rounds them differently); load the original model as before, then the "
                 "state"
             )
-        missing = [name for name in self.params if f"{name}/adapter" not in state]
-        if missing:
-            raise UserError(f"lora: the state has no adapter {missing[0]}; r and target_modules must be as they were")
+        check_adapters(self.name, self.params, state)
         self.step_count = int(state["step_count"])
         self.dropout.load_state_dict(state)
         for name, param in self.params.items():

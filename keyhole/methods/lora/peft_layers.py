@@ -10,6 +10,8 @@ peft's own format, in adapter/.
 
 import copy
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +21,8 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
+from keyhole.model.model import Model
+from keyhole.model.structure.freeze import is_left_out
 from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.skeleton import is_classifier
 
@@ -86,6 +90,23 @@ def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any, base
     config.save_pretrained(str(path / "adapter"))
 
 
+@contextmanager
+def whole_or_none(model: Model) -> Iterator[None]:
+    """Around the making of a method: if it fails, the model is left without adapters, as it was."""
+    trained = [(param, param.requires_grad) for param in model.module.parameters()]
+    before = set(model.module.modules())
+    try:
+        yield
+    except BaseException:
+        for name, layer in list(model.module.named_modules()):
+            if hasattr(layer, "lora_A") and layer not in before:
+                model.module.set_submodule(name, layer.base_layer)
+        for param, flag in trained:
+            param.requires_grad_(flag)
+        model.addon = None
+        raise
+
+
 def adapt(
     base: Base,
     seed: int,
@@ -99,7 +120,7 @@ def adapt(
 ) -> Adapted:
     """Adds the adapters of a method. freezes: they alone are trained, else beside what was trained before. empty: they
     take no memory."""
-    targets = find_targets(base, target_modules)
+    targets = _without_frozen(base, find_targets(base, target_modules))
     _check_rank(base, targets, r)
     config = peft_config(base, r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
     trained = [] if freezes else [p for p in base.module.parameters() if p.requires_grad]
@@ -108,6 +129,17 @@ def adapt(
     for param in trained:
         param.requires_grad_(True)
     return Adapted(config, layers, params)
+
+
+def _without_frozen(base: Base, targets: list[str]) -> list[str]:
+    """Those that `freeze` leaves: an adapter would change what a frozen layer computes."""
+    left = [name for name in targets if not is_left_out(base.module.get_submodule(name).weight)]
+    if not left:
+        raise UserError(
+            f"freeze: it describes the weights of all {len(targets)} layers that would get adapters, such as "
+            f"{targets[0]}, so there is nothing to adapt; freeze fewer, or leave it out"
+        )
+    return left
 
 
 def _check_rank(base: Base, targets: list[str], r: int) -> None:
@@ -120,6 +152,17 @@ def _check_rank(base: Base, targets: list[str], r: int) -> None:
             f"r: {r:,} is more than a change of these matrices can have: the smaller side of the largest is {most:,}, "
             f"and adapters of rank {most:,} can learn every change of it; a larger r takes memory and learns no more. "
             f"Set r to {most:,} at most"
+        )
+
+
+def check_adapters(method: str, params: Mapping[str, nn.Parameter], state: Mapping[str, Any]) -> None:
+    """Refuses the state of a method that has adapted other layers."""
+    saved = {name.removesuffix("/adapter") for name in state if name.endswith("/adapter")}
+    if differ := sorted(saved ^ params.keys()):
+        has = "has an" if differ[0] in saved else "has no"
+        raise UserError(
+            f"{method}: the state {has} adapter {differ[0]}, other than this model; target_modules and freeze must be "
+            "as they were"
         )
 
 

@@ -8,7 +8,8 @@ A parameter is frozen if one of these describes it:
 
 A tied parameter has several names, and is frozen by any of them. A frozen parameter has `requires_grad` False, as if
 the user had called requires_grad_(False) on it: it has no gradient, no noise and no optimizer state, and the memory
-plan counts none.
+plan counts none. It is marked, too: a layer whose weight is frozen by this setting gets no adapters, whereas users of
+peft freeze a whole model before they add some.
 
 For `zo` it also takes noise away: a step moves every trained weight at random (docs/methods.md, "Which weights zo
 trains").
@@ -39,8 +40,14 @@ def freeze(module: nn.Module, described: str | Sequence[str] | None) -> None:
             raise UserError(f"freeze: no parameter of {type(module).__name__} is called {text!r}{_meant(module, text)}")
         for param in found:
             param.requires_grad_(False)
+            param.keyhole_frozen = True
     if not any(param.requires_grad for param in module.parameters()):
         raise UserError("freeze: every parameter is frozen, so there is nothing to train; freeze fewer")
+
+
+def is_left_out(param: nn.Parameter) -> bool:
+    """Whether `freeze` describes this parameter."""
+    return getattr(param, "keyhole_frozen", False)
 
 
 def _described(module: nn.Module, text: str) -> Iterator[nn.Parameter]:

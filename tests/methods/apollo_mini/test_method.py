@@ -93,3 +93,40 @@ def test_it_learns() -> None:
     opt, same = keyhole.APOLLOMini(load(), 5e-3), micro_batches(0, 1)
     losses = [float(opt.step(same)) for _ in range(12)]
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_tensor_that_is_trained_later_begins_as_in_a_new_run() -> None:
+    """Its moments are corrected for their own start, not for that of the run; also after a stop in between."""
+    late = ("model.norm.weight", "model.layers.1.mlp.up_proj.weight")
+    model, fresh = load(), load()
+    opt = APOLLOMini(model, LR)
+    params = dict(model.module.named_parameters())
+    for name in late:
+        params[name].requires_grad_(False)
+    train(opt, 3)
+    for name in late:
+        params[name].requires_grad_(True)
+    with torch.no_grad():
+        for name, param in fresh.module.named_parameters():
+            param.copy_(params[name])
+    new = APOLLOMini(fresh, LR)
+    assert train(opt, 1, first=3) == train(new, 1, first=3)
+    assert all(torch.equal(weights(model)[name], weights(fresh)[name]) for name in late)
+    stopped = load()
+    stopped.module.load_state_dict(model.module.state_dict())
+    again = APOLLOMini(stopped, LR)
+    again.load_state_dict(opt.state_dict())
+    for each in (opt, again):
+        train(each, 1, first=4)
+    assert all(torch.equal(tensor, weights(stopped)[key]) for key, tensor in weights(model).items())
+
+
+def test_a_state_without_counts_has_the_runs() -> None:
+    """As of earlier versions, and of every run in which nothing was frozen meanwhile."""
+    opt = APOLLOMini(load(), LR)
+    train(opt, 2)
+    state = opt.state_dict()
+    assert not any(name.endswith("/updates") for name in state)
+    again = APOLLOMini(load(), LR)
+    again.load_state_dict(state)
+    assert again.updates == opt.updates and set(again.updates.values()) == {2}

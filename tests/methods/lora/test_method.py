@@ -240,3 +240,57 @@ def test_a_rank_beyond_every_matrix_is_refused(wire: str | None) -> None:
         LoRA(model, r=32, target_modules="k_proj")
     assert [name for name, _ in model.module.named_modules()] == before
     assert LoRA(model, r=32).config.r == 32
+
+
+@pytest.mark.parametrize("first", [keyhole.LoRA, keyhole.LOMOLoRA])
+@pytest.mark.parametrize("second", [keyhole.LoRA, keyhole.LOMOLoRA, keyhole.LOMO, keyhole.AdamW, keyhole.ZO])
+def test_a_second_method_on_a_model_with_adapters_is_refused(first: Any, second: Any) -> None:
+    """It replaced them by new ones, in silence. What was learned stays, and the first method goes on."""
+    model, alone = load(), load()
+    method, same = first(model, lr=1e-2), first(alone, lr=1e-2)
+    for each in (method, same):
+        each.step(batch())
+    with pytest.raises(UserError, match=f"it has adapters already, .* and {second.name} would .*opt.lr = .*load the"):
+        second(model, lr=1e-3)
+    method.lr = same.lr = 1e-3
+    assert [float(method.step(batch(seed=step))) for step in (1, 2)] == [
+        float(same.step(batch(seed=step))) for step in (1, 2)
+    ]
+    assert torch.equal(model.nll(batch())[0], alone.nll(batch())[0])
+
+
+def test_what_was_saved_is_trained_on_by_a_second_method(tmp_path: Path) -> None:
+    """As the refusal says: merged adapters are in the weights."""
+    model = load()
+    LoRA(model, lr=3e-2).step(batch())
+    model.save_pretrained(tmp_path / "first")
+    found = float(LoRA(keyhole.load(tmp_path / "first", device="cpu"), lr=1e-3).step(batch()))
+    nll_B, count_B = model.nll(batch())
+    assert found == pytest.approx(float(nll_B.sum() / count_B.sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("cls", [keyhole.LoRA, keyhole.LOMOLoRA])
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_a_method_that_cannot_be_made_leaves_no_adapters(cls: Any, placement: str) -> None:
+    """The next attempt is as the first one would have been."""
+    model = load(placement=placement)
+    before = [(name, param.requires_grad) for name, param in model.module.named_parameters()]
+    with pytest.raises(UserError, match="no learning rate"):
+        cls(model, lr=-1.0)
+    assert [(name, param.requires_grad) for name, param in model.module.named_parameters()] == before
+    found = [cls(each, lr=1e-2) for each in (model, load(placement=placement))]
+    losses = [[float(method.step(batch(seed=step))) for step in (0, 1)] for method in found]
+    assert losses[0] == losses[1]
+
+
+def test_two_trainers_on_one_model(tmp_path: Path) -> None:
+    """A second stage is refused, too; the first trainer goes on."""
+    from keyhole.hf import KeyholeArguments, KeyholeTrainer
+
+    model, rows = load(), [{key: value[0] for key, value in batch(seed=step).items()} for step in range(4)]
+    args = KeyholeArguments(str(tmp_path), method="lora", max_steps=1, use_cpu=True, report_to=[], learning_rate=1e-3)
+    first = KeyholeTrainer(model, args, train_dataset=rows)
+    first.train()
+    with pytest.raises(UserError, match="it has adapters already"):
+        KeyholeTrainer(model, args, train_dataset=rows).train()
+    first.train()

@@ -66,6 +66,9 @@ def test_they_are_saved_again_and_a_method_below_them_is_refused(trained: Path, 
     assert torch.equal(model.nll(batch)[0], again.nll(batch)[0])
     with pytest.raises(UserError, match="holds adapters on top of these weights, and zo would train below them"):
         keyhole.ZO(model)
+    with pytest.raises(UserError, match="and lora would train below them"):
+        keyhole.LoRA(model)
+    assert torch.equal(model.nll(batch)[0], again.nll(batch)[0])
     keyhole.ZO(keyhole.load(trained, device="cpu", adapter=False))
 
 
