@@ -1,5 +1,6 @@
 """keyhole plan MODEL|CONFIG [key=value ...] [--gpu SIZE] [--ram SIZE] [--link RATE] [--tokens BxT] [--machine NAME]"""
 
+import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,6 +8,8 @@ import typer
 
 from keyhole.cli.arguments import note
 from keyhole.machine.sizes import GIB
+
+QUIET_S = 5.0
 
 
 def plan(
@@ -44,14 +47,20 @@ def plan(
     from keyhole.plan.table import rows
     from keyhole.training.planning import ask
 
-    found = ask(request, note)
-    table = rows(found.question)
-    chosen = recommended(table)
+    late = threading.Timer(QUIET_S, note, ["still planning: a model of a thousand layers takes about a minute"])
+    late.daemon = True
+    late.start()
+    try:
+        found = ask(request, note)
+        table = rows(found.question)
+        chosen = recommended(table)
+        lines = [] if as_json else [*found.lines, *_table(table, chosen), *_end(found, table, chosen)]
+    finally:
+        late.cancel()
     if as_json:
-        typer.echo(json_text([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1))
-    else:
-        for line in (*found.lines, *_table(table, chosen), *_end(found, table, chosen)):
-            typer.echo(line)
+        lines = [json_text([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1)]
+    for line in lines:
+        typer.echo(line)
     if page is not None:  # last: a page that cannot be written does not take the table with it
         _write_page(Path(page), found, table, chosen)
         if not as_json:

@@ -21,6 +21,7 @@ from keyhole.machine.sizes import Bytes
 
 NULL_TAG = "tag:yaml.org,2002:null"
 MOST_NODES = 1000
+UNFIT = (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError)  # raised for a node that does not fit
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -80,8 +81,20 @@ def parse(node: yaml.Node, kind: Any) -> Any:
     except Twice as error:
         again = printable(str(error), 80)
         raise Mismatch(f"{describe(kind, full=True)}, each name once: `{again}` is given twice") from None
-    except (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError):
-        raise Mismatch(describe(kind, full=True)) from None
+    except UNFIT:
+        raise Mismatch(describe(kind, full=True) + _bad_item(node, kind)) from None
+
+
+def _bad_item(node: yaml.Node, kind: Any) -> str:
+    """`; item 2 is -1`: the first item of a list that does not fit; "" if the list as a whole does not."""
+    lists = [arm for arm in (kind, *typing.get_args(kind)) if typing.get_origin(arm) is list]
+    if lists and isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value, 1):
+            try:
+                _value(item, typing.get_args(lists[0])[0])
+            except (*UNFIT, Twice):
+                return f"; item {i} is {show(item)}"
+    return ""
 
 
 def _value(node: yaml.Node, kind: Any) -> Any:
@@ -123,7 +136,7 @@ def _first(node: yaml.Node, arms: tuple[Any, ...]) -> Any:
     for arm in arms:
         try:
             return _value(node, arm)
-        except (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError):
+        except UNFIT:
             continue
     raise ValueError("no arm fits")
 

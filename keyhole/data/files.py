@@ -82,8 +82,11 @@ def saved_files(path: Path) -> list[str]:
     try:
         state = read_json(path / "state.json", "data")
         files = [path / Path(part["filename"]).name for part in state["_data_files"]]
-    except (UserError, KeyError, TypeError):
-        return []  # no such directory
+    except (UserError, KeyError, TypeError) as error:
+        if not all((path / name).is_file() for name in ("state.json", "dataset_info.json")):
+            return []  # no such directory
+        why = error if isinstance(error, UserError) else f"{path / 'state.json'}: names no data files"
+        raise UserError(f"{why}; it belongs to a saved data set: copy it again") from None
     if gone := [file.name for file in files if not file.is_file()]:
         raise UserError(f"{path}: a saved data set without {listed(gone)}, which its state.json names; copy it again")
     if state.get("_indices_files"):

@@ -103,7 +103,8 @@ def trained_numel(layout: Layout) -> int:
 
 
 def home_bytes(layout: Layout, units: Iterable[int], room: Room) -> int:
-    return sum(room.formats.home_bytes(layout.units[i]) for i in units)
+    homes = room.formats.homes(layout)
+    return sum(homes[i] for i in units)
 
 
 def met_bytes(layout: Layout, units: Iterable[int], work: Workload, room: Room) -> float:
@@ -125,15 +126,13 @@ def _expert_launches(layout: Layout, work: Workload) -> tuple[Launches, Launches
 
 
 def _widths(layout: Layout) -> tuple[int, int]:
-    hidden = int(layout.table.shape[1])
-    matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
-    return hidden, max((max(shape) for shape in matrices), default=hidden)
+    return int(layout.table.shape[1]), layout.widest
 
 
 def met_numel(layout: Layout, experts: float = 1.0) -> float:
     """Parameters that a token uses: the blocks' and the head's; of stacks of experts [E, rows, columns] its share."""
     stacks = sum(t.shape.numel() for t in layout.tensors if t.block is not None and len(t.shape) == 3)
-    met = sum(u.numel for u in layout.of_kind("block")) + sum(u.numel for u in layout.head_units)
+    met = layout.blocks_numel + sum(u.numel for u in layout.head_units)
     return met - (1 - experts) * stacks
 
 
@@ -181,7 +180,7 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
 
 
 def _block_numel(layout: Layout) -> int:
-    return sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
+    return layout.blocks_numel // max(1, layout.block_count)
 
 
 def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room, plain: bool) -> float:
@@ -276,7 +275,8 @@ def reverse_work(
     begun, first = kernels * begun + expert_first, kernels * first + expert_first
     last = kernels * last + expert_last
     around = Launches(called=STEP[0 if plain else 1])
-    largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
+    homes = room.formats.homes(layout)
+    largest = max((homes[i] for i in streamed), default=0)
     held = min(home, (slot_count(layout) - 1) * largest)
     kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
     kept = kept if getattr(work.settings, "activations", None) == "host" else 0

@@ -33,7 +33,7 @@ def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_l
     (a finer cut needs smaller slots and buffers, so more units may stay); of equal ones the coarser, with fewer, larger
     copies. find: makes a layout, or returns a cached one."""
     formats, cut = costs.room.formats, (costs.may_cut_rows, costs.may_cut_experts)
-    largest_matrix = max(u.numel for u in find(module, 1, *cut).of_kind("block"))
+    largest_matrix = find(module, 1, *cut).largest_block_unit
     cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
     if budget is None:
         layout = find(module, cuts[0], *cut)
@@ -51,7 +51,7 @@ def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_l
     if found:
         _, layout, streamed = min(found, key=lambda one: one[0])
         return layout, streamed
-    weights_bytes = sum(formats.home_bytes(u) for u in layout.units)
+    weights_bytes = sum(formats.homes(layout))
     raise refusals.below_minimum(budget, smallest, costs.work, weights_bytes, formats.dtype.itemsize)
 
 
@@ -62,7 +62,7 @@ def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: in
         fewer = streamed - {u.index for u in layout.of_kind(kind)}
         if costs.of(layout, fewer).total <= budget:
             streamed = fewer
-    groups = _inseparable(layout.of_kind("block"))
+    groups = [(sum(u.numel for u in group), {u.index for u in group}) for group in _inseparable(layout)]
 
     def left(count: int) -> set[int]:
         return streamed - _spread(groups, count / len(groups))
@@ -71,21 +71,21 @@ def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: in
     return left(too_many - 1)
 
 
-def _inseparable(units: list[Unit]) -> list[list[Unit]]:
+def _inseparable(layout: Layout) -> list[list[Unit]]:
     """Groups of units that must be placed together, because they share a tensor."""
     groups: dict[str, list[Unit]] = {}
-    for unit in units:
+    for unit in layout.of_kind("block"):
         groups.setdefault(unit.tensors[0].name, []).append(unit)
     return list(groups.values())
 
 
-def _spread(groups: list[list[Unit]], share: float) -> set[int]:
-    """Units with this share of all elements, evenly spread; a unit is taken when at least half of it is due."""
+def _spread(groups: list[tuple[int, set[int]]], share: float) -> set[int]:
+    """Units with this share of all elements, evenly spread; a unit is taken when at least half of it is due. groups:
+    the elements and the units of each."""
     taken, due = set(), 0.0
-    for group in groups:
-        numel = sum(u.numel for u in group)
+    for numel, units in groups:
         due += share * numel
         if due >= numel / 2:
-            taken |= {u.index for u in group}
+            taken |= units
             due -= numel
     return taken

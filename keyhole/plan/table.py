@@ -70,6 +70,7 @@ class Question:
     methods: tuple[str, ...] = tuple(METHODS)
     is_budget: bool = False
     layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
+    wires: dict[Any, Wire] = field(default_factory=dict, repr=False, compare=False)
 
     def find(
         self, module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True, cut_experts: bool = True
@@ -165,7 +166,10 @@ def rows_of(question: Question, traits: Traits) -> Iterator[Row]:
 
 def room_of(question: Question, wire: str | None) -> Room:
     workspace = question.rates.workspace_bytes if question.rates.gpu_bytes is not None else 0
-    return Room(Wire(question.dtype, wire), workspace, question.gpu_bytes, question.is_budget)
+    key = question.dtype, wire
+    if key not in question.wires:  # rows share the sizes of units that it computes
+        question.wires[key] = Wire(question.dtype, wire)
+    return Room(question.wires[key], workspace, question.gpu_bytes, question.is_budget)
 
 
 def plan_row(question: Question, traits: Traits, placement: str, wire: str | None = None) -> Row | None:
@@ -205,8 +209,7 @@ def plan_row(question: Question, traits: Traits, placement: str, wire: str | Non
 def _largest_matrix(question: Question, costs: Costs) -> int | None:
     if costs.keeps_blocks_whole:
         return None
-    layout = question.find(question.module, 1, costs.may_cut_rows, costs.may_cut_experts)
-    return max(u.numel for u in layout.of_kind("block"))
+    return question.find(question.module, 1, costs.may_cut_rows, costs.may_cut_experts).largest_block_unit
 
 
 def make_row(
@@ -226,7 +229,7 @@ def make_row(
         host, gpu = host + gpu, 0
     weights = itemsize * sum(t.shape.numel() for t in layout.tensors)
     disk = (weights + asked.saved_bytes) * (question.keeps + 1)
-    total = sum(room.formats.home_bytes(unit) for unit in layout.units)
+    total = sum(room.formats.homes(layout))
     lacks = [
         f"{about(need - have)} of {what}"
         for what, need, have in (

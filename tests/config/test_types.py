@@ -73,7 +73,26 @@ def test_what_does_not_fit_is_refused_in_words(text: str, kind: Any) -> None:
     """A value of another type is refused, and the message is the type in words."""
     with pytest.raises(Mismatch) as caught:
         parse(yaml.compose(text, Loader=yaml.SafeLoader), kind)
-    assert str(caught.value) == describe(kind) != ""
+    assert str(caught.value).partition("; item")[0] == describe(kind) != ""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[-1]", "; item 1 is `-1`"),
+        ("[1, .nan, -1]", "; item 2 is `.nan`"),
+        ("[1, [2]]", "; item 2 is a list"),
+        ("[1, null]", "; item 2 is null"),
+        ("[]", ""),
+        ("x", ""),
+    ],
+)
+def test_the_first_bad_item_of_a_list_is_named(text: str, says: str) -> None:
+    """Also if the field may be something else; nothing is added if the list as a whole is wrong."""
+    for kind in (list[Annotated[float, Limit(0)]], list[Annotated[float, Limit(0)]] | None):
+        with pytest.raises(Mismatch) as caught:
+            parse(yaml.compose(text, Loader=yaml.SafeLoader), kind)
+        assert str(caught.value) == describe(kind, full=True) + says
 
 
 HUGE = [

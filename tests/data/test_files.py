@@ -183,6 +183,17 @@ def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
         rows(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"_data_files": [1]}'])
+def test_a_damaged_state_of_save_to_disk_is_named(tmp_path: Path, text: str) -> None:
+    """Not the intact files beside it."""
+    write(tmp_path / "data-0.arrow", [{"text": "a"}])
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(UserError, match=r"state\.json.*it belongs to a saved data set: copy it again") as caught:
+        rows(str(tmp_path))
+    assert "dataset_info" not in str(caught.value)
+
+
 def test_nulls_that_parquet_added_are_taken_out(tmp_path: Path) -> None:
     """A key that only another row has is no key of this one; a null column stays one."""
     table = [{"turn": {"calls": [{"a": 1}], "b": "x"}, "n": 1}, {"turn": {"calls": [{"c": 2}]}, "n": None}]

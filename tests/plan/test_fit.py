@@ -3,12 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.model.structure.layout import Unit
 from keyhole.plan.fit import _spread
 
 
-def units_of(numels: list[int]) -> list[list[Unit]]:
-    return [[Unit(i, f"unit {i}", "block", 0, numel, [])] for i, numel in enumerate(numels)]
+def units_of(numels: list[int]) -> list[tuple[int, set[int]]]:
+    return [(numel, {i}) for i, numel in enumerate(numels)]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1), st.floats(0, 1))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
+from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import changes, measure, placement, recommend
@@ -63,6 +65,23 @@ def test_every_method_has_a_row_in_every_placement_that_it_can_have() -> None:
     keys = [(row.method, row.placement, row.wire) for row in table]
     assert len(keys) == len(set(keys))
     assert {"fp8", "fp32", None} <= {row.wire for row in table if METHODS[row.method].sweep == "forward"}
+
+
+def test_the_sizes_of_units_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every placement that is tried: a deep model has a hundred thousand units."""
+    asked = question(llama_7b(), gpu_gib=4, batch=1, length=512, methods=("zo", "lomo"))
+    count, counted = Counter(), []
+    once = Wire.home_bytes
+
+    def home_bytes(self: Wire, unit: Unit) -> int:
+        count[self.name, id(unit)] += 1
+        counted.append(unit)  # so that no id is used again
+        return once(self, unit)
+
+    monkeypatch.setattr(Wire, "home_bytes", home_bytes)
+    for name in asked.methods:
+        assert plan_row(asked, METHODS[name], "auto") is not None
+    assert max(count.values()) == 1
 
 
 @in_every_run(lambda name: name in ("zo", "lomo", "adam-offload", "lsp", "lora"))

@@ -15,7 +15,9 @@ of the update (methods/zo/estimators/; mezo's c_i is g_i/q after clipping), and 
 A file without memory has version 1, one with memory has version 2. The CRC of a record is seeded with the header's, so
 records of another journal are not accepted; steps are consecutive. Reading stops at the first record that is
 incomplete, changed, out of order or not finite: usually the end that a crash left incomplete, which is cut off before
-appending. writer.py appends records.
+appending. After a power cut, last records can also have their full length without their content, because a file can
+grow on the disk before its data are there. That cannot be told from later damage: --resume cuts off both and does the
+steps again, `keyhole replay` refuses both (it cannot know that the run had no more steps). writer.py appends records.
 """
 
 import json
@@ -92,7 +94,7 @@ class Journal:
     begin: int
     seed_crc: int
     fault: str | None = None  # why reading stopped before the end of the file
-    torn: bool = False  # only the last record is incomplete, as a crash leaves it
+    torn: bool = False  # only the last record is incomplete: a process died while it wrote
 
     @property
     def last(self) -> int:
@@ -141,7 +143,7 @@ def read(path: Path) -> Journal:
             record, fault = _read_record(file.read(size), shape, seed_crc, expected, header)
             if record is None:
                 what = f"the record of step {expected} {fault}"
-                return Journal(header, records, begin, seed_crc, what, torn=size_bytes - at <= size)
+                return Journal(header, records, begin, seed_crc, what, torn=size_bytes - at < size)
             records.append(record)
         return Journal(header, records, begin, seed_crc)
 

@@ -100,6 +100,8 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     found = read_whole(path, steps)
     records = [record for record in found.records if steps is None or record.step <= steps]
     check_base(found.header, base)
+    if found.torn and steps is None:
+        say(f"the journal is incomplete: {found.fault}; step {found.last} is the last that is replayed")
     where.setdefault("placement", "auto")
     model = load(
         base,
@@ -153,7 +155,7 @@ def _head(header: Header) -> dict[str, Any]:
 
 
 def read_whole(path: Path, steps: int | None) -> Journal:
-    """Reads a journal that covers `steps`; an incomplete last record is dropped, damage before it is refused."""
+    """Reads a journal that covers `steps`; an incomplete last record is dropped, other damage is refused."""
     path = path / "run" / "journal" if (path / "run" / "journal").exists() else path
     if path.is_dir():
         keep = ", ".join(row.name for row in METHODS.values() if row.journaled)
@@ -166,10 +168,8 @@ def read_whole(path: Path, steps: int | None) -> Journal:
     except journal.BadJournal as fault:
         raise UserError(f"JOURNAL: {fault}") from None
     if found.fault and not found.torn and (steps is None or steps > found.last):
-        raise UserError(
-            f"JOURNAL: {path} is damaged: {found.fault}, and records follow it; --steps {found.last} rebuilds "
-            "the weights up to there"
-        )
+        way_on = f"--steps {found.last} rebuilds the weights up to there" if found.records else "no step is left"
+        raise UserError(f"JOURNAL: {path} is damaged: {found.fault}; {way_on}")
     if steps is not None and not found.header.first < steps <= found.last:
         raise UserError(f"--steps: {steps} is not in the journal, which holds {found.header.first + 1} to {found.last}")
     if not found.records:

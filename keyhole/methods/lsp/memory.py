@@ -35,6 +35,7 @@ all but a few ms, and the step takes the device's own 0.35 s.
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -88,12 +89,16 @@ class Numbers:
 
     def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
         """Bytes of moments and of buffers on the device."""
-        away = [numel for unit, numel in self.of.items() if unit not in on_device]
-        moments = (12 if clips else 8) * sum(self.of[unit] for unit in on_device) // self.ranks
+        away = (numel for unit, numel in self.of.items() if unit not in on_device)
+        return self.bytes_of(sum(self.of[unit] for unit in on_device), max(away, default=0), clips)
+
+    def bytes_of(self, on_device: int, away: int, clips: bool) -> tuple[int, int]:
+        """The same for so many numbers on the device, and the largest unit elsewhere (0: none)."""
+        moments = (12 if clips else 8) * on_device // self.ranks
         gathered = 4 * self.largest_group * (2 if away else 1)
         if self.ranks > 1:  # a unit's gradient is exchanged, and its steps are gathered
             gathered += 8 * max(self.of.values(), default=0)
-        return moments, gathered + 4 * SLOTS * max(away, default=0) + self.projector_bytes
+        return moments, gathered + 4 * SLOTS * away + self.projector_bytes
 
 
 def group_of(unit: Unit) -> Hashable:
@@ -125,10 +130,16 @@ def choose_units(numbers: Numbers, optimizer_on: str, clips: bool, left_bytes: i
         return everything if optimizer_on == "gpu" else set()
     if left_bytes is None or sum(numbers.state(everything, clips)) <= left_bytes:
         return everything
-    chosen: set[int] = set()
-    for unit in sorted(numbers.of):  # spine, embedding, blocks, head
-        if sum(numbers.state(chosen | {unit}, clips)) <= left_bytes:
+    order = sorted(numbers.of)  # spine, embedding, blocks, head
+    largest_later = [*accumulate((numbers.of[unit] for unit in reversed(order)), max, initial=0)][-2::-1]
+    chosen, kept, refused = set[int](), 0, 0
+    for unit, later in zip(order, largest_later, strict=True):
+        numel = numbers.of[unit]
+        if sum(numbers.bytes_of(kept + numel, max(refused, later), clips)) <= left_bytes:
             chosen.add(unit)
+            kept += numel
+        else:
+            refused = max(refused, numel)
     return chosen
 
 

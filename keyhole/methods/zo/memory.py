@@ -23,7 +23,7 @@ from keyhole.methods.zo.low_rank.kept import room_for
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
-from keyhole.model.forward.memory import ForwardBytes, launched_as_graphs, recorded_numel, widest
+from keyhole.model.forward.memory import ForwardBytes, launched_as_graphs, recorded_numel
 from keyhole.model.structure.layout import Layout
 
 KEPT_PERIODS = 20  # assumed for a run of unknown length
@@ -61,7 +61,7 @@ def _low_rank_bytes(
     if own.fold and launched_as_graphs(layout, tokens, SMALL_FLOP_WITH_FACTORS):  # each block's input and output
         graphs = 2 * b * tokens * at_once.passes * hidden * layout.block_count
         if not launched_as_graphs(layout, tokens):  # and what `planned` contains only for smaller blocks
-            graphs += b * recorded_numel(tokens, at_once.passes, hidden, widest(layout))
+            graphs += b * recorded_numel(tokens, at_once.passes, hidden, layout.widest)
     return replace(planned, perturbed=copies + factor_bytes(layout, own, pairs, b, work.steps) + graphs, logits=logits)
 
 

@@ -76,11 +76,10 @@ def of_a_block(layout: Layout) -> int:
 def block_numel(layout: Layout, trained: bool = True) -> float:
     """Numbers per token of the activations of one block that is differentiated. trained: its vectors are, too."""
     hidden = layout.table.shape[1]
-    shapes = [t.matrix for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
-    wide = max((max(shape[-2:]) for shape in shapes), default=hidden)
+    wide = layout.widest
     if layout.counts is None:
         return HIDDEN * hidden + WIDE * wide
-    widening = sum(shape[-2] == wide for shape in shapes) // max(1, layout.block_count)
+    widening = sum(n for shape, n in layout.matrices.items() if shape[-2] == wide) // max(1, layout.block_count)
     return saved_numel(layout, trained) + 2 * hidden + (max(1, widening) + 1) * wide
 
 
@@ -107,10 +106,9 @@ def reverse_bytes(
     """The device peak of a step. on_host: block inputs wait in host memory; updates: bytes that the method adds;
     keeps: the share of what autograd saves that every block keeps, 0 if blocks are recomputed."""
     b, hidden = formats.dtype.itemsize, layout.table.shape[1]
-    blocks = layout.of_kind("block")
-    matrices = [t for u in blocks for t in u.tensors if len(t.shape) > 1]
-    largest = max((t.matrix.numel() for t in matrices), default=0)
-    block = sum(u.numel for u in blocks) // max(1, layout.block_count)
+    largest = max((shape.numel() for shape in layout.matrices), default=0)
+    block = layout.blocks_numel // max(1, layout.block_count)
+    homes = formats.homes(layout)
     rows = min(CHUNK_ROWS, layout.table.shape[0])
     at_once = min(tokens, HEAD_TOKENS)
     kept_blocks = 3 if on_host or keeps else layout.block_count
@@ -119,8 +117,8 @@ def reverse_bytes(
     at_work = (of_a_block(layout) + HELD) * layout.largest_unit_numel if layout.has_expert_units else block
     scratch = b * at_work if formats.packs or formats.plain != formats.dtype else 0
     return ReverseBytes(
-        homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
-        slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,
+        homes=sum(homes) - sum(homes[i] for i in streamed),
+        slots=slot_count(layout) * max((homes[i] for i in streamed), default=0) + scratch,
         gradients=b * (largest + (block if passes > 1 else largest)),
         kept=kept,
         activations=activations,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from keyhole.model.forward.graphs import SMALL_FLOP
 from keyhole.model.forward.head import HEAD_TOKENS
 from keyhole.model.structure.layout import CHUNK_ROWS, Layout
-from keyhole.model.weights.format import PACKED, Wire
+from keyhole.model.weights.format import Wire
 
 FRAGMENTATION = 1.15  # factor for activations, which differ in size
 SLOT_COUNT = 3
@@ -57,18 +57,12 @@ class ForwardBytes:
 
 def activation_bytes(layout: Layout, tokens: int, passes: int, element_bytes: int) -> int:
     """One running pass in the widest part of a block, and what all passes keep while they wait."""
-    hidden, wide = layout.table.shape[1], widest(layout)
+    hidden, wide = layout.table.shape[1], layout.widest
     cut = len(layout.of_kind("block")) > layout.block_count  # then passes also wait in the middle of an MLP
     running = tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
     waiting = tokens * passes * (2 * hidden + (wide if cut else 0))
     graphs = recorded_numel(tokens, passes, hidden, wide) if launched_as_graphs(layout, tokens) else 0
     return int((running + waiting + graphs) * element_bytes * FRAGMENTATION)
-
-
-def widest(layout: Layout) -> int:
-    """The widest side of a matrix in a block."""
-    matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
-    return max((max(shape) for shape in matrices), default=layout.table.shape[1])
 
 
 def recorded_numel(tokens: int, passes: int, hidden: int, wide: int) -> int:
@@ -78,9 +72,8 @@ def recorded_numel(tokens: int, passes: int, hidden: int, wide: int) -> int:
 
 def launched_as_graphs(layout: Layout, tokens: int, limit_flop: float = SMALL_FLOP) -> bool:
     """Whether blocks are whole and small enough (model/forward/graphs.py), with no router that the host reads."""
-    blocks = layout.of_kind("block")
-    small = 2 * max((u.numel for u in blocks), default=0) * tokens <= limit_flop
-    return small and len(blocks) == layout.block_count > 0 and not layout.experts
+    small = 2 * layout.largest_block_unit * tokens <= limit_flop
+    return small and len(layout.of_kind("block")) == layout.block_count > 0 and not layout.experts
 
 
 def logits_bytes(layout: Layout, tokens: int, passes: int, element_bytes: int) -> int:
@@ -102,12 +95,12 @@ def forward_bytes(
 ) -> ForwardBytes:
     """The device peak of forward passes in lockstep, with perturbed copies for this many directions at a time."""
     element_bytes = formats.dtype.itemsize
-    gaps = [u.numel for u in layout.units if formats.home_dtype(u) == PACKED and u.has_gaps]
+    gaps, homes = layout.largest_with_gaps if formats.packs else 0, formats.homes(layout)
     perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * directions * layout.spine.numel)
     return ForwardBytes(
-        homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
-        slots=SLOT_COUNT * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0),
-        perturbed=perturbed + 4 * max(gaps, default=0),
+        homes=sum(homes) - sum(homes[i] for i in streamed),
+        slots=SLOT_COUNT * max((homes[i] for i in streamed), default=0),
+        perturbed=perturbed + 4 * gaps,
         activations=activation_bytes(layout, tokens, passes, element_bytes),
         logits=logits_bytes(layout, tokens, passes, element_bytes),
         workspace=workspace_bytes * (passes * (2 if launched_as_graphs(layout, tokens) else 1) + 1),
@@ -126,4 +119,5 @@ def evaluation_bytes(layout: Layout, *, tokens: int, passes: int, formats: Wire,
 
 def host_bytes(layout: Layout, streamed: set[int], formats: Wire) -> int:
     """Host memory of the streamed units."""
-    return sum(formats.home_bytes(layout.units[i]) for i in streamed)
+    homes = formats.homes(layout)
+    return sum(homes[i] for i in streamed)

@@ -25,6 +25,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -91,7 +92,8 @@ class Unit:
 
 @dataclass
 class Layout:
-    """The flat array: its tensors, and its units in order."""
+    """The flat array: its tensors, and its units in order. Both are fixed, so sums over them are computed once: a deep
+    model has a hundred thousand units, and a plan asks hundreds of times."""
 
     tensors: list[FlatTensor]
     units: list[Unit]
@@ -116,8 +118,14 @@ class Layout:
         text = "\n".join(sorted(f"{tensor.name} {tuple(tensor.shape)}" for tensor in self.tensors))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @cached_property
+    def _by_kind(self) -> dict[str, list[Unit]]:
+        kinds = dict.fromkeys(unit.kind for unit in self.units)
+        return {kind: [unit for unit in self.units if unit.kind == kind] for kind in kinds}
+
     def of_kind(self, kind: str) -> list[Unit]:
-        return [unit for unit in self.units if unit.kind == kind]
+        """Not to be changed."""
+        return self._by_kind.get(kind, [])
 
     @property
     def spine(self) -> Unit:
@@ -137,12 +145,37 @@ class Layout:
         """Whether any block has more than one unit."""
         return len(self.of_kind("block")) > self.block_count
 
+    @cached_property
+    def blocks_numel(self) -> int:
+        """Elements of the units of all blocks."""
+        return sum(unit.numel for unit in self.of_kind("block"))
+
+    @cached_property
+    def largest_block_unit(self) -> int:
+        return max((unit.numel for unit in self.of_kind("block")), default=0)
+
+    @cached_property
+    def largest_with_gaps(self) -> int:
+        """Elements of the largest block unit with padding between its tensors."""
+        return max((unit.numel for unit in self.of_kind("block") if unit.has_gaps), default=0)
+
+    @cached_property
+    def matrices(self) -> Counter[torch.Size]:
+        """The shapes of matrices of blocks (of a stack of experts: of one), each with how many tensors of units have
+        it."""
+        return Counter(t.matrix for unit in self.of_kind("block") for t in unit.tensors if len(t.shape) > 1)
+
     @property
+    def widest(self) -> int:
+        """The widest side of a matrix in a block; the width, if it has none."""
+        return max((max(shape[-2:]) for shape in self.matrices), default=int(self.table.shape[1]))
+
+    @cached_property
     def has_expert_units(self) -> bool:
         """Whether experts are units of their own."""
         return any(unit.expert is not None for unit in self.units)
 
-    @property
+    @cached_property
     def largest_unit_numel(self) -> int:
         return max(unit.numel for unit in self.units[1:])
 

@@ -21,7 +21,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.model.structure.layout import Unit
+from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights import frozen
 from keyhole.ops import fp8
 from keyhole.ops.lowbit import Grid
@@ -73,6 +73,7 @@ class Wire:
         self.codec = CODECS.get(wire or "")
         self.frozen = frozen.Frozen(grid or Grid(wire), dtype) if wire in FROZEN else None
         self.rounds = self.frozen is not None and grid is None  # loading rounds the weights
+        self._homes: dict[int, tuple[list[Unit], list[int]]] = {}
 
     @property
     def saved(self) -> torch.dtype:
@@ -96,6 +97,13 @@ class Wire:
 
     def home_bytes(self, unit: Unit) -> int:
         return self.home_numel(unit) * self.home_dtype(unit).itemsize
+
+    def homes(self, layout: Layout) -> list[int]:
+        """home_bytes of every unit, computed once."""
+        key = id(layout.units)
+        if key not in self._homes:
+            self._homes[key] = layout.units, [self.home_bytes(unit) for unit in layout.units]
+        return self._homes[key][1]
 
     def decode(self, unit: Unit, home: torch.Tensor, out: torch.Tensor) -> None:
         """out <- the weights of a packed unit, in the dtype of `out`."""

@@ -114,8 +114,26 @@ def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match="damaged: the record of step 4 .*--steps 3"):
         replay(str(tiny_model), tmp_path / "bad", out, device="cpu")
     assert not out.exists()
-    (tmp_path / "torn").write_bytes((root / "run" / "journal").read_bytes()[:-1])
-    assert replay(str(tiny_model), tmp_path / "torn", out, device="cpu").steps == 4
+
+
+def test_a_last_record_that_is_damaged_or_cut_off_is_told(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """A whole last record with a wrong checksum is refused like any other damage; one that is cut off is dropped with a
+    line that names the last step."""
+    content = (Path(run().output_dir) / "run" / "journal").read_bytes()
+    bad, torn, told = tmp_path / "bad", tmp_path / "torn", list[str]()
+    for last in (bytes([content[-1] ^ 1]), bytes(56)):  # a flipped bit; a power cut before the data were on the disk
+        bad.write_bytes(content[: -len(last)] + last)
+        with pytest.raises(UserError, match="is damaged: the record of step 5 was changed .*; --steps 4 rebuilds"):
+            replay(str(tiny_model), bad, tmp_path / "again", device="cpu")
+    assert replay(str(tiny_model), bad, tmp_path / "asked", steps=4, device="cpu", say=told.append).steps == 4
+    assert not any("incomplete" in line for line in told)
+    torn.write_bytes(content[:-1])
+    assert replay(str(tiny_model), torn, tmp_path / "again", device="cpu", say=told.append).steps == 4
+    line = "the record of step 5 is cut off after 55 of 56 bytes; step 4 is the last that is replayed"
+    assert f"the journal is incomplete: {line}" in told
+    bad.write_bytes(content[: -5 * 56] + bytes(56))
+    with pytest.raises(UserError, match="the record of step 1 was changed .*; no step is left"):
+        replay(str(tiny_model), bad, tmp_path / "none", device="cpu")
 
 
 def test_a_full_disk_is_refused_before_the_replay_and_named_after_it(
@@ -214,6 +232,20 @@ def test_resume_goes_on_behind_the_journal(run: Callable, tmp_path: Path, capsys
     longer = changed(config, max_steps=7)
     assert train(longer, resume="") == 0
     assert journal.read(path).last == 7
+
+
+def test_resume_drops_a_last_record_without_content(run: Callable, capsys: Any) -> None:
+    """A power cut left the last record at its full length with zeros in it: its step is done again, and a line says
+    so."""
+    config = run(save_steps=2, save_total_limit=None, lr_scheduler_type="constant")
+    before, path = weights(config.output_dir), Path(config.output_dir) / "run" / "journal"
+    forget(config, "checkpoint-5", "checkpoint-4")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-56] + bytes(56))
+    assert train(config, resume="") == 0
+    assert "is damaged (the record of step 5 was changed" in (out := capsys.readouterr().out)
+    assert "steps after 4 are done again" in out and "2 steps of the journal replayed" in out
+    assert same(before, weights(config.output_dir)) and path.read_bytes() == whole
 
 
 def test_a_journal_that_cannot_go_on_is_set_aside(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
