@@ -54,7 +54,8 @@ def newest(root: Path) -> Choice:
     found = Choice()
     for path in reversed(numbered(root)):
         if not os.path.isfile(path / STATE):
-            found.strange.append(path)
+            if not os.path.lexists(path / removal.DELETED):  # else the next run finishes its deletion
+                found.strange.append(path)
             continue
         try:
             return replace(found, path=path, state=verify(path))
@@ -108,6 +109,7 @@ def prune(
     and not counted."""
     try:
         own = [path for path in checkpoints(root) if step_of(path) <= up_to and step_of(path) != spare]
+        own = [path for path in own if not path.is_symlink()]  # a user's, perhaps to one of these
     except OSError as error:
         say(f"warning: {root} cannot be read, and old checkpoints stay: {error.strerror}")
         own = []

@@ -79,21 +79,26 @@ def check_class(cls: type, mixin: type) -> None:
 
 
 def check_names(cls: type, mixin: type, args: TrainingArguments, options: dict[str, Any]) -> None:
-    """UserError for an argument that the Trainer behind the mixin does not take, which says where it belongs."""
+    """UserError for an argument that the Trainer behind the mixin does not take. One that takes any may have a use for
+    it: then its own TypeError is translated (`misplaced`)."""
     behind = [base.__init__ for base in cls.__mro__[cls.__mro__.index(mixin) + 1 : -1] if "__init__" in vars(base)]
     taken = [one for init in behind for one in signature(init).parameters.values()]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in taken) or any(hasattr(i, "__wrapped__") for i in behind)
-    of_load = signature(load).parameters.keys()
-    for name in sorted(options.keys() - {one.name for one in taken}):
-        if hasattr(args, name) and not takes_any:
-            raise UserError(f"{name}: it is one of the arguments: KeyholeArguments(.., {name}=..)")
-        if name in of_load:
-            raise UserError(
-                f"{name}: give it to keyhole.load, and what that returns to the trainer, with method and args: "
-                f"{cls.__name__}(keyhole.load(path, {name}=..), args, ..)"
-            )
-        if not takes_any:
-            raise UserError(f"{name}: {cls.__name__} has no such argument")
+    unknown = sorted(options.keys() - {one.name for one in taken})
+    if unknown and not takes_any:
+        raise misplaced(cls, args, unknown[0])
+
+
+def misplaced(cls: type, args: TrainingArguments, name: str) -> UserError:
+    """The error about an argument that a Trainer does not take, which says where it belongs."""
+    if hasattr(args, name):
+        return UserError(f"{name}: it is one of the arguments: KeyholeArguments(.., {name}=..)")
+    if name in signature(load).parameters:
+        return UserError(
+            f"{name}: give it to keyhole.load, and what that returns to the trainer, with method and args: "
+            f"{cls.__name__}(keyhole.load(path, {name}=..), args, ..)"
+        )
+    return UserError(f"{name}: {cls.__name__} has no such argument")
 
 
 def _is_known(owner: type) -> bool:

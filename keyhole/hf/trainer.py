@@ -25,6 +25,7 @@ any other Trainer, as the first base: `class MyTrainer(KeyholeMixin, SFTTrainer)
 
 import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,13 @@ class KeyholeMixin:
         self._uncounted: int | None = None  # steps counted at the last update
         self._trained: list[str] = []  # what was trained when the method was made
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
-        super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
+        try:
+            super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
+        except TypeError as error:
+            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if found is None or found[1] not in options:
+                raise
+            raise refusals.misplaced(type(self), args, found[1]) from None
         rows = len(self.keyhole.module.get_input_embeddings().weight)
         if self.model is not self.keyhole.module or rows != self.keyhole.layout.table.shape[0]:
             raise UserError(
@@ -125,8 +132,8 @@ class KeyholeMixin:
         if self.optimizer is None:
             self._trained = checkpoints.trained_names(self.keyhole)
             self.method = make_method(self.keyhole, self._wanted, self._own, self.args)
-            refusals.check_best(self.args, self.method)
             self.optimizer = self.method.torch_optimizer
+        refusals.check_best(self.args, self.method)
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

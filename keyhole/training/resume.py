@@ -108,7 +108,9 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
     choice, state = origin.choice, origin.state
     passed = [f"resume: {path} is damaged and passed over: {fault}" for path, fault in choice.damaged.items()]
     passed += [
-        f"resume: {path} has no {STATE}: it is none of this run's, and stays as it is" for path in choice.strange
+        f"resume: {path} has no {STATE}: it is none of this run's checkpoints, and is passed over (a save of that step "
+        f"would rename it to {path.name}.kept)"
+        for path in choice.strange
     ]
     if state is None:
         return [f"resume: no checkpoint in {config.output_dir} yet, so this is a new run", *passed, *origin.notes]

@@ -90,6 +90,20 @@ def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -
     assert everything(root) == sorted(f"checkpoint-{step}" for step in left)
 
 
+def test_a_link_to_a_checkpoint_does_not_stand_for_it(root: Path) -> None:
+    """A user's link with the highest number: the checkpoint behind it is still the newest, and stays."""
+    (root / "checkpoint-99").symlink_to(root / "checkpoint-12")
+    select.prune(root, 1, up_to=99).join()
+    assert everything(root) == ["checkpoint-12", "checkpoint-99"]
+
+
+def test_the_rest_of_a_deletion_is_not_called_a_strangers(root: Path) -> None:
+    """A run that was killed while it deleted a checkpoint finishes that; a directory without any state is named."""
+    (root / "checkpoint-12" / STATE).rename(root / "checkpoint-12" / removal.DELETED)
+    (root / "checkpoint-16").mkdir()
+    assert select.newest(root).strange == [root / "checkpoint-16"]
+
+
 def test_a_directory_of_the_user_that_is_called_like_a_checkpoint_is_not_deleted(root: Path) -> None:
     """It has no state, so no run wrote it; it does not count among those that are kept either."""
     (root / "checkpoint-1").mkdir()

@@ -170,3 +170,13 @@ def test_a_trainer_takes_its_own_arguments(tmp_path: Path) -> None:
     assert Both("demo", args, freeze="mine").frozen == "mine"
     with pytest.raises(UserError, match="head: give it to keyhole.load"):
         Both("demo", args, freeze="mine", head="classification")
+
+    class Any_(Trainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.mine = options.pop("head", None)
+            super().__init__(*args, **options)
+
+    class Further(KeyholeMixin, Any_):
+        pass
+
+    assert Further("demo", args, head="mine").mine == "mine"
