@@ -171,12 +171,12 @@ def test_a_trainer_takes_its_own_arguments(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="head: give it to keyhole.load"):
         Both("demo", args, freeze="mine", head="classification")
 
-    class Any_(Trainer):
+    class Popping(Trainer):
         def __init__(self, *args: Any, **options: Any) -> None:
             self.mine = options.pop("head", None)
             super().__init__(*args, **options)
 
-    class Further(KeyholeMixin, Any_):
+    class Further(KeyholeMixin, Popping):
         pass
 
     assert Further("demo", args, head="mine").mine == "mine"
