@@ -5,7 +5,7 @@ formats, turns                   rows as chats or plain text
 chat_template, answers           a chat as text, and the positions of its answers
 template_segments, sandbox, bill runs the program of a chat template, with limits on time and memory
 render                           text as tokens, and which of them are trained on
-collect, prepare, packing        cuts, drops, mixes and packs samples; report.py counts
+collect, prepare                 cuts, drops, mixes and packs samples; report.py counts
 dataset, loader                  samples in memory, batches in a resumable order
 settings, run, cache             the data of a run
 tasks/                           public tasks by name, and the user's own task files

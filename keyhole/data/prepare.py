@@ -26,13 +26,13 @@ from keyhole.data.files import Record, read, resolve
 from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename, unread
 from keyhole.data.listing import remarks
 from keyhole.data.loader import order
-from keyhole.data.packing import pack
 from keyhole.data.render import Renderer
 from keyhole.data.report import Report, count_names
 from keyhole.data.row_template import filled
 from keyhole.data.settings import TABLE, PrepareSettings
 from keyhole.errors import UserError, listed, printable
 from keyhole.machine.progress import tell
+from keyhole.model.best_fit import pack
 
 LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24

@@ -18,9 +18,10 @@ from functools import cache
 import torch
 
 from keyhole.errors import UserError, warn
+from keyhole.model.joined_rows import hides_only_the_end, join
 from keyhole.model.objective import PER_ROW, Candidates, check_candidates, places
 from keyhole.model.packing import is_packed, separate
-from keyhole.model.shared_rows import IGNORED, find_shared
+from keyhole.model.shared_rows import IGNORED, find_shared, is_on_host
 
 Batch = Mapping[str, torch.Tensor]
 PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -169,9 +170,10 @@ def hides_tokens(mask: torch.Tensor | None) -> bool:
     return mask is not None and not bool(mask.all())
 
 
-def to_device(batch: Batch, device: torch.device, shares: bool = False) -> DeviceBatch:
+def to_device(batch: Batch, device: torch.device, shares: bool = False, most: int = 0) -> DeviceBatch:
     """Copies a checked batch to the device. shares: rows that differ in their last token become one
-    (shared_rows.py), for passes without a backward pass."""
+    (shared_rows.py), for passes without a backward pass; most: rows may also be joined to rows of as many tokens
+    (joined_rows.py)."""
     labels_BT = batch["labels"].long()  # collators also return 32 bits
     next_BT = torch.full_like(labels_BT, IGNORED)
     next_BT[:, :-1] = labels_BT[:, 1:]
@@ -183,6 +185,12 @@ def to_device(batch: Batch, device: torch.device, shares: bool = False) -> Devic
         stays_K, place_B = found
         index_N = place_B[row_N] * labels_BT.shape[1] + trained_N % labels_BT.shape[1]
         ids, mask = ids[stays_K], None if mask is None else mask[stays_K]
+    if most and positions is None and is_on_host(batch) and hides_only_the_end(mask):
+        place_N, column_N = index_N // ids.shape[1], index_N % ids.shape[1]
+        length_K = torch.zeros(len(ids), dtype=torch.int64).scatter_reduce_(0, place_N, column_N + 1, "amax")
+        if (joined := join(ids, length_K, most)) is not None:
+            index_N = joined.begin_K[place_N] + column_N
+            ids, mask, positions = joined.ids_RW, None, joined.positions_RW
     inputs = {"input_ids": ids}
     packed = positions is not None and is_packed(positions, mask)
     hides = hides_tokens(mask)  # an all-ones mask is dropped: it changes nothing, costs kernels

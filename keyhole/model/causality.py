@@ -1,4 +1,4 @@
-"""A test on the model itself: does a position depend on its own row up to its own token, and on nothing else?
+"""Tests on the model itself: does a position depend on its own row up to its own token, and on nothing else?
 
 Rows may share hidden states (shared_rows.py) only if that holds. Most decoders are made so, but not all that load as
 one: CPM-Ant's attention sees the whole row, code from elsewhere may do what it likes, and a layer that mixes rows
@@ -16,6 +16,9 @@ are in one batch and differ, so that rows that see each other fail too. Models h
 are tested by themselves. The answer is no if nothing is shown: no token has an effect on the next position, or the
 model cannot run on such rows.
 
+Rows may be joined (joined_rows.py) if samples of one row do not see each other as well: the test of packing.py, here
+without applying updates that wait.
+
 What a few short rows cannot show: routers that drop tokens of a full batch. No model of Transformers has one.
 Cost: one sweep, with two short passes. Updates that wait for their unit (zo) are not applied for it: any weights do.
 """
@@ -27,6 +30,7 @@ from torch.nn import functional as F
 
 from keyhole.model.batch import DeviceBatch, to_device
 from keyhole.model.forward.evaluation import nll_by_token
+from keyhole.model.packing import measure, probes
 
 LIMIT, LIMIT_16_BIT = 0.01, 0.1
 LENGTH = 9  # tokens of a row
@@ -44,6 +48,18 @@ def is_causal(model: Any, padded: bool) -> bool:
     effect, leak = float((before - as_is).abs().max()), float((second - first).abs().max())
     limit = LIMIT if model.dtype in (torch.float32, torch.float64) else LIMIT_16_BIT
     return effect > 0 and leak <= limit * effect
+
+
+@torch.no_grad()
+def keeps_apart(model: Any) -> bool:
+    """Whether samples that are packed into one row do not attend to each other."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    try:
+        batches = [to_device(batch, model.device) for batch in probes(config.vocab_size)]
+        leak, _, limit = measure(nll_by_token(model, batches, learn=False), model.dtype)
+    except Exception:
+        return False
+    return leak <= limit
 
 
 def _probes(model: Any, padded: bool) -> list[DeviceBatch]:

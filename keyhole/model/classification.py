@@ -135,9 +135,9 @@ class ClassificationHead:
         else:
             check_tokens("labels", labels, count, has="labels")
 
-    def to_device(self, batch: Batch, device: torch.device, shares: bool = False) -> DeviceBatch:
-        """Rows take the place of trained tokens; there are no candidates that could share rows (`shares`). An
-        all-ones mask is dropped: it changes nothing and costs kernels."""
+    def to_device(self, batch: Batch, device: torch.device, shares: bool = False, most: int = 0) -> DeviceBatch:
+        """Rows take the place of trained tokens; there are no candidates whose rows could be shared or joined
+        (`shares`, `most`). An all-ones mask is dropped: it changes nothing and costs kernels."""
         labels, mask = batch["labels"], batch.get("attention_mask")
         labels = labels.long() if self.problem not in (REGRESSION, MULTI_LABEL) else labels.float()
         inputs = {name: batch[name] for name in self.takes if name in batch and name != "attention_mask"}

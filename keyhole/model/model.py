@@ -35,7 +35,7 @@ from keyhole.machine.settings import Changes
 from keyhole.model.attached import Addon, Attached, AttachedMethods, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list, hides_tokens
 from keyhole.model.by_hand import ByHand
-from keyhole.model.causality import is_causal
+from keyhole.model.causality import is_causal, keeps_apart
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward import generate as generation
@@ -50,6 +50,7 @@ from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.forward.low_rank import Factors
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
+from keyhole.model.joined_rows import longest_row
 from keyhole.model.packing import check_packing
 from keyhole.model.rank_duties import writes_home
 from keyhole.model.shared_rows import find_shared, is_on_host
@@ -124,6 +125,7 @@ class Model:
             if unit.expert is not None:
                 self._stack_pages.setdefault(unit.tensors[0].name, set()).add(unit.index)
         self._keeps_packed_apart = False  # not tested yet
+        self._most_joined: int | None = None  # not tested yet
         self._is_causal: dict[bool, bool] = {}  # by whether rows are padded, if it was tested
         install_hooks(self)
         self.tiles = compute_in_tiles(self)
@@ -163,24 +165,32 @@ class Model:
             self.placed.warn_if_larger(max(batch["input_ids"].numel() for batch in batches))
         return batches
 
-    def send(self, batches: list[Batch], shares: bool = False) -> list[DeviceBatch]:
-        """Checked batches, copied to the device. shares: candidates may share a row (shared_rows.py), for passes
-        without a backward pass."""
-        shares = shares and self._may_share(batches)
-        sent = [self.head.to_device(one, self.device, shares) for one in batches]
+    def send(self, batches: list[Batch], shares: bool = False, joins: bool = False) -> list[DeviceBatch]:
+        """Checked batches, copied to the device. For passes without a backward pass: shares: candidates may share a row
+        (shared_rows.py); joins: short rows may be joined (joined_rows.py)."""
+        may = (shares or joins) and self._may_share(batches, joins)
+        most = self._longest_joined() if may and joins else 0
+        sent = [self.head.to_device(one, self.device, may and shares, most) for one in batches]
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
 
-    def _may_share(self, batches: list[Batch]) -> bool:
-        """Whether rows may share hidden states; tested when rows first could, without padding and with it. Not if the
-        model is sharded: the test visits units, and ranks whose rows do not share would not take part."""
+    def _may_share(self, batches: list[Batch], joins: bool) -> bool:
+        """Whether rows may share hidden states or be joined; tested when rows first could, without padding and with it.
+        Not if the model is sharded: the test visits units, and ranks whose rows do not share would not take part."""
         if self.classifies or self.sharded:
             return False
         for padded in {hides_tokens(one.get("attention_mask")) for one in batches if is_on_host(one)}:
-            if padded not in self._is_causal and any(find_shared(one) is not None for one in batches):
+            if padded not in self._is_causal and (joins or any(find_shared(one) is not None for one in batches)):
                 self._is_causal[padded] = is_causal(self, padded)
         return all(self._is_causal.values())
+
+    def _longest_joined(self) -> int:
+        """The most tokens of a joined row; 0 if joined rows would see each other, or the model cannot run on them."""
+        if self._most_joined is None:
+            apart = self._keeps_packed_apart = self._keeps_packed_apart or keeps_apart(self)
+            self._most_joined = longest_row(self.config) if apart else 0
+        return self._most_joined
 
     def check_packing(self, length: int | None = None) -> None:
         """UserError if samples packed into a row of `length` tokens would attend to each other; tested once."""

@@ -72,10 +72,8 @@ def check_packing(model: Any, max_length: int | None = None) -> None:
             "or packing=false"
         )
     nll = model.nll if hasattr(model, "nll") else lambda batch: _nll(model, batch)
-    alone, packed, joined = (nll(batch)[0].double().cpu() for batch in _probes(config.vocab_size))
-    leak, yardstick = (packed - alone).abs().max(), (joined - alone).abs().max()
-    limit = LEAK if module.dtype in (torch.float32, torch.float64) else LEAK_16_BIT
-    if not leak <= limit * yardstick + 1e-6:
+    leak, yardstick, limit = measure([nll(batch)[0] for batch in probes(config.vocab_size)], module.dtype)
+    if not leak <= limit:
         raise UserError(
             f"packing is not supported by {name}: packed samples see each other "
             f"(a difference of {leak:.2g} nats where joining them makes {yardstick:.2g}); set packing=false, "
@@ -83,7 +81,14 @@ def check_packing(model: Any, max_length: int | None = None) -> None:
         )
 
 
-def _probes(vocab_size: int) -> list[dict[str, torch.Tensor]]:
+def measure(nll: list[torch.Tensor], dtype: torch.dtype) -> tuple[float, float, float]:
+    """(|packed - alone|, |joined - alone|, what the first may be) from the NLLs of the probes."""
+    alone, packed, joined = (x.double().cpu() for x in nll)
+    leak, yardstick = float((packed - alone).abs().max()), float((joined - alone).abs().max())
+    return leak, yardstick, (LEAK if dtype in (torch.float32, torch.float64) else LEAK_16_BIT) * yardstick + 1e-6
+
+
+def probes(vocab_size: int) -> list[dict[str, torch.Tensor]]:
     """The second sample alone, packed, concatenated; row r trains only on its token r + 1: one NLL per token."""
     t, rows = PROBE, PROBE - 1
     second = torch.randint(0, vocab_size, (t,), generator=torch.Generator().manual_seed(0))

@@ -17,8 +17,9 @@ from transformers import (
 
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import collate
-from keyhole.data.packing import check_packing, pack
 from keyhole.errors import UserError
+from keyhole.model.best_fit import pack
+from keyhole.model.packing import check_packing
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MLP = SIZE | {"intermediate_size": 64, "num_key_value_heads": 2}

@@ -33,6 +33,30 @@ def candidate_batch(sizes: list[int], seed: int = 0, vocab: int = VOCAB, prompt:
     }
 
 
+def ragged(questions: int = 48, seed: int = 0, longest: int = 40, tokens: int = 1) -> dict[str, torch.Tensor]:
+    """Questions behind prompts of 2 to `longest` tokens, most of them short; two candidates of 1 to `tokens` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    short = torch.randint(2, 9, (questions,), generator=generator).tolist()
+    rows = []
+    for prompt in [longest, *short[1:]]:
+        begin = torch.randint(3, VOCAB, (prompt,), generator=generator).tolist()
+        for _ in range(2):
+            count = int(torch.randint(1, tokens + 1, (1,), generator=generator))
+            rows.append((begin, torch.randint(3, VOCAB, (count,), generator=generator).tolist()))
+    width = max(len(a) + len(b) for a, b in rows)
+    padded = [(a + b + [0] * (width - len(a) - len(b)), len(a), len(a) + len(b)) for a, b in rows]
+    ids = torch.tensor([one for one, _, _ in padded])
+    columns_T = torch.arange(width)
+    first, last = (torch.tensor([one[i] for one in padded])[:, None] for i in (1, 2))
+    return {
+        "input_ids": ids,
+        "labels": torch.where((columns_T >= first) & (columns_T < last), ids, -100),
+        "attention_mask": (columns_T < last).long(),
+        "question": torch.arange(questions).repeat_interleave(2),
+        "answer": torch.tensor([1, 0]).repeat(questions),
+    }
+
+
 def plain_candidates_loss(module: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Mean over all questions of the cross entropy between candidates, scored by their mean log-likelihood."""
     parts = []

@@ -57,7 +57,7 @@ class Looks:
 
 def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks) -> Looks:
     """Evaluates every look on all rows."""
-    sent = model.send(ranks.share(batches), shares=by_candidates(batches))
+    sent = model.send(ranks.share(batches), **compacted(batches))
     count = ranks.total(sum(batch.loss_count for batch in sent))
     looks = sum(pair.looks for pair in pairs)
     return Looks(pairs, [sent] * looks, count, [len(batches)] * looks)
@@ -66,12 +66,14 @@ def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ra
 def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], ranks: Ranks) -> Looks:
     """Evaluates each pair on its part of the rows."""
     parts = split(batches, estimator.directions)
-    sent = [model.send(ranks.share(part), shares=by_candidates(part)) for part in parts]
+    sent = [model.send(ranks.share(part), **compacted(part)) for part in parts]
     count = ranks.total(sum(batch.loss_count for part in sent for batch in part))
     counts = [len(part) for part in parts for _ in range(2)]
     return Looks(estimator.pairs, [part for part in sent for _ in range(2)], count, counts)
 
 
-def by_candidates(batches: list[Batch]) -> bool:
-    """Whether the loss is one over candidates, which may share rows (model/shared_rows.py)."""
-    return any(PER_ROW[0] in batch for batch in batches)
+def compacted(batches: list[Batch]) -> dict[str, bool]:
+    """How batches are sent: candidates may share rows (model/shared_rows.py), and their rows be joined
+    (model/joined_rows.py)."""
+    by_candidates = any(PER_ROW[0] in batch for batch in batches)
+    return {"shares": by_candidates, "joins": by_candidates}

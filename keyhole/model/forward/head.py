@@ -78,9 +78,9 @@ class Head:
         checks.check_alike(batches)
         checks.warn_if_untrained(batches)
 
-    def to_device(self, batch: Batch, device: torch.device, shares: bool = False) -> DeviceBatch:
-        """Copies a checked batch to the device. shares: candidates may share rows."""
-        return checks.to_device(batch, device, shares)
+    def to_device(self, batch: Batch, device: torch.device, shares: bool = False, most: int = 0) -> DeviceBatch:
+        """Copies a checked batch to the device. shares: candidates may share rows; most: tokens of joined rows."""
+        return checks.to_device(batch, device, shares, most)
 
     def states(self, batch: DeviceBatch) -> torch.Tensor:
         """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them."""

@@ -14,6 +14,7 @@ import keyhole
 from keyhole.methods.zo.recorded_step import RecordedSteps, Recording, is_short
 from keyhole.model.forward.branches import Branches
 from tests.matrix import in_every_run
+from tests.model.candidates import ragged
 from tests.model.decoders import batch, config
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -163,6 +164,18 @@ def test_graphs_over_shared_rows_give_the_same_bits(options: dict) -> None:
     rows = partial(choices, shared=True)
     recorded = trained(None, options, rows, device="cuda", dtype="bfloat16")
     plain = trained(None, options, rows, device="cuda", dtype="bfloat16", graphs=False)
+    assert recorded[2].recorded.replays >= 2, recorded[2].recorded.why
+    assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 4}], ids=["dense", "rank 2"])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_over_joined_rows_give_the_same_bits(options: dict) -> None:
+    """On a GPU, against steps without any graph, and recordings were used."""
+    recorded = trained(None, options, lambda step: [ragged(seed=step)], device="cuda", dtype="bfloat16")
+    plain = trained(None, options, lambda step: [ragged(seed=step)], device="cuda", dtype="bfloat16", graphs=False)
+    assert recorded[2].model.send([ragged()], shares=True, joins=True)[0].packed
     assert recorded[2].recorded.replays >= 2, recorded[2].recorded.why
     assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
 

@@ -1,18 +1,10 @@
-"""Packs several samples into one row; samples do not attend to each other.
+"""Packs samples into rows of a fixed length: the longest first, each into the fullest row where it still fits.
 
-Padding wastes the difference to the longest sample of a batch. Packing fills rows of max_length tokens with whole
-samples instead: the longest first, each into the fullest row where it still fits (best fit decreasing; never more than
-11/9 of the fewest rows, plus one). It depends on the lengths alone, so it is the same in every run. No sample is cut.
-
-With plain concatenation a sample would attend to the one before it. model/packing.py keeps samples apart, and checks
-that the model supports this.
+Best fit decreasing needs never more than 11/9 of the fewest rows, plus one. The result depends on the lengths alone, so
+it is the same in every run. No sample is cut. Samples of a row must not attend to each other: packing.py.
 """
 
 from bisect import bisect_left, insort
-
-from keyhole.model.packing import check_packing
-
-__all__ = ["check_packing", "pack"]
 
 
 def pack(lengths: list[int], max_length: int) -> list[list[int]]:

@@ -1,0 +1,93 @@
+"""Short rows are put behind each other in longer ones, so that a batch has less padding: for passes of candidates.
+
+The prompts of a task differ in length (SST-2: 15 tokens on average, 50 for the longest of 128), and every row of a
+batch is as long as the longest: three quarters of the tokens are padding, which costs as much as tokens do. So rows are
+packed: as many into a row of W tokens as fit, the longest first (best_fit.py), each with positions from 0, by which the
+model keeps them apart (packing.py; it is tested on the model itself, and models that fail keep their rows).
+
+    a a a a a - - -            a a a a a b b .        a, b, c: the tokens before the last trained one of a row; that
+    b b - - - - - -     ->     c c c c . . . .        one is only predicted. -: padding
+    c c c c - - - -            . . . . . . . .        .: filled up, by samples that no one reads
+
+    W    64, 128 or 256, the first that the longest row fits into; for longer rows the width of the batch
+    R    the number of joined rows, rounded up to one of four numbers per doubling (4 5 6 7, 8 10 12 14, 16 20 24 28 ..)
+
+Both are coarse because every shape of a batch is captured as a CUDA graph of its own (methods/zo/recorded_step.py): 128
+questions of SST-2 have one or two shapes. Rows are joined if R W is at most WORTH of the tokens before. What a row is
+predicted from does not change, so losses are those of separate rows, up to the rounding of products with other shapes.
+The decision depends on the batch alone: streamed and resident steps, and all ranks, make the same one.
+
+Not joined: batches with positions of their own, or on a GPU, where looking at them would synchronize; masks that hide
+more than the end of a row; models in which joined rows would see each other, or that have fewer positions than W.
+Legend: B rows of a batch, K rows that need a pass (shared_rows.py), T positions, N trained tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from keyhole.model.best_fit import pack
+from keyhole.model.structure.config_file import POSITIONS
+
+WIDTHS = (64, 128, 256)
+WORTH = 0.75
+
+
+class Joined(NamedTuple):
+    """Joined rows: their tokens and positions [R, W], and the flattened position at which each of the K rows begins."""
+
+    ids_RW: torch.Tensor
+    positions_RW: torch.Tensor
+    begin_K: torch.Tensor
+
+
+def longest_row(config: Any) -> int:
+    """The most tokens that a row of this model may have."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limits = (getattr(text, name, None) for name in (*POSITIONS, "attention_chunk_size"))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=WIDTHS[-1])
+
+
+def hides_only_the_end(mask_KT: torch.Tensor | None) -> bool:
+    """Whether this attention mask, on the host, hides nothing but the ends of rows."""
+    return mask_KT is None or not bool((mask_KT[:, 1:] > mask_KT[:, :-1]).any())
+
+
+def join(ids_KT: torch.Tensor, length_K: torch.Tensor, most: int) -> Joined | None:
+    """Rows of which only the first length_K tokens are needed, joined into rows of at most `most` tokens; None if that
+    saves too little."""
+    lengths, longest = length_K.tolist(), int(length_K.max())
+    width = next((w for w in WIDTHS if w >= longest), ids_KT.shape[1])
+    if width > most:
+        return None
+    rows = pack(lengths, width)
+    count = _rounded(len(rows))
+    if count * width > WORTH * ids_KT.numel():
+        return None
+    begins = torch.empty(len(lengths), dtype=torch.int64)
+    ends = torch.zeros(count, dtype=torch.int64)
+    for r, members in enumerate(rows):
+        for k in members:
+            begins[k] = r * width + ends[r]
+            ends[r] += lengths[k]
+    place_M = torch.repeat_interleave(begins, length_K) + _within(length_K)
+    ids = torch.zeros(count * width, dtype=ids_KT.dtype)
+    ids[place_M] = ids_KT[torch.arange(ids_KT.shape[1]) < length_K[:, None]]
+    start = torch.zeros(count * width, dtype=torch.int64)  # of the sample that a position belongs to
+    fill = torch.arange(count) * width + ends
+    for first in (begins, fill[ends < width]):
+        start[first] = first
+    positions = (torch.arange(count * width) - start.cummax(dim=0).values) % longest  # none beyond those of the batch
+    return Joined(ids.view(count, width), positions.view(count, width), begins)
+
+
+def _within(length_K: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2, ... for each of K lengths, one list behind the other."""
+    before_K = length_K.cumsum(0) - length_K
+    return torch.arange(int(length_K.sum())) - torch.repeat_interleave(before_K, length_K)
+
+
+def _rounded(count: int) -> int:
+    """The next of four numbers per doubling."""
+    step = max(1, (1 << count.bit_length()) // 8)
+    return -(-count // step) * step

@@ -1,0 +1,119 @@
+"""Short rows of candidates are joined: the same losses from fewer tokens."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import keyhole
+from keyhole.methods.zo.method import ZO
+from keyhole.model.batch import to_device
+from keyhole.model.joined_rows import WIDTHS, _rounded, join
+from tests.model.candidates import candidate_batch, plain_candidates_loss, ragged
+from tests.model.decoders import VOCAB, config
+from tests.model.test_shared_rows import of_one_token
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(12, 60), st.integers(0, 10**6), st.integers(9, 300), st.integers(1, 3), st.booleans())
+def test_every_target_is_predicted_from_the_same_tokens(
+    questions: int, seed: int, longest: int, tokens: int, shares: bool
+) -> None:
+    """Behind each trained position stand the tokens of its own row, at positions from 0, and nothing else."""
+    batch = ragged(questions, seed, longest, tokens)
+    apart, joined = to_device(batch, CPU), to_device(batch, CPU, shares=shares, most=512)
+    assert torch.equal(apart.target_N, joined.target_N) and torch.equal(apart.row_N, joined.row_N)
+    assert (apart.row_count, apart.token_count) == (joined.row_count, joined.token_count)
+    ids_RW, flat = joined.inputs["input_ids"], joined.inputs["input_ids"].flatten()
+    if not joined.packed:
+        assert ids_RW.shape[1] == batch["input_ids"].shape[1]
+        return
+    positions = joined.inputs["position_ids"].flatten()
+    width = batch["input_ids"].shape[1]
+    assert "attention_mask" not in joined.inputs and int(positions.max()) < width
+    assert ids_RW.numel() <= 0.75 * batch["input_ids"].numel()
+    starts = set((positions == 0).nonzero()[:, 0].tolist())
+    for own, other in zip(apart.index_N.tolist(), joined.index_N.tolist(), strict=True):
+        row, end = divmod(own, width)
+        begin = other - end
+        assert torch.equal(batch["input_ids"][row, : end + 1], flat[begin : other + 1])
+        assert torch.equal(positions[begin : other + 1], torch.arange(end + 1))
+        assert begin in starts and begin // ids_RW.shape[1] == other // ids_RW.shape[1]
+
+
+@given(st.integers(0, 10**6), st.integers(30, 100))
+def test_batches_of_one_size_have_few_shapes(seed: int, questions: int) -> None:
+    """Rows are of three widths, and their number one of four per doubling, at most a third above what is needed."""
+    joined = to_device(ragged(questions, seed), CPU, shares=True, most=512).inputs["input_ids"]
+    assert joined.shape[1] in WIDTHS and joined.shape[0] == _rounded(joined.shape[0])
+    for count in range(1, 100):
+        assert count <= _rounded(count) <= max(count, 4 / 3 * count)
+    assert len({_rounded(count) for count in range(33, 65)}) == 4
+
+
+def test_what_is_not_joined() -> None:
+    """Rows without much padding, rows that would become too long, padding on the left, and a batch with positions."""
+    batch = ragged()
+    assert to_device(batch, CPU, shares=True, most=64).packed
+    full = of_one_token([2] * 20)
+    assert not to_device(full, CPU, shares=True, most=64).packed
+    assert not to_device(batch, CPU, shares=True, most=63).packed
+    assert not to_device(batch, CPU, shares=True).packed
+    left = {name: x.flip(1) if x.dim() == 2 else x for name, x in batch.items()}
+    assert not to_device(left, CPU, shares=True, most=64).packed
+    at = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    assert not to_device(batch | {"position_ids": at}, CPU, shares=True, most=64).packed
+
+
+def test_a_row_that_trains_nothing_takes_no_room() -> None:
+    ids = torch.randint(3, VOCAB, (40, 30))
+    lengths = torch.tensor([0, 30] + [3] * 38)
+    found = join(ids, lengths, 64)
+    assert found is not None and found.ids_RW.shape == (3, 64)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "opt"])
+def test_losses_are_those_of_separate_rows(name: str, tokens: int) -> None:
+    """Of a step of zo against plain torch on all rows; OPT would mix rows, and keeps them apart."""
+    model = keyhole.load(config(name), init="random", device="cpu")
+    batch = ragged(tokens=tokens)
+    with torch.no_grad():
+        expected = float(plain_candidates_loss(model.module, [batch]))
+    (sent,) = model.send([batch], shares=True, joins=True)
+    assert sent.packed == (name != "opt")
+    loss = float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch))
+    assert loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_with_few_positions_keeps_its_rows() -> None:
+    """A position table of 48 rows has none for rows of 64 tokens."""
+    model = keyhole.load(config("gpt2", n_positions=48), init="random", device="cpu")
+    (sent,) = model.send([ragged()], shares=True, joins=True)
+    assert not sent.packed
+    ZO(model, lr=1e-3, seed=3).step(ragged())
+
+
+def test_evaluation_keeps_its_rows() -> None:
+    model = keyhole.load(config("llama"), init="random", device="cpu")
+    (sent,) = model.send([ragged()], shares=True)
+    assert not sent.packed
+    nll, count = model.nll(candidate_batch([2, 3]))
+    assert nll.shape == count.shape == (5,)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 3}, {"estimator": "grzo", "directions": 3}])
+def test_streamed_equals_resident(options: dict) -> None:
+    """To the bit, over steps whose batches are joined to several shapes."""
+
+    def trained(placement: str) -> tuple[list[float], list[torch.Tensor]]:
+        model = keyhole.load(config("llama"), init="random", device="cpu", placement=placement)
+        method = ZO(model, lr=1e-3, seed=1, **options)
+        losses = [float(method.step([ragged(30 + 9 * step, step), ragged(24, 90 + step)])) for step in range(5)]
+        model.apply_deferred()
+        return losses, [home.clone() for home in model.engine.homes]
+
+    first, second = trained("stream"), trained("resident")
+    assert first[0] == second[0]
+    assert all(map(torch.equal, first[1], second[1]))
