@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 import keyhole
 from keyhole import ops
@@ -28,6 +29,7 @@ from keyhole.bench.shapes import QUICK, QUICK_VOCABULARY, SHAPES, VOCABULARY, op
 from keyhole.bench.zo.textbook import Textbook, take_weights
 from keyhole.methods.workload import Workload
 from keyhole.methods.zo.traits import ZOConfig
+from keyhole.ops.lowrank.norm import Norm
 
 LR, EPS = 1e-7, 1e-3
 
@@ -82,6 +84,20 @@ def show_parts(args: argparse.Namespace, width: int, device: torch.device, dtype
         )
 
 
+def show_norm(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Microseconds of a layer norm of both looks: one after the other and put together, and at once."""
+    rows, spines = 2 * args.batch * args.length, torch.randn(2, 8 * width, device=device, dtype=dtype)
+    x, w, b = torch.randn(rows, width, device=device, dtype=dtype), spines[:, :width], spines[:, width : 2 * width]
+    kind = Norm(centred=True)
+
+    def by_look() -> torch.Tensor:
+        parts = zip(x.chunk(2), w, b, strict=True)
+        return torch.cat([F.layer_norm(part, (width,), own_w, own_b, 1e-5) for part, own_w, own_b in parts])
+
+    apart_s, at_once_s = timed(by_look, device), timed(lambda: ops.norm(x, w, b, 1e-5, kind), device)
+    print(f"{'layer norm':>12} {1e6 * apart_s:8.1f} look by look, {1e6 * at_once_s:.1f} at once   us, {rows} rows")
+
+
 def show_kernels(step: Any, what: str, steps: int = 3) -> None:
     """Milliseconds per step of the kernels that take longest, and of all."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -122,6 +138,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}; OPT-{args.model}, {args.batch} x {args.length} tokens, rank {args.rank}")
     if args.parts:
         show_parts(args, shape[0], device, dtype)
+        show_norm(args, shape[0], device, dtype)
         return
     shape = (shape[0], min(shape[1], args.blocks or shape[1]), shape[2])
     floor = floors(args, shape, device, dtype)

@@ -90,17 +90,17 @@ class Factors:
             if id(vector.owner) not in self.by_layer:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
         spine = {id(t.param): t for t in model.layout.spine.tensors}
-        self.in_spine: dict[int, list[FlatTensor]] = {}
+        self.in_spine: dict[int, dict[str, FlatTensor]] = {}  # by module and name of the parameter
         inside = model.module if model.classifies else model.head.decoder
         owners = [m for m in inside.modules() if id(m) not in self.by_layer]
         for owner in owners:
-            if own := [spine[id(p)] for p in owner._parameters.values() if id(p) in spine]:
+            if own := {name: spine[id(p)] for name, p in owner._parameters.items() if id(p) in spine}:
                 self.in_spine[id(owner)] = own
         owners = [m for m in owners if id(m) in self.in_spine.keys() | self.by_owner.keys()]
         plain = not model.classifies and not model.head.transforms
         self.together = plain and not any(any(owner.children()) for owner in owners)
         install(model, [m.layer for m in self.parts.matrices])
-        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner])
+        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner], self)
         model.factors = self
 
     # -- noise and updates -----------------------------------------------------------------------------------------
@@ -291,5 +291,23 @@ class Factors:
         for vector in self.by_owner.get(id(module), ()):
             vector.tensor.param.data = vector_at(flat, vector).to(self.model.dtype)
         if several:
-            for tensor in self.in_spine.get(id(module), ()):
+            for tensor in self.in_spine.get(id(module), {}).values():
                 tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
+
+    def shapes_of(self, module: torch.nn.Module) -> dict[str, torch.Size]:
+        inside = {vector.name: vector.tensor for vector in self.by_owner.get(id(module), ())}
+        own = inside | self.in_spine.get(id(module), {})
+        return {name: own[name].shape if name in own else p.shape for name, p in _parameters(module)}
+
+    def vectors_at_looks(self, module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        share, start = self.running, self.model.layout.spine.start
+        at = slice(share.first, share.first + share.count)
+        found = {v.name: self.looks[at, v.at].to(self.model.dtype) for v in self.by_owner.get(id(module), ())}
+        for name, tensor in self.in_spine.get(id(module), {}).items():
+            found[name] = self.spines[at, tensor.start - start : tensor.stop - start]
+        return found if all(name in found for name, _ in _parameters(module)) else None
+
+
+def _parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The module's own parameters; an absent one, such as a bias, is None there."""
+    return [(name, p) for name, p in module._parameters.items() if p is not None]
