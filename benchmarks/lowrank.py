@@ -84,6 +84,20 @@ def show_parts(args: argparse.Namespace, width: int, device: torch.device, dtype
         )
 
 
+def show_shared(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Microseconds of the sketches of q, k and v: one after the other, and at once (with the columns of the output
+    projection, whose v is beside theirs)."""
+    rows, rank = 2 * args.batch * args.length, args.rank
+    x, v = (torch.randn(count, width, device=device, dtype=dtype) for count in (rows, 4 * rank))
+    apart_s = timed(lambda: [ops.narrow(x, v[i * rank : (i + 1) * rank]) for i in range(3)], device)
+    at_once_s = timed(lambda: ops.narrow(x, v), device)
+    print(f"{'q, k, v':>12} {1e6 * apart_s:8.1f} in three sketches, {1e6 * at_once_s:.1f} in one   us, {rows} rows")
+    p = ops.narrow(x, v).view(2, -1, 4 * rank)[:, :, :rank]
+    b, bias = torch.randn(2, rank, width, device=device), torch.randn(2, width, device=device)
+    widen_s = timed(lambda: ops.widen(p, b, bias, dtype), device)
+    print(f"{'':>12} {1e6 * widen_s:8.1f} to widen some columns of it")
+
+
 def show_norm(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
     """Microseconds of a layer norm of both looks: one after the other and put together, and at once."""
     rows, spines = 2 * args.batch * args.length, torch.randn(2, 8 * width, device=device, dtype=dtype)
@@ -138,6 +152,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}; OPT-{args.model}, {args.batch} x {args.length} tokens, rank {args.rank}")
     if args.parts:
         show_parts(args, shape[0], device, dtype)
+        show_shared(args, shape[0], device, dtype)
         show_norm(args, shape[0], device, dtype)
         return
     shape = (shape[0], min(shape[1], args.blocks or shape[1]), shape[2])

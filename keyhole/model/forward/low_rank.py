@@ -29,6 +29,7 @@ from torch import nn
 from keyhole import ops
 from keyhole.model.forward.norms import Known, find_norm
 from keyhole.model.forward.row_tiles import RowTiles
+from keyhole.model.forward.sketches import Readers, sketch
 from keyhole.model.structure.layout import FlatTensor
 
 Forward = Callable[..., Any]
@@ -40,13 +41,15 @@ class NotByRows(Exception):
 
 @dataclass(frozen=True)
 class Added:
-    """What a layer's product adds. earlier: (a, v) that all looks share; transposed: the weight is stored as [I, O]."""
+    """What a layer's product adds. earlier: (a, v) that all looks share; transposed: the weight is stored as [I, O];
+    readers: other layers that may read the same input."""
 
     v_rI: torch.Tensor
     b_LrO: torch.Tensor
     bias_LO: torch.Tensor | None
     earlier: tuple[torch.Tensor, torch.Tensor] | None = None
     transposed: bool = False
+    readers: Readers | None = None
 
 
 @dataclass(frozen=True)
@@ -196,9 +199,9 @@ def _together(outputs: list[Any], share: Share) -> torch.Tensor:
 
 def product(x: torch.Tensor, layer: nn.Module, added: Added, tiles: RowTiles | None = None) -> torch.Tensor:
     """The layer's output, with its factors added."""
-    looks, rank, outputs = added.b_LrO.shape
+    looks, _, outputs = added.b_LrO.shape
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
-    p_LMr = ops.narrow(x_MI, added.v_rI).view(looks, -1, rank)
+    p_LMr = sketch(x, added.v_rI, added.readers).unflatten(0, (looks, -1))
     y_MO = ops.widen(p_LMr, added.b_LrO, added.bias_LO, x.dtype).view(-1, outputs)
     if added.earlier is not None:
         a_kO, v_kI = added.earlier

@@ -92,8 +92,9 @@ def _narrow_few_kernel(
 
 @jit()
 def _widen_kernel(
-    p_ptr, b_ptr, bias_ptr, y_ptr, M, width, r, b_stride, bias_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    p_ptr, b_ptr, bias_ptr, y_ptr, M, width, r, p_stride, b_stride, bias_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One program: a tile of the y of one look."""
     one = tl.program_id(2)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -101,10 +102,10 @@ def _widen_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + one.to(tl.int64) * bias_stride + column, column < width, 0.0)
         total += bias.to(tl.float32)[None, :]
-    p_ptr += one.to(tl.int64) * M * r
+    p_ptr += one.to(tl.int64) * M * p_stride
     b_ptr += one.to(tl.int64) * b_stride
     for j in range(r):
-        p = tl.load(p_ptr + row * r + j, row < M, 0.0)
+        p = tl.load(p_ptr + row * p_stride + j, row < M, 0.0)
         b = tl.load(b_ptr + j * width + column, column < width, 0.0)
         total += p[:, None] * b[None, :]
     at = (one.to(tl.int64) * M + row)[:, None] * width + column[None, :]
@@ -136,14 +137,16 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
 
 
 def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """p B^T + b as [L, M, O] in this dtype. p: contiguous float32; b: float32, contiguous for each look."""
+    """p B^T + b as [L, M, O] in this dtype. p: float32, may be columns of a wider one; b: float32, contiguous for each
+    look."""
     (looks, rows, rank), width = p_LMr.shape, b_LrO.shape[2]
-    assert p_LMr.is_contiguous() and b_LrO.shape[:2] == (looks, rank), (p_LMr.shape, b_LrO.shape)
+    assert b_LrO.shape[:2] == (looks, rank) and p_LMr.stride(2) == 1, (p_LMr.shape, b_LrO.shape, p_LMr.stride())
+    assert looks == 1 or p_LMr.stride(0) == rows * p_LMr.stride(1), (p_LMr.shape, p_LMr.stride())
     assert b_LrO[0].is_contiguous() and (bias_LO is None or bias_LO.shape == (looks, width)), b_LrO.stride()
     if not use_kernel(p_LMr.device) or not rows:
         return widen_reference(p_LMr, b_LrO, bias_LO, dtype)
     y_LMO = torch.empty(looks, rows, width, dtype=dtype, device=p_LMr.device)
-    strides = b_LrO.stride(0), 0 if bias_LO is None else bias_LO.stride(0)
+    strides = p_LMr.stride(1), b_LrO.stride(0), 0 if bias_LO is None else bias_LO.stride(0)
     grid = (-(-rows // ROWS_OUT), -(-width // COLUMNS), looks)
     with on_device(p_LMr):
         tile = {"ROWS": ROWS_OUT, "COLUMNS": COLUMNS, "num_warps": WARPS_OUT, "enable_fp_fusion": False}

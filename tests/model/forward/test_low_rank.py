@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from keyhole import ops
+from keyhole.methods.zo.low_rank import factors
 from keyhole.model.forward import low_rank
+from keyhole.model.forward.low_rank import Share
+from keyhole.model.forward.sketches import Readers, sketch
 from keyhole.ops.backend import TRITON_MISSING
 from keyhole.ops.lowrank import norm, product
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import equal, load, train, weights
-from tests.model.decoders import batch
+from tests.model.decoders import LAYERS, batch
 from tests.model.streaming import streamed
 
 LOW = {"rank": 2, "refresh": 3}
@@ -56,7 +59,7 @@ def test_other_inputs_go_look_by_look(wrong: Callable[[torch.Tensor], Any]) -> N
     """Rows that do not divide into looks, another dtype, a vector, no tensor: not for the kernel."""
     model = load()
     train(model, 1, **LOW)
-    module, share = model.module.model.norm, low_rank.Share(0, 2, rows=4, tokens=40)
+    module, share = model.module.model.norm, Share(0, 2, rows=4, tokens=40)
     known = low_rank.Known(norm.Norm(False), "variance_epsilon")
 
     class Two:
@@ -66,6 +69,47 @@ def test_other_inputs_go_look_by_look(wrong: Callable[[torch.Tensor], Any]) -> N
     x = torch.randn(4, 10, 32)
     assert low_rank._norm_at_once(x, module, known, Two(), share).shape == x.shape
     assert low_rank._norm_at_once(wrong(x), module, known, Two(), share) is None
+
+
+@in_every_run(lambda name, narrows: name != "llama")
+@pytest.mark.parametrize("name, narrows", [("opt", 4), ("llama", 4), ("gpt2", 4), ("qwen2", 4), ("bloom", 4)])
+def test_layers_that_read_one_input_share_a_sketch(name: str, narrows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per block: q, k and v at once, the output projection, and two for an MLP, gated or not. Batches that take turns
+    at every matrix of a streamed model do not disturb each other."""
+    model, cut = load(name), streamed(load(name), max_unit_numel=1, slot_count=2, chaos=random.Random(1))
+    batches = [batch(seed=1), batch(seed=2, length=6)]
+    with monkeypatch.context() as patch:
+        calls = count(patch, ops, "narrow")
+        found = train(model, 3, batches, lr=1e-2, **LOW)
+        assert calls[0] == 3 * len(batches) * LAYERS * narrows
+        assert train(cut, 3, batches, lr=1e-2, **LOW) == found and equal(weights(model), weights(cut))
+        assert calls[0] == 2 * 3 * len(batches) * LAYERS * narrows
+    assert bool(model.factors.readers) == (name not in ("gpt2", "bloom"))  # those have one matrix for q, k and v
+    monkeypatch.setattr(factors, "readers", lambda matrices: {})
+    assert train(load(name), 3, batches, lr=1e-2, **LOW) == pytest.approx(found, rel=1e-5)
+
+
+def test_a_sketch_holds_for_one_input_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tensor, the same one written since, another view, pass or V: computed again, by the leader for all and by
+    another layer for itself."""
+    calls, x, v = count(monkeypatch, ops, "narrow"), torch.randn(2, 5, 8), torch.randn(6, 8)
+    share, again = Share(0, 2, 2, 10), Share(0, 2, 2, 10)
+
+    def made(x: torch.Tensor, layer: int, share: Share = share) -> int:
+        """How many sketches it takes; the result is right in any case."""
+        before, own = calls[0], v[2 * layer : 2 * layer + 2]
+        p = sketch(x, own, Readers(v, 2 * layer, layer == 0, share))
+        torch.testing.assert_close(p, x.view(-1, 8) @ own.t())
+        return calls[0] - before
+
+    assert [made(x, layer) for layer in (1, 0, 1, 2, 0)] == [1, 1, 0, 0, 0]
+    assert [made(x.clone(), 1), made(x.view(2, 5, 8), 1), made(x, 1, again), made(x, 1)] == [1, 1, 1, 0]
+    x.mul_(2)
+    assert [made(x, 1), made(x, 0), made(x, 1)] == [1, 1, 0]
+    v.mul_(2)
+    assert [made(x, 1), made(x, 0), made(x, 1)] == [1, 1, 0]
+    with torch.inference_mode():
+        assert [made(y := x + 1, 0), made(y, 1)] == [1, 1]
 
 
 @needs_triton

@@ -38,11 +38,12 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.merge import Fold
-from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, vector_at
+from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, readers, vector_at
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.rate_search import rate_share
 from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
+from keyhole.model.forward.sketches import Readers
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
@@ -84,6 +85,8 @@ class Factors:
         self.shares: dict[int, Share] = {}  # by pass, during a step
         self.spines: torch.Tensor | None = None
         self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(self.parts.matrices)}
+        self.readers = readers(self.parts.matrices)
+        self.leaders: dict[int, int] = {}  # by the start of a group's v: the layer that is called first
         self.by_owner: dict[int, list[Vector]] = {}
         for vector in self.parts.vectors:
             vector_at(self.now, vector).copy_(model.home(vector.tensor))
@@ -284,7 +287,16 @@ class Factors:
             bias = layer.bias[None].expand(flat.shape[0], -1)
         earlier = self.kept.rooms[index] if self.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (self.rank, matrix.outputs))
-        return Added(self.rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
+        return Added(self.rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed, self._readers(index))
+
+    def _readers(self, index: int) -> Readers | None:
+        """The layers that may read the input of this one, in the passes of a step."""
+        at = self.readers.get(index) if self.shares else None
+        if at is None:
+            return None
+        matrix, leads = self.parts.matrices[index], self.leaders.setdefault(at.start, index) == index
+        column = (matrix.v.start - at.start) // matrix.inputs
+        return Readers(self.v[at].view(-1, matrix.inputs), column, leads, self.running)
 
     def point(self, module: torch.nn.Module, look: int | None, several: bool) -> None:
         flat = self.now if look is None else self.looks[look]
