@@ -98,6 +98,17 @@ def show_shared(args: argparse.Namespace, width: int, device: torch.device, dtyp
     print(f"{'':>12} {1e6 * widen_s:8.1f} to widen some columns of it")
 
 
+def show_relu(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Microseconds of a ReLU and the sketch of its result: one after the other, and in one kernel."""
+    rows, x_width = 2 * args.batch * args.length, 4 * width
+    x, v = (torch.randn(count, x_width, device=device, dtype=dtype) for count in (rows, args.rank))
+    y = torch.relu(x)
+    relu_s, narrow_s = timed(lambda: torch.relu(x), device), timed(lambda: ops.narrow(y, v), device)
+    both_s = timed(lambda: ops.narrow_relu(x, v), device)
+    words = f"{1e6 * relu_s:8.1f} + {1e6 * narrow_s:.1f} with its sketch, {1e6 * both_s:.1f} in one"
+    print(f"{'ReLU':>12} {words}   us, {rows} rows")
+
+
 def show_norm(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
     """Microseconds of a layer norm of both looks: one after the other and put together, and at once."""
     rows, spines = 2 * args.batch * args.length, torch.randn(2, 8 * width, device=device, dtype=dtype)
@@ -153,6 +164,7 @@ def main() -> None:
     if args.parts:
         show_parts(args, shape[0], device, dtype)
         show_shared(args, shape[0], device, dtype)
+        show_relu(args, shape[0], device, dtype)
         show_norm(args, shape[0], device, dtype)
         return
     shape = (shape[0], min(shape[1], args.blocks or shape[1]), shape[2])

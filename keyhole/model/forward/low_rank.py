@@ -29,7 +29,7 @@ from torch import nn
 from keyhole import ops
 from keyhole.model.forward.norms import Known, find_norm
 from keyhole.model.forward.row_tiles import RowTiles
-from keyhole.model.forward.sketches import Readers, sketch
+from keyhole.model.forward.sketches import Readers, sketch, sketching_relu
 from keyhole.model.structure.layout import FlatTensor
 
 Forward = Callable[..., Any]
@@ -125,6 +125,31 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
         if (share := factors.running) is not None and share.count > 1:
             share.check(x)
         return product(x, layer, added, tiles)
+
+    return forward
+
+
+def install_relu(model: Any, pairs: list[tuple[nn.ReLU, nn.Module]]) -> None:
+    """Makes each ReLU compute the sketch of the layer after it (sketches.py). Once per model and ReLU."""
+    for activation, layer in pairs:
+        if id(activation) not in model.factored:
+            model.factored.add(id(activation))
+            model.patches.forward(activation, _relu(weakref.ref(model), activation, weakref.ref(layer)))
+
+
+def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], nn.Module]) -> Forward:
+    ordinary = activation.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        owner = model()
+        factors = None if owner is None or torch.is_grad_enabled() else owner.factors
+        added = None if factors is None else factors.added_to(layer())
+        readers = None if added is None else added.readers
+        if readers is None or (x.shape[-1], x.dtype) != (readers.v_kI.shape[1], readers.v_kI.dtype):
+            return ordinary(x)
+        if getattr(x, "keyhole_rectified", False):  # the layer before has no factors (fused_relu.py)
+            return x
+        return sketching_relu(x, readers)
 
     return forward
 

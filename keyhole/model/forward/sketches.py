@@ -16,6 +16,8 @@ differs by rounding from one that is computed alone.)
 
 The attribute goes when x goes. It holds for one pass of one step, whose `Share` is one object: a p of an eager step is
 never used within the capture of a CUDA graph, or the other way round.
+A ReLU whose output such a layer reads computes p on the way (ops/lowrank/product.py): 84 MB less to read for 2048 x
+20480 in 16 bit. It leaves it on its output in the same way, so nothing depends on which layer really reads that.
 Legend: M tokens, I inputs, r rank, k columns of a group.
 """
 
@@ -56,9 +58,23 @@ def sketch(x: torch.Tensor, v_rI: torch.Tensor, readers: Readers | None) -> torc
     if found is None or found.share is not readers.share or found.state != state:
         if not readers.leads:
             return ops.narrow(x_MI, v_rI)
-        found = _Sketch(ops.narrow(x_MI, readers.v_kI), readers.share, state)
-        x.keyhole_sketch = found  # type: ignore[attr-defined]
+        found = _leave(x, ops.narrow(x_MI, readers.v_kI), readers)
     return found.p_Mk[:, readers.column : readers.column + v_rI.shape[0]]
+
+
+def sketching_relu(x: torch.Tensor, readers: Readers) -> torch.Tensor:
+    """max(x, 0), on which the sketch for these layers is left."""
+    y_MI, p_Mk = ops.narrow_relu(x.reshape(-1, x.shape[-1]).contiguous(), readers.v_kI)
+    y = y_MI.view(x.shape)
+    if not y.is_inference() and not readers.v_kI.is_inference():
+        _leave(y, p_Mk, readers)
+    return y
+
+
+def _leave(x: torch.Tensor, p_Mk: torch.Tensor, readers: Readers) -> _Sketch:
+    made = _Sketch(p_Mk, readers.share, _state(x, readers.v_kI))
+    x.keyhole_sketch = made  # type: ignore[attr-defined]
+    return made
 
 
 def _state(x: torch.Tensor, v_kI: torch.Tensor) -> tuple:

@@ -42,9 +42,10 @@ from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, readers
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.rate_search import rate_share
 from keyhole.methods.zo.update import Pending
-from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
+from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_relu
 from keyhole.model.forward.sketches import Readers
 from keyhole.model.model import Model
+from keyhole.model.structure.find import relu_reader
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
@@ -103,6 +104,10 @@ class Factors:
         plain = not model.classifies and not model.head.transforms
         self.together = plain and not any(any(owner.children()) for owner in owners)
         install(model, [m.layer for m in self.parts.matrices])
+        relus = [found for block in model.blocks if (found := relu_reader(block)) and id(found[1]) in self.by_layer]
+        for index in (self.by_layer[id(layer)] for _, layer in relus):
+            self.readers.setdefault(index, self.parts.matrices[index].v)
+        install_relu(model, relus)
         install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner], self)
         model.factors = self
 
