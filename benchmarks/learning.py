@@ -60,6 +60,9 @@ BF16 = {"dtype": "bfloat16"}
 RANK = {"rank": 2, "refresh": 50}
 CLIP = {"clip": 5.0}  # of the projected gradient, which is about twice as large in the first steps as later
 BLOCKS = {"freeze": "embeddings"}
+LOWER = ["embeddings", "model.layers.[0-9].*"]  # what is left has most of the signal for its curvature (LOG.md)
+UPPER = {"freeze": LOWER}
+ATTENTION = {"freeze": [*LOWER, "*.mlp.*", "*norm*"]}
 DEV = {"num_dev": 500, "eval_steps": 1000}
 LARGE = ZO | BF16 | {"batch_size": 128, "max_steps": 1000, "eval_steps": 500, "pad_to_multiple_of": 64}  # one width
 SHORT = {"max_steps": 400, "eval_steps": 400}
@@ -106,6 +109,16 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         "sst2",
         [0, 1, 2],
         LARGE | DEV | {"max_steps": 3300, "eval_steps": 1100, "learning_rate": 1e-4, "zo": RANK | CLIP},
+    ),
+    "sst2-zo-upper": (
+        "sst2",
+        [0],
+        LARGE | DEV | UPPER | {"learning_rate": [3e-4, 6e-4], "zo": RANK | {"clip": 3.0}},
+    ),
+    "sst2-zo-attention": (
+        "sst2",
+        [0],
+        LARGE | DEV | ATTENTION | {"learning_rate": [7e-4, 2e-3], "zo": RANK | {"clip": 1.75}},
     ),
     "sst2-zo-minutes": ("sst2", [0], LARGE | MINUTES | {"learning_rate": 7e-5}),
     **{

@@ -37,7 +37,7 @@ from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
 SMALL_FLOP = 4e11  # per block and pass
-SMALL_FLOP_WITH_FACTORS = 2e12  # three launches per product, and each vector once per look: twice the host's work
+SMALL_FLOP_WITH_FACTORS = 2e12  # three launches per product: twice the host's work
 MAX_GRAPHS, MAX_OWN_GRAPHS = 128, 512
 WARM_UP_STEPS = 2  # run eagerly: libraries choose their kernels and reserve their workspaces
 

@@ -11,9 +11,10 @@ x W^T is the model's own product, with the weights that are currently bound: a s
 (row_tiles.py).
 
 Modules other than linear layers use their parameters directly, and one pass carries the rows of several looks. So a
-module with vectors (a norm, learned positions) is called once per look, with the rows and the parameters of that look,
-and the results are concatenated. The first dimension of every tensor is ordered look by look; if a module sees another
-shape, such passes cannot run it (`NotByRows`).
+module with vectors (learned positions, an odd norm) is called once per look, with the rows and the parameters of that
+look, and the results are concatenated. Norms whose formula is known (norms.py) are one kernel for all looks
+(ops/lowrank/norm.py). The first dimension of every tensor is ordered look by look; if a module sees another shape, such
+passes cannot run it (`NotByRows`).
 """
 
 import weakref
@@ -26,7 +27,9 @@ import torch
 from torch import nn
 
 from keyhole import ops
+from keyhole.model.forward.norms import Known, find_norm
 from keyhole.model.forward.row_tiles import RowTiles
+from keyhole.model.forward.sketches import Readers, sketch, sketching_relu
 from keyhole.model.structure.layout import FlatTensor
 
 Forward = Callable[..., Any]
@@ -38,13 +41,15 @@ class NotByRows(Exception):
 
 @dataclass(frozen=True)
 class Added:
-    """What a layer's product adds. earlier: (a, v) that all looks share; transposed: the weight is stored as [I, O]."""
+    """What a layer's product adds. earlier: (a, v) that all looks share; transposed: the weight is stored as [I, O];
+    readers: other layers that may read the same input."""
 
     v_rI: torch.Tensor
     b_LrO: torch.Tensor
     bias_LO: torch.Tensor | None
     earlier: tuple[torch.Tensor, torch.Tensor] | None = None
     transposed: bool = False
+    readers: Readers | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,13 @@ class Factors(Protocol):
 
     def point(self, module: nn.Module, look: int | None, several: bool) -> None:
         """Points the module's own vectors to those of a look; several: the pass carries more than one look."""
+
+    def shapes_of(self, module: nn.Module) -> dict[str, torch.Size]:
+        """The shapes of the module's own parameters (they may be empty between passes), by name."""
+
+    def vectors_at_looks(self, module: nn.Module) -> dict[str, torch.Tensor] | None:
+        """[L, ..] for each of the module's own parameters: its values at the looks of the running pass, in the dtype
+        of compute. None: not all of them differ by look."""
 
     def graph_key(self) -> tuple | None:
         """Equal for passes whose factors are at the same addresses; None: the addresses change."""
@@ -117,15 +129,42 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
     return forward
 
 
-def install_by_look(model: Any, modules: list[nn.Module]) -> None:
-    """Makes these modules, which own vectors, run once per look of a pass. Once per model and module."""
+def install_relu(model: Any, pairs: list[tuple[nn.ReLU, nn.Module]]) -> None:
+    """Makes each ReLU compute the sketch of the layer after it (sketches.py). Once per model and ReLU."""
+    for activation, layer in pairs:
+        if id(activation) not in model.factored:
+            model.factored.add(id(activation))
+            model.patches.forward(activation, _relu(weakref.ref(model), activation, weakref.ref(layer)))
+
+
+def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], nn.Module]) -> Forward:
+    ordinary = activation.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        owner = model()
+        factors = None if owner is None or torch.is_grad_enabled() else owner.factors
+        added = None if factors is None else factors.added_to(layer())
+        readers = None if added is None else added.readers
+        if readers is None or (x.shape[-1], x.dtype) != (readers.v_kI.shape[1], readers.v_kI.dtype):
+            return ordinary(x)
+        if getattr(x, "keyhole_rectified", False):  # the layer before has no factors (fused_relu.py)
+            return x
+        return sketching_relu(x, readers)
+
+    return forward
+
+
+def install_by_look(model: Any, modules: list[nn.Module], factors: Factors) -> None:
+    """Makes these modules, which own vectors, use those of each look of a pass: norms at once, others one look after
+    the other. Once per model and module."""
     for module in modules:
         if id(module) not in model.factored:
             model.factored.add(id(module))
-            model.patches.forward(module, _by_look(weakref.ref(model), module))
+            known = find_norm(module, factors.shapes_of(module), model.device, model.dtype)
+            model.patches.forward(module, _by_look(weakref.ref(model), module, known))
 
 
-def _by_look(model: Callable[[], Any], module: nn.Module) -> Forward:
+def _by_look(model: Callable[[], Any], module: nn.Module, known: Known | None) -> Forward:
     ordinary, module_of = module.forward, weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -137,6 +176,10 @@ def _by_look(model: Callable[[], Any], module: nn.Module) -> Forward:
         if share is None or share.count == 1:
             factors.point(module_of(), None if share is None else share.first, several=False)
             return ordinary(*args, **kwargs)
+        if known is not None and len(args) == 1 and not kwargs:
+            y = _norm_at_once(args[0], module_of(), known, factors, share)
+            if y is not None:
+                return y
         outputs = []
         for look in range(share.count):
             factors.point(module_of(), share.first + look, several=True)
@@ -145,6 +188,19 @@ def _by_look(model: Callable[[], Any], module: nn.Module) -> Forward:
         return _together(outputs, share)
 
     return forward
+
+
+def _norm_at_once(x: Any, module: nn.Module, known: Known, factors: Factors, share: Share) -> torch.Tensor | None:
+    """The norm of the rows of all looks; None if x is something else than rows."""
+    if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[0] not in (share.rows, share.tokens):
+        return None
+    vectors = factors.vectors_at_looks(module)
+    if vectors is None or any(w.shape[1:] != x.shape[-1:] or w.dtype != x.dtype for w in vectors.values()):
+        return None
+    x_MD = x.reshape(-1, x.shape[-1])  # a view, if the distances between rows allow it
+    x_MD = x_MD if x_MD.stride(1) == 1 else x_MD.contiguous()
+    y_MD = ops.norm(x_MD, vectors["weight"], vectors.get("bias"), getattr(module, known.eps), known.kind)
+    return y_MD.view(x.shape)
 
 
 def _part(value: Any, look: int, share: Share) -> Any:
@@ -168,9 +224,9 @@ def _together(outputs: list[Any], share: Share) -> torch.Tensor:
 
 def product(x: torch.Tensor, layer: nn.Module, added: Added, tiles: RowTiles | None = None) -> torch.Tensor:
     """The layer's output, with its factors added."""
-    looks, rank, outputs = added.b_LrO.shape
+    looks, _, outputs = added.b_LrO.shape
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
-    p_LMr = ops.narrow(x_MI, added.v_rI).view(looks, -1, rank)
+    p_LMr = sketch(x, added.v_rI, added.readers).unflatten(0, (looks, -1))
     y_MO = ops.widen(p_LMr, added.b_LrO, added.bias_LO, x.dtype).view(-1, outputs)
     if added.earlier is not None:
         a_kO, v_kI = added.earlier

@@ -16,6 +16,9 @@ PAIRS = {"OPTDecoderLayer": ("fc1", "activation_fn")}
 """Class of a block -> its linear layer and the activation after it (model/forward/fused_relu.py). To add one, read the
 block's forward: only the activation may use the output of the layer."""
 
+AFTER = {"OPTDecoderLayer": "fc2"}
+"""Class of a block -> the linear layer that reads the output of that activation (model/forward/low_rank.py)."""
+
 
 def find_decoder(module: nn.Module) -> nn.Module:
     """The module that the causal LM calls for hidden states; it holds the input embedding. If Transformers' own lookup
@@ -95,3 +98,10 @@ def relu_pair(block: nn.Module) -> tuple[nn.Linear, nn.ReLU] | None:
     layer, activation = (getattr(block, name) for name in names)
     fits = type(layer) is nn.Linear and layer.bias is not None and not row_tiles(layer)
     return (layer, activation) if fits and type(activation) is nn.ReLU else None
+
+
+def relu_reader(block: nn.Module) -> tuple[nn.ReLU, nn.Module] | None:
+    """The ReLU of a block, and the linear layer that reads its output."""
+    if (pair := relu_pair(block)) is None or (after := AFTER.get(type(block).__name__)) is None:
+        return None
+    return pair[1], getattr(block, after)

@@ -38,12 +38,14 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.merge import Fold
-from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, vector_at
+from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, readers, vector_at
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.rate_search import rate_share
 from keyhole.methods.zo.update import Pending
-from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
+from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_relu
+from keyhole.model.forward.sketches import Readers
 from keyhole.model.model import Model
+from keyhole.model.structure.find import relu_reader
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
@@ -84,23 +86,29 @@ class Factors:
         self.shares: dict[int, Share] = {}  # by pass, during a step
         self.spines: torch.Tensor | None = None
         self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(self.parts.matrices)}
+        self.readers = readers(self.parts.matrices)
+        self.leaders: dict[int, int] = {}  # by the start of a group's v: the layer that is called first
         self.by_owner: dict[int, list[Vector]] = {}
         for vector in self.parts.vectors:
             vector_at(self.now, vector).copy_(model.home(vector.tensor))
             if id(vector.owner) not in self.by_layer:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
         spine = {id(t.param): t for t in model.layout.spine.tensors}
-        self.in_spine: dict[int, list[FlatTensor]] = {}
+        self.in_spine: dict[int, dict[str, FlatTensor]] = {}  # by module and name of the parameter
         inside = model.module if model.classifies else model.head.decoder
         owners = [m for m in inside.modules() if id(m) not in self.by_layer]
         for owner in owners:
-            if own := [spine[id(p)] for p in owner._parameters.values() if id(p) in spine]:
+            if own := {name: spine[id(p)] for name, p in owner._parameters.items() if id(p) in spine}:
                 self.in_spine[id(owner)] = own
         owners = [m for m in owners if id(m) in self.in_spine.keys() | self.by_owner.keys()]
         plain = not model.classifies and not model.head.transforms
         self.together = plain and not any(any(owner.children()) for owner in owners)
         install(model, [m.layer for m in self.parts.matrices])
-        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner])
+        relus = [found for block in model.blocks if (found := relu_reader(block)) and id(found[1]) in self.by_layer]
+        for index in (self.by_layer[id(layer)] for _, layer in relus):
+            self.readers.setdefault(index, self.parts.matrices[index].v)
+        install_relu(model, relus)
+        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner], self)
         model.factors = self
 
     # -- noise and updates -----------------------------------------------------------------------------------------
@@ -284,12 +292,39 @@ class Factors:
             bias = layer.bias[None].expand(flat.shape[0], -1)
         earlier = self.kept.rooms[index] if self.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (self.rank, matrix.outputs))
-        return Added(self.rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
+        return Added(self.rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed, self._readers(index))
+
+    def _readers(self, index: int) -> Readers | None:
+        """The layers that may read the input of this one, in the passes of a step."""
+        at = self.readers.get(index) if self.shares else None
+        if at is None:
+            return None
+        matrix, leads = self.parts.matrices[index], self.leaders.setdefault(at.start, index) == index
+        column = (matrix.v.start - at.start) // matrix.inputs
+        return Readers(self.v[at].view(-1, matrix.inputs), column, leads, self.running)
 
     def point(self, module: torch.nn.Module, look: int | None, several: bool) -> None:
         flat = self.now if look is None else self.looks[look]
         for vector in self.by_owner.get(id(module), ()):
             vector.tensor.param.data = vector_at(flat, vector).to(self.model.dtype)
         if several:
-            for tensor in self.in_spine.get(id(module), ()):
+            for tensor in self.in_spine.get(id(module), {}).values():
                 tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
+
+    def shapes_of(self, module: torch.nn.Module) -> dict[str, torch.Size]:
+        inside = {vector.name: vector.tensor for vector in self.by_owner.get(id(module), ())}
+        own = inside | self.in_spine.get(id(module), {})
+        return {name: own[name].shape if name in own else p.shape for name, p in _parameters(module)}
+
+    def vectors_at_looks(self, module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        share, start = self.running, self.model.layout.spine.start
+        at = slice(share.first, share.first + share.count)
+        found = {v.name: self.looks[at, v.at].to(self.model.dtype) for v in self.by_owner.get(id(module), ())}
+        for name, tensor in self.in_spine.get(id(module), {}).items():
+            found[name] = self.spines[at, tensor.start - start : tensor.stop - start]
+        return found if all(name in found for name, _ in _parameters(module)) else None
+
+
+def _parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The module's own parameters; an absent one, such as a bias, is None there."""
+    return [(name, p) for name, p in module._parameters.items() if p is not None]

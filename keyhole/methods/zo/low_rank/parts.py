@@ -10,6 +10,8 @@ of compute. Their elements have indices after those of the model's own elements,
     0 .. numel       numel' .. numel' + n        ..        + m           (each begins at a multiple of ALIGN)
     the model        factors: U of a step                  v of a period, its number as the step
 
+The v of layers that may read the same input are adjacent too, since the layers are: `readers` finds them.
+
 Norms and other tensors of the spine, the table and the head have no factors: they stay dense (methods/zo/update.py).
 
 Only a layer whose own forward is called can have factors. A matrix that other code uses (stacks of experts, the layers
@@ -18,6 +20,7 @@ of a state-space mixer) cannot, and as a "vector" in float32 it would be too lar
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -30,6 +33,7 @@ from keyhole.model.structure.reach import reads_inside
 
 ALIGN = 8192  # a tile of noise
 MOST_VECTORS = 0.05  # maximum share of the blocks' elements in vectors
+MOST_COLUMNS = 32  # of v that layers with the same input have together
 LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes that compute x W^T + b (GPT-2's: x W + b), and nothing else
 
 
@@ -136,6 +140,23 @@ def find_parts(model: Model, rank: int) -> Parts:
     vectors = [Vector(tensors[i], *owners[i], at) for i, at in places.items()]
     start = -(-layout.numel // ALIGN) * ALIGN
     return Parts(rank, matrices, vectors, a_numel, end, v_end, start, start + -(-end // ALIGN) * ALIGN)
+
+
+def readers(matrices: list[Matrix]) -> dict[int, slice]:
+    """Index of a matrix -> the v of all layers that may read the same input: neighbours in one module, of one width.
+    Layers that do so come with an equal: k with v, the gate with the other half. Without equals (one matrix for q, k
+    and v, and the projection after it) they are not likely to, and are left out."""
+    found = {}
+
+    def place(i: int) -> tuple[str, int]:
+        return matrices[i].tensor.name.rsplit(".", 2)[0], matrices[i].inputs
+
+    for _, group in groupby(range(len(matrices)), place):
+        members = list(group)
+        columns = sum(matrices[i].v.stop - matrices[i].v.start for i in members) // matrices[members[0]].inputs
+        if len({matrices[i].outputs for i in members}) < len(members) and columns <= MOST_COLUMNS:
+            found |= dict.fromkeys(members, slice(matrices[members[0]].v.start, matrices[members[-1]].v.stop))
+    return found
 
 
 def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
