@@ -109,9 +109,9 @@ def _narrow_few_kernel(
 @jit()
 def _widen_kernel(
     p_ptr, b_ptr, bias_ptr, y_ptr, M, width, r, p_stride, b_stride, bias_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of the y of one look."""
+    """One program: a tile of the y of one look. RANK: r if it is small, so that all loads are issued at once, or 0."""
     one = tl.program_id(2)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -120,10 +120,16 @@ def _widen_kernel(
         total += bias.to(tl.float32)[None, :]
     p_ptr += one.to(tl.int64) * M * p_stride
     b_ptr += one.to(tl.int64) * b_stride
-    for j in range(r):
-        p = tl.load(p_ptr + row * p_stride + j, row < M, 0.0)
-        b = tl.load(b_ptr + j * width + column, column < width, 0.0)
-        total += p[:, None] * b[None, :]
+    if RANK > 0:
+        for j in tl.static_range(RANK):
+            p = tl.load(p_ptr + row * p_stride + j, row < M, 0.0)
+            b = tl.load(b_ptr + j * width + column, column < width, 0.0)
+            total += p[:, None] * b[None, :]
+    else:
+        for j in range(r):
+            p = tl.load(p_ptr + row * p_stride + j, row < M, 0.0)
+            b = tl.load(b_ptr + j * width + column, column < width, 0.0)
+            total += p[:, None] * b[None, :]
     at = (one.to(tl.int64) * M + row)[:, None] * width + column[None, :]
     y = round_nearest(total, y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, (row < M)[:, None] & (column < width)[None, :])
@@ -185,5 +191,6 @@ def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None
     grid = (-(-rows // ROWS_OUT), -(-width // COLUMNS), looks)
     with on_device(p_LMr):
         tile = {"ROWS": ROWS_OUT, "COLUMNS": COLUMNS, "num_warps": WARPS_OUT, "enable_fp_fusion": False}
+        tile |= {"RANK": rank if rank <= FEW else 0}
         _widen_kernel[grid](p_LMr, b_LrO, bias_LO, y_LMO, rows, width, rank, *strides, **tile)
     return y_LMO
