@@ -26,7 +26,7 @@ from keyhole.ops.rounding.round import round_nearest
 
 WIDEST = 32768  # numbers of a row that one program can hold
 NUMBERS = 1024  # of a program, if rows are short
-PER_WARP = 1024
+PER_WARP = 2048
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs, so each must have many load
 LEAST = 16  # minimum number of columns of tl.dot
 FEW = 4  # ranks up to this are summed without tl.dot, which would multiply by twelve columns of zeros
 FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 2
-ROWS_OUT, COLUMNS, WARPS_OUT = 8, 1024, 8
+ROWS_OUT, COLUMNS, WARPS_OUT = 8, 1024, 4
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
