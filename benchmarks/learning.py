@@ -110,6 +110,15 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         [0, 1, 2],
         LARGE | DEV | {"max_steps": 3300, "eval_steps": 1100, "learning_rate": 1e-4, "zo": RANK | CLIP},
     ),
+    "sst2-zo-upper-16": ("sst2", [0, 1, 2], ZO | DEV | UPPER | {"learning_rate": 1.5e-4}),
+    "sst2-zo-upper-minutes": (
+        "sst2",
+        [0, 1, 2],
+        LARGE
+        | DEV
+        | UPPER
+        | {"learning_rate": 8e-5, "zo": RANK | {"clip": 3.0}, "max_steps": 8000, "eval_steps": 2000},
+    ),
     "sst2-zo-upper": (
         "sst2",
         [0],

@@ -1,6 +1,7 @@
 """A textbook MeZO loop on a task, beside `zo`: same prompts, same batches, same objective, plain PyTorch otherwise.
 
     python benchmarks/textbook_learning.py MODEL TASK_DATA [--task sst2] [--lr 4e-5] [--steps 3000] [--seeds 0,1,2]
+                                           [--freeze NAME,NAME]      as keyhole's `freeze`
 
 The data are those of `keyhole train task=...` with these settings, in the same order. The model is the Hugging Face
 module, all of it on the device, its parameters views of one vector w. A step is MeZO's Algorithm 1:
@@ -28,6 +29,7 @@ import keyhole
 from keyhole.config import TrainConfig, resolve
 from keyhole.config.data import data_settings
 from keyhole.data.run import load_data
+from keyhole.model.structure.freeze import freeze
 from keyhole.training.validation import Judge
 
 NAMES = ("input_ids", "labels", "question", "answer")
@@ -126,6 +128,7 @@ def train(args: argparse.Namespace, seed: int) -> None:
     data = load_data(data_settings(config, None))
     judge = Judge(data.dev, data.test, config.max_length)
     module = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()
+    freeze(module, args.freeze.split(",") if args.freeze else None)
     w, losses = flattened(module), Losses(module, device)
     z, generator = torch.empty_like(w), torch.Generator(device).manual_seed(seed)
     train_s = time.perf_counter()
@@ -164,6 +167,7 @@ def main() -> None:
     parser.add_argument("--schedule", choices=["constant", "linear"], default="linear")
     parser.add_argument("--shuffled", action="store_true", help="stratify=false, as in runs from before that setting")
     parser.add_argument("--tf32", action="store_true")
+    parser.add_argument("--freeze", default="", help="parameters that are not trained, as keyhole's setting")
     parser.add_argument("--eps", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=int, default=0, help="test every N steps; 0: at the end")
