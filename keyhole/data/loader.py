@@ -22,6 +22,7 @@ have one number each in `labels` [rows], and token_type_ids if the model has the
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,9 @@ def collate(
     width = Padding(pad_to_multiple_of, pad_to_most).width(max(len(s.input_ids) for s in samples))
 
     def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.int64)
+        length_B = np.array([len(row) for row in rows], dtype=np.int64)
+        tokens_M = np.fromiter(chain.from_iterable(rows), np.int64, int(length_B.sum()))
+        return torch.from_numpy(_placed(tokens_M, length_B, width, fill))
 
     batch = {"input_ids": padded([s.input_ids for s in samples], pad_token_id)}
     if samples[0].target is None:
@@ -85,15 +88,49 @@ def collate(
     return batch
 
 
+def _placed(tokens_M: np.ndarray, length_B: np.ndarray, width: int, fill: int) -> np.ndarray:
+    """[B, T]: the tokens of all rows, one row behind the other, as rows that are filled up."""
+    rows_BT = np.full((len(length_B), width), fill, dtype=np.int64)
+    rows_BT[np.arange(width) < length_B[:, None]] = tokens_M
+    return rows_BT
+
+
 def make_batch(dataset: Dataset, rows: list[int], padding: Padding) -> Batch:
-    """The rows of a data set as one batch."""
-    if dataset.right is None:
-        return collate([dataset[i] for i in rows], dataset.pad_token_id, *padding)
-    groups = [dataset.candidates(i) for i in rows]
-    batch = collate([sample for group in groups for sample in group], dataset.pad_token_id, *padding)
-    question = [q for q, group in enumerate(groups) for _ in group]
-    answer = [int(k == dataset.right[i]) for i, group in zip(rows, groups, strict=True) for k in range(len(group))]
-    return batch | {"question": torch.tensor(question), "answer": torch.tensor(answer)}
+    """The rows of a data set as one batch: what `collate` makes of its samples, without a list per sample."""
+    chosen = [dataset.rows[i] for i in rows]
+    members = chosen if dataset.right is None else [[i] for row in chosen for i in row]  # the samples of each row
+    sample_S = np.fromiter(chain.from_iterable(members), np.int64)
+    length_S = dataset.starts[sample_S + 1] - dataset.starts[sample_S]
+    first_B = np.cumsum([0] + [len(row) for row in members[:-1]])
+    length_B = np.add.reduceat(length_S, first_B)
+    within_M = np.arange(int(length_S.sum())) - np.repeat(np.cumsum(length_S) - length_S, length_S)
+    at_M = np.repeat(dataset.starts[sample_S], length_S) + within_M
+    width = padding.width(int(length_B.max()))
+
+    def placed(x_M: np.ndarray, fill: int) -> torch.Tensor:
+        return torch.from_numpy(_placed(x_M, length_B, width, fill))
+
+    ids_M = dataset.ids[at_M]
+    batch = {"input_ids": placed(ids_M, dataset.pad_token_id)}
+    if dataset.targets is None:
+        batch["labels"] = placed(np.where(dataset.trained[at_M], ids_M, IGNORED), IGNORED)
+    else:
+        batch["labels"] = torch.tensor([dataset.targets[row[0]] for row in members])
+        if dataset.types is not None:
+            batch["token_type_ids"] = placed(dataset.types[at_M], 0)
+    if dataset.packed:
+        after_BT = np.arange(width) - length_B[:, None]  # of padding: 0, 1, 2, ...
+        batch["position_ids"] = torch.from_numpy(
+            np.where(after_BT < 0, _placed(within_M, length_B, width, 0), after_BT)
+        )
+    else:
+        batch["attention_mask"] = placed(np.ones_like(at_M), 0)
+    if dataset.right is not None:
+        size_Q = np.array([len(row) for row in chosen])
+        right = np.cumsum(size_Q) - size_Q + np.array([dataset.right[i] for i in rows])
+        batch["question"] = torch.from_numpy(np.repeat(np.arange(len(rows)), size_Q))
+        batch["answer"] = torch.zeros(len(members), dtype=torch.int64).index_fill_(0, torch.from_numpy(right), 1)
+    return batch
 
 
 class Loader:

@@ -64,18 +64,17 @@ def join(ids_KT: torch.Tensor, length_K: torch.Tensor, most: int) -> Joined | No
     count = _rounded(len(rows))
     if count * width > WORTH * ids_KT.numel():
         return None
-    begins = torch.empty(len(lengths), dtype=torch.int64)
-    ends = torch.zeros(count, dtype=torch.int64)
+    begin, end = [0] * len(lengths), [r * width for r in range(count)]  # lists: a tensor's elements one by one are slow
     for r, members in enumerate(rows):
         for k in members:
-            begins[k] = r * width + ends[r]
-            ends[r] += lengths[k]
+            begin[k] = end[r]
+            end[r] += lengths[k]
+    begins, ends = torch.tensor(begin), torch.tensor(end)
     place_M = torch.repeat_interleave(begins, length_K) + _within(length_K)
     ids = torch.zeros(count * width, dtype=ids_KT.dtype)
     ids[place_M] = ids_KT[torch.arange(ids_KT.shape[1]) < length_K[:, None]]
     start = torch.zeros(count * width, dtype=torch.int64)  # of the sample that a position belongs to
-    fill = torch.arange(count) * width + ends
-    for first in (begins, fill[ends < width]):
+    for first in (begins, ends[ends < torch.arange(1, count + 1) * width]):
         start[first] = first
     positions = (torch.arange(count * width) - start.cummax(dim=0).values) % longest  # none beyond those of the batch
     return Joined(ids.view(count, width), positions.view(count, width), begins)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.data.dataset import Dataset, Sample
-from keyhole.data.loader import Batch, EvalBatches, Loader, _splitmix64, collate, order
+from keyhole.data.loader import Batch, EvalBatches, Loader, _splitmix64, collate, make_batch, order
+from keyhole.data.padding import Padding
 from keyhole.errors import UserError
 
 
@@ -116,6 +117,38 @@ def test_collate_pads_on_the_right() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9, 9, 9, 9], [4, 9, 9, 9, 9, 9, 9, 9]]
     assert batch["labels"].tolist() == [[-100, 2, 3] + [-100] * 5, [-100] * 8]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=4, max_size=12),
+    kind=st.sampled_from(["plain", "packed", "questions", "classes", "values with types"]),
+    multiple=st.integers(1, 8),
+    seed=st.integers(0, 99),
+)
+def test_a_batch_is_what_its_samples_collate_to(lengths: list[int], kind: str, multiple: int, seed: int) -> None:
+    """The loader places the tokens of all rows at once; `collate` takes them sample by sample."""
+    draw, count = np.random.default_rng(seed), len(lengths)
+    ids = [draw.integers(0, 99, n).astype(np.int32) for n in lengths]
+    trained = [draw.random(n) < 0.5 for n in lengths]
+    halves = [list(range(count // 2)), list(range(count // 2, count))]
+    right = [int(draw.integers(len(half))) for half in halves]
+    how = {
+        "plain": {},
+        "packed": {"rows": halves},
+        "questions": {"questions": (halves, right)},
+        "classes": {"targets": draw.integers(0, 3, count).tolist()},
+        "values with types": {"targets": draw.random(count).tolist(), "types": [[1] * n for n in lengths]},
+    }
+    data = Dataset(ids, trained, pad_token_id=7, **how[kind])
+    rows = draw.permutation(len(data)).tolist()
+    samples = [s for i in rows for s in (data.candidates(i) if kind == "questions" else [data[i]])]
+    found, expected = make_batch(data, rows, Padding(multiple)), collate(samples, 7, multiple)
+    if kind == "questions":
+        expected["question"] = torch.tensor([q for q, i in enumerate(rows) for _ in halves[i]])
+        expected["answer"] = torch.tensor([int(k == right[i]) for i in rows for k in range(len(halves[i]))])
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert x.dtype == found[name].dtype and torch.equal(x, found[name]), name
 
 
 def test_packed_batches_have_positions_and_no_mask() -> None:
