@@ -6,9 +6,9 @@ code, not on the library. Measured on tiny random models, transformers 5.22 with
 5.17 and in bf16 as well):
 
     apart    Llama 1 to 4, Qwen 2 and 3 (dense, MoE), Gemma 1 to 3, Mistral, Mixtral, Phi 1 to 3, OLMo 1 to 3,
-             OLMoE, GPT-2, GPT-NeoX, GPT-J, Cohere, GLM-4, Granite, SmolLM3, DeepSeek-V3, Starcoder 2, LFM2, ...
+             OLMoE, GPT-2, GPT-NeoX, GPT-J, Cohere, GLM-4, Granite, SmolLM3, DeepSeek-V3, Starcoder 2, ...
     leaks    OPT, BLOOM, Falcon, MPT, XGLM, GPT-OSS, AFMoE; all recurrent layers tried (Mamba 1 and 2, RWKV,
-             Qwen3-Next, Qwen 3.5, Nemotron-H, Granite hybrid, MiniMax); BART and BERT decoders
+             Qwen3-Next, Qwen 3.5, Nemotron-H, Granite hybrid, MiniMax) and convolutions (LFM2); BART and BERT decoders
 
 So `check_packing` tests the model before the first packed batch and refuses on a leak. For each token of a sample it
 computes the NLL of the sample alone, packed after another sample, and concatenated with it:
@@ -89,7 +89,8 @@ def measure(nll: list[torch.Tensor], dtype: torch.dtype) -> tuple[float, float, 
 
 
 def probes(vocab_size: int) -> list[dict[str, torch.Tensor]]:
-    """The second sample alone, packed, concatenated; row r trains only on its token r + 1: one NLL per token."""
+    """The second sample alone, packed, concatenated; row r trains only on its token r + 1: one NLL per token. Alone it
+    has the positions that the model gives it, which need not begin at 0."""
     t, rows = PROBE, PROBE - 1
     second = torch.randint(0, vocab_size, (t,), generator=torch.Generator().manual_seed(0))
     ids = torch.cat([second.roll(t // 2), second])  # a trained model that sees the first copies tokens from it: clear
@@ -98,7 +99,7 @@ def probes(vocab_size: int) -> list[dict[str, torch.Tensor]]:
     pair = {"input_ids": ids.repeat(rows, 1), "labels": labels}
     restart, onward = torch.arange(2 * t) % t, torch.arange(2 * t)
     return [
-        {name: x[:, t:].contiguous() for name, x in pair.items()} | {"position_ids": onward[:t].repeat(rows, 1)},
+        {name: x[:, t:].contiguous() for name, x in pair.items()},
         pair | {"position_ids": restart.repeat(rows, 1)},
         pair | {"position_ids": onward.repeat(rows, 1)},
     ]
