@@ -20,7 +20,8 @@ The decision depends on the batch alone: streamed and resident steps, and all ra
 Not joined: batches with positions of their own, or on a GPU, where looking at them would synchronize; masks that hide a
 token before the last trained one; models in which joined rows would see each other; rows of more tokens, before or
 after, than the model has positions or computes with one rotary embedding (longrope and dynamic: the largest position of
-a batch, be it padding, decides about all of its rows).
+a batch, be it padding, decides about all of its rows), or than its sparse attention reads (ties between tokens are
+broken by their place in the row).
 Legend: B rows of a batch, K rows that need a pass (shared_rows.py), T positions, N trained tokens.
 """
 
@@ -33,6 +34,7 @@ from keyhole.model.structure.config_file import POSITIONS
 
 WIDTHS = (64, 128, 256)
 WORTH = 0.75
+SPARSE = ("attention_chunk_size", "index_topk")  # settings of models whose tokens do not read all of a longer row
 
 
 class Joined(NamedTuple):
@@ -46,7 +48,7 @@ class Joined(NamedTuple):
 def longest_row(config: Any) -> int:
     """The most tokens that a row of this model may have, before it is joined and after."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limits = [getattr(text, name, None) for name in (*POSITIONS, "attention_chunk_size")]
+    limits = [getattr(text, name, None) for name in (*POSITIONS, *SPARSE)]
     rope = getattr(text, "rope_parameters", None) or {}
     for one in (rope, *rope.values()):  # of all layers, or of each kind of layer
         limits += [one.get("original_max_position_embeddings")] if isinstance(one, dict) else []

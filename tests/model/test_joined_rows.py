@@ -10,6 +10,7 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.method import ZO
 from keyhole.model.batch import to_device
 from keyhole.model.joined_rows import WIDTHS, _rounded, join
+from tests.families.tiny import tiny_config
 from tests.model.candidates import candidate_batch, plain_candidates_loss, ragged
 from tests.model.decoders import VOCAB, config
 from tests.model.test_shared_rows import of_one_token
@@ -130,6 +131,19 @@ def test_padding_that_changes_the_rotary_embedding(kind: str) -> None:
     with torch.no_grad():
         expected = float(plain_candidates_loss(model.module, [batch]))
     assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_tokens_that_read_a_part_of_their_row_only() -> None:
+    """DeepSeek V3.2 reads the tokens of highest score; many scores are 0, and which of them are read depends on their
+    place in the row. Rows that are read as a whole are joined."""
+    batch = ragged()
+    for count, joined in ((8, False), (64, True)):
+        made = tiny_config("deepseek_v32", index_topk=count, initializer_range=0.1)
+        model = keyhole.load(made, init="random", device="cpu", dtype="float32")
+        assert model.send([batch], shares=True, joins=True)[0].packed == joined
+        with torch.no_grad():
+            expected = float(plain_candidates_loss(model.module, [batch]))
+        assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_packed_rows_of_the_caller_are_tested_for_their_length() -> None:
