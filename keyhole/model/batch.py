@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from keyhole.errors import UserError, warn
-from keyhole.model.joined_rows import hides_only_the_end, join
+from keyhole.model.joined_rows import join
 from keyhole.model.objective import PER_ROW, Candidates, check_candidates, places
 from keyhole.model.packing import is_packed, separate
 from keyhole.model.shared_rows import IGNORED, find_shared, is_on_host
@@ -185,10 +185,10 @@ def to_device(batch: Batch, device: torch.device, shares: bool = False, most: in
         stays_K, place_B = found
         index_N = place_B[row_N] * labels_BT.shape[1] + trained_N % labels_BT.shape[1]
         ids, mask = ids[stays_K], None if mask is None else mask[stays_K]
-    if most and positions is None and is_on_host(batch) and hides_only_the_end(mask):
+    if most and positions is None and is_on_host(batch):
         place_N, column_N = index_N // ids.shape[1], index_N % ids.shape[1]
         length_K = torch.zeros(len(ids), dtype=torch.int64).scatter_reduce_(0, place_N, column_N + 1, "amax")
-        if (joined := join(ids, length_K, most)) is not None:
+        if (joined := join(ids, mask, length_K, most)) is not None:
             index_N = joined.begin_K[place_N] + column_N
             ids, mask, positions = joined.ids_RW, None, joined.positions_RW
     inputs = {"input_ids": ids}

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from keyhole.model.batch import DeviceBatch, to_device
 from keyhole.model.forward.evaluation import nll_by_token
-from keyhole.model.packing import measure, probes
+from keyhole.model.packing import leaks, probes
 
 LIMIT, LIMIT_16_BIT = 0.01, 0.1
 LENGTH = 9  # tokens of a row
@@ -56,10 +56,9 @@ def keeps_apart(model: Any) -> bool:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     try:
         batches = [to_device(batch, model.device) for batch in probes(config.vocab_size)]
-        leak, _, limit = measure(nll_by_token(model, batches, learn=False), model.dtype)
+        return not leaks(nll_by_token(model, batches, learn=False), model.dtype)
     except Exception:
         return False
-    return leak <= limit
 
 
 def _probes(model: Any, padded: bool) -> list[DeviceBatch]:

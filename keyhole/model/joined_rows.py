@@ -17,8 +17,11 @@ questions of SST-2 have one or two shapes. Rows are joined if R W is at most WOR
 predicted from does not change, so losses are those of separate rows, up to the rounding of products with other shapes.
 The decision depends on the batch alone: streamed and resident steps, and all ranks, make the same one.
 
-Not joined: batches with positions of their own, or on a GPU, where looking at them would synchronize; masks that hide
-more than the end of a row; models in which joined rows would see each other, or that have fewer positions than W.
+Not joined: batches with positions of their own, or on a GPU, where looking at them would synchronize; masks that hide a
+token before the last trained one; models in which joined rows would see each other; rows of more tokens, before or
+after, than the model has positions or computes with one rotary embedding (longrope and dynamic: the largest position of
+a batch, be it padding, decides about all of its rows), or than its sparse attention reads (ties between tokens are
+broken by their place in the row).
 Legend: B rows of a batch, K rows that need a pass (shared_rows.py), T positions, N trained tokens.
 """
 
@@ -31,6 +34,7 @@ from keyhole.model.structure.config_file import POSITIONS
 
 WIDTHS = (64, 128, 256)
 WORTH = 0.75
+SPARSE = ("attention_chunk_size", "index_topk")  # settings of models whose tokens do not read all of a longer row
 
 
 class Joined(NamedTuple):
@@ -42,23 +46,22 @@ class Joined(NamedTuple):
 
 
 def longest_row(config: Any) -> int:
-    """The most tokens that a row of this model may have."""
+    """The most tokens that a row of this model may have, before it is joined and after."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limits = (getattr(text, name, None) for name in (*POSITIONS, "attention_chunk_size"))
+    limits = [getattr(text, name, None) for name in (*POSITIONS, *SPARSE)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in (rope, *rope.values()):  # of all layers, or of each kind of layer
+        limits += [one.get("original_max_position_embeddings")] if isinstance(one, dict) else []
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=WIDTHS[-1])
 
 
-def hides_only_the_end(mask_KT: torch.Tensor | None) -> bool:
-    """Whether this attention mask, on the host, hides nothing but the ends of rows."""
-    return mask_KT is None or not bool((mask_KT[:, 1:] > mask_KT[:, :-1]).any())
-
-
-def join(ids_KT: torch.Tensor, length_K: torch.Tensor, most: int) -> Joined | None:
-    """Rows of which only the first length_K tokens are needed, joined into rows of at most `most` tokens; None if that
-    saves too little."""
+def join(ids_KT: torch.Tensor, mask_KT: torch.Tensor | None, length_K: torch.Tensor, most: int) -> Joined | None:
+    """Rows of which only the first length_K tokens are needed, joined into rows of at most `most` tokens; None if one
+    of these tokens is hidden by the mask, or if joining saves too little."""
     lengths, longest = length_K.tolist(), int(length_K.max())
     width = next((w for w in WIDTHS if w >= longest), ids_KT.shape[1])
-    if width > most:
+    needed_KT = torch.arange(ids_KT.shape[1]) < length_K[:, None]
+    if max(width, ids_KT.shape[1]) > most or (mask_KT is not None and not bool(mask_KT[needed_KT].all())):
         return None
     rows = pack(lengths, width)
     count = _rounded(len(rows))
@@ -72,7 +75,7 @@ def join(ids_KT: torch.Tensor, length_K: torch.Tensor, most: int) -> Joined | No
     begins, ends = torch.tensor(begin), torch.tensor(end)
     place_M = torch.repeat_interleave(begins, length_K) + _within(length_K)
     ids = torch.zeros(count * width, dtype=ids_KT.dtype)
-    ids[place_M] = ids_KT[torch.arange(ids_KT.shape[1]) < length_K[:, None]]
+    ids[place_M] = ids_KT[needed_KT]
     start = torch.zeros(count * width, dtype=torch.int64)  # of the sample that a position belongs to
     for first in (begins, ends[ends < torch.arange(1, count + 1) * width]):
         start[first] = first

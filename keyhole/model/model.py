@@ -171,7 +171,8 @@ class Model:
         may = (shares or joins) and self._may_share(batches, joins)
         most = self._longest_joined() if may and joins else 0
         sent = [self.head.to_device(one, self.device, may and shares, most) for one in batches]
-        if not self._keeps_packed_apart and any(one.packed for one in sent):
+        packed = (one.packed and "position_ids" in batch for one, batch in zip(sent, batches, strict=True))
+        if not self._keeps_packed_apart and any(packed):  # by the caller: joined rows were tested
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
 
@@ -188,8 +189,7 @@ class Model:
     def _longest_joined(self) -> int:
         """The most tokens of a joined row; 0 if joined rows would see each other, or the model cannot run on them."""
         if self._most_joined is None:
-            apart = self._keeps_packed_apart = self._keeps_packed_apart or keeps_apart(self)
-            self._most_joined = longest_row(self.config) if apart else 0
+            self._most_joined = longest_row(self.config) if keeps_apart(self) else 0
         return self._most_joined
 
     def check_packing(self, length: int | None = None) -> None:

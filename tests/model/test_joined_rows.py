@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
+from keyhole.errors import UserError
 from keyhole.methods.zo.method import ZO
 from keyhole.model.batch import to_device
 from keyhole.model.joined_rows import WIDTHS, _rounded, join
+from tests.families.tiny import tiny_config
 from tests.model.candidates import candidate_batch, plain_candidates_loss, ragged
 from tests.model.decoders import VOCAB, config
 from tests.model.test_shared_rows import of_one_token
@@ -69,7 +71,7 @@ def test_what_is_not_joined() -> None:
 def test_a_row_that_trains_nothing_takes_no_room() -> None:
     ids = torch.randint(3, VOCAB, (40, 30))
     lengths = torch.tensor([0, 30] + [3] * 38)
-    found = join(ids, lengths, 64)
+    found = join(ids, None, lengths, 64)
     assert found is not None and found.ids_RW.shape == (3, 64)
 
 
@@ -85,6 +87,75 @@ def test_losses_are_those_of_separate_rows(name: str, tokens: int) -> None:
     assert sent.packed == (name != "opt")
     loss = float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch))
     assert loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_mask_that_hides_needed_tokens_is_obeyed() -> None:
+    """Labels reach beyond the end of the mask: hidden tokens stay hidden, at a loss that shows it."""
+    model = keyhole.load(config("llama", initializer_range=0.2), init="random", device="cpu")
+    batch = ragged(tokens=3)
+    mask = batch["attention_mask"]
+    mask[torch.arange(mask.shape[1]) >= mask.sum(dim=1, keepdim=True) - 3] = 0
+    with torch.no_grad():
+        expected = float(plain_candidates_loss(model.module, [batch]))
+    assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_positions_that_do_not_begin_at_0() -> None:
+    """A model that gives rows other positions than joined rows have is found out."""
+
+    def from_7(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple:
+        if kwargs.get("position_ids") is None:
+            ids_BT = args[0] if args else kwargs["input_ids"]
+            kwargs["position_ids"] = 7 + torch.arange(ids_BT.shape[1])[None]
+        return args, kwargs
+
+    model = keyhole.load(config("gpt2", n_positions=128), init="random", device="cpu")
+    model.module.transformer.register_forward_pre_hook(from_7, with_kwargs=True)
+    (sent,) = model.send([ragged()], shares=True, joins=True)
+    assert not sent.packed
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_padding_that_changes_the_rotary_embedding(kind: str) -> None:
+    """Rows padded beyond the positions of pretraining have other angles, which they keep."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    most = 64 if kind == "dynamic" else 256
+    changes = {"max_position_embeddings": most, "rope_parameters": rope, "initializer_range": 0.2}
+    model = keyhole.load(config("llama", **changes), init="random", device="cpu")
+    batch = ragged()
+    assert model.send([batch], shares=True, joins=True)[0].packed
+    ends = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    batch |= {name: torch.nn.functional.pad(batch[name], (0, 60), value=value) for name, value in ends.items()}
+    with torch.no_grad():
+        expected = float(plain_candidates_loss(model.module, [batch]))
+    assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_tokens_that_read_a_part_of_their_row_only() -> None:
+    """DeepSeek V3.2 reads the tokens of highest score; many scores are 0, and which of them are read depends on their
+    place in the row. Rows that are read as a whole are joined."""
+    batch = ragged()
+    for count, joined in ((8, False), (64, True)):
+        made = tiny_config("deepseek_v32", index_topk=count, initializer_range=0.1)
+        model = keyhole.load(made, init="random", device="cpu", dtype="float32")
+        assert model.send([batch], shares=True, joins=True)[0].packed == joined
+        with torch.no_grad():
+            expected = float(plain_candidates_loss(model.module, [batch]))
+        assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_packed_rows_of_the_caller_are_tested_for_their_length() -> None:
+    """Also if rows were joined before: chunks of attention would cut samples that are packed."""
+    model = keyhole.load(config("llama4", attention_chunk_size=64), init="random", device="cpu")
+    method = ZO(model, lr=1e-3, seed=3)
+    method.step(ragged())
+    assert model.send([ragged()], shares=True, joins=True)[0].packed
+    ids = torch.randint(3, VOCAB, (2, 100))
+    packed = {"input_ids": ids, "labels": ids, "position_ids": (torch.arange(100) % 50).expand(2, -1)}
+    with pytest.raises(UserError, match="attention is cut every 64 tokens"):
+        method.step(packed)
 
 
 def test_a_model_with_few_positions_keeps_its_rows() -> None:
