@@ -23,9 +23,9 @@ in bf16, 0 for small random models and about 0.02 for a trained one of 135M para
 every layer. But the concatenated sample has other positions too, beside which a leak can be small: 0.3 to 2 % in random
 models with learned positions, 0.3 % in a random RecurrentGemma. The second line compares passes of the same shapes and
 positions: its ratio is 0 where samples are separate, in any dtype (rounding, where experts have other tokens), and 0.3
-or more where they leak. So the limit is 0.01, and 0.1 for 16-bit weights. Falcon-H1 is in between: its attention keeps
-samples apart, its recurrence does not, and is weak (0.002 to 0.02, random). So rows that nobody asked to pack
-(joined_rows.py) have the limit ROUNDING in the second line.
+or more where they leak. So the limit is 0.01, and 0.1 for 16-bit weights. Two random models are in between: attention
+keeps samples apart, but the recurrence of Falcon-H1 and the convolutions of LFM2-MoE do not, and are weak (0.001 to
+0.03). So rows that nobody asked to pack (joined_rows.py) have the limit ROUNDING in the second line.
 
 A user's packed batch may also have a mask. Models look for jumps only if there is no mask, so the mask of a packed
 batch is dropped: `separate` gives the padding at the end of a row its own positions, as one more sample that no other
