@@ -56,7 +56,7 @@ def keeps_apart(model: Any) -> bool:
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     try:
         batches = [to_device(batch, model.device) for batch in probes(config.vocab_size)]
-        return not leaks(nll_by_token(model, batches, learn=False), model.dtype)
+        return not leaks(nll_by_token(model, batches, learn=False), model.dtype, strict=True)
     except Exception:
         return False
 

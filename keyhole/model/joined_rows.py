@@ -20,8 +20,8 @@ The decision depends on the batch alone: streamed and resident steps, and all ra
 Not joined: batches with positions of their own, or on a GPU, where looking at them would synchronize; masks that hide a
 token before the last trained one; models in which joined rows would see each other; rows of more tokens, before or
 after, than the model has positions or computes with one rotary embedding (longrope and dynamic: the largest position of
-a batch, be it padding, decides about all of its rows), or than its sparse attention reads (ties between tokens are
-broken by their place in the row).
+a batch, be it padding, decides about all of its rows), or than its sparse attention reads (by blocks that are counted
+in the row, or with ties that are broken by the place in the row).
 Legend: B rows of a batch, K rows that need a pass (shared_rows.py), T positions, N trained tokens.
 """
 
@@ -34,7 +34,7 @@ from keyhole.model.structure.config_file import POSITIONS
 
 WIDTHS = (64, 128, 256)
 WORTH = 0.75
-SPARSE = ("attention_chunk_size", "index_topk")  # settings of models whose tokens do not read all of a longer row
+SPARSE = ("attention_chunk_size", "index_topk", "index_block_size")  # tokens of a row that are surely all read
 
 
 class Joined(NamedTuple):

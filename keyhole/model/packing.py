@@ -23,7 +23,9 @@ in bf16, 0 for small random models and about 0.02 for a trained one of 135M para
 every layer. But the concatenated sample has other positions too, beside which a leak can be small: 0.3 to 2 % in random
 models with learned positions, 0.3 % in a random RecurrentGemma. The second line compares passes of the same shapes and
 positions: its ratio is 0 where samples are separate, in any dtype (rounding, where experts have other tokens), and 0.3
-or more where they leak. So the limit is 0.01, and 0.1 for 16-bit weights.
+or more where they leak. So the limit is 0.01, and 0.1 for 16-bit weights. Two random models are in between: attention
+keeps samples apart, but the recurrence of Falcon-H1 and the convolutions of LFM2-MoE do not, and are weak (0.001 to
+0.03). So rows that nobody asked to pack (joined_rows.py) have the limit ROUNDING in the second line.
 
 A user's packed batch may also have a mask. Models look for jumps only if there is no mask, so the mask of a packed
 batch is dropped: `separate` gives the padding at the end of a row its own positions, as one more sample that no other
@@ -36,7 +38,7 @@ import torch
 
 from keyhole.errors import UserError
 
-LEAK, LEAK_16_BIT = 0.01, 0.1
+LEAK, LEAK_16_BIT, ROUNDING = 0.01, 0.1, 1e-4
 PROBE = 9  # tokens in each of the two samples
 
 
@@ -85,11 +87,16 @@ def check_packing(model: Any, max_length: int | None = None) -> None:
         )
 
 
-def leaks(nll: list[torch.Tensor], dtype: torch.dtype) -> list[tuple[float, float]]:
-    """(leak, effect of concatenation) in nats, of those that are too large, from the NLLs of the probes."""
+def leaks(nll: list[torch.Tensor], dtype: torch.dtype, strict: bool = False) -> list[tuple[float, float]]:
+    """(leak, effect of concatenation) in nats, of those that are too large, from the NLLs of the probes. strict: what
+    comes from the sample before may be rounding only."""
     alone, packed, joined, packed_2, joined_2 = (x.double().cpu() for x in nll)
-    limit, found = LEAK if dtype in (torch.float32, torch.float64) else LEAK_16_BIT, []
-    for one, other in ((packed - alone, joined - alone), (packed - packed_2, joined - joined_2)):
+    most, found = LEAK if dtype in (torch.float32, torch.float64) else LEAK_16_BIT, []
+    effects = (
+        (packed - alone, joined - alone, most),
+        (packed - packed_2, joined - joined_2, ROUNDING if strict else most),
+    )
+    for one, other, limit in effects:
         leak, yardstick = float(one.abs().max()), float(other.abs().max())
         found += [] if leak <= limit * yardstick + 1e-6 else [(leak, yardstick)]  # also if it is not a number
     return found

@@ -133,12 +133,27 @@ def test_padding_that_changes_the_rotary_embedding(kind: str) -> None:
     assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_tokens_that_read_a_part_of_their_row_only() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_weak_leak_is_a_leak(dtype: str) -> None:
+    """Falcon-H1: samples are apart in its attention, and not in its recurrence, which contributes little."""
+    model = keyhole.load(tiny_config("falcon_h1"), init="random", device="cpu", dtype=dtype)
+    (sent,) = model.send([ragged()], shares=True, joins=True)
+    assert not sent.packed
+
+
+SPARSE = {
+    "deepseek_v32": ("index_topk", {}),
+    "minimax_m3_vl_text": ("index_block_size", {"index_topk_blocks": 1, "layer_types": ["minimax_m3_sparse"] * 4}),
+}
+
+
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_tokens_that_read_a_part_of_their_row_only(model_type: str) -> None:
     """DeepSeek V3.2 reads the tokens of highest score; many scores are 0, and which of them are read depends on their
-    place in the row. Rows that are read as a whole are joined."""
-    batch = ragged()
-    for count, joined in ((8, False), (64, True)):
-        made = tiny_config("deepseek_v32", index_topk=count, initializer_range=0.1)
+    place in the row. MiniMax M3 reads the best blocks of the row. Rows that are read as a whole are joined."""
+    batch, (name, changes) = ragged(), SPARSE[model_type]
+    for count, joined in ((20, False), (64, True)):
+        made = tiny_config(model_type, initializer_range=0.1, **changes | {name: count})
         model = keyhole.load(made, init="random", device="cpu", dtype="float32")
         assert model.send([batch], shares=True, joins=True)[0].packed == joined
         with torch.no_grad():

@@ -7,8 +7,9 @@ do the two halves of a gated MLP; their V are adjacent in memory (methods/zo/low
 decides what a layer reads. So the first layer of a group computes p for all of them, and leaves it on x, as an
 attribute of that tensor. A layer that finds it there uses its own columns, if nothing has changed since: the tensor's
 memory, shape and version, V, and the pass. A layer that does not find it (the output projection, which has the same
-parent and width) computes its own p, as without groups. So a wrong guess costs columns that nobody reads, and no number
-is ever wrong.
+parent and width) computes its own p, as without groups. So a wrong guess costs columns that nobody reads, and no wrong
+number. (What PyTorch does not count as a change is not seen: a hook that writes into x by `.data` or NumPy, after one
+layer has read it and before the next. Write into x itself, or return another tensor.)
 
 Only the *leader* of a group computes p for all: the layer of the group that was called first in the first pass. So what
 is computed together is the same in all steps, whether weights stream, passes take turns, or a run was resumed. (p
