@@ -123,7 +123,7 @@ def _end(found: Any, table: list[Any], chosen: Any) -> list[str]:
     from keyhole.plan.changes import cheapest_changes
     from keyhole.plan.recommend import reason, settings_of
 
-    steps = f"hours: to learn what {found.question.steps:,} steps of AdamW learn (docs/plan.md)"
+    steps = f"hours: to learn what {found.question.steps:,.0f} steps of AdamW learn (docs/plan.md)"
     asked = [
         row
         for row in table

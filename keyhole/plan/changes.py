@@ -125,7 +125,8 @@ def _own_changes(question: Question, traits: Traits) -> Iterator[tuple[str, Ques
     advice = traits.advice(own)
     for text in advice.change:
         key, _, value = text.partition("=")
-        yield f"{traits.section}.{text}", _with(question, traits, own, **{key: value})
+        kind = type(getattr(own, key))
+        yield f"{traits.section}.{text}", _with(question, traits, own, **{key: int(value) if kind is int else value})
     for key in advice.lower:
         if key in {each.name for each in fields(own)}:
             yield f"{traits.section}.{key}=1", _with(question, traits, own, **{key: 1})
@@ -163,6 +164,7 @@ def said(
         length=length,
         accumulation=max(1, work.passes // row.passes(own)),
         clips=work.clips,
+        steps=work.steps / row.steps if work.steps else Question.steps,
         settings={work.method: own},
     )
     wire = None if formats.plain == formats.dtype and not formats.packs else formats.name

@@ -36,7 +36,7 @@ def make_page(title: str, rows: Sequence[Row], chosen: Row | None, question: Que
         f"<section><h3>GPU memory and pace</h3><figure class='plan'>{_chart(rows, colours, question, chosen)}</figure>"
         "<p class='note'>A dot per placement of a method in the dtype of compute; hollow: does not fit.</p></section>",
         f"<section><h3>Every row</h3>{_table(rows, chosen, colours)}<p class='note'>Hours: to learn what "
-        f"{question.steps:,} steps of AdamW learn, by a rule of thumb per method (docs/plan.md). Bars: seconds of "
+        f"{question.steps:,.0f} steps of AdamW learn, by a rule of thumb per method (docs/plan.md). Bars: seconds of "
         "compute, link and CPU, which overlap.</p></section>",
     ]
     return page(title, parts, EXTRA)

@@ -51,7 +51,7 @@ def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
         return f"nothing that trains all parameters fits; {row.method} trains adapters beside them"
     fastest = min((other for other in rows if other.full), key=lambda other: other.hours)
     count = f"the {fitting} rows that fit" if fitting != 1 else "the one row that fits"
-    learns = f"learns what {question.steps:,} steps of AdamW learn in {row.hours:.2g} h"
+    learns = f"learns what {question.steps:,.0f} steps of AdamW learn in {row.hours:.2g} h"
     if fastest is row:
         others = [other for other in rows if other.full and other.method != row.method]
         next_best = min(others, key=lambda other: other.hours, default=None)

@@ -63,7 +63,7 @@ class Question:
     batch: int = 4
     length: int = 1024
     accumulation: int = 1
-    steps: int = 1000
+    steps: float = 1000.0  # of AdamW; another method makes `Traits.steps` times as many
     clips: bool = False
     keeps: int = 2  # number of checkpoints that are kept
     settings: Mapping[str, Any] = field(default_factory=dict)  # by method
@@ -91,7 +91,7 @@ class Question:
         clips = self.clips and row.sweep != "forward"  # without gradients there is no norm to clip by
         share = experts_share(self.module.config)
         return Workload(
-            row.name, tokens, passes, own, clips, length=self.length, experts=share, steps=int(self.steps * row.steps)
+            row.name, tokens, passes, own, clips, length=self.length, experts=share, steps=round(self.steps * row.steps)
         )
 
 

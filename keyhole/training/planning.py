@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from keyhole.config.schema import TrainConfig
 from keyhole.config.words import split_words
 from keyhole.loading import choose_device
 from keyhole.machine.host import host_memory
@@ -73,7 +74,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         batch=batch,
         length=length,
         accumulation=config.gradient_accumulation_steps,
-        steps=asked.steps or config.max_steps or DEFAULT["max_steps"],
+        steps=asked.steps or _steps(config, named),
         clips=config.max_grad_norm is not None,
         keeps=config.save_total_limit or 2,
         settings={row.name: getattr(config, row.section) for row in METHODS.values()},
@@ -91,6 +92,12 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     title = f"{os.path.basename(os.path.normpath(subject))} on {rates.name}"
     wanted = (config.method, config.placement, config.wire) if named else (None, None, None)
     return Found(question, title, lines, *wanted)
+
+
+def _steps(config: TrainConfig, named: bool) -> float:
+    """Steps of AdamW that learn what the config's steps of its method learn."""
+    steps = config.max_steps or DEFAULT["max_steps"]
+    return steps / METHODS[config.method].steps if named and config.max_steps else steps
 
 
 def _step_line(question: Question) -> str:

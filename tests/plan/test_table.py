@@ -172,6 +172,17 @@ def test_three_changes_make_it_fit_and_are_ordered_by_their_price() -> None:
     assert found[0].settings.startswith(("placement=", "lomo.activations=host", "batch_size="))
 
 
+def test_fewer_kept_periods_are_a_change_that_can_be_planned() -> None:
+    """Kept factors grow with the periods of a run; the advice of the method's row is text, its setting a number."""
+    kept = {"zo": METHODS["zo"].settings(rank=8, refresh=2, fold=False)}
+    asked = question(small(), gpu_gib=0.02, batch=1, length=64, settings=kept, steps=5)
+    now = plan_row(asked, METHODS["zo"], "stream", "int4")
+    assert not now.fits
+    asked = replace(asked, gpu_bytes=now.gpu_bytes - 1)
+    found = changes.cheapest_changes(asked, "zo", "stream", "int4", count=99)
+    assert any(change.settings.startswith("zo.refresh=20") for change in found), [str(change) for change in found]
+
+
 def test_a_refusal_names_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """`place`, before a weight is read: the changes are in the message. With less than 13 GiB of free host memory there
     are none, so the machine's own does not count."""

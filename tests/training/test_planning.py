@@ -11,6 +11,7 @@ import torch
 from keyhole.config.loader import parse_config
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
+from keyhole.methods import METHODS
 from keyhole.methods.work import experts_share
 from keyhole.plan import measure
 from keyhole.plan.profiles import PROFILES
@@ -61,6 +62,16 @@ def test_models_that_were_published_quantised_are_planned_and_tried(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_the_steps_of_a_config_are_those_of_its_method(mixture: Path) -> None:
+    """A run of zo is planned for its max_steps, not for twenty times as many, which is what AdamW's would take."""
+    words = ["method=zo", "max_steps=700", "train_data=a.jsonl", "output_dir=out"]
+    found = ask(check_plan(Asked(f"model={mixture}", words, machine="4090")))
+    assert found.question.workload(METHODS["zo"]).steps == 700
+    assert found.question.workload(METHODS["adamw"]).steps == 35
+    asked = ask(check_plan(Asked(f"model={mixture}", words, steps=50, machine="4090")))
+    assert asked.question.workload(METHODS["zo"]).steps == 50 * METHODS["zo"].steps
+
+
 def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixture: Path) -> None:
     """And said."""
     said: list[str] = []
