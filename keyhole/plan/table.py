@@ -228,7 +228,10 @@ def make_row(
     if question.gpu_bytes is None:  # the CPU is the device
         host, gpu = host + gpu, 0
     weights = itemsize * sum(t.shape.numel() for t in layout.tensors)
-    disk = (weights + asked.saved_bytes) * (question.keeps + 1)
+    own = work.settings or traits.settings()
+    dense = itemsize * sum(u.numel for u in layout.units if u.kind != "block")  # changed, and in light checkpoints too
+    checkpoint = (dense if traits.light(own) else weights) + asked.saved_bytes
+    disk = checkpoint * (question.keeps + 1) + (weights if traits.light(own) else 0)  # and the model at the end
     total = sum(room.formats.homes(layout))
     lacks = [
         f"{about(need - have)} of {what}"

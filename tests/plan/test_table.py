@@ -183,6 +183,14 @@ def test_fewer_kept_periods_are_a_change_that_can_be_planned() -> None:
     assert any(change.settings.startswith("zo.refresh=20") for change in found), [str(change) for change in found]
 
 
+def test_light_checkpoints_take_little_disk() -> None:
+    """With kept factors a checkpoint has no weights of blocks; the model is written once, at the end."""
+    made = question(llama_7b(), "4090", 24, 128, batch=1, length=64, steps=5)
+    kept = replace(made, settings={"zo": METHODS["zo"].settings(rank=2, refresh=50, fold=False)})
+    whole, light = (plan_row(asked, METHODS["zo"], "stream", None).disk_bytes for asked in (made, kept))
+    assert whole / 3 < light < whole / 2
+
+
 def test_a_refusal_names_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """`place`, before a weight is read: the changes are in the message. With less than 13 GiB of free host memory there
     are none, so the machine's own does not count."""
