@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import keyhole
+from keyhole.disk import gguf
 from keyhole.errors import UserError
 from tests.conftest import build_llama
 from tests.disk.published import write_bnb, write_gguf, write_ints
@@ -128,6 +130,31 @@ def test_names_that_only_transformers_knows_are_refused(wire: str | None, source
         UserError, match=r"published as GPTQ 4, and has no tensor for .*up_proj.weight: .*under other names"
     ):
         keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
+
+
+@pytest.mark.parametrize("wire", [None, "int4"])
+def test_a_gguf_header_is_parsed_once(
+    wire: str | None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for every tensor; and again when the file is another one, though as large."""
+    parsed = []
+
+    class Counted(gguf.Header):
+        def __init__(self, data: Any) -> None:
+            parsed.append(len(data))
+            super().__init__(data)
+
+    write_gguf(source, tmp_path / "in", "Q4_0")
+    monkeypatch.setattr(gguf, "Header", Counted)
+    model = keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
+    assert len(parsed) == 1 < len(model.layout.tensors)
+    path = tmp_path / "in" / "model.gguf"
+    changed = path.read_bytes().replace(b"blk.0.", b"blk.9.")
+    path.unlink()
+    path.write_bytes(changed)
+    with pytest.raises(UserError, match="no tensor for"):
+        keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
+    assert len(parsed) == 2
 
 
 @pytest.mark.parametrize("form", ["Q4_0", "Q4_1"])
