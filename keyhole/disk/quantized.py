@@ -32,6 +32,7 @@ BNB = ".quant_state.bitsandbytes__"
 OF_BNB = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP = 64  # group size of the grids
+NESTED = ("nested_blocksize", "nested_offset")  # in the state, if absmax is quantised itself
 LARGEST_STATE = 4096  # bytes
 LAYOUTS = {"gptq": {"checkpoint_format": ("gptq", "gptq_v2")}, "awq": {"version": ("gemm", "exllama", "ipex")}}
 """What config.json may say of the layout of the integers; others (gemv, marlin) have the same names and other bits."""
@@ -98,6 +99,10 @@ def _bnb_form(name: str, names: Mapping[str, Any], get: "Get") -> Form:
     fine = fine and -(-numel // 2) in (held, 2 * held, 4 * held)
     if not fine or "absmax" not in parts or "quant_map" not in parts or names[parts["absmax"]] != (-(-numel // block),):
         raise ValueError(f"{name} does not fit the tensors of {weight}")
+    lacks = [key for key in NESTED if key not in about]
+    lacks += [f"{weight}.{role}" for role in OF_BNB if role.startswith("nested_") and role not in parts]
+    if 0 < len(lacks) < 4:
+        raise ValueError(f"the scales of {weight} are quantised themselves, and {lacks[0]} is missing")
     whole = block == GROUP and numel % block == 0
     grid = ("nf4", GROUP, "float32", False) if about.get("quant_type") == "nf4" and whole else None
     return Form("bitsandbytes", shape, parts, about, grid)  # type: ignore[arg-type]
@@ -112,9 +117,11 @@ def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[s
     for key, known in LAYOUTS[method].items():
         if str(said.get(key) or known[0]).lower() not in known:
             raise ValueError(f"{key} of config.json is {said[key]!r:.40}; {', '.join(known)} are read")
-    lacks = [role for role in ("qweight", "qzeros", "scales") if role not in parts]
+    needed = ("qweight", "qzeros", "scales", *(("g_idx",) if method == "gptq" and said.get("desc_act") else ()))
+    lacks = [role for role in needed if role not in parts]
     if lacks:
-        raise ValueError(f"{stem} lacks {lacks[0]}")
+        why = ", though config.json says desc_act: the groups of its inputs are not known" * (lacks[0] == "g_idx")
+        raise ValueError(f"{stem} lacks {lacks[0]}{why}")
     (rows, columns), per = names[parts["qweight"]], 32 // bits
     inputs, outputs = (rows * per, columns) if method == "gptq" else (rows, columns * per)
     group = inputs if group < 1 else group
@@ -136,6 +143,10 @@ def _bnb(form: Form, get: "Get") -> "tuple[torch.Tensor, tuple[torch.Tensor, tor
 
     part = {role: get(name) for role, name in form.parts.items()}
     absmax, block = part["absmax"], int(form.about["blocksize"])
+    if absmax.is_floating_point() == ("nested_absmax" in part):
+        kind = str(absmax.dtype).removeprefix("torch.")
+        how = "with" if "nested_absmax" in part else "without"
+        raise ValueError(f"{form.parts['absmax']} is {kind} {how} a nested_absmax; codes have one, numbers have none")
     if "nested_absmax" in part:
         nested = int(form.about["nested_blocksize"])
         outer = part["nested_absmax"].float().repeat_interleave(nested)[: absmax.numel()]
