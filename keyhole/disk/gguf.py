@@ -199,6 +199,11 @@ class GGUFShard:
             self.header = _header(file.fileno(), self.data)
         self.entries = self.header.entries
 
+    def settings(self) -> dict[str, Any]:
+        """The metadata of the model's architecture, without its name: {"block_count": 30, ...}; None for arrays."""
+        prefix = f"{self.header.architecture}."
+        return {key.removeprefix(prefix): v for key, v in self.header.about.items() if key.startswith(prefix)}
+
     def keys(self) -> list[str]:
         return list(self.entries)
 

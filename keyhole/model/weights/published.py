@@ -20,6 +20,7 @@ from keyhole.errors import UserError
 from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.weights.format import FROZEN, Wire
 from keyhole.model.weights.frozen import is_matrix
+from keyhole.model.weights.gguf_config import check_gguf_config
 from keyhole.model.weights.read import match_names, refuse_unmatched
 from keyhole.ops.lowbit import Grid
 
@@ -40,6 +41,7 @@ def choose_format(
     forms = forms_in(directory)
     if not forms or directory is None:
         return Wire(dtype, wire), []
+    check_gguf_config(module.config, directory)
     kinds = ", ".join(sorted({stored.form for stored in forms.values()}))
     if wire not in FROZEN:
         to = str(dtype).removeprefix("torch.") if wire is None else wire
