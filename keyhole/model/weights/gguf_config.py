@@ -6,7 +6,7 @@ with fewer layers than the file is let through; the tensors that it leaves out a
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from keyhole.disk.weight_files import gguf_settings
 from keyhole.errors import UserError
@@ -38,7 +38,7 @@ def check_gguf_config(config: Any, directory: Path) -> None:
             )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
