@@ -9,10 +9,13 @@ Tensors have the names that Transformers uses, for the architectures in NAMED. F
 and keys in another order (halves of a head interleaved): this is undone here, row by row, so that blocks stay whole.
 The config.json of the original model must be beside the file.
 
-The file is mapped and untrusted: every length is checked against the size of the file.
+The file is mapped and untrusted: every length is checked against the size of the file. A header holds the vocabulary,
+and takes a fraction of a second: it is parsed once for a file and kept, as long as the file is the same by its inode,
+size and times.
 """
 
 import mmap
+import os
 import re
 import struct
 from dataclasses import dataclass
@@ -39,6 +42,7 @@ INSIDE = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 UNUSED = ("rope_freqs.weight",)  # Transformers computes it from the config
+MOST_KEPT = 64  # headers
 
 
 @dataclass(frozen=True)
@@ -101,21 +105,20 @@ def gguf_files(directory: Path) -> list[str]:
     return names
 
 
-class GGUFShard:
-    """One GGUF file, with the interface of a weight file (weight_files.py)."""
+class Header:
+    """What a GGUF file says of itself: its metadata (about; None for arrays), and its tensors (entries)."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        reader = _Reader(self.data)
+    def __init__(self, data: mmap.mmap) -> None:
+        self.size = len(data)
+        reader = _Reader(data)
         if reader.take(4) != b"GGUF":
             raise ValueError("it is no GGUF file")
         version, tensors, pairs = reader.number("I"), reader.number("Q"), reader.number("Q")
         if version not in (2, 3):
             raise ValueError(f"it is of version {version}; 2 and 3 are read")
-        if max(tensors, pairs) > len(self.data):
+        if max(tensors, pairs) > self.size:
             raise ValueError("it ends in the middle of its header")
-        about: dict[str, Any] = {}
+        self.about = about = dict[str, Any]()
         for _ in range(pairs):
             key, kind = reader.string(), reader.number("I")
             about[key] = reader.value(kind)
@@ -127,7 +130,7 @@ class GGUFShard:
         self.architecture = str(about.get("general.architecture"))
         self.heads = about.get(f"{self.architecture}.attention.head_count")
         self.kv_heads = about.get(f"{self.architecture}.attention.head_count_kv", self.heads)
-        self.entries = {}
+        self.entries: dict[str, Entry] = {}
         for name, sides, kind, offset in listed:
             if name not in UNUSED:
                 known = self._named(name)
@@ -162,7 +165,7 @@ class GGUFShard:
         if not shape or numel < 1 or shape[-1] % block:
             raise ValueError(f"{name} has the shape {shape}, which {form} cannot have")
         end = begin + numel // block * size
-        if end > len(self.data):
+        if end > self.size:
             raise ValueError(f"it ends before the data of {name}")
         heads = 0
         if self.architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
@@ -171,7 +174,35 @@ class GGUFShard:
                 raise ValueError(f"its head counts {self.heads!r:.20} and {self.kv_heads!r:.20} do not fit {name}")
         return Entry(form, shape, begin, end, heads)
 
-    # -- as a file of weights --------------------------------------------------------------------------------------
+
+_kept: dict[tuple[int, ...], Header] = {}
+
+
+def _header(file: int, data: mmap.mmap) -> Header:
+    """The header of an open file, parsed or kept."""
+    about = os.fstat(file)
+    key = (about.st_dev, about.st_ino, len(data), about.st_mtime_ns, about.st_ctime_ns)
+    if (found := _kept.get(key)) is None:
+        found = Header(data)
+        while len(_kept) >= MOST_KEPT:
+            _kept.pop(next(iter(_kept)), None)
+        _kept[key] = found
+    return found
+
+
+class GGUFShard:
+    """One GGUF file, with the interface of a weight file (weight_files.py)."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.header = _header(file.fileno(), self.data)
+        self.entries = self.header.entries
+
+    def settings(self) -> dict[str, Any]:
+        """The metadata of the model's architecture, without its name: {"block_count": 30, ...}; None for arrays."""
+        prefix = f"{self.header.architecture}."
+        return {key.removeprefix(prefix): v for key, v in self.header.about.items() if key.startswith(prefix)}
 
     def keys(self) -> list[str]:
         return list(self.entries)

@@ -32,6 +32,7 @@ BNB = ".quant_state.bitsandbytes__"
 OF_BNB = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP = 64  # group size of the grids
+NESTED = ("nested_blocksize", "nested_offset")  # in the state, if absmax is quantised itself
 LARGEST_STATE = 4096  # bytes
 LAYOUTS = {"gptq": {"checkpoint_format": ("gptq", "gptq_v2")}, "awq": {"version": ("gemm", "exllama", "ipex")}}
 """What config.json may say of the layout of the integers; others (gemv, marlin) have the same names and other bits."""
@@ -40,13 +41,15 @@ LAYOUTS = {"gptq": {"checkpoint_format": ("gptq", "gptq_v2")}, "awq": {"version"
 @dataclass(frozen=True)
 class Form:
     """How the weight of a layer is stored. grid: (name, group, dtype of scales, with an offset) of a grid with exactly
-    the same numbers, if there is one; parts: names of its tensors by their role."""
+    the same numbers, if there is one; parts: names of its tensors by their role; why: the reason if there is no grid,
+    else ""."""
 
     kind: str
     shape: tuple[int, int]
     parts: Mapping[str, str]
     about: Mapping[str, Any]
     grid: tuple[str, int, str, bool] | None = None
+    why: str = ""
 
     def read(self, get: "Get") -> "torch.Tensor":
         """The weights, float32 [O, I]."""
@@ -98,9 +101,19 @@ def _bnb_form(name: str, names: Mapping[str, Any], get: "Get") -> Form:
     fine = fine and -(-numel // 2) in (held, 2 * held, 4 * held)
     if not fine or "absmax" not in parts or "quant_map" not in parts or names[parts["absmax"]] != (-(-numel // block),):
         raise ValueError(f"{name} does not fit the tensors of {weight}")
-    whole = block == GROUP and numel % block == 0
-    grid = ("nf4", GROUP, "float32", False) if about.get("quant_type") == "nf4" and whole else None
-    return Form("bitsandbytes", shape, parts, about, grid)  # type: ignore[arg-type]
+    lacks = [key for key in NESTED if key not in about]
+    lacks += [f"{weight}.{role}" for role in OF_BNB if role.startswith("nested_") and role not in parts]
+    if 0 < len(lacks) < 4:
+        raise ValueError(f"the scales of {weight} are quantised themselves, and {lacks[0]} is missing")
+    why = ""
+    if about.get("quant_type") != "nf4":
+        why = f"bitsandbytes' {about.get('quant_type')!s:.20} is no format of a wire"
+    elif block != GROUP:
+        why = f"its blocks are of {block} weights, {GROUP} are needed"
+    elif numel % block:
+        why = f"its {numel} weights are no multiple of {GROUP}"
+    grid = None if why else ("nf4", GROUP, "float32", False)
+    return Form("bitsandbytes", shape, parts, about, grid, why)  # type: ignore[arg-type]
 
 
 def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[str, Any]) -> Form:
@@ -112,9 +125,11 @@ def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[s
     for key, known in LAYOUTS[method].items():
         if str(said.get(key) or known[0]).lower() not in known:
             raise ValueError(f"{key} of config.json is {said[key]!r:.40}; {', '.join(known)} are read")
-    lacks = [role for role in ("qweight", "qzeros", "scales") if role not in parts]
+    needed = ("qweight", "qzeros", "scales", *(("g_idx",) if method == "gptq" and said.get("desc_act") else ()))
+    lacks = [role for role in needed if role not in parts]
     if lacks:
-        raise ValueError(f"{stem} lacks {lacks[0]}")
+        why = ", though config.json says desc_act: the groups of its inputs are not known" * (lacks[0] == "g_idx")
+        raise ValueError(f"{stem} lacks {lacks[0]}{why}")
     (rows, columns), per = names[parts["qweight"]], 32 // bits
     inputs, outputs = (rows * per, columns) if method == "gptq" else (rows, columns * per)
     group = inputs if group < 1 else group
@@ -123,11 +138,17 @@ def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[s
     wrong = [role for role, shape in shapes.items() if role in parts and tuple(names[parts[role]]) != shape]
     if wrong or -(-inputs // group) != count:
         raise ValueError(f"{stem}: its {(wrong or ['scales'])[0]} does not fit its qweight")
-    ordered = bits == 4 and not said.get("desc_act", False) and group % GROUP == 0 and inputs % group == 0
+    why = ""
+    if bits != 4:
+        why = f"{method.upper()} in {bits} bits is no format of a wire, in 4 bits it is"
+    elif said.get("desc_act", False):
+        why = "its inputs are reordered (desc_act, act-order)"
+    elif group % GROUP or inputs % group:
+        why = f"its groups are of {group} weights, a multiple of {GROUP} that divides {inputs} inputs is needed"
     symmetric = method == "gptq" and said.get("sym") is True
-    grid = ("int4", GROUP, "float16" if symmetric else "float32", not symmetric) if ordered else None
+    grid = ("int4", GROUP, "float16" if symmetric else "float32", not symmetric) if not why else None
     about = {"bits": bits, "group": group, "method": method, "v2": said.get("checkpoint_format") == "gptq_v2"}
-    return Form(method.upper(), (outputs, inputs), parts, about, grid)
+    return Form(method.upper(), (outputs, inputs), parts, about, grid, why)
 
 
 def _bnb(form: Form, get: "Get") -> "tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]":
@@ -136,6 +157,10 @@ def _bnb(form: Form, get: "Get") -> "tuple[torch.Tensor, tuple[torch.Tensor, tor
 
     part = {role: get(name) for role, name in form.parts.items()}
     absmax, block = part["absmax"], int(form.about["blocksize"])
+    if absmax.is_floating_point() == ("nested_absmax" in part):
+        kind = str(absmax.dtype).removeprefix("torch.")
+        how = "with" if "nested_absmax" in part else "without"
+        raise ValueError(f"{form.parts['absmax']} is {kind} {how} a nested_absmax; codes have one, numbers have none")
     if "nested_absmax" in part:
         nested = int(form.about["nested_blocksize"])
         outer = part["nested_absmax"].float().repeat_interleave(nested)[: absmax.numel()]

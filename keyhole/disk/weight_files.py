@@ -262,6 +262,14 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     return _folded(directory, found)
 
 
+def gguf_settings(directory: Path) -> dict[str, dict[str, Any]]:
+    """What the GGUF files of a directory say of their model, by file; {} if its weights are in another format."""
+    listed = weight_files(directory)
+    files = [file for file in listed if file.endswith(SUFFIX)] if isinstance(listed, list) else []
+    shards = {file: open_shard(directory / file) for file in files}
+    return {file: shard.settings() for file, shard in shards.items() if isinstance(shard, GGUFShard)}
+
+
 def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
     """The same tensors, with every quantised weight as one tensor."""
     if not any(BNB in name or name.endswith((".qweight", ".SCB")) for name in found):

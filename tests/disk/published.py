@@ -113,10 +113,15 @@ def write_gguf(source: Path, target: Path, form: str = "Q4_0", head: str = "F16"
         listed.append(text(f"{gguf_name}.{kind}") + sides + struct.pack("<IQ", TYPES[form_now], len(data)))
         data += raw + b"\0" * (-len(raw) % 32)
     about = text("general.architecture") + struct.pack("<I", 8) + text("llama")
-    about += text("llama.attention.head_count") + struct.pack("<II", 4, config.num_attention_heads)
-    about += text("llama.attention.head_count_kv") + struct.pack("<II", 4, config.num_key_value_heads)
+    whole = {"attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads}
+    whole |= {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
+    whole |= {"feed_forward_length": config.intermediate_size}
+    real = {"rope.freq_base": config.rope_parameters["rope_theta"]}
+    real |= {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
+    about += b"".join(text(f"llama.{key}") + struct.pack("<II", 4, value) for key, value in whole.items())
+    about += b"".join(text(f"llama.{key}") + struct.pack("<If", 6, value) for key, value in real.items())
     about += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(listed), 4) + about + b"".join(listed)
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(listed), 2 + len(whole) + len(real)) + about + b"".join(listed)
     target.mkdir()
     (target / "model.gguf").write_bytes(header + b"\0" * (-len(header) % 32) + data)
     config.save_pretrained(target)

@@ -80,6 +80,44 @@ def test_what_is_not_read_is_said(changes: dict[str, Any], tiny_model: Path, tmp
         stored_tensors(tmp_path / "in")
 
 
+def without(directory: Path, *names: str, **new: torch.Tensor) -> None:
+    """Removes tensors from a model, and adds others."""
+    held = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
+    kept = {name: tensor for name, tensor in held.items() if name not in names}
+    save_file(kept | new, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("lack", ["nested_absmax", "nested_quant_map"])
+def test_codes_are_not_taken_for_scales(lack: str, tiny_model: Path, tmp_path: Path) -> None:
+    """bitsandbytes' nested scales without one of their tensors, whether the description speaks of them or not."""
+    write_bnb(tiny_model, tmp_path / "in")
+    without(tmp_path / "in", f"{Q}.weight.{lack}")
+    with pytest.raises(UserError, match=f"are quantised themselves, and {Q}.weight.{lack} is missing"):
+        stored_tensors(tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    state = said(tensors, nested_blocksize=None, nested_offset=None, nested_dtype=None)
+    both = (f"{Q}.weight.nested_absmax", f"{Q}.weight.nested_quant_map")
+    without(tmp_path / "in", *both, **{STATE: state})
+    stored = stored_tensors(tmp_path / "in")[f"{Q}.weight"]
+    for read in (stored.read, stored.codes):
+        with pytest.raises(UserError, match="absmax is uint8 without a nested_absmax"):
+            read(tmp_path / "in", f"{Q}.weight")
+
+
+def test_reordered_inputs_need_their_groups(tiny_model: Path, tmp_path: Path) -> None:
+    """GPTQ with desc_act: without g_idx, any groups would be wrong ones; in order, they are known."""
+    for reorder in (True, False):
+        target = tmp_path / str(reorder)
+        numbers = write_ints(tiny_model, target, "gptq", sym=True, reorder=reorder)
+        without(target, f"{Q}.g_idx")
+        if reorder:
+            with pytest.raises(UserError, match=f"{Q} lacks g_idx, though config.json says desc_act"):
+                stored_tensors(target)
+        else:
+            name = f"{Q}.weight"
+            torch.testing.assert_close(stored_tensors(target)[name].read(target, name), numbers[name])
+
+
 @pytest.mark.parametrize("shape, store", [((10, 30), torch.uint8), ((16, 64), torch.bfloat16), ((3, 5), torch.uint8)])
 def test_codes_of_bitsandbytes_in_any_number_and_storage(
     shape: tuple[int, int], store: torch.dtype, tmp_path: Path

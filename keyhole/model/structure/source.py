@@ -58,7 +58,9 @@ def check_directory(model: str | Path) -> None:
     adapters = next((name for name in ADAPTER_FILES if (Path(model) / name).exists()), None)
     if not (Path(model) / "config.json").exists():
         alone = f", but adapters ({adapters}): put them into the folder adapter/ of their model, and name that model"
-        why = alone if adapters else ", so it is not a Hugging Face model directory"
+        beside = " beside its GGUF file; config.json and the tokenizer's files of the original model belong there"
+        packed = any(Path(model).glob("*.gguf"))
+        why = alone if adapters else beside if packed else ", so it is not a Hugging Face model directory"
         raise UserError(f"model: {model} has no config.json{why}")
     if adapters:
         raise UserError(

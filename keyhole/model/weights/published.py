@@ -1,6 +1,7 @@
 """Models that were published in 4 or 8 bits: the format in which their weights are kept at home.
 
     wire = null (or 16 bits)    unpacked tensor by tensor while they are read, and rounded once to the dtype of compute
+    wire = fp8                  unpacked, and rounded once to fp8; no frozen format, so they can be trained
     wire = int4 | int8 | nf4    copied bit for bit, if all matrices of the blocks are on such a grid; else refused,
                                 because rounding them to another grid would add its error to the one that they have
 
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 from keyhole.disk.weight_files import Stored, has_weights, stored_tensors
-from keyhole.errors import UserError
-from keyhole.model.structure.layout import ALIGN, find_layout
+from keyhole.errors import UserError, listed
+from keyhole.model.structure.layout import ALIGN, FlatTensor, find_layout
 from keyhole.model.weights.format import FROZEN, Wire
 from keyhole.model.weights.frozen import is_matrix
+from keyhole.model.weights.gguf_config import check_gguf_config
 from keyhole.model.weights.read import match_names, refuse_unmatched
 from keyhole.ops.lowbit import Grid
 
@@ -40,6 +42,7 @@ def choose_format(
     forms = forms_in(directory)
     if not forms or directory is None:
         return Wire(dtype, wire), []
+    check_gguf_config(module.config, directory)
     kinds = ", ".join(sorted({stored.form for stored in forms.values()}))
     if wire not in FROZEN:
         to = str(dtype).removeprefix("torch.") if wire is None else wire
@@ -53,13 +56,29 @@ def choose_format(
     grids = {_grid(forms.get(names.get(t.name, "")), t.shape) for t in inside}
     found = grids.pop() if len(grids) == 1 else None
     if found is None or found.name != wire:
-        held = f"; {found.name} holds them exactly" if found is not None else ""
+        held = f"; {found.name} holds them exactly" if found is not None else f": {_why(forms, names, inside)}"
         raise UserError(
             f"wire: {wire} would round the weights again, which were published as {kinds}{held}. Set "
             f"wire={found.name if found is not None else 'null'}" + ("" if found else " (16 bits)")
         )
     about = f"{found.name} with {found.per_group} in {found.scales}"
     return Wire(dtype, wire, found), [f"weights: published as {kinds}; blocks are taken over bit for bit, as {about}"]
+
+
+def _why(forms: dict[str, Stored], names: dict[str, str], inside: list[FlatTensor]) -> str:
+    """Why there is no one grid for all matrices of the blocks: the first reason, and where it is found."""
+    plain = [t.name for t in inside if names.get(t.name) not in forms]
+    if plain:
+        return f"{len(plain)} of {len(inside)} matrices of the blocks are not quantised ({listed(plain, 1)})"
+    for tensor in inside:
+        stored = forms[names[tensor.name]]
+        if stored.grid is None:
+            why = stored.of.why if stored.of is not None else f"{stored.form} is no format of a wire"
+            return f"{tensor.name}: {why}"
+        if tensor.shape.numel() % ALIGN:
+            return f"the {tensor.shape.numel()} weights of {tensor.name} are no multiple of {ALIGN}"
+    kinds = sorted({str(forms[names[tensor.name]].form) for tensor in inside})
+    return f"the matrices of the blocks are of several types ({listed(kinds)}), and a wire has one"
 
 
 def _grid(stored: Stored | None, shape: torch.Size) -> Grid | None:

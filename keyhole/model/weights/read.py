@@ -20,6 +20,7 @@ from keyhole.machine.progress import tell
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.skeleton import auto_class, saved_buffers
+from keyhole.model.weights.gguf_config import check_gguf_config
 from keyhole.model.weights.twice import check_ties, names_of, untied
 from keyhole.model.weights.unused import find_unused, unused_line
 
@@ -30,6 +31,7 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
     """Fills every parameter and saved buffer of the model from a directory. fresh_head: tensors of a classifier's head
     may be missing in the files; they are returned, unfilled."""
     stored = stored_tensors(directory)
+    check_gguf_config(model.config, directory)
     may_lack = _head_names(model.module) if fresh_head else frozenset()
     names = match_names(model.module, model.layout, stored, may_lack)
     if names is None:
@@ -152,6 +154,7 @@ def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head
     """Checks what a load would find, from the headers alone: raises UserError, or returns lines that describe it.
     fresh_head: as in `fill_from`."""
     stored = stored_tensors(directory)
+    check_gguf_config(module.config, directory)
     names = match_names(module, layout, stored, _head_names(module) if fresh_head else frozenset())
     files = len({one.file for one in stored.values()})
     count = f"{len(stored)} tensors in {files} {'file' if files == 1 else 'files'}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import keyhole
+from keyhole.disk import gguf
 from keyhole.errors import UserError
 from tests.conftest import build_llama
 from tests.disk.published import write_bnb, write_gguf, write_ints
@@ -84,6 +86,44 @@ def test_another_grid_is_refused(name: str, wire: str, source: Path, tmp_path: P
         keyhole.load(tmp_path / "in", device="cpu", wire=wire)
 
 
+REASONS = {
+    "gptq": "its groups are of 32 weights, a multiple of 64 ",
+    "gptq reordered 64": "its inputs are reordered",
+    "awq": "its groups are of 32 weights",
+    "gguf Q5_0": "Q5_0 is no format of a wire",
+    "bnb 128": "its blocks are of 128 weights, 64 are needed",
+    "bnb some": "1 of 14 matrices of the blocks are not quantised .model.layers.0.self_attn.q_proj.weight",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_refusal_says_why_no_grid_fits(name: str, source: Path, tmp_path: Path) -> None:
+    (WRITERS | {"gguf Q5_0": lambda a, b: write_gguf(a, b, "Q5_0")}).get(name, WRITERS["bnb"])(source, tmp_path / "in")
+    if name.startswith("bnb"):
+        tensors = load_file(tmp_path / "in" / "model.safetensors")
+        weight = f"{PROJ}.weight"
+        kept = {key: tensor.clone() for key, tensor in tensors.items() if not key.startswith(f"{weight}")}
+        if name == "bnb some":
+            kept[weight] = torch.zeros(64, 64)
+        else:
+            kept |= {key: tensors[key].clone() for key in (weight, f"{weight}.quant_map")}
+            kept[f"{weight}.absmax"] = tensors[f"{weight}.absmax"][::2].clone()
+            state = bytes(tensors[f"{weight}.quant_state.bitsandbytes__nf4"].tolist())
+            state = state.replace(b'"blocksize": 64', b'"blocksize": 128')
+            kept[f"{weight}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
+        save_file(kept, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    wire = "nf4" if name.startswith("bnb") else "int4"
+    with pytest.raises(UserError, match=rf"published as .*: {REASONS[name]}.*\. Set wire=null"):
+        keyhole.load(tmp_path / "in", device="cpu", wire=wire)
+
+
+def test_a_gguf_file_alone_says_what_belongs_beside_it(source: Path, tmp_path: Path) -> None:
+    write_gguf(source, tmp_path / "in", "Q4_0")
+    (tmp_path / "in" / "config.json").unlink()
+    with pytest.raises(UserError, match="no config.json beside its GGUF file; config.json and the tokenizer's files"):
+        keyhole.load(tmp_path / "in", device="cpu")
+
+
 def test_zero_points_that_contradict_the_config_are_found(source: Path, tmp_path: Path) -> None:
     """sym is what config.json says; the file is looked at before its codes are believed."""
     write_ints(source, tmp_path / "in", "gptq", sym=False, group=64)
@@ -128,6 +168,31 @@ def test_names_that_only_transformers_knows_are_refused(wire: str | None, source
         UserError, match=r"published as GPTQ 4, and has no tensor for .*up_proj.weight: .*under other names"
     ):
         keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
+
+
+@pytest.mark.parametrize("wire", [None, "int4"])
+def test_a_gguf_header_is_parsed_once(
+    wire: str | None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for every tensor; and again when the file is another one, though as large."""
+    parsed = []
+
+    class Counted(gguf.Header):
+        def __init__(self, data: Any) -> None:
+            parsed.append(len(data))
+            super().__init__(data)
+
+    write_gguf(source, tmp_path / "in", "Q4_0")
+    monkeypatch.setattr(gguf, "Header", Counted)
+    model = keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
+    assert len(parsed) == 1 < len(model.layout.tensors)
+    path = tmp_path / "in" / "model.gguf"
+    changed = path.read_bytes().replace(b"blk.0.", b"blk.9.")
+    path.unlink()
+    path.write_bytes(changed)
+    with pytest.raises(UserError, match="no tensor for"):
+        keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
+    assert len(parsed) == 2
 
 
 @pytest.mark.parametrize("form", ["Q4_0", "Q4_1"])
