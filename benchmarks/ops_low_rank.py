@@ -1,17 +1,14 @@
 """The small kernels of a low-rank pass beside memory bandwidth, with several sizes of tiles.
 
-    python benchmarks/ops_low_rank.py [--write]        needs a GPU, about half a minute
+    python benchmarks/ops_low_rank.py        needs a GPU, about half a minute
 
 What one OPT-13B block runs beside its products for two looks of 1024 tokens, rank 2, in bfloat16: `widen` for its six
-layers, the sketch that q, k, v and out share, and its two layer norms. Times are those of CUDA graphs over buffers that
-do not fit the L2 cache together. Floor: the bytes that each reads and writes, at the rate of a copy. The fastest tiles
-are printed last, against those in the code; --write puts them there.
+layers, the sketch of q, k and v (eight columns: those of out lie beside them), and layer norms. Times are those of CUDA
+graphs over buffers that do not fit the L2 cache together. Floor: the bytes that each reads and writes, at the rate of a
+copy. The fastest tiles are printed last, against those in the code.
 """
 
-import argparse
 import itertools
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,9 +50,6 @@ def cases() -> dict[str, tuple[Any, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the fastest tiles into the code")
-    args = parser.parse_args()
     rate = copy_rate(torch.device("cuda"))
     for name, (run, its_bytes) in cases().items():
         module, options = TILES[name]
@@ -73,21 +67,8 @@ def main() -> None:
         for tile, ms in sorted(found.items(), key=lambda item: item[1])[:6]:
             print(f"{name:7} {tile!s:18} {ms:.4f} ms  {ms / floor_ms:.2f} of the floor", flush=True)
         print(f"{name:7} now {tuple(before.values())!s:14} {now:.4f} ms  {now / floor_ms:.2f}; best {best}", flush=True)
-        for constant, value in zip(options, best, strict=True):
-            setattr(module, constant, before[constant])
-            if args.write and found[best] < 0.97 * now:
-                file = Path(module.__file__)
-                file.write_text(_with(file.read_text(), constant, value))
-
-
-def _with(text: str, constant: str, value: int) -> str:
-    """The module's text with another value of a constant, which may be one of several on its line."""
-    line = next(line for line in text.splitlines() if re.match(rf"[A-Z_, ]*\b{constant}\b[A-Z_, ]* = ", line))
-    names, values = line.partition(" = ")[0].split(", "), line.partition(" = ")[2]
-    numbers, _, comment = values.partition("  #")
-    parts = numbers.split(", ")
-    parts[names.index(constant)] = str(value)
-    return text.replace(line, f"{', '.join(names)} = {', '.join(parts)}" + (f"  #{comment}" if comment else ""))
+        for constant, value in before.items():
+            setattr(module, constant, value)
 
 
 if __name__ == "__main__":
