@@ -53,7 +53,7 @@ FIRST_ORDER = {
     "lomo": {"method": "lomo", "learning_rate": 2e-2, "max_grad_norm": 1.0},
     "lomo-lora": LOMO_LORA,
 }
-RTE = {"lomo": {"learning_rate": 4e-2}, "adalomo": {"learning_rate": 1e-3}}  # where SST-2's rates were too small
+RTE = {"lomo": {"learning_rate": 8e-2}, "adalomo": {"learning_rate": [2e-4, 3e-4]}}  # SST-2's do not suit it
 ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
 PARTS = ZO | {"zo": {"estimator": "grzo", "directions": 16, "rank": 4, "refresh": 50}}  # a direction per row
 BF16 = {"dtype": "bfloat16"}
