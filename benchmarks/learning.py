@@ -119,6 +119,17 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         | UPPER
         | {"learning_rate": 8e-5, "zo": RANK | {"clip": 3.0}, "max_steps": 8000, "eval_steps": 2000},
     ),
+    "sst2-zo-upper-512": (
+        "sst2",
+        [0, 1, 2],
+        LARGE | DEV | UPPER | {"batch_size": 512, "learning_rate": [1e-3, 2e-3], "zo": {"clip": 3.0}},
+    ),
+    "sst2-zo-upper-512-rank": (
+        "sst2",
+        [0, 1, 2],
+        LARGE | DEV | UPPER | {"batch_size": 512, "learning_rate": 1e-3, "zo": RANK | {"clip": 3.0}},
+    ),
+    "sst2-zo-attention-16": ("sst2", [0, 1, 2], ZO | DEV | ATTENTION | {"learning_rate": 6e-4}),
     "sst2-zo-upper": (
         "sst2",
         [0],
