@@ -60,7 +60,8 @@ def eval(
     """
     if tasks is None and harness is None and (named := [word for word in overrides or () if "=" not in word]):
         raise UserError(f"`{' '.join(named)}`: write --tasks before names of tasks and files")
-    if (tasks is None) == (harness is None):
+    empty = not all(name.strip() for name in (*(tasks or ()), *(harness or ())))  # `--tasks "$UNSET"`
+    if (tasks is None) == (harness is None) or empty:
         raise UserError("--tasks or --harness: give one of them, and the names of tasks behind it")
     theirs = {"--num-fewshot": num_fewshot, "--include-path": include_path, "--apply-chat-template": chat or None}
     ours = {"--task-data": task_data, "--allow-code-execution": allow_code or None}

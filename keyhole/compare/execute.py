@@ -253,7 +253,7 @@ class Execution:
         """The result of a run, or of a model without training, that ended with this error; the other runs continue."""
         told = str(error) if isinstance(error, UserError) else out_of_memory(error)
         if told is not None:  # would happen again; the other runs continue
-            result.error, result.kind = " ".join(told.split()), REFUSED
+            result.error, result.kind = _one_line(told), REFUSED
             return result
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: no later run can work
@@ -335,3 +335,11 @@ class Execution:
         except OSError as error:
             return error
         return None
+
+
+def _one_line(text: str) -> str:
+    """The lines of a message, divided by `;` where a line ends in no mark of its own."""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    return " ".join(
+        [*(line if line.endswith((";", ":", ".", ",")) else f"{line};" for line in lines[:-1]), *lines[-1:]]
+    )

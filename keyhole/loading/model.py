@@ -139,10 +139,12 @@ def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str,
         raise UserError('a config object has no weights: pass init="random", or a model directory')
     fresh = fill_from(loaded, weights, dtype, fresh_head=fresh_head)
     fill_random(loaded, std, seed, only=fresh)
-    loaded.drawn = bool(fresh)
+    loaded.drawn, loaded.drawn_head = bool(fresh), fresh
     if fresh:
-        names = ", ".join(tensor.name for tensor in fresh)
-        loaded.placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
+        names, labels = ", ".join(tensor.name for tensor in fresh), loaded.config.num_labels
+        loaded.placed.reasons.append(
+            f"head: {names} are not in the files, or not for {labels} labels: drawn from seed {seed}"
+        )
     _pin(loaded, touch=False)
 
 

@@ -94,6 +94,7 @@ class Model:
         self.device, self.config = engine.device, module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
         self.drawn = False  # some weights were initialised at random: a new head, or all of them
+        self.drawn_head: list[FlatTensor] = []  # those of a new head
         self.ranks = ranks or Ranks()
         self.pinned = False
         self.graphs: BlockGraphs | None = None

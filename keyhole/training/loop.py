@@ -357,10 +357,9 @@ class Run:
     def _chosen(self, best: int | None) -> str:
         if best is None:
             return ""
-        name, first = self.selection.settings.metric.removeprefix("eval_"), self.selection.best_steps()[0]
-        values = self.selection.values
+        values, first = self.selection.values, self.selection.best_steps()[0]
         missed = "" if values[best] == values[first] else f" (step {first} was better, and has no intact checkpoint)"
-        return f"; the best {name} was {values[best]:.4f}, at step {best}{missed}"
+        return f"; the best was {self.selection.shown(best)}, at step {best}{missed}"
 
     def close(self) -> None:
         """Closes files, draws the curve and frees memory, also after an error. Each of these is done even if another

@@ -21,6 +21,7 @@ from typing import Any
 
 from keyhole.disk.json_text import strict
 from keyhole.errors import UserError
+from keyhole.training.validation import as_published
 
 LOSSES = ("loss", "perplexity")
 
@@ -130,8 +131,12 @@ class Selection:
         best, patience = self.best_steps(), self.settings.patience
         if not best or patience is None or sum(step > best[0] for step in self.values) < patience:
             return None
-        name, found = self.settings.metric.removeprefix("eval_"), self.values[best[0]]
-        return f"early_stopping_patience={patience}: no {name} was better than {found:.4f}, at step {best[0]}"
+        return f"early_stopping_patience={patience}: nothing was better than {self.shown(best[0])}, at step {best[0]}"
+
+    def shown(self, step: int) -> str:
+        """The metric of a step, as the lines of evaluations have it."""
+        name, value = self.settings.metric.removeprefix("eval_"), self.values[step]
+        return f"{name} {value:.4f}" if name == "loss" else as_published(name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""

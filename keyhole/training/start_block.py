@@ -68,7 +68,15 @@ def device_line(asked_device: str | None, device: torch.device) -> str:
 
 def machine_lines(asked_device: str | None, model: Model, method: Method) -> list[str]:
     """Device, dtype and placement with their reasons, the method's decisions, and kernels."""
-    return [device_line(asked_device, model.device), *model.describe(), *method.describe(), kernels()]
+    own = [*model.describe(), *method.describe(), *_frozen_head(model, method)]
+    return [device_line(asked_device, model.device), *own, kernels()]
+
+
+def _frozen_head(model: Model, method: Method) -> list[str]:
+    """A warning if a head stays as it was drawn."""
+    names = [tensor.name for tensor in model.drawn_head if not tensor.param.requires_grad]
+    kept = f"warning: head: {', '.join(names)}: drawn from the seed, and not trained ({method.name} or freeze leaves "
+    return [f"{kept}the head as it is); lomo-lora trains adapters and the head"] if names else []
 
 
 def kernels() -> str:

@@ -52,6 +52,7 @@ def test_chat_passes_settings(calls: list[Any]) -> None:
 BAD = [
     (["eval", "out"], "--tasks"),
     (["eval", "out", "--tasks", "a", "--harness", "b"], "give one of them"),
+    (["eval", "out", "--tasks", ""], "give one of them"),
     (["eval", "out", "--tasks", "a", "--num-fewshot", "3"], "--num-fewshot: not used with --tasks"),
     (["eval", "demo", "--harness", "b", "--task-data", "x"], "--task-data: not used with --harness"),
     (["eval", "out", "--tasks", "a", "seed=3"], "seed: not used here; this command takes device, dtype"),

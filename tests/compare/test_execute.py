@@ -269,7 +269,11 @@ def test_a_second_comparison_leaves_the_marker_of_the_first(tmp_path: Path) -> N
 
 def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN and a lack of memory are results of their cells; they stay until --retry; a crash is tried again."""
-    errors = {"1e-05": NonFinite("step 2: the loss is nan"), "0.002": MemoryError(), "0.05": ZeroDivisionError("oh")}
+    errors = {
+        "1e-05": NonFinite("step 2: the loss is nan\n  batch: a"),
+        "0.002": MemoryError(),
+        "0.05": ZeroDivisionError("oh"),
+    }
     real = loop.Run.step
 
     def step(self: loop.Run, number: int) -> None:
@@ -283,7 +287,7 @@ def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypa
         patch.setattr(loop.Run, "step", step)
         assert run(path, out, "seeds=0") == FAILED
     adamw, lomo = cell(out, "adamw"), cell(out, "lomo")
-    assert adamw["errors"] == ["step 2: the loss is nan", LACKS] and adamw["mean"] is None
+    assert adamw["errors"] == ["step 2: the loss is nan; batch: a", LACKS] and adamw["mean"] is None
     assert lomo["errors"] == ["ZeroDivisionError: oh"] and lomo["chosen"] == [["learning_rate", "1e-4"]]
     assert "the loss is nan" in (out / "table.md").read_text() and "failed" in (out / "report.html").read_text()
     assert run(path, out, "seeds=0") == FAILED, "also when the failure is one of before"

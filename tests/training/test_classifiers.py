@@ -3,6 +3,7 @@ Transformers reads them with the task's labels."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,34 @@ def test_a_saved_classifier_needs_no_head(make: Make, tmp_path: Path) -> None:
     files = again | {"task": None, "task_data": None, "train_data": str(tmp_path / "data" / "own" / "train.jsonl")}
     with pytest.raises(UserError, match="labels come from a task"):
         train(resolve(TrainConfig(**files, output_dir=str(tmp_path / "third")))[0])
+
+
+def test_a_head_for_other_labels_is_drawn_anew(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A model that was trained on three labels is a start too, if a head is asked for; replay draws the same one."""
+    config = make("out", "zo", max_steps=3, seed=7)
+    three = AutoModelForSequenceClassification.from_pretrained(config.model, num_labels=3)
+    three.save_pretrained(tmp_path / "three")
+    AutoTokenizer.from_pretrained(config.model).save_pretrained(tmp_path / "three")
+    config = replace(config, model=str(tmp_path / "three"))
+    with pytest.raises(UserError, match="its head is for 3 labels .* but task own has 2 labels"):
+        train(replace(config, head=None))
+    assert train(config, dry_run=True) == 0 and train(config) == 0
+    said = capsys.readouterr().out
+    assert "complete but for classifier.weight, classifier.bias, drawn by the seed" in said
+    assert "head: classifier.weight, classifier.bias are not in the files, or not for 2 labels: drawn from" in said
+    replay(config.model, Path(config.output_dir), tmp_path / "rebuilt", device="cpu", say=lambda line: None)
+    assert same(weights(tmp_path / "rebuilt"), weights(config.output_dir))
+    found = AutoModelForSequenceClassification.from_pretrained(config.output_dir)
+    assert found.config.id2label == {0: "bad", 1: "good"} and found.classifier.weight.shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "warned"),
+    [("lora", {}, True), ("adamw", {"freeze": "classifier"}, True), ("lomo-lora", {}, False)],
+)
+def test_a_drawn_head_that_is_not_trained(
+    make: Make, method: str, changes: dict, warned: bool, capsys: pytest.CaptureFixture
+) -> None:
+    """What `lora` freezes was never trained by anyone, so the run says it."""
+    assert train(make("out", method, max_steps=1, **changes)) == 0
+    assert ("warning: head: classifier.weight, classifier.bias: drawn" in capsys.readouterr().out) is warned

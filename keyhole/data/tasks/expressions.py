@@ -6,10 +6,12 @@
 Both run in the same sandbox as chat templates (data/sandbox.py): no files, no attributes with underscores, no endless
 loops. A missing column is an error, never an empty text; all other failures are errors too (UserError). A null, a NaN,
 bytes, a list or an object is never written into a text as Python prints it ("None", "['a']"): a task file must handle
-them explicitly (`x is none`, `x | join`). There is one filter besides Jinja's:
+them explicitly (`x is none`, `x | join`). There are two filters besides Jinja's:
 
     spans | slices(text)     the pieces of `text` from `start` to `end` (inclusive) of each span, as ReCoRD marks its
                              entities
+    answers | listed         the list itself; a text is refused, of which `answers[0]` would be one letter (the cells
+                             of a CSV are texts)
 """
 
 import functools
@@ -45,7 +47,7 @@ class _Program:
         self.sandbox.trim_blocks = self.sandbox.lstrip_blocks = False
         self.sandbox.keep_trailing_newline = True
         self.sandbox.filters |= {name: _of_text(self.sandbox.filters[name]) for name in OF_TEXT}
-        self.sandbox.filters |= {"slices": self._slices, SHOWN: _shown}
+        self.sandbox.filters |= {"slices": self._slices, "listed": _listed, SHOWN: _shown}
         try:
             tree = self._parse()
             self.names = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}  # columns, and others
@@ -119,6 +121,13 @@ def _shown(value: Any) -> Any:
         found += f", {value!r:.60}" if isinstance(value, list | tuple | dict | bytes) else ""
         raise UserError(f"found {found} where a text is written; correct or remove the row, or test for it")
     return value
+
+
+def _listed(value: Any) -> list[Any]:
+    """The list, empty for null; refuses anything else."""
+    if value is not None and not isinstance(value, list):
+        raise UserError(f"found {value!r:.60}, expected a list; a CSV or TSV holds none: use JSONL or Parquet")
+    return value or []
 
 
 def _of_text(filter: Callable[..., Any]) -> Callable[..., Any]:

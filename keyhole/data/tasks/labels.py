@@ -31,17 +31,21 @@ class Labels:
         return self.order[question.answer] if self.order else question.value
 
 
-def class_names(spec: TaskSpec, num_labels: int | None = None) -> tuple[str, ...]:
-    """The names of a task's labels. num_labels: as set, or as the model has it; None: as the task has it."""
+def class_names(spec: TaskSpec, num_labels: int | None = None, head_asked: bool = True) -> tuple[str, ...]:
+    """The names of a task's labels. num_labels: as set, or as the model has it if no head was asked for; None: as the
+    task has it."""
     if spec.value is not None and num_labels in (None, 1):
         return (spec.value,)
     if not isinstance(spec.candidates, tuple) or not spec.candidates:
         why = "its candidates differ from row to row" if spec.candidates else "its answers are free text"
         raise UserError(f"task {spec.name}: {why}; a classifier has no labels for it, use a decoder without head")
     if num_labels not in (None, len(spec.candidates)):
+        theirs = f"task {spec.name} has {len(spec.candidates)} labels"
+        if head_asked:
+            raise UserError(f"num_labels: {num_labels}, but {theirs}; set num_labels=null")
         raise UserError(
-            f"num_labels: {num_labels}, but task {spec.name} has {len(spec.candidates)} labels; set num_labels=null, "
-            "or choose a model with a head of that size"
+            f"model: its head is for {num_labels} labels (num_labels of its config), but {theirs}; choose another "
+            "model; to train, head=classification draws a new head"
         )
     spellings = [[word for word in words if not word.lstrip("-").isdecimal()] for words in spec.labels]
     spellings = spellings or [[] for _ in spec.candidates]
@@ -56,9 +60,9 @@ def class_names(spec: TaskSpec, num_labels: int | None = None) -> tuple[str, ...
 
 def find_labels(specs: Sequence[TaskSpec], config: Any, head_asked: bool = False) -> Labels:
     """The labels of a classifier for these tasks, which must have the same labels. config: the model's."""
-    names = class_names(specs[0], config.num_labels)
+    names = class_names(specs[0], config.num_labels, head_asked)
     for other in specs[1:]:
-        if (found := class_names(other, config.num_labels)) != names:
+        if (found := class_names(other, config.num_labels, head_asked)) != names:
             raise UserError(
                 f"task: {specs[0].name} has the labels {listed(names)}, {other.name} has {listed(found)}; a classifier "
                 "has one list of labels: train on one of them"

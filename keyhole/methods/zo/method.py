@@ -277,7 +277,14 @@ class ZO(Method):
         off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
         search = [] if self.search is None else self.search.describe()
         blocks = self.update.write_back.describe() if self.factors is None else self.factors.describe()
-        return blocks + off + search
+        return [self._rule(), *blocks, *off, *search]
+
+    def _rule(self) -> str:
+        """The estimator with its settings, which may be its own defaults."""
+        usual, q = DEFAULTS[self.estimator.name], self.directions
+        passes = f"{usual.passes(q)} forward passes per step" + (", of a part of its rows each" if usual.splits else "")
+        drawn = f"{q} direction{'s' * (q > 1)} ({self.noise['distribution']})"
+        return f"estimator: {self.estimator.name}, {drawn}, eps {self.eps:g}: {passes}"
 
     def news(self) -> list[str]:
         """The rate, when it was just found, and folds of kept periods."""

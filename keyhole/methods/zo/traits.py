@@ -47,7 +47,7 @@ class ZOConfig:
     fold_error: BelowOne = FOLD_ERROR
     """zo.fold=false: maximum error of all such compressions together, relative to the Frobenius norm of a matrix's sum; as many terms are kept as that needs."""  # noqa: E501
     merge: bool = True
-    """zo.fold=false: save the model with all factors merged; false = the original weights, and the factors in adapter/, in peft's format."""  # noqa: E501
+    """zo.fold=false: save the model with all factors merged; false = the factors in adapter/, in peft's format, beside a model that holds the rest (trained embedding, head and norms too): load both."""  # noqa: E501
 
 
 def filled(own: ZOConfig) -> ZOConfig:

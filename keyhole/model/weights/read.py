@@ -29,7 +29,7 @@ Target = FlatTensor | torch.Tensor
 
 def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: bool = False) -> list[FlatTensor]:
     """Fills every parameter and saved buffer of the model from a directory. fresh_head: tensors of a classifier's head
-    may be missing in the files; they are returned, unfilled."""
+    may be missing in the files, or be there for another number of labels; they are returned, unfilled."""
     stored = stored_tensors(directory)
     check_gguf_config(model.config, directory)
     may_lack = _head_names(model.module) if fresh_head else frozenset()
@@ -114,11 +114,14 @@ def match_names(
     module: nn.Module, layout: Layout, stored: Mapping[str, Stored], may_lack: frozenset[str] = frozenset()
 ) -> dict[str, str] | None:
     """Name in the module -> name in the files; None if a parameter has no match, and Transformers must load the model.
-    may_lack: parameters that are left out if they have no match."""
+    may_lack: parameters that are left out if they have no match, or if theirs is for another number of labels."""
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    shapes = {tensor.name: tuple(tensor.shape) for tensor in layout.tensors if tensor.name in may_lack}
     names: dict[str, str] = {}
     for own, known in names_of(module, layout):
         found = next((name for name in known if name in stored), None)
+        if found is not None and own in shapes and _other_labels(module, shapes[own], stored[found].shape):
+            found = None
         if found is None and own not in may_lack:
             return None
         names |= {} if found is None else {own: found}
@@ -126,6 +129,11 @@ def match_names(
         found = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
         names |= {} if found is None else {name: found}
     return names
+
+
+def _other_labels(module: nn.Module, own: tuple[int, ...], found: tuple[int, ...]) -> bool:
+    """Whether two shapes of a head's last layer differ in the number of labels alone."""
+    return own[:1] == (module.config.num_labels,) and found[:1] != own[:1] and found[1:] == own[1:]
 
 
 def refuse_unmatched(directory: Path, stored: Mapping[str, Stored], module: nn.Module, layout: Layout) -> None:

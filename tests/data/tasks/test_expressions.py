@@ -47,6 +47,14 @@ def test_slices_are_the_marked_pieces() -> None:
     assert Expression("spans | slices(text)", "x").run(row) == ["Ann", "Bob"]
 
 
+def test_listed_refuses_a_text() -> None:
+    """Of a text, `answers[0]` is a letter."""
+    assert Expression("answers | listed", "x").run({"answers": ["May"]}) == ["May"]
+    assert Expression("answers | listed", "x").run({"answers": None}) == []
+    with pytest.raises(UserError, match="^x: found 'May', expected a list; a CSV or TSV holds none"):
+        Expression("answers | listed", "x").run({"answers": "May"})
+
+
 @pytest.mark.parametrize("value", [b"caf\xc3\xa9", b"", math.nan, math.inf, None, ["a"], {"a": 1}])
 @pytest.mark.parametrize("source", ["{{ x }} It was", "{{ x | trim }}", "{{ 'a' ~ x }}"])
 def test_a_value_without_a_text_is_refused(source: str, value: object) -> None:

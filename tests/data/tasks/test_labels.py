@@ -53,8 +53,10 @@ def test_tasks_of_one_head_have_the_same_labels() -> None:
 def test_models_that_give_several_labels_are_refused() -> None:
     with pytest.raises(UserError, match="problem_type=multi_label_classification with 2 labels"):
         find_labels([SST2], config("negative", "positive", problem_type="multi_label_classification"))
-    with pytest.raises(UserError, match="num_labels: 3, but task sst2 has 2"):
+    with pytest.raises(UserError, match="its head is for 3 labels .* but task sst2 has 2 .* head=classification draws"):
         find_labels([SST2], config("a", "b", "c"))
+    with pytest.raises(UserError, match="num_labels: 3, but task sst2 has 2 labels; set num_labels=null"):
+        find_labels([SST2], config("a", "b", "c"), head_asked=True)
 
 
 @pytest.mark.parametrize("candidates", ['[" a", "a"]', '["A", "a"]'])

@@ -9,6 +9,7 @@ from keyhole.data.tasks.build import MARK
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.spec import GENERATED, METRICS, task_names
+from keyhole.errors import UserError
 from tests.data.tasks.rows import CASES
 
 FILES = [(task, name) for task, case in CASES.items() for name in case.files]
@@ -55,6 +56,27 @@ def test_cola_is_judged_by_both_dev_files(tmp_path: Path) -> None:
         (tmp_path / f"{name}.tsv").write_text(f"x\t1\t\t{name}\n")
     found = load_task("cola", str(tmp_path), Numbers())["test"].questions
     assert [question.prompt.split("\n")[0] for question in found] == ["in_domain_dev", "out_of_domain_dev"]
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        ("squad", "title,context,question,answers\nRain,It rains in May.,When?,May\n"),
+        ("squad", "title,context,question,answers\nRain,It rains in May.,When?,\"{'text': ['May']}\"\n"),
+        ("record", "passage,query,entities,answers\nAnn met Bob,@placeholder,\"['Ann', 'Bob']\",['Bob']\n"),
+    ],
+)
+def test_a_list_in_a_cell_is_refused(task: str, text: str, tmp_path: Path) -> None:
+    """A CSV has no lists: the first letter of the cell was the answer that squad trained on."""
+    (tmp_path / "validation.csv").write_text(text)
+    with pytest.raises(UserError, match=r"row 1: .*let\..* expected a list; a CSV or TSV holds none"):
+        load_task(task, str(tmp_path), Numbers(), training=False)
+
+
+def test_agnews_with_words_for_classes(tmp_path: Path) -> None:
+    """Title and description apart, classes counted from 1 or spelled out."""
+    (tmp_path / "test.csv").write_text("label,title,description\nSports,It,rains\n2,It,snows\n")
+    assert [q.answer for q in load_task("agnews", str(tmp_path), Numbers(), training=False)["test"].questions] == [1, 1]
 
 
 @pytest.mark.parametrize("task", task_names())

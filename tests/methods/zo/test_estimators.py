@@ -226,3 +226,17 @@ def test_no_more_memory_than_two_units_and_the_spines() -> None:
         opt = keyhole.ZO(load(), estimator=estimator, directions=3)
         assert opt.spines.shape[0] == pairs == DEFAULTS[estimator].pairs(3) == len(opt.estimator.pairs)
         assert DEFAULTS[estimator].passes(3) == sum(pair.looks for pair in opt.estimator.pairs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "mezo, 1 direction (gaussian), eps 0.001: 2 forward passes per step"),
+        ({"estimator": "fzoo"}, "fzoo, 7 directions (rademacher), eps 0.001: 8 forward passes per step"),
+        ({"estimator": "grzo"}, "grzo, 4 directions (gaussian), eps 0.001: 8 forward passes per step, of a part"),
+        ({"estimator": "meazo", "eps": 0.01}, "meazo, 1 direction (gaussian), eps 0.01: 2 forward passes per step"),
+    ],
+)
+def test_the_start_block_has_the_rule(settings: dict[str, Any], said: str) -> None:
+    """Defaults differ from estimator to estimator, so a run says which it took."""
+    assert keyhole.ZO(load(), **settings).describe()[0].startswith(f"estimator: {said}")
