@@ -178,9 +178,9 @@ def test_a_gguf_header_is_parsed_once(
     parsed = []
 
     class Counted(gguf.Header):
-        def __init__(self, data: Any) -> None:
+        def __init__(self, data: Any, *about: Any) -> None:
             parsed.append(len(data))
-            super().__init__(data)
+            super().__init__(data, *about)
 
     write_gguf(source, tmp_path / "in", "Q4_0")
     monkeypatch.setattr(gguf, "Header", Counted)
