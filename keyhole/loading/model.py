@@ -38,6 +38,7 @@ from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.gather import WAYS, GatheringEngine
+from keyhole.ops.autocast import with_gradients
 from keyhole.plan.dtype import choose_dtype, warn_if_slow
 from keyhole.plan.placement import place
 from keyhole.ranks import Ranks
@@ -156,10 +157,11 @@ def _add_adapter(loaded: Model, directory: Path) -> None:
 
 @contextmanager
 def _changes() -> Iterator[Changes]:
-    """The process settings that loading changes, for the model to restore; restored here if loading fails."""
+    """The process settings that loading changes, for the model to restore; restored here if loading fails. Weights are
+    ordinary tensors, also in the caller's inference mode: whoever loads a model there may train it elsewhere."""
     changes = Changes()
     try:
-        with no_progress_bars():
+        with no_progress_bars(), with_gradients():
             yield changes
     except BaseException:
         changes.put_back()
