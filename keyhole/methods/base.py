@@ -7,9 +7,10 @@ A method lives in one folder:
     memory.py    the bytes that it needs, as functions of shapes (methods/workload.py)
 
 It has one line in the table of methods/__init__.py. A subclass defines __init__, step, state_dict and load_state_dict.
-`Method` wraps its step: the caller's autocast, no_grad and inference mode are off (the latter two also where a method is
-made, flushed, or given a state: what it keeps are ordinary tensors), the rate that a torch scheduler has set is used, what is no rate is refused, what the caller has changed by hand is taken up (model/by_hand.py) or refused
-(step_checks.py), and the model is told that its weights have changed.
+`Method` wraps its step: the caller's autocast, no_grad and inference mode are off (the latter also where it is made,
+flushed, or given a state: what it keeps are ordinary tensors), the rate that a torch scheduler has set is used, what is
+no rate is refused, what the caller has changed by hand is taken up (model/by_hand.py) or refused (step_checks.py), and
+the model is told that its weights have changed.
 """
 
 from __future__ import annotations
