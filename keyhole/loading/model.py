@@ -32,6 +32,7 @@ from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.freeze import freeze as freeze_parameters
+from keyhole.model.structure.source import has_adapter
 from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
@@ -149,7 +150,7 @@ def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str,
 
 def _add_adapter(loaded: Model, directory: Path) -> None:
     """Attaches the adapter in a directory, if there is one."""
-    if (directory / "adapter").is_dir():
+    if has_adapter(directory):
         saved = SavedAdapter(loaded, directory / "adapter")
         loaded.placed.adapter = saved.path
         loaded.placed.reasons.append(str(saved))
