@@ -21,7 +21,7 @@ If rows are questions, a batch has all their candidates as rows, question by que
 have one number each in `labels` [rows], and token_type_ids if the model has them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -66,70 +66,78 @@ def collate(
     samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = BEFORE, pad_to_most: int | None = None
 ) -> Batch:
     """Rows of different lengths as one batch of int64 tensors [B, T] on the CPU; for a classifier, labels are [B]."""
-    width = Padding(pad_to_multiple_of, pad_to_most).width(max(len(s.input_ids) for s in samples))
+    length_B, first = np.array([len(s.input_ids) for s in samples], dtype=np.int64), samples[0]
 
-    def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
-        length_B = np.array([len(row) for row in rows], dtype=np.int64)
-        tokens_M = np.fromiter(chain.from_iterable(rows), np.int64, int(length_B.sum()))
-        return torch.from_numpy(_placed(tokens_M, length_B, width, fill))
+    def flat(rows: Iterable[list[int]]) -> np.ndarray:
+        return np.fromiter(chain.from_iterable(rows), np.int64, int(length_B.sum()))
 
-    batch = {"input_ids": padded([s.input_ids for s in samples], pad_token_id)}
-    if samples[0].target is None:
-        batch["labels"] = padded([s.labels for s in samples], IGNORED)
-    else:
-        batch["labels"] = torch.tensor([s.target for s in samples])
-    if samples[0].token_type_ids is not None:
-        batch["token_type_ids"] = padded([s.token_type_ids for s in samples], 0)
-    if samples[0].position_ids is None:
-        batch["attention_mask"] = padded([[1] * len(s.input_ids) for s in samples], 0)
-    else:
-        rows = [s.position_ids + list(range(width - len(s.input_ids))) for s in samples]
-        batch["position_ids"] = padded(rows, 0)
-    return batch
-
-
-def _placed(tokens_M: np.ndarray, length_B: np.ndarray, width: int, fill: int) -> np.ndarray:
-    """[B, T]: the tokens of all rows, one row behind the other, as rows that are filled up."""
-    rows_BT = np.full((len(length_B), width), fill, dtype=np.int64)
-    rows_BT[np.arange(width) < length_B[:, None]] = tokens_M
-    return rows_BT
+    return _padded(
+        length_B,
+        Padding(pad_to_multiple_of, pad_to_most),
+        pad_token_id,
+        flat(s.input_ids for s in samples),
+        flat(s.labels for s in samples) if first.target is None else [s.target for s in samples],
+        None if first.token_type_ids is None else flat(s.token_type_ids for s in samples),
+        None if first.position_ids is None else flat(s.position_ids for s in samples),
+    )
 
 
 def make_batch(dataset: Dataset, rows: list[int], padding: Padding) -> Batch:
-    """The rows of a data set as one batch: what `collate` makes of its samples, without a list per sample."""
+    """The rows of a data set as one batch, without a list per sample."""
     chosen = [dataset.rows[i] for i in rows]
     members = chosen if dataset.right is None else [[i] for row in chosen for i in row]  # the samples of each row
     sample_S = np.fromiter(chain.from_iterable(members), np.int64)
     length_S = dataset.starts[sample_S + 1] - dataset.starts[sample_S]
     first_B = np.cumsum([0] + [len(row) for row in members[:-1]])
-    length_B = np.add.reduceat(length_S, first_B)
     within_M = np.arange(int(length_S.sum())) - np.repeat(np.cumsum(length_S) - length_S, length_S)
     at_M = np.repeat(dataset.starts[sample_S], length_S) + within_M
-    width = padding.width(int(length_B.max()))
-
-    def placed(x_M: np.ndarray, fill: int) -> torch.Tensor:
-        return torch.from_numpy(_placed(x_M, length_B, width, fill))
-
-    ids_M = dataset.ids[at_M]
-    batch = {"input_ids": placed(ids_M, dataset.pad_token_id)}
-    if dataset.targets is None:
-        batch["labels"] = placed(np.where(dataset.trained[at_M], ids_M, IGNORED), IGNORED)
-    else:
-        batch["labels"] = torch.tensor([dataset.targets[row[0]] for row in members])
-        if dataset.types is not None:
-            batch["token_type_ids"] = placed(dataset.types[at_M], 0)
-    if dataset.packed:
-        after_BT = np.arange(width) - length_B[:, None]  # of padding: 0, 1, 2, ...
-        batch["position_ids"] = torch.from_numpy(
-            np.where(after_BT < 0, _placed(within_M, length_B, width, 0), after_BT)
-        )
-    else:
-        batch["attention_mask"] = placed(np.ones_like(at_M), 0)
+    ids_M, targets = dataset.ids[at_M], dataset.targets
+    batch = _padded(
+        np.add.reduceat(length_S, first_B),
+        padding,
+        dataset.pad_token_id,
+        ids_M,
+        np.where(dataset.trained[at_M], ids_M, IGNORED) if targets is None else [targets[row[0]] for row in members],
+        dataset.types[at_M] if targets is not None and dataset.types is not None else None,
+        within_M if dataset.packed else None,
+    )
     if dataset.right is not None:
         size_Q = np.array([len(row) for row in chosen])
         right = np.cumsum(size_Q) - size_Q + np.array([dataset.right[i] for i in rows])
         batch["question"] = torch.from_numpy(np.repeat(np.arange(len(rows)), size_Q))
         batch["answer"] = torch.zeros(len(members), dtype=torch.int64).index_fill_(0, torch.from_numpy(right), 1)
+    return batch
+
+
+def _padded(
+    length_B: np.ndarray,
+    padding: Padding,
+    pad_token_id: int,
+    ids_M: np.ndarray,
+    labels: np.ndarray | list[Any],
+    types_M: np.ndarray | None,
+    positions_M: np.ndarray | None,
+) -> Batch:
+    """A batch from the tokens of all rows, one row behind the other: all are placed at once. labels: of tokens, or a
+    list with one for each row. positions_M: of packed rows, which have no mask."""
+    width = padding.width(int(length_B.max()))
+    after_BT = np.arange(width) - length_B[:, None]  # of padding: 0, 1, 2, ...
+    real_BT = after_BT < 0
+
+    def placed(x_M: np.ndarray, fill: int | np.ndarray) -> torch.Tensor:
+        rows_BT = np.empty(real_BT.shape, dtype=np.int64)
+        rows_BT[:] = fill
+        rows_BT[real_BT] = x_M
+        return torch.from_numpy(rows_BT)
+
+    batch = {"input_ids": placed(ids_M, pad_token_id)}
+    batch["labels"] = torch.tensor(labels) if isinstance(labels, list) else placed(labels, IGNORED)
+    if types_M is not None:
+        batch["token_type_ids"] = placed(types_M, 0)
+    if positions_M is None:
+        batch["attention_mask"] = torch.from_numpy(real_BT.astype(np.int64))
+    else:
+        batch["position_ids"] = placed(positions_M, after_BT)
     return batch
 
 

@@ -9,6 +9,9 @@ Tensors have the names that Transformers uses, for the architectures in NAMED. F
 and keys in another order (halves of a head interleaved): this is undone here, row by row, so that blocks stay whole.
 The config.json of the original model must be beside the file.
 
+A large model is cut into parts, NAME-00001-of-00003.gguf and so on. Each has a header of its own, for the tensors in
+it; what is said of the model (its architecture, its heads) is in the first part alone, so that is read first.
+
 The file is mapped and untrusted: every length is checked against the size of the file. A header holds the vocabulary,
 and takes a fraction of a second: it is parsed once for a file and kept, as long as the file is the same by its inode,
 size and times.
@@ -95,21 +98,29 @@ class _Reader:
 
 
 def gguf_files(directory: Path) -> list[str]:
-    """Names of the GGUF files of a model: one, or all parts of one. ValueError if there are several models."""
+    """Names of the GGUF files of a model: one, or all parts of one. ValueError if there are several models, or if a
+    part is missing."""
     names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
-    if len(names) > 1:
-        parts = [SPLIT.fullmatch(name) for name in names]
-        whole = all(parts) and len({part[1] for part in parts if part}) == 1
-        if not whole or len(names) != int(parts[0][3] if parts[0] else 0):
-            raise ValueError(f"{names[0]} and {names[1]} are not the parts of one model; leave one model there")
+    models: dict[tuple[str, str], str] = {}  # a file of each
+    for name in names:
+        part = SPLIT.fullmatch(name)
+        models.setdefault((part[1], part[3]) if part else (name, ""), name)
+    if len(models) > 1:
+        one, other, *_ = models.values()
+        raise ValueError(f"{one} and {other} are not the parts of one model; leave one model there")
+    for stem, count in models:
+        whole = [f"{stem}-{i:05}-of-{count}{SUFFIX}" for i in range(1, int(count or 0) + 1)]
+        if absent := [name for name in whole if name not in names]:
+            raise ValueError(f"{absent[0]} is missing: {len(absent)} of the {len(whole)} parts of this model")
     return names
 
 
 class Header:
-    """What a GGUF file says of itself: its metadata (about; None for arrays), and its tensors (entries)."""
+    """What a GGUF file says of itself: its metadata (about; None for arrays), and its tensors (entries). first: the
+    header of the first part of the model, if this is a later one; key: what tells the file from others."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.size = len(data)
+    def __init__(self, data: mmap.mmap, first: "Header | None" = None, key: tuple[int, ...] = ()) -> None:
+        self.size, self.key = len(data), key
         reader = _Reader(data)
         if reader.take(4) != b"GGUF":
             raise ValueError("it is no GGUF file")
@@ -127,6 +138,9 @@ class Header:
         if type(align) is not int or not 1 <= align <= 2**20:
             raise ValueError(f"its alignment is {align!r:.20}")
         base = -(-reader.at // align) * align
+        if first is not None:
+            of_model = ("general.architecture", f"{first.architecture}.")
+            about |= {key: value for key, value in first.about.items() if key.startswith(of_model)}
         self.architecture = str(about.get("general.architecture"))
         self.heads = about.get(f"{self.architecture}.attention.head_count")
         self.kv_heads = about.get(f"{self.architecture}.attention.head_count_kv", self.heads)
@@ -178,12 +192,12 @@ class Header:
 _kept: dict[tuple[int, ...], Header] = {}
 
 
-def _header(file: int, data: mmap.mmap) -> Header:
+def _header(file: int, data: mmap.mmap, first: Header | None) -> Header:
     """The header of an open file, parsed or kept."""
     about = os.fstat(file)
-    key = (about.st_dev, about.st_ino, len(data), about.st_mtime_ns, about.st_ctime_ns)
+    key = (about.st_dev, about.st_ino, len(data), about.st_mtime_ns, about.st_ctime_ns, *(first.key if first else ()))
     if (found := _kept.get(key)) is None:
-        found = Header(data)
+        found = Header(data, first, key)
         while len(_kept) >= MOST_KEPT:
             _kept.pop(next(iter(_kept)), None)
         _kept[key] = found
@@ -194,10 +208,19 @@ class GGUFShard:
     """One GGUF file, with the interface of a weight file (weight_files.py)."""
 
     def __init__(self, path: Path) -> None:
+        part, first = SPLIT.fullmatch(path.name), None
+        if part and int(part[2]) > 1:
+            first = GGUFShard(path.with_name(f"{part[1]}-00001-of-{part[3]}{SUFFIX}")).header
         with path.open("rb") as file:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.header = _header(file.fileno(), self.data)
-        self.entries = self.header.entries
+            self.header = _header(file.fileno(), self.data, first)
+        self.entries, about = self.header.entries, self.header.about
+        named = (int(part[2]) - 1, int(part[3])) if part else (0, 1)
+        if (said := (about.get("split.no", named[0]), about.get("split.count", named[1]))) != named:
+            raise ValueError(
+                f"it says that it is number {said[0]!r:.20}, counted from 0, of {said[1]!r:.20} parts, and its name "
+                "does not; parts are called NAME-00001-of-00003.gguf and so on"
+            )
 
     def settings(self) -> dict[str, Any]:
         """The metadata of the model's architecture, without its name: {"block_count": 30, ...}; None for arrays."""

@@ -54,18 +54,25 @@ class Stored:
         return bool(self.form) or self.dtype.startswith(("F", "BF"))
 
     def read(self, directory: Path, name: str) -> "torch.Tensor":
-        """The tensor as numbers."""
+        """The tensor as numbers. UserError if those of a quantised one are not finite: nobody publishes such."""
         if self.of is None:
-            return open_shard(directory / self.file).get_tensor(name)
-        with _damaged(directory / self.file):
-            return self.of.read(lambda part: self._part(directory, part))
+            found = open_shard(directory / self.file).get_tensor(name)
+        else:
+            with _damaged(directory / self.file):
+                found = self.of.read(lambda part: self._part(directory, part))
+        if self.form:
+            _check_finite(directory / self.file, name, found)
+        return found
 
     def codes(self, directory: Path, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Codes and scales of a tensor that has a grid."""
         with _damaged(directory / self.file):
             if self.of is None:
-                return open_shard(directory / self.file).get_codes(name)  # type: ignore[attr-defined]
-            return self.of.codes(lambda part: self._part(directory, part))
+                codes, scales = open_shard(directory / self.file).get_codes(name)  # type: ignore[attr-defined]
+            else:
+                codes, scales = self.of.codes(lambda part: self._part(directory, part))
+        _check_finite(directory / self.file, f"the scales of {name}", scales)
+        return codes, scales
 
     def levels(self, directory: Path) -> "torch.Tensor | None":
         """The file's own table of the numbers that codes stand for; None: it has none."""
@@ -73,7 +80,10 @@ class Stored:
 
     def _part(self, directory: Path, name: str) -> "torch.Tensor":
         assert self.parts is not None
-        return open_shard(directory / self.parts[name]).get_tensor(name)
+        file = directory / self.parts[name]
+        found = open_shard(file).get_tensor(name)
+        _check_finite(file, name, found)
+        return found
 
 
 class Shard(Protocol):
@@ -292,10 +302,26 @@ def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
     return whole
 
 
+def _check_finite(file: Path, what: str, found: "torch.Tensor") -> None:
+    """UserError if there is a NaN or an infinity in numbers that were read."""
+    import torch
+
+    if found.numel() and found.is_floating_point():
+        low, high = torch.aminmax(found)  # either is NaN if any element is
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            bad = int((~torch.isfinite(found)).sum())
+            raise UserError(
+                f"model: {file} is damaged: NaN or infinity in {what} ({bad:,} of {found.numel():,} numbers); fetch it "
+                "anew"
+            )
+
+
 @contextmanager
 def _damaged(where: Path) -> Iterator[None]:
     """Turns ValueErrors into errors about this file."""
     try:
         yield
+    except UserError:
+        raise
     except (ValueError, IndexError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise UserError(f"model: {where}: its quantised weights cannot be read: {_first_line(error)}") from error

@@ -22,6 +22,7 @@ from keyhole.errors import UserError
 from keyhole.hub.run_files import Unusable, read_entries, read_environment, read_object, read_settings
 from keyhole.methods import METHODS
 from keyhole.methods.traits import Traits
+from keyhole.model.structure.source import has_adapter
 
 README = "README.md"
 NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
@@ -50,7 +51,7 @@ def _card(directory: Path, run: Path | None, name: str) -> str:
     parts += [
         _settings(config) if config else "",
         "" if run is None else _environment(run / "env.json"),
-        _use(name, model, (directory / "adapter").is_dir()),
+        _use(name, model, has_adapter(directory)),
     ]
     head = dump(_metadata(name, config, model, entries))
     return f"---\n{head}---\n\n" + "\n\n".join(part for part in parts if part) + "\n"

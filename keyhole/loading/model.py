@@ -32,12 +32,14 @@ from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.freeze import freeze as freeze_parameters
+from keyhole.model.structure.source import has_adapter
 from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.gather import WAYS, GatheringEngine
+from keyhole.ops.autocast import with_gradients
 from keyhole.plan.dtype import choose_dtype, warn_if_slow
 from keyhole.plan.placement import place
 from keyhole.ranks import Ranks
@@ -150,7 +152,7 @@ def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str,
 
 def _add_adapter(loaded: Model, directory: Path) -> None:
     """Attaches the adapter in a directory, if there is one."""
-    if (directory / "adapter").is_dir():
+    if has_adapter(directory):
         saved = SavedAdapter(loaded, directory / "adapter")
         loaded.placed.adapter = saved.path
         loaded.placed.reasons.append(str(saved))
@@ -158,10 +160,11 @@ def _add_adapter(loaded: Model, directory: Path) -> None:
 
 @contextmanager
 def _changes() -> Iterator[Changes]:
-    """The process settings that loading changes, for the model to restore; restored here if loading fails."""
+    """The process settings that loading changes, for the model to restore; restored here if loading fails. Weights are
+    ordinary tensors, also in the caller's inference mode: whoever loads a model there may train it elsewhere."""
     changes = Changes()
     try:
-        with no_progress_bars():
+        with no_progress_bars(), with_gradients():
             yield changes
     except BaseException:
         changes.put_back()

@@ -7,9 +7,10 @@ A method lives in one folder:
     memory.py    the bytes that it needs, as functions of shapes (methods/workload.py)
 
 It has one line in the table of methods/__init__.py. A subclass defines __init__, step, state_dict and load_state_dict.
-`Method` wraps its step: the caller's autocast, no_grad and inference mode are off, the rate that a torch scheduler has
-set is used, what is no rate is refused, what the caller has changed by hand is taken up (model/by_hand.py) or refused
-(step_checks.py), and the model is told that its weights have changed.
+`Method` wraps its step: the caller's autocast, no_grad and inference mode are off (the latter also where it is made,
+flushed, or given a state: what it keeps are ordinary tensors), the rate that a torch scheduler has set is used, what is
+no rate is refused, what the caller has changed by hand is taken up (model/by_hand.py) or refused (step_checks.py), and
+the model is told that its weights have changed.
 """
 
 from __future__ import annotations
@@ -242,7 +243,10 @@ def _then_fixed(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def making(self: Method, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
+        from keyhole.ops.autocast import with_gradients  # here: rows can be read without torch
+
+        with with_gradients():
+            init(self, *args, **options)
         self._is_made = type(self).__init__ is making
 
     return making
@@ -285,9 +289,12 @@ def _hands_over(flush: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(flush)
     def handed_over(self: Method) -> None:
-        self.model.check_changes()
-        flush(self)
-        self.model.flushed()
+        from keyhole.ops.autocast import with_gradients  # here: rows can be read without torch
+
+        with with_gradients():
+            self.model.check_changes()
+            flush(self)
+            self.model.flushed()
 
     return handed_over
 
@@ -306,13 +313,16 @@ def _with_name(state_of: Callable[..., State | None]) -> Callable[..., State | N
 def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
     @wraps(load)
     def checked(self: Method, state: State) -> None:
+        from keyhole.ops.autocast import with_gradients  # here: rows can be read without torch
+
         found = state.get(METHOD, self.name) if isinstance(state, Mapping) else self.name  # older states have no name
         if found != self.name:
             raise UserError(f"{self.name}: this is the state of another method, {found}; make that method, and load it")
         if isinstance(state, Mapping) and state.get(TENSORS, own := self.model.layout.fingerprint) != own:
             raise UserError(f"{self.name}: this is the state of another model: names or shapes of parameters differ")
         try:
-            load(self, without(state, METHOD, TENSORS))
+            with with_gradients():
+                load(self, without(state, METHOD, TENSORS))
         except UserError:
             raise
         except RuntimeError as error:

@@ -103,8 +103,7 @@ def trained_numel(layout: Layout) -> int:
 
 
 def home_bytes(layout: Layout, units: Iterable[int], room: Room) -> int:
-    homes = room.formats.homes(layout)
-    return sum(homes[i] for i in units)
+    return sum(map(room.formats.homes(layout).__getitem__, units))
 
 
 def met_bytes(layout: Layout, units: Iterable[int], work: Workload, room: Room) -> float:

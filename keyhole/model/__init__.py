@@ -9,7 +9,8 @@ shared_rows.py   candidates that differ in their last token share a row
 joined_rows.py   short rows of candidates are put behind each other in one row
 causality.py     tests that a position depends on the tokens before it alone, without which no rows are shared or joined
 best_fit.py  which samples go into which row
-packing.py   checks that samples packed into one row do not attend to each other
+packing.py   samples packed into one row: how a model is told
+apart.py     tests that they do not attend to each other
 attached.py  the methods that train a model: the interface to them, and updates that they have deferred
 rank_duties.py   what one of several ranks does for a model
 model.py     Model, which ties these together

@@ -1,7 +1,7 @@
 """Packs samples into rows of a fixed length: the longest first, each into the fullest row where it still fits.
 
 Best fit decreasing needs never more than 11/9 of the fewest rows, plus one. The result depends on the lengths alone, so
-it is the same in every run. No sample is cut. Samples of a row must not attend to each other: packing.py.
+it is the same in every run. No sample is cut. Samples of a row must not attend to each other: apart.py.
 """
 
 from bisect import bisect_left, insort

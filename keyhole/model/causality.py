@@ -16,8 +16,7 @@ are in one batch and differ, so that rows that see each other fail too. Models h
 are tested by themselves. The answer is no if nothing is shown: no token has an effect on the next position, or the
 model cannot run on such rows.
 
-Rows may be joined (joined_rows.py) if samples of one row do not see each other as well: the test of packing.py, here
-without applying updates that wait.
+Rows may be joined (joined_rows.py) if samples of one row do not see each other as well: the test of apart.py.
 
 What a few short rows cannot show: routers that drop tokens of a full batch. No model of Transformers has one.
 Cost: one sweep, with two short passes. Updates that wait for their unit (zo) are not applied for it: any weights do.
@@ -30,7 +29,6 @@ from torch.nn import functional as F
 
 from keyhole.model.batch import DeviceBatch, to_device
 from keyhole.model.forward.evaluation import nll_by_token
-from keyhole.model.packing import leaks, probes
 
 LIMIT, LIMIT_16_BIT = 0.01, 0.1
 LENGTH = 9  # tokens of a row
@@ -48,17 +46,6 @@ def is_causal(model: Any, padded: bool) -> bool:
     effect, leak = float((before - as_is).abs().max()), float((second - first).abs().max())
     limit = LIMIT if model.dtype in (torch.float32, torch.float64) else LIMIT_16_BIT
     return effect > 0 and leak <= limit * effect
-
-
-@torch.no_grad()
-def keeps_apart(model: Any) -> bool:
-    """Whether samples that are packed into one row do not attend to each other."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    try:
-        batches = [to_device(batch, model.device) for batch in probes(config.vocab_size)]
-        return not leaks(nll_by_token(model, batches, learn=False), model.dtype, strict=True)
-    except Exception:
-        return False
 
 
 def _probes(model: Any, padded: bool) -> list[DeviceBatch]:

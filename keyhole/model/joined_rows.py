@@ -3,7 +3,7 @@
 The prompts of a task differ in length (SST-2: 15 tokens on average, 50 for the longest of 128), and every row of a
 batch is as long as the longest: three quarters of the tokens are padding, which costs as much as tokens do. So rows are
 packed: as many into a row of W tokens as fit, the longest first (best_fit.py), each with positions from 0, by which the
-model keeps them apart (packing.py; it is tested on the model itself, and models that fail keep their rows).
+model keeps them apart (packing.py; apart.py tests the model itself, and rows of models that fail are not joined).
 
     a a a a a - - -            a a a a a b b .        a, b, c: the tokens before the last trained one of a row; that
     b b - - - - - -     ->     c c c c . . . .        one is only predicted. -: padding

@@ -32,10 +32,11 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
+from keyhole.model.apart import check_packing, keeps_apart
 from keyhole.model.attached import Addon, Attached, AttachedMethods, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list, hides_tokens
 from keyhole.model.by_hand import ByHand
-from keyhole.model.causality import is_causal, keeps_apart
+from keyhole.model.causality import is_causal
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward import generate as generation
@@ -51,7 +52,6 @@ from keyhole.model.forward.low_rank import Factors
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.joined_rows import longest_row
-from keyhole.model.packing import check_packing
 from keyhole.model.rank_duties import writes_home
 from keyhole.model.shared_rows import find_shared, is_on_host
 from keyhole.model.structure.find import find_blocks
@@ -195,12 +195,8 @@ class Model:
 
     def check_packing(self, length: int | None = None) -> None:
         """UserError if samples packed into a row of `length` tokens would attend to each other; tested once."""
-        self._keeps_packed_apart = True  # the check itself runs packed batches
-        try:
-            check_packing(self, length)
-        except BaseException:
-            self._keeps_packed_apart = False
-            raise
+        check_packing(self, length)
+        self._keeps_packed_apart = True
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
         """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them; for a

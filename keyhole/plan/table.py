@@ -40,6 +40,7 @@ from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import Layout, find_layout
+from keyhole.model.structure.parts import Parts, find_parts
 from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element
 from keyhole.plan.costs import Costs
 from keyhole.plan.fit import fit
@@ -70,6 +71,7 @@ class Question:
     methods: tuple[str, ...] = tuple(METHODS)
     is_budget: bool = False
     layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
+    parts: dict[int, Parts] = field(default_factory=dict, repr=False, compare=False)  # by the id of the module
     wires: dict[Any, Wire] = field(default_factory=dict, repr=False, compare=False)
 
     def find(
@@ -78,7 +80,9 @@ class Question:
         """A layout, found once and cached: for a large model it takes a tenth of a second, and rows share layouts."""
         key = (id(module), max_unit_numel, cut_rows, cut_experts)
         if key not in self.layouts:
-            self.layouts[key] = find_layout(module, max_unit_numel, cut_rows, cut_experts)
+            if id(module) not in self.parts:
+                self.parts[id(module)] = find_parts(module)
+            self.layouts[key] = find_layout(module, max_unit_numel, cut_rows, cut_experts, self.parts[id(module)])
         return self.layouts[key]
 
     @property

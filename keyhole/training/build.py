@@ -159,7 +159,8 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
     machine = start_block.machine_lines(config.device, model, method)
-    groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
+    shown = start_block.model_lines(model.module, model.layout, model.dtype, method.keeps_base)
+    groups = [shown, machine, data.report]
     groups += [ranks_lines, job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
     lines = start_block.block(config.method, config.model, groups)
     job.display.lines(lines)

@@ -24,6 +24,7 @@ from keyhole.machine.text import printable
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
+from keyhole.model.structure.source import has_adapter
 from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.report.story import DONE, FAILED, STOPPED, Answers
 from keyhole.training import rundir
@@ -320,8 +321,9 @@ class Run:
         evaluated = "" if self.last_eval is None else f"; eval {shown_loss(self.last_eval)}"
         tested = f"; test {text}" if (text := shown(self.reports.metrics.tested.get(best or step, {}), TEST)) else ""
         where = f"the model is in {self.directory.root}" if self.saver.settings.model else "no model was saved"
-        if self.saver.settings.model and (adapter := self.directory.root / "adapter").is_dir():
-            where += f", and its adapters in {adapter}: a program that does not load both (peft does) has half of it"
+        if self.saver.settings.model and has_adapter(self.directory.root):
+            beside = self.directory.root / "adapter"
+            where += f", and its adapters in {beside}: a program that does not load both (peft does) has half of it"
         self.reports.page.ended(DONE, "" if step == self.total else f"{self.ends}.".capitalize())
         done = f"{counted_steps(step)}{self.display.summary()}"
         self.display.line(f"done: {done}{evaluated}{self._chosen(best)}{tested}; {where}")

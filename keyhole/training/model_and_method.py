@@ -150,6 +150,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     if Path(source).is_dir():
         weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
     row = METHODS[config.method]
-    row.load().outline(Skeleton(module, layout, find_blocks(module)), getattr(config, row.section))
-    model = [*start_block.model_lines(module, layout, chosen.dtype), *weights]
+    own = getattr(config, row.section)
+    row.load().outline(Skeleton(module, layout, find_blocks(module)), own)
+    model = [*start_block.model_lines(module, layout, chosen.dtype, row.from_original(own)), *weights]
     return [model, [*where, *placed.reasons, start_block.kernels()]]

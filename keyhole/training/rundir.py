@@ -41,8 +41,9 @@ from keyhole.training.lock import Lock
 FORMAT = 1
 MARKER_BYTES = 2**20
 WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
-# Leftovers of a killed process: half-written or half-replaced (names: disk/files.py). Only our own.
-LEFTOVER = re.compile(r"\.(checkpoint-[0-9]+|model)\.(saving|old)-[0-9]+|\.probe\.tmp")
+# Leftovers of a killed process: half-written or half-replaced (names: disk/files.py), or half-deleted by an earlier
+# version (now: checkpoint/removal.py). Only our own; the lock is held, so no process is at them.
+LEFTOVER = re.compile(r"\.(checkpoint-[0-9]+|model)\.(saving|old|deleted)-[0-9]+|\.probe\.tmp")
 REPLACED = re.compile(r"\.(checkpoint-[0-9]+)\.old-[0-9]+")
 
 

@@ -5,7 +5,7 @@ kernels, how the data was read, the number of steps, and the schedule.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -26,37 +26,42 @@ def title(method: str, model: str) -> str:
     return f"keyhole {keyhole.__version__}: {method} on {model}"
 
 
-def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype) -> list[str]:
-    """The model, and a table of its parameters; those of repeated blocks share a row."""
+def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype, keeps_base: bool = False) -> list[str]:
+    """The model, and a table of its parameters; those of repeated blocks share a row. keeps_base: the method never
+    changes the weights of blocks (a matrix that is not frozen has low-rank factors beside it, which are trained)."""
     count = sum(t.shape.numel() for t in layout.tensors)
     frozen = sum(t.shape.numel() for t in layout.tensors if not t.param.requires_grad)
+    kept = _kept(layout) if keeps_base else {}
+    held = sum(numel for _, numel in kept.values())
     own = {id(t.param) for t in layout.tensors}
     beside = sum(p.numel() for p in module.parameters() if p.requires_grad and id(p) not in own)
     of_them = f" ({beside:,} of adapters)" if beside else ""
+    factors = f", low-rank factors beside {held:,} that stay as they are" if held else ""
     size_gib = count * torch.empty(0, dtype=dtype).element_size() / GIB
     tied = ", head tied to the embedding" if layout.tied else ""
     return [
         f"model: {type(module).__name__}, {count:,} parameters, {size_gib:.2f} GiB{tied}",
-        f"parameters: {count - frozen + beside:,} trained{of_them}, {frozen:,} frozen",
-        *(f"  {row}" for row in parameter_rows(layout)),
+        f"parameters: {count - frozen - held + beside:,} trained{of_them}{factors}, {frozen:,} frozen",
+        *(f"  {row}" for row in parameter_rows(layout, {name for name, _ in kept.values()})),
     ]
 
 
-def parameter_rows(layout: Layout) -> list[str]:
-    """`trained  32 x model.layers.*.mlp.up_proj.weight  [11008, 4096]`, one row per kind of tensor."""
-    kinds: dict[tuple[str, tuple[int, ...], bool], int] = {}
+def _kept(layout: Layout) -> dict[int, tuple[str, int]]:
+    """(name, elements) of each matrix of the blocks that is not frozen."""
+    tensors = [t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad]
+    return {id(t.param): (t.name, t.shape.numel()) for t in tensors if len(t.shape) == 2}
+
+
+def parameter_rows(layout: Layout, kept: Collection[str] = ()) -> list[str]:
+    """`trained  32 x model.layers.*.mlp.up_proj.weight  [11008, 4096]`, one row per kind of tensor. kept: names of
+    matrices whose factors are trained."""
+    kinds: dict[tuple[str, tuple[int, ...], str], int] = {}
     for tensor in layout.tensors:
-        kind = (
-            re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name),
-            tuple(tensor.shape),
-            tensor.param.requires_grad,
-        )
+        how = "factors" if tensor.name in kept else "trained" if tensor.param.requires_grad else "frozen "
+        kind = (re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name), tuple(tensor.shape), how)
         kinds[kind] = kinds.get(kind, 0) + 1
     width = max(len(name) for name, _, _ in kinds)
-    return [
-        f"{'trained' if trained else 'frozen '}  {times:>3} x {name:<{width}}  {list(shape)}"
-        for (name, shape, trained), times in kinds.items()
-    ]
+    return [f"{how}  {times:>3} x {name:<{width}}  {list(shape)}" for (name, shape, how), times in kinds.items()]
 
 
 def device_line(asked_device: str | None, device: torch.device) -> str:

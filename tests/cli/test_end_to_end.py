@@ -305,7 +305,7 @@ def test_a_model_without_blocks_is_refused(
 def start_block(printed: str) -> list[str]:
     """The lines about what is trained and what is frozen."""
     lines = [line.strip() for line in printed.splitlines()]
-    return [line for line in lines if line.startswith(("parameters:", "trained ", "frozen "))]
+    return [line for line in lines if line.startswith(("parameters:", "trained ", "frozen ", "factors "))]
 
 
 OUTLINED = {method: [f"method={method}"] for method in METHODS}

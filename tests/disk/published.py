@@ -92,10 +92,13 @@ def text(word: str) -> bytes:
     return struct.pack("<Q", len(word)) + word.encode()
 
 
-def write_gguf(source: Path, target: Path, form: str = "Q4_0", head: str = "F16") -> dict[str, torch.Tensor]:
-    """A Llama directory as one GGUF file with its config beside it; returns the numbers that it holds, by name."""
+def write_gguf(
+    source: Path, target: Path, form: str = "Q4_0", head: str = "F16", parts: int = 1
+) -> dict[str, torch.Tensor]:
+    """A Llama directory as one GGUF file with its config beside it, or in parts of which only the first has metadata of
+    the model, and no tensors; returns the numbers that it holds, by name."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    config, numbers, listed, data = model.config, {}, [], b""
+    config, numbers, tensors = model.config, {}, []
     for name, param in model.named_parameters():
         stem, _, kind = name.rpartition(".")
         layer = stem.split(".")[2] if stem.startswith("model.layers.") else None
@@ -110,8 +113,7 @@ def write_gguf(source: Path, target: Path, form: str = "Q4_0", head: str = "F16"
             held = held.view(heads, w.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(w.shape)
         numbers[name] = held
         sides = struct.pack(f"<I{w.dim()}Q", w.dim(), *reversed(w.shape))
-        listed.append(text(f"{gguf_name}.{kind}") + sides + struct.pack("<IQ", TYPES[form_now], len(data)))
-        data += raw + b"\0" * (-len(raw) % 32)
+        tensors.append((text(f"{gguf_name}.{kind}") + sides + struct.pack("<I", TYPES[form_now]), raw))
     about = text("general.architecture") + struct.pack("<I", 8) + text("llama")
     whole = {"attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads}
     whole |= {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
@@ -121,11 +123,28 @@ def write_gguf(source: Path, target: Path, form: str = "Q4_0", head: str = "F16"
     about += b"".join(text(f"llama.{key}") + struct.pack("<II", 4, value) for key, value in whole.items())
     about += b"".join(text(f"llama.{key}") + struct.pack("<If", 6, value) for key, value in real.items())
     about += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(listed), 2 + len(whole) + len(real)) + about + b"".join(listed)
     target.mkdir()
-    (target / "model.gguf").write_bytes(header + b"\0" * (-len(header) % 32) + data)
+    if parts == 1:
+        _write_part(target / "model.gguf", 2 + len(whole) + len(real), about, tensors)
+    for i in range(parts if parts > 1 else 0):
+        split = text("split.no") + struct.pack("<IH", 2, i) + text("split.count") + struct.pack("<IH", 2, parts)
+        split += text("split.tensors.count") + struct.pack("<Ii", 5, len(tensors))
+        pairs, said = (5 + len(whole) + len(real), about + split) if i == 0 else (3, split)
+        _write_part(
+            target / f"model-{i + 1:05}-of-{parts:05}.gguf", pairs, said, tensors[i - 1 :: parts - 1] if i else []
+        )
     config.save_pretrained(target)
     return numbers
+
+
+def _write_part(path: Path, pairs: int, about: bytes, tensors: list[tuple[bytes, bytes]]) -> None:
+    """One GGUF file. tensors: what is listed of each up to its type, and its bytes."""
+    listed = data = b""
+    for head, raw in tensors:
+        listed += head + struct.pack("<Q", len(data))
+        data += raw + b"\0" * (-len(raw) % 32)
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), pairs) + about + listed
+    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
 
 
 def _write(source: Path, target: Path, layer: Any, said: dict[str, Any]) -> dict[str, torch.Tensor]:

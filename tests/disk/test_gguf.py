@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+import keyhole
 from keyhole.disk.gguf import GGUFShard, gguf_files
 from keyhole.disk.gguf_blocks import unpacked
 from keyhole.disk.weight_files import open_shard, stored_tensors, weight_files
@@ -30,6 +32,64 @@ def test_the_parts_of_one_model_are_read_and_two_models_are_not(tmp_path: Path) 
     (tmp_path / "b.gguf").touch()
     with pytest.raises(UserError, match="not the parts of one model"):
         weight_files(tmp_path)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    for name in ("a-00001-of-00003.gguf", "a-00003-of-00003.gguf"):
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=r"a-00002-of-00003.gguf is missing: [12] of the 3 parts"):
+            weight_files(tmp_path)
+
+
+def test_a_model_in_parts_is_read(tiny_model: Path, tmp_path: Path) -> None:
+    """Later parts say nothing of the model, neither its architecture nor its heads, by which rows are put in order."""
+    expected = write_gguf(tiny_model, tmp_path / "in", "Q8_0", parts=3)
+    found = stored_tensors(tmp_path / "in")
+    assert found.keys() == expected.keys() and len({stored.file for stored in found.values()}) == 2
+    for name, numbers in expected.items():
+        torch.testing.assert_close(found[name].read(tmp_path / "in", name).float(), numbers)
+    model = keyhole.load(str(tmp_path / "in"), device="cpu")
+    assert torch.isfinite(model.nll({"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]})[0])
+
+
+def test_parts_that_were_renamed_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Two parts that changed places, and one that goes by itself."""
+    write_gguf(tiny_model, tmp_path / "in", "F16", parts=3)
+    one, two, three = sorted((tmp_path / "in").glob("*.gguf"))
+    (tmp_path / "alone.gguf").write_bytes(one.read_bytes())
+    with pytest.raises(UserError, match="number 0, counted from 0, of 3 parts, and its name does not"):
+        open_shard(tmp_path / "alone.gguf")
+    two.rename(tmp_path / "aside")
+    three.rename(two)
+    (tmp_path / "aside").rename(three)
+    with pytest.raises(UserError, match="number 2, counted from 0, of 3 parts"):
+        stored_tensors(tmp_path / "in")
+
+
+@pytest.mark.parametrize("small_first", [False, True])
+def test_parts_as_llama_cpp_writes_them(tiny_model: Path, tmp_path: Path, small_first: bool) -> None:
+    """By its own package, if it is there."""
+    gguf = pytest.importorskip("gguf")
+    expected = write_gguf(tiny_model, tmp_path / "in", "F32", "F32")
+    reader = gguf.GGUFReader(tmp_path / "in" / "model.gguf")
+    writer = gguf.GGUFWriter(
+        tmp_path / "in" / "m.gguf", "llama", split_max_tensors=6, small_first_shard=small_first, use_temp_file=False
+    )
+    about = AutoConfig.from_pretrained(tmp_path / "in")
+    writer.add_head_count(about.num_attention_heads)
+    writer.add_head_count_kv(about.num_key_value_heads)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    (tmp_path / "in" / "model.gguf").unlink()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert len(list((tmp_path / "in").glob("m-*-of-*.gguf"))) == 4 + small_first
+    found = stored_tensors(tmp_path / "in")
+    assert found.keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert torch.equal(found[name].read(tmp_path / "in", name), numbers)
 
 
 def header(tensors: int = 0, pairs: int = 0, rest: bytes = b"") -> bytes:

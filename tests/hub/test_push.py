@@ -89,6 +89,7 @@ def test_the_card_of_a_model_with_adapters_says_how_to_load_them(trained: Path) 
     """A plain load leaves them out, silently."""
     assert "peft" not in card(trained, "me/tuned")
     (trained / "adapter").mkdir()
+    (trained / "adapter" / "adapter_config.json").write_text("{}")
     text = card(trained, "me/tuned")
     assert "from peft import PeftModel" in text
     assert 'model = PeftModel.from_pretrained(model, "me/tuned", subfolder="adapter")' in text

@@ -423,16 +423,21 @@ def test_what_is_no_prompt_is_refused(ids: Any, says: str) -> None:
 @in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adamw"))
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_is_the_same_in_the_caller_s_no_grad_and_inference_mode(name: str) -> None:
-    """Batches that were made there, too; and the steps after it."""
+    """Batches that were made there, too; the steps after it; and a model and a method that were made there, or flushed,
+    or given a state."""
     if "lora" in name:
         pytest.importorskip("peft")
     found = []
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        model = load("llama")
-        method = METHODS[name].load()(model, 1e-3, **({"d": 16, "r": 2} if name == "lsp" else {}))
         with mode():
+            model = load("llama")
+            method = METHODS[name].load()(model, 1e-3, **({"d": 16, "r": 2} if name == "lsp" else {}))
             method.step([{key: x.clone() for key, x in batch.items()} for batch in micro_batches(0, 1)])
         method.step(micro_batches(1, 1))
+        with mode():
+            method.flush()
+            method.load_state_dict(copy.deepcopy(method.state_dict()))
+        method.step(micro_batches(2, 1))
         method.flush()
         found.append(weights(model))
     assert all(torch.equal(found[0][key], one[key]) for one in found for key in one)

@@ -39,6 +39,22 @@ def test_counts_adapters_among_what_is_trained(tiny_model: Path) -> None:
     assert text == f"parameters: {count:,} trained ({count:,} of adapters), 35,296 frozen"
 
 
+@pytest.mark.parametrize("fold", [True, False])
+def test_matrices_with_kept_factors_are_not_trained(tiny_model: Path, fold: bool) -> None:
+    """They never change; folded into them, factors are only a way to train them. What is frozen has none."""
+    model = keyhole.load(tiny_model, device="cpu", freeze="model.layers.0.mlp.up_proj")
+    method = keyhole.ZO(model, 1e-3, rank=2, fold=fold)
+    text = "\n".join(start.model_lines(model.module, model.layout, model.dtype, method.keeps_base))
+    frozen = 35_296 - sum(t.shape.numel() for t in model.layout.tensors if t.param.requires_grad)
+    kept = sum(matrix.tensor.shape.numel() for matrix in method.factors.parts.matrices)
+    if fold:
+        assert f"parameters: {35_296 - frozen:,} trained, {frozen:,} frozen" in text and "factors" not in text
+        return
+    beside = f"low-rank factors beside {kept:,} that stay as they are"
+    assert f"parameters: {35_296 - frozen - kept:,} trained, {beside}, {frozen:,} frozen" in text
+    assert "factors    2 x model.layers.*.mlp.down_proj" in text and "frozen     1 x model.layers.*.mlp.up_proj" in text
+
+
 def test_gives_reasons(tiny_model: Path) -> None:
     """Device and dtype say whether they were asked for or found."""
     asked = keyhole.load(tiny_model, device="cpu", dtype="float32")

@@ -7,11 +7,16 @@ the whole journal, and the time is that of the update kernels alone,
                                                includes the compilation of kernels)
 
 `keyhole replay BASE JOURNAL OUT` needs no GPU and no data, only base weights with the right content hash and the
-journal. A classification head that the base lacks is initialised again with the run's seed. The result equals the run's
+journal. A journal that was cut between two records looks like that of a shorter run. What lies beside it tells more: a
+checkpoint of a later step, which is written only after the records before it, or later lines of metrics.jsonl. Then it
+is refused as a damaged one is; a journal that was copied alone is compared with the max_steps in its header.
+
+A classification head that the base lacks is initialised again with the run's seed. The result equals the run's
 weights to the bit on every device, because noise and update give the same bits everywhere (ops/noise/gaussian.py,
 ops/zo/element.py).
 """
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -24,6 +29,8 @@ import torch
 from keyhole import assets
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Header, Journal, Record
+from keyhole.checkpoint.select import checkpoints
+from keyhole.checkpoint.state import Damaged, read_state
 from keyhole.disk.files import try_place
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
@@ -42,6 +49,7 @@ from keyhole.ops.rounding.round import ROUNDINGS
 
 TIMED_NUMEL = 2**20  # smaller units are not used to measure the rate
 QUIET_S = 10.0
+TAIL_BYTES = 2**16
 
 Say = Callable[[str], None]
 
@@ -98,6 +106,9 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     except OSError as error:
         raise UserError(f"OUT: {out} cannot be written: {error.filename}: {error.strerror}") from error
     found = read_whole(path, steps)
+    planned = found.header.config.get("max_steps")
+    if steps is None and isinstance(planned, int) and found.last < planned:
+        say(f"the journal ends with step {found.last}, and its run had max_steps={planned}: it was stopped, or is cut")
     records = [record for record in found.records if steps is None or record.step <= steps]
     check_base(found.header, base)
     if found.torn and steps is None:
@@ -170,11 +181,44 @@ def read_whole(path: Path, steps: int | None) -> Journal:
     if found.fault and not found.torn and (steps is None or steps > found.last):
         way_on = f"--steps {found.last} rebuilds the weights up to there" if found.records else "no step is left"
         raise UserError(f"JOURNAL: {path} is damaged: {found.fault}; {way_on}")
+    if steps is None and (more := _later_step(path, found)) is not None:
+        raise UserError(
+            f"JOURNAL: {path} is cut: it ends with step {found.last}, and {more}; --steps {found.last} rebuilds the "
+            "weights up to there"
+        )
     if steps is not None and not found.header.first < steps <= found.last:
         raise UserError(f"--steps: {steps} is not in the journal, which holds {found.header.first + 1} to {found.last}")
     if not found.records:
         raise UserError(f"JOURNAL: {path} holds no steps yet; its weights are those of {found.header.source}")
     return found
+
+
+def _later_step(path: Path, found: Journal) -> str | None:
+    """What in the output directory of a journal shows that its run had more steps; None if nothing does."""
+    run = path.resolve().parent
+    if run.name != "run":
+        return None
+    for checkpoint in reversed(checkpoints(run.parent)):
+        try:
+            state = read_state(checkpoint)
+        except (Damaged, UserError):
+            continue
+        if state.run == found.header.run and state.step > found.last:
+            return f"{checkpoint} is of its run"
+    step = _last_metrics(run / "metrics.jsonl")
+    ahead = step > found.last + 1  # a line is written before the record of its step
+    return f"run/metrics.jsonl has step {step}" if ahead else None
+
+
+def _last_metrics(path: Path) -> int:
+    """The last step with a line in metrics.jsonl; 0 if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            steps = [json.loads(line).get("step", 0) for line in file.read().splitlines()[-1:]]
+    except (OSError, ValueError, AttributeError, RecursionError):  # none, or its last line is torn
+        return 0
+    return steps[0] if steps and isinstance(steps[0], int) else 0
 
 
 def check_base(header: Header, base: str) -> None:

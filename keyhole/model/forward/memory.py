@@ -98,8 +98,8 @@ def forward_bytes(
     gaps, homes = layout.largest_with_gaps if formats.packs else 0, formats.homes(layout)
     perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * directions * layout.spine.numel)
     return ForwardBytes(
-        homes=sum(homes) - sum(homes[i] for i in streamed),
-        slots=SLOT_COUNT * max((homes[i] for i in streamed), default=0),
+        homes=sum(homes) - sum(map(homes.__getitem__, streamed)),  # a map: models of many layers have many units
+        slots=SLOT_COUNT * max(map(homes.__getitem__, streamed), default=0),
         perturbed=perturbed + 4 * gaps,
         activations=activation_bytes(layout, tokens, passes, element_bytes),
         logits=logits_bytes(layout, tokens, passes, element_bytes),
@@ -119,5 +119,4 @@ def evaluation_bytes(layout: Layout, *, tokens: int, passes: int, formats: Wire,
 
 def host_bytes(layout: Layout, streamed: set[int], formats: Wire) -> int:
     """Host memory of the streamed units."""
-    homes = formats.homes(layout)
-    return sum(homes[i] for i in streamed)
+    return sum(map(formats.homes(layout).__getitem__, streamed))

@@ -8,6 +8,7 @@ reach.py       which parameters a forward pass on tokens uses, found without wei
 added_loss.py  losses that its config adds to the cross-entropy of the tokens
 find.py        its blocks, and layers of special kinds
 experts.py     its stacks of experts that are computed one expert at a time
+parts.py       what all layouts of it have in common
 layout.py      its parameters as one flat array, cut into units
 tokenizer.py   its tokenizer
 """

@@ -31,8 +31,9 @@ import torch
 from torch import nn
 
 from keyhole.model.structure.block_counts import BlockCounts, block_counts
-from keyhole.model.structure.experts import Experts, expert_units, find_experts
-from keyhole.model.structure.find import Stack, find_blocks, leaves_of, relu_pair, row_tiles, stacks_outside
+from keyhole.model.structure.experts import Experts
+from keyhole.model.structure.find import Stack, relu_pair, row_tiles
+from keyhole.model.structure.parts import Parts, find_parts
 
 ALIGN = 64
 CHUNK_ROWS = 8192
@@ -195,72 +196,52 @@ def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> li
     return runs
 
 
-def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:
-    """id(parameter) -> the one block that uses it, if that block has units of its own."""
-    by_block = [[id(p) for p in block.parameters()] for block in blocks]
-    users = Counter(p for of_block in by_block for p in of_block)
-    with_units = {i: of_block for i, of_block in enumerate(by_block) if not in_blocks.isdisjoint(of_block)}
-    return {p: i for i, of_block in with_units.items() for p in of_block if users[p] == 1}
-
-
 def find_layout(
-    module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True, cut_experts: bool = True
+    module: nn.Module,
+    max_unit_numel: int | None = None,
+    cut_rows: bool = True,
+    cut_experts: bool = True,
+    parts: Parts | None = None,
 ) -> Layout:
     """The layout of an HF decoder, which may be on the meta device: no weights are needed. max_unit_numel: blocks are
     cut into units of at most this many elements, or of one leaf (None: not cut). cut_rows: large matrices are then cut
-    too; cut_experts: so are stacks of experts that are larger than a unit."""
-    names = {id(p): name for name, p in module.named_parameters()}  # a tied parameter once, by its first name
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    table_p = embedding.weight if isinstance(embedding, nn.Embedding) else None
-    head_p = head.weight if isinstance(head, nn.Linear) else None
-    blocks = find_blocks(module)
-    tables = {id(p) for p in (table_p, head_p)}
-    by_block = [leaves_of(block) for block in blocks]
-    leaves = [leaf for of_block in by_block for leaf in of_block]
-    uses = Counter(id(p) for leaf in leaves for p in leaf.parameters())
-    large = [leaf for leaf in leaves if row_tiles(leaf)]
-    candidates = leaves if expert_units(module) else []
-    experts = {id(leaf): found for leaf in candidates if (found := find_experts(leaf))}
-    outside = tables | {id(leaf.bias) for leaf in large}
-    outside |= {id(bias) for found in experts.values() for bias in found.biases}
-    in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # shared ones go to the spine
-    experts = {key: one for key, one in experts.items() if all(id(stack) in in_blocks for stack in one.stacks)}
-    counts = {id(stack): one.count for one in experts.values() for stack in one.stacks}
-    builder = _Builder(names, _block_of(blocks, in_blocks), counts)
-    spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
-    builder.unit("spine", "spine", spine, [])
-    if table_p is not None:
-        builder.table("table", table_p)
-    for i, block in enumerate(blocks):
-        runs = _runs(by_block[i], in_blocks, max_unit_numel)
+    too; cut_experts: so are stacks of experts that are larger than a unit. parts: those of the module, if known."""
+    of = find_parts(module) if parts is None else parts
+    counts = {id(stack): one.count for one in of.experts.values() for stack in one.stacks}
+    builder = _Builder(of.names, of.block_of, counts)
+    builder.unit("spine", "spine", of.spine, [])
+    if of.table is not None:
+        builder.table("table", of.table)
+    for i, block in enumerate(of.blocks):
+        runs = _runs(of.leaves[i], of.in_blocks, max_unit_numel)
         for j, run in enumerate(runs):
-            params = [p for leaf in run for p in leaf.parameters() if id(p) in in_blocks]
+            params = [p for leaf in run for p in leaf.parameters() if id(p) in of.in_blocks]
             name = f"block {i}" if len(runs) == 1 else f"block {i}.{j}"
+            cuts = cut_experts and len(runs) > 1 and id(run[0]) in of.experts
             if cut_rows and len(runs) > 1 and len(run) == 1 and (tiles := row_tiles(run[0])):
                 builder.rows("block", name, params[0], tiles)
-            elif cut_experts and len(runs) > 1 and id(run[0]) in experts and sum(map(_numel, params)) > max_unit_numel:
+            elif cuts and sum(map(_numel, params)) > max_unit_numel:
                 for stack in params:
                     builder.experts(name, stack)
             else:
                 builder.unit("block", name, params, [block] if len(runs) == 1 else run)
-    tied = head_p is table_p
-    if head_p is not None and not tied:
-        builder.table("head", head_p)
-    kind = type(blocks[0]).__name__ if blocks else "none"
-    fused = any(relu_pair(block) for block in blocks)
-    outside = stacks_outside(module, blocks)
+    tied = of.head is of.table
+    if of.head is not None and not tied:
+        builder.table("head", of.head)
+    kind = type(of.blocks[0]).__name__ if of.blocks else "none"
+    fused = any(relu_pair(block) for block in of.blocks)
     return Layout(
         builder.tensors,
         builder.units,
         builder.end,
-        len(blocks),
+        len(of.blocks),
         kind,
         tied,
-        len(large),
+        of.large,
         fused,
-        outside,
-        [*experts.values()],
-        lambda: _counts(module, blocks),
+        of.outside,
+        [*of.experts.values()],
+        lambda: _counts(of.module, of.blocks),
     )
 
 

@@ -6,16 +6,16 @@ random. So the module's own forward is run once on a row of tokens, as soon as t
 every parameter that it reads is recorded. The others are marked and frozen.
 
 At that time matrices are *constants*: one zero, expanded to a shape. An operation on a large constant is run on the
-meta device, for its shape alone, and returns a constant of that shape; all other operations are executed. Constants are
-ordinary tensors with known values, so code that reads values (masks, routers) runs too. A model of any size takes a few
-megabytes, and about 0.1 ms per operation.
+meta device, for its shape alone (once for the same shapes: blocks are alike), and returns a constant of that shape; all
+other operations are executed. Constants are ordinary tensors with known values, so code that reads values (masks,
+routers) runs too. A model of any size takes a few megabytes, and about 0.1 ms per operation.
 
 Unused experts are not marked: if one member of a list inside a block was used, the next batch may choose another one.
 """
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -162,6 +162,7 @@ class _Watch(TorchDispatchMode):
             for param in (p for p in part._parameters.values() if p is not None and is_matrix(p)):
                 self.owners.setdefault(id(param), []).append(part)
         self.entered: list[nn.Module] = []
+        self.known: dict[Any, Any] = {}  # outputs on the meta device, by operation and shapes: blocks are alike
 
     def forward(self, length: int) -> str:
         """Runs the module on a row of tokens; returns the reason if it failed."""
@@ -234,13 +235,31 @@ class _Watch(TorchDispatchMode):
                 return func(*args, **kwargs)
             except RuntimeError:  # a view that constants do not support (as complex numbers)
                 pass
-        for dtype in (None, torch.bfloat16):  # grouped products require bfloat16
-            try:
-                convert = partial(_to_meta, dtype=dtype)
-                return tree_map(_constant, func(*tree_map(convert, args), **tree_map(convert, kwargs)))
-            except (RuntimeError, NotImplementedError):
-                continue
-        return func(*args, **kwargs)  # the output's shape depends on values
+        key = (func, _described(args), _described(sorted(kwargs.items())))
+        if key not in self.known:
+            self.known[key] = _on_meta(func, args, kwargs)
+        shapes = self.known[key]
+        return func(*args, **kwargs) if shapes is None else tree_map(_constant, shapes)
+
+
+def _described(x: Any) -> Any:
+    """What the shape of an operation's output depends on, if it does not depend on values; hashable."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.dtype
+    if isinstance(x, list | tuple):
+        return tuple(map(_described, x))
+    return type(x), x if isinstance(x, Hashable) else repr(x)
+
+
+def _on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The output on the meta device; None if its shape depends on values."""
+    for dtype in (None, torch.bfloat16):  # grouped products require bfloat16
+        try:
+            convert = partial(_to_meta, dtype=dtype)
+            return func(*tree_map(convert, args), **tree_map(convert, kwargs))
+        except (RuntimeError, NotImplementedError):
+            continue
+    return None
 
 
 def _materialised(x: Any) -> Any:

@@ -27,6 +27,7 @@ WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FIL
 PICKLED_PATTERNS = ["pytorch_model*.bin"]
 NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*.safetensors"]  # never downloaded
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of peft
+OF_ADAPTER = (*ADAPTER_FILES, "adapter_config.json")
 PATIENCE_S = 5.0
 
 
@@ -67,6 +68,11 @@ def check_directory(model: str | Path) -> None:
             f"model: {model} has adapters beside its weights ({adapters}), which are not read there: move them, with "
             "adapter_config.json, into its folder adapter/, or away if they are merged into the weights"
         )
+
+
+def has_adapter(directory: Path) -> bool:
+    """Whether a model's directory has adapters in its folder adapter/; other files there are the user's."""
+    return any((directory / "adapter" / name).exists() for name in OF_ADAPTER)
 
 
 def _nearest(path: Path) -> str:

@@ -133,7 +133,7 @@ class Homes:
             else:
                 write_piece(piece[:n], begin)
             if not bool(torch.isfinite(piece).all()):
-                raise UserError(f"wire: {tensor.name} holds NaN or infinity, which {frozen.grid.name} cannot; use bf16")
+                raise UserError(f"wire: {tensor.name} holds NaN or infinity: its weights are damaged; fetch them anew")
             frozen.write(unit, tensor, home, begin, piece)
 
     def takes_codes(self, tensor: FlatTensor, grid: tuple[str, int, str, bool] | None) -> bool:
@@ -147,8 +147,6 @@ class Homes:
     ) -> None:
         """Stores the codes and scales of such weights. levels: the numbers that the codes stand for, by their file."""
         unit, grid = self.unit_of(tensor), self.formats.frozen.grid
-        if not bool(torch.isfinite(scales).all()):
-            raise UserError(f"wire: {tensor.name} has scales with NaN or infinity; the file is damaged")
         if levels is not None and not torch.equal(levels.float().cpu(), table(torch.device("cpu"))[:16]):
             raise UserError(
                 f"wire: the codes of {tensor.name} have a table of their own, which is not that of {grid.name}; set "

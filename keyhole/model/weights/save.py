@@ -5,8 +5,8 @@ into place. A target that does not exist is created by one rename. If the target
 hold run/, checkpoints and the user's files), the temporary directory is inside it, and files are moved one by one: the
 old config.json and index are removed first, weights of the old model that the new one does not replace later, and the
 new index and config.json are moved last. So a crash in between leaves a directory that does not load rather than one
-that mixes two models. Only weights that an older save wrote are deleted (disk/weights_hash.py `stored_weights`);
-everything else stays.
+that mixes two models. Only weights that an older save wrote are deleted (disk/weights_hash.py `stored_weights`), and
+adapters in adapter/ that belong to them; everything else stays.
 
 Weights are written tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time. If
 Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its own
@@ -20,7 +20,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -36,6 +36,7 @@ from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
 from keyhole.model.structure.generation_file import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.structure.source import OF_ADAPTER
 from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.format import PACKED
 
@@ -196,7 +197,8 @@ def move_into_place(temporary: Path, path: Path) -> None:
         replace_directory(temporary, path)
         return
     names = {file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if not file.is_dir()}
-    stale, last = stored_weights(path) - names, [name for name in (INDEX, CONFIG) if name in names]
+    adapter = {f"adapter/{name}" for name in OF_ADAPTER if (path / "adapter" / name).is_file()}  # of the model before
+    stale, last = (stored_weights(path) | adapter) - names, [name for name in (INDEX, CONFIG) if name in names]
     for name in {INDEX, *last}:
         (path / name).unlink(missing_ok=True)
     for name in sorted(names - set(last)):
@@ -207,6 +209,9 @@ def move_into_place(temporary: Path, path: Path) -> None:
         os.replace(temporary / name, path / name)
     for name in stale:
         (path / name).unlink()
+    if adapter & stale:
+        with suppress(OSError):  # files of the user are in it
+            (path / "adapter").rmdir()
     for name in last:
         os.replace(temporary / name, path / name)
     for folder in {(path / name).parent for name in names}:

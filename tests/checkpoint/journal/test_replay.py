@@ -136,6 +136,25 @@ def test_a_last_record_that_is_damaged_or_cut_off_is_told(run: Callable, tiny_mo
         replay(str(tiny_model), bad, tmp_path / "none", device="cpu")
 
 
+def test_a_journal_that_is_cut_between_two_records(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """It is a journal of fewer steps; the checkpoint and the metrics beside it say that there were more, and its header
+    how many there were to be."""
+    root, told = Path(run().output_dir), list[str]()
+    path, alone = root / "run" / "journal", tmp_path / "alone"
+    size = (path.stat().st_size - journal.read(path).begin) // 5
+    path.write_bytes(path.read_bytes()[: -3 * size])
+    with pytest.raises(UserError, match=r"is cut: it ends with step 2, and .*checkpoint-5 is of its run; --steps 2"):
+        replay(str(tiny_model), root, tmp_path / "again", device="cpu", say=told.append)
+    shutil.rmtree(root / "checkpoint-5")
+    with pytest.raises(UserError, match=r"is cut: .* and run/metrics.jsonl has step 5; --steps 2 rebuilds"):
+        replay(str(tiny_model), path, tmp_path / "again", device="cpu", say=told.append)
+    assert not (tmp_path / "again").exists() and not told
+    assert replay(str(tiny_model), path, tmp_path / "to 2", steps=2, device="cpu", say=told.append).steps == 2
+    shutil.copy(path, alone)
+    assert replay(str(tiny_model), alone, tmp_path / "again", device="cpu", say=told.append).steps == 2
+    assert "the journal ends with step 2, and its run had max_steps=5: it was stopped, or is cut" in told
+
+
 def test_a_full_disk_is_refused_before_the_replay_and_named_after_it(
     run: Callable, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,41 @@ def test_a_light_checkpoint_is_a_model_over_the_base_it_was_trained_on(
     torch.testing.assert_close(light.nll(one)[0], merged.nll(one)[0], rtol=1e-5, atol=1e-5)
 
 
+def test_a_run_may_change_how_its_model_is_saved(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """zo.merge may change on resume, of a finished run too; an adapter of before does not stay beside merged
+    weights."""
+    from keyhole.config import TrainConfig
+    from keyhole.methods.zo.traits import ZOConfig
+    from keyhole.training.start import train
+
+    where = {"model": str(tiny_model), "train_data": str(tiny_data), "output_dir": str(tmp_path / "out")}
+    how = {"device": "cpu", "dtype": "float32", "learning_rate": 1e-2, "batch_size": 4}
+    found = []
+    for merge, steps, resume in ((True, 2, None), (False, 2, ""), (True, 2, ""), (False, 3, "")):
+        own = ZOConfig(rank=2, refresh=1, fold=False, merge=merge)
+        assert train(TrainConfig(method="zo", **where, **how, max_steps=steps, zo=own), resume=resume) == 0
+        assert (tmp_path / "out" / "adapter").exists() != merge
+        found.append(keyhole.load(tmp_path / "out", device="cpu").nll(batch(seed=9))[0])
+    assert "zo.merge: true -> false, from step 3 on" in capsys.readouterr().out
+    for other in found[1:3]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-4)
+    assert not torch.allclose(found[3], found[0], rtol=1e-5, atol=1e-4)
+
+
+def test_no_adapter_of_an_older_model_stays(tmp_path: Path) -> None:
+    """It would be added to the weights of the new one when they are loaded; files of the user stay."""
+    model = load(wire="int4")
+    steps(model, merge=False)[1].flush()
+    model.save_pretrained(tmp_path / "out")
+    (tmp_path / "out" / "adapter" / "notes.txt").write_text("mine")
+    new = load()
+    new.save_pretrained(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out" / "adapter").iterdir()] == ["notes.txt"]
+    assert torch.equal(keyhole.load(tmp_path / "out", device="cpu").nll(batch())[0], new.nll(batch())[0])
+
+
 @pytest.mark.parametrize("name, folded", [("llama", False), ("opt", False), ("gpt2", False), ("llama", True)])
 def test_factors_are_an_adapter_beside_the_base(name: str, folded: bool, tmp_path: Path) -> None:
     """merge=False: the rank is that of all periods, folded or not; peft and keyhole.load compute what we evaluate."""
