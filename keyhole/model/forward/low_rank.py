@@ -19,6 +19,7 @@ passes cannot run it (`NotByRows`).
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,6 +76,18 @@ class Factors(Protocol):
     @property
     def running(self) -> Share | None:
         """The share of the running pass; None: the pass uses the weights without perturbation."""
+
+    trained_blocks: set[int]  # ids of the blocks in which something is trained
+
+    @property
+    def parted(self) -> bool:
+        """Whether the looks of the running pass have different rows by now (frozen_start.py)."""
+
+    def part(self) -> None:
+        """The looks of the running pass have different rows from here on."""
+
+    def one_look(self) -> AbstractContextManager[None]:
+        """A context in which the running pass carries the rows of its first look only."""
 
     def point(self, module: nn.Module, look: int | None, several: bool) -> None:
         """Points the module's own vectors to those of a look; several: the pass carries more than one look."""
@@ -176,6 +189,8 @@ def _by_look(model: Callable[[], Any], module: nn.Module, known: Known | None) -
         if share is None or share.count == 1:
             factors.point(module_of(), None if share is None else share.first, several=False)
             return ordinary(*args, **kwargs)
+        if any(p.requires_grad for p in module_of()._parameters.values() if p is not None):
+            factors.part()
         if known is not None and len(args) == 1 and not kwargs:
             y = _norm_at_once(args[0], module_of(), known, factors, share)
             if y is not None:

@@ -42,6 +42,7 @@ from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, readers
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.rate_search import rate_share
 from keyhole.methods.zo.update import Pending
+from keyhole.model.forward.frozen_start import install_once
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_relu
 from keyhole.model.forward.sketches import Readers
 from keyhole.model.model import Model
@@ -84,6 +85,7 @@ class Factors:
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
         self.share: Share | None = None  # None: the unperturbed weights
         self.shares: dict[int, Share] = {}  # by pass, during a step
+        self.differ: set[int] = set()  # passes whose looks have different rows by now
         self.spines: torch.Tensor | None = None
         self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(self.parts.matrices)}
         self.readers = readers(self.parts.matrices)
@@ -108,6 +110,9 @@ class Factors:
         for index in (self.by_layer[id(layer)] for _, layer in relus):
             self.readers.setdefault(index, self.parts.matrices[index].v)
         install_relu(model, relus)
+        self.trained_blocks = {id(b) for b in model.blocks if any(p.requires_grad for p in b.parameters())}
+        if model.blocks and id(model.blocks[0]) not in self.trained_blocks:
+            install_once(model, model.blocks)
         install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner], self)
         model.factors = self
 
@@ -245,6 +250,7 @@ class Factors:
     @contextmanager
     def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:
         """A context in which passes carry looks. spines: [pairs, 2, spine]."""
+        self.differ = set()
         self.shares, self.spines = shares, spines.flatten(0, 1)  # of no numbers, where the model has no final norm
         try:
             yield
@@ -265,6 +271,22 @@ class Factors:
         if not self.shares:
             return self.share
         return self.shares[self.model.conductor.current.index]
+
+    @property
+    def parted(self) -> bool:
+        return self.model.conductor.current.index in self.differ
+
+    def part(self) -> None:
+        self.differ.add(self.model.conductor.current.index)
+
+    @contextmanager
+    def one_look(self) -> Iterator[None]:
+        index, share = self.model.conductor.current.index, self.running
+        self.shares[index] = Share(share.first, 1, share.rows // share.count, share.tokens // share.count)
+        try:
+            yield
+        finally:
+            self.shares[index] = share
 
     def _at_looks(self) -> torch.Tensor:
         """[L, n] the factors at the looks of the running pass."""

@@ -126,6 +126,7 @@ def _rows(zo: ZO, looks: Looks, passes: list[Carried]) -> Callable[[int, torch.T
         stale_MH = zo.model.table_rows(ids_M)
         if not table.param.requires_grad:
             return stale_MH.to(zo.model.dtype).repeat(one.count, 1)
+        zo.factors.part()
         decays = id(table.param) not in zo.update.spared
         update = zo.update.fused(zo.pending, decays) if zo.pending else {}
         made: dict[int, torch.Tensor] = {}

@@ -1,0 +1,130 @@
+"""Blocks before the first trained weight run once for all looks, with the numbers of a pass through all rows."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.zo.low_rank import factors
+from keyhole.model.forward.frozen_start import _alike
+from keyhole.model.forward.low_rank import Share
+from keyhole.model.structure.freeze import freeze
+from tests.matrix import in_every_run
+from tests.methods.zo.loops import equal, load, train, weights
+from tests.model.decoders import LAYERS, batch
+from tests.model.streaming import streamed
+
+ALIBI = ("bloom",)  # an argument by row and head
+LOW = {"rank": 2, "refresh": 3, "lr": 1e-2}
+
+
+def lower(model: keyhole.Model, count: int = 1, embeddings: bool = True) -> keyhole.Model:
+    """The model with its first blocks frozen, and everything before them."""
+    for block in model.blocks[:count]:
+        block.requires_grad_(False)
+    if embeddings:
+        freeze(model.module, "embeddings")
+        inside = {id(p) for block in model.blocks for p in block.parameters()}
+        for name, p in model.module.named_parameters():
+            if id(p) not in inside and ("embed" in name or "wpe" in name or "word_embeddings" in name):
+                p.requires_grad_(False)
+    return model
+
+
+@contextmanager
+def rows_seen(model: keyhole.Model) -> Iterator[list[list[int]]]:
+    """The number of rows that each block was called with."""
+    seen: list[list[int]] = [[] for _ in model.blocks]
+    handles = []
+    for block, found in zip(model.blocks, seen, strict=True):
+        layer = next(m for m in block.modules() if isinstance(m, torch.nn.Linear) or type(m).__name__ == "Conv1D")
+        handles.append(layer.register_forward_pre_hook(lambda m, args, found=found: found.append(len(args[0]))))
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+@in_every_run(lambda name, dtype: name in ("llama", "opt") and (dtype == "bfloat16") == (name == "opt"))
+@pytest.mark.parametrize(
+    "name", ["llama", "opt", "gpt2", "qwen3", "gemma3", "cohere", "olmo2", "bloom", "phi", "falcon"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_start_equals_all_rows(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and weights are those of passes that carry every look through every block, up to the rounding of products
+    with fewer rows."""
+    model, plain = lower(load(name, dtype=dtype)), lower(load(name, dtype=dtype))
+    with rows_seen(model) as seen:
+        found = train(model, 4, directions=2, **LOW)
+    assert max(seen[0]) * (1 if name in ALIBI else 4) == max(seen[-1]), seen
+    monkeypatch.setattr(factors, "install_once", lambda *args: None)
+    with rows_seen(plain) as seen:
+        expected = train(plain, 4, directions=2, **LOW)
+    assert seen[0] == seen[-1]
+    close = {"rel": 2e-2 if dtype == "bfloat16" else 1e-5}
+    assert found == pytest.approx(expected, **close)
+
+
+def test_looks_part_where_something_is_trained() -> None:
+    """A trained embedding, or a trained norm in the first block: every block has all rows."""
+    for model in (lower(load(), embeddings=False), lower(load())):
+        if model.embedding.weight.requires_grad is False:
+            next(model.blocks[0].parameters()).requires_grad_(True)
+        with rows_seen(model) as seen:
+            train(model, 2, **LOW)
+        assert seen[0] == seen[-1]
+
+
+def test_a_frozen_block_after_a_trained_one_has_all_rows() -> None:
+    model = lower(load())
+    assert LAYERS >= 2
+    model.blocks[0].requires_grad_(True)
+    model.blocks[-1].requires_grad_(False)
+    with rows_seen(model) as seen:
+        train(model, 2, **LOW)
+    assert seen[0] == seen[-1]
+
+
+def test_a_later_method_that_trains_the_first_blocks() -> None:
+    """What is frozen is asked in every pass, of the method that is there."""
+    model, plain = lower(load()), load()
+    train(model, 0, **LOW)
+    for p in model.module.parameters():
+        p.requires_grad_(True)
+    assert train(model, 3, **LOW) == train(plain, 3, **LOW)
+    assert equal(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_streamed_equals_resident(name: str) -> None:
+    """Also where a block is cut into several units, and passes of two batches take turns."""
+    batches = [batch(seed=1), batch(seed=2, length=6)]
+    model = lower(load(name))
+    cut = lower(streamed(load(name), max_unit_numel=1, slot_count=2, chaos=random.Random(1)))
+    assert train(model, 4, batches, **LOW) == train(cut, 4, batches, **LOW)
+    assert equal(weights(model), weights(cut))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
+def test_as_many_rows_as_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looks of 5 rows of 10 tokens."""
+    model, plain, rows = lower(load(name)), lower(load(name)), batch(rows=5, length=10, seed=1)
+    found = train(model, 2, [rows], **LOW)
+    monkeypatch.setattr(factors, "install_once", lambda *args: None)
+    assert found == pytest.approx(train(plain, 2, [rows], **LOW), rel=1e-5)
+
+
+def test_what_is_not_cut() -> None:
+    """Arguments whose first dimension is not that of rows: a table by position, entries by row and head; and arguments
+    that a block may write into."""
+    share, x = Share(0, 2, rows=6, tokens=36), torch.ones(6, 6, 4)
+    assert _alike((x, torch.zeros(6, 2), (torch.ones(1, 6), None), True), share, {})
+    assert not _alike((x, torch.arange(6)), share, {})
+    assert not _alike((x, torch.zeros(12, 1, 6)), share, {})
+    assert not _alike((torch.arange(6.0)[:, None, None].expand(6, 6, 4),), share, {})
+    assert (
+        not _alike((x, {}), share, {}) and not _alike((x, ([x],)), share, {}) and not _alike((x, object()), share, {})
+    )
+    assert not _alike((), share, {}) and not _alike((torch.ones(3, 6),), share, {})
