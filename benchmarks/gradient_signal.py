@@ -34,7 +34,8 @@ class Questions:
     """Sentences with labels, shortest first."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(self.device)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         with open(args.data) as file:
             rows = random.Random(1).sample(
@@ -42,15 +43,16 @@ class Questions:
             )
         found = [(tokenizer(f"{row['sentence'].strip()} It was")["input_ids"], float(row["label"])) for row in rows]
         found.sort(key=lambda one: len(one[0]))
-        self.ids, self.label = [ids for ids, _ in found], torch.tensor([label for _, label in found])
+        self.ids = [ids for ids, _ in found]
+        self.label = torch.tensor([label for _, label in found], device=self.device)
         self.answers = [tokenizer(answer)["input_ids"][0] for answer in ANSWERS]  # one token each
 
     def scores(self, chosen: list[int]) -> torch.Tensor:
         """s of these questions."""
         length = max(len(self.ids[i]) for i in chosen)
-        ids = torch.tensor([self.ids[i] + [0] * (length - len(self.ids[i])) for i in chosen])
-        last = torch.tensor([len(self.ids[i]) - 1 for i in chosen])
-        hidden = self.model.model(ids).last_hidden_state[torch.arange(len(chosen)), last]  # causal: padding is behind
+        ids = torch.tensor([self.ids[i] + [0] * (length - len(self.ids[i])) for i in chosen], device=self.device)
+        last = torch.tensor([len(self.ids[i]) - 1 for i in chosen], device=self.device)
+        hidden = self.model.model(ids).last_hidden_state[range(len(chosen)), last]  # causal: padding is behind
         logits = hidden @ self.model.lm_head.weight[self.answers].T
         return logits[:, 1] - logits[:, 0]
 
