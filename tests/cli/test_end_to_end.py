@@ -314,6 +314,7 @@ OUTLINED |= {f"{method}, frozen": [f"method={method}", "freeze=embeddings"] for 
 OUTLINED |= {"two layers": ["method=lora", "lora.target_modules=[q_proj,v_proj]", "lora.r=64"]}
 
 
+@in_every_run(lambda name: name not in ("adalomo", "apollo-mini", "sgd", "galore"))  # they train what lomo and adamw do
 @pytest.mark.parametrize("name", OUTLINED)
 def test_a_dry_run_says_what_the_run_will_train(name: str, tmp_path: Path, capsys: Any) -> None:
     """The same numbers and the same table, adapters included."""

@@ -43,11 +43,11 @@ def draw_nothing() -> None:
 
 
 class Child:
-    """A started run. `arrange`, a function of a module, prepares the process before it. draws: its curve."""
+    """A started run, whose curve is not drawn. `arrange`, a function of a module, prepares the process before it."""
 
-    def __init__(self, config: TrainConfig, arrange: Callable[[], None] | None = None, *, draws: bool = False) -> None:
+    def __init__(self, config: TrainConfig, arrange: Callable[[], None] | None = None) -> None:
         reader, writer = server.Pipe(duplex=False)
-        self.process = server.Process(target=_live, args=(config, arrange, draws, writer))
+        self.process = server.Process(target=_live, args=(config, arrange, writer))
         self.process.start()
         writer.close()
         self.out = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
@@ -83,12 +83,11 @@ def _command(words: list[str], paths: list[Path]) -> None:
     sys.exit(code)
 
 
-def _live(config: TrainConfig, arrange: Callable[[], None] | None, draws: bool, writer: Connection) -> None:
+def _live(config: TrainConfig, arrange: Callable[[], None] | None, writer: Connection) -> None:
     for stream in (1, 2):
         os.dup2(writer.fileno(), stream)
     writer.close()
-    if not draws:
-        draw_nothing()
+    draw_nothing()
     if arrange:
         arrange()
     from keyhole.training.start import train

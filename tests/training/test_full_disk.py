@@ -22,8 +22,6 @@ from tests.matrix import in_every_run
 from tests.training.children import Child
 from tests.training.runs import Make, losses, metrics, same, weights
 
-picture = pytest.mark.picture  # it is one of the files that a full disk does not take
-
 
 def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step, with both numbers."""
@@ -33,7 +31,6 @@ def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: py
     assert not Path(make().output_dir).exists()
 
 
-@picture
 def test_a_disk_that_fills_up_does_not_stop_training(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -54,7 +51,6 @@ def test_a_disk_that_fills_up_does_not_stop_training(
     assert (Path(config.output_dir) / "checkpoint-12").is_dir()
 
 
-@picture
 def test_room_is_made_by_deleting_the_oldest_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two checkpoints only, the oldest goes before the third is written, never the newest."""
     config = make(save_steps=2)
@@ -79,14 +75,13 @@ def no_growth_from_4_to_8() -> None:
     trainer.Run.step = step
 
 
-@picture
 @in_every_run(lambda method, background: background == (method == "zo"))
 @pytest.mark.parametrize(("method", "background"), [("zo", True), ("adamw", True), ("adamw", False)])
 def test_files_that_cannot_grow_do_not_stop_training(make: Make, method: str, background: bool) -> None:
     """A real limit on file sizes during two saves: loud, the old checkpoint stays, a later save succeeds, same bits."""
     settings = {"method": method, "save_steps": 2, "max_steps": 12, "background_save": background}
     config, whole = make(**settings), make("whole", **settings)
-    code, out = Child(config, no_growth_from_4_to_8, draws=True).end()
+    code, out = Child(config, no_growth_from_4_to_8).end()
     assert code == 0, out
     assert "warning: checkpoint-4 NOT saved" in out and "File too large" in out and "checkpoint-2 stays" in out
     assert sorted(path.name for path in Path(config.output_dir).glob("checkpoint-*")) == [
@@ -130,7 +125,6 @@ def full_and_nothing_reserved() -> None:
     full_from_3_to_77()
 
 
-@picture
 @in_every_run(lambda arrange: arrange is full_and_nothing_reserved)
 @pytest.mark.parametrize("arrange", [full_from_3_to_77, full_and_nothing_reserved])
 def test_a_full_file_system_does_not_stop_training(
@@ -140,7 +134,7 @@ def test_a_full_file_system_does_not_stop_training(
     and nothing is missing at its end."""
     settings = {"method": "zo", "max_steps": 80, "save_steps": 40, "logging_steps": 80}
     config, whole = make(output_dir=str(small_disk(80) / "out"), **settings), make("whole", **settings)
-    code, out = Child(config, arrange, draws=True).end()
+    code, out = Child(config, arrange).end()
     assert code == 0, out
     fails = arrange is full_and_nothing_reserved
     assert ("warning: the journal cannot be written" in out) == ("the journal is whole again" in out) == fails
@@ -167,7 +161,6 @@ def full_for_good() -> None:
     trainer.Run.step = step
 
 
-@picture
 @pytest.mark.parametrize(("method", "save_steps"), [("zo", None), ("zo", 2), ("adamw", 2)])
 def test_a_run_that_ends_on_a_full_disk_says_what_is_left(
     make: Make, small_disk: Callable[[int], Path], method: str, save_steps: int | None
@@ -188,7 +181,6 @@ def test_a_run_that_ends_on_a_full_disk_says_what_is_left(
     assert same(weights(whole.output_dir), weights(root)) and metrics(whole) == metrics(config)
 
 
-@picture
 def test_the_last_save_waits_for_room(
     make: Make, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
