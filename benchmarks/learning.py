@@ -62,6 +62,7 @@ CLIP = {"clip": 5.0}  # of the projected gradient, which is about twice as large
 BLOCKS = {"freeze": "embeddings"}
 LOWER = ["embeddings", "model.layers.[0-9].*"]  # what is left has most of the signal for its curvature (LOG.md)
 UPPER = {"freeze": LOWER}
+TOP = {"freeze": [*LOWER, "model.layers.1[0-9].*"]}  # layers 20 to 29
 ATTENTION = {"freeze": [*LOWER, "*.mlp.*", "*norm*"]}
 DEV = {"num_dev": 500, "eval_steps": 1000}
 LARGE = ZO | BF16 | {"batch_size": 128, "max_steps": 1000, "eval_steps": 500, "pad_to_multiple_of": 64}  # one width
@@ -129,6 +130,12 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         [0, 1, 2],
         LARGE | DEV | UPPER | {"batch_size": 512, "learning_rate": 1e-3, "zo": RANK | {"clip": 3.0}},
     ),
+    "sst2-zo-top": (
+        "sst2",
+        [0, 1, 2],
+        LARGE | DEV | TOP | {"learning_rate": [1e-3, 2e-3], "zo": RANK | {"clip": 1.2}, "max_steps": 3000},
+    ),
+    "sst2-zo-top-16": ("sst2", [0, 1, 2], ZO | DEV | TOP | {"learning_rate": 5e-4}),
     "sst2-zo-attention-16": ("sst2", [0, 1, 2], ZO | DEV | ATTENTION | {"learning_rate": 6e-4}),
     "sst2-zo-upper": (
         "sst2",
