@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOUND = [path for minor in (11, 12, 13) if (path := shutil.which(f"python3.{minor}"))]
+
+
+def runs(path: str) -> bool:
+    """Whether it is an interpreter, and not a stand-in for one that is not chosen (pyenv's shims)."""
+    return subprocess.run([path, "-c", ""], capture_output=True).returncode == 0
+
+
+FOUND = [path for minor in (11, 12, 13) if (path := shutil.which(f"python3.{minor}")) and runs(path)]
 PYTHONS = os.environ["KEYHOLE_PYTHONS"].split(":") if "KEYHOLE_PYTHONS" in os.environ else FOUND
 EXTRAS = "hf,lora,tensorboard,hub,harness"
 pytestmark = [pytest.mark.install, pytest.mark.slow]
