@@ -16,14 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-def runs(path: str) -> bool:
-    """Whether it is an interpreter, and not a stand-in for one that is not chosen (pyenv's shims)."""
-    return subprocess.run([path, "-c", ""], capture_output=True).returncode == 0
-
-
-FOUND = [path for minor in (11, 12, 13) if (path := shutil.which(f"python3.{minor}")) and runs(path)]
+FOUND = [path for minor in (11, 12, 13) if (path := shutil.which(f"python3.{minor}"))]
 PYTHONS = os.environ["KEYHOLE_PYTHONS"].split(":") if "KEYHOLE_PYTHONS" in os.environ else FOUND
 EXTRAS = "hf,lora,tensorboard,hub,harness"
 pytestmark = [pytest.mark.install, pytest.mark.slow]
@@ -51,6 +44,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_new_environment_trains(python: str, extras: str, wheel: Path, tmp_path: Path) -> None:
     """pip install of the wheel, then, outside of the sources: help, recipes, a run, an evaluation."""
+    if subprocess.run([python, "-c", ""], capture_output=True).returncode:
+        pytest.skip(f"{python} does not run (pyenv has a stand-in for every version, chosen or not)")
     run(python, "-m", "venv", tmp_path / "env", cwd=tmp_path)
     here = tmp_path / "env" / "bin"
     what = f"{wheel}[{extras}]" if extras else str(wheel)
