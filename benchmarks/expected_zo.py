@@ -13,27 +13,20 @@ same sum of rates both have learnt the same, and what `zo` has beyond that is no
     S        mean |gradient of one question|^2 over 64 of them, the noise of rows
     signal   G / (G + S / B): the share of a step's slope that is the task's, in batches of B = 128 rows
 
-and G and S by layers. The loss is that of a two-way question, as in gradient_signal.py. Trained: all parameters of the
-layers from --from-layer on. GPU: a minute; without one, hours.
+and G and S by layers. The loss is that of a two-way question, as in gradient_signal.py. Trained: all parameters from
+--from-layer on, the last norm included. GPU: a minute; without one, hours.
 """
 
 import argparse
 import random
-import re
 from collections import defaultdict
 
 import torch
-from gradient_signal import ROWS, Questions
+from gradient_signal import AFTER, ROWS, Questions, layer_of
 from torch import nn
 from torch.nn import functional as F
 
 BATCH, SINGLE, GROUP = 128, 64, 5
-
-
-def layer_of(name: str) -> int:
-    """The number of its layer; -1 outside of them."""
-    found = re.search(r"\.(\d+)\.", name)
-    return int(found[1]) if found else -1
 
 
 def loss_of(questions: Questions, chosen: list[int], reduction: str = "mean") -> torch.Tensor:
@@ -68,7 +61,8 @@ def tell(questions: Questions, trained: dict[str, nn.Parameter], held: list[int]
     g, s = sum(G.values()), sum(S.values())
     print(f"{total:7.3f} {loss:8.4f} {right:9.1%} {g:9.4f} {s:8.1f} {g / (g + s / BATCH):7.1%}")
     by_layers = ", ".join(
-        f"{n} to {n + GROUP - 1}: {G[n]:.4f} / {S[n]:.1f} = {1e3 * G[n] / S[n]:.2f}" for n in sorted(G)
+        f"{'after' if n == AFTER else f'{n} to {n + GROUP - 1}'}: {G[n]:.4f} / {S[n]:.1f} = {1e3 * G[n] / S[n]:.2f}"
+        for n in sorted(G)
     )
     print(f"        G / S in thousandths by layers: {by_layers}", flush=True)
 

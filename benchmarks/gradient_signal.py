@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROWS, SINGLE, SPREAD = 32, 32, 0.2
+AFTER = 10**6  # number of what comes after the layers
 
 
 class Questions:
@@ -78,10 +79,10 @@ class Questions:
 
 
 def layer_of(name: str) -> int:
-    """The number of its layer; -1 for the embedding, 10**6 after the layers."""
+    """The number of its layer; -1 for the embedding, AFTER behind the layers."""
     if found := re.search(r"\.(\d+)\.", name):
         return int(found[1])
-    return -1 if group_of(name) == "embedding" else 10**6
+    return -1 if group_of(name) == "embedding" else AFTER
 
 
 def main() -> None:
@@ -107,7 +108,7 @@ def main() -> None:
 
     print(f"{'':26} {'G':>8} {'J':>8} {'1000 G / J':>10}")
     kinds = sorted({group_of(name) for name in G})
-    last = max(layer for layer in map(layer_of, G) if layer < 10**6)
+    last = max(layer for layer in map(layer_of, G) if layer < AFTER)
     told = {kind: (lambda n, kind=kind: group_of(n) == kind) for kind in kinds}
     for begin in range(0, last + 1, 5):
         told[f"layers {begin} to {min(begin + 4, last)}"] = lambda n, begin=begin: layer_of(n) // 5 == begin // 5

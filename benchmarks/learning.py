@@ -11,8 +11,8 @@ the dev metric by step and the median seconds per step. Comparisons that there i
 of this name, or runs whose name begins so; --seeds: others than the table's. key=value: settings for all runs, such as
 loss=candidates.
 
-All runs: float32 weights with products in TF32, batches of 16 (sst2-zo-bf16, -rank, -int4, -sweep and -minutes:
-bfloat16, batches of 128; sst2-zo-128: batches of 128), 1,000 examples, the loss over candidates (RTE and Alpaca by
+All runs: float32 weights with products in TF32, batches of 16 (those made of LARGE: bfloat16, batches of 128 or as they
+say; sst2-zo-128: batches of 128), 1,000 examples, the loss over candidates (RTE and Alpaca by
 first-order methods: over tokens), linear decay, the step that is best on dev is tested.
 
 Rates of `zo`: what a run learns goes with the sum of its rates, what noise does to the weights with the root of the sum

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from keyhole.model.forward.graphs import signature_of, tensors_of
-from keyhole.model.forward.low_rank import Share
+from keyhole.model.forward.low_rank import Share, rows_of_look
 
 
 def install_once(model: Any, blocks: list[nn.Module]) -> None:
@@ -90,7 +90,7 @@ def _cut(value: Any, share: Share) -> Any:
     """An argument for the rows of one look."""
     if isinstance(value, tuple):
         return type(value)(_cut(part, share) for part in value)
-    return value[: share.rows // share.count] if _has_rows(value, share) else value
+    return rows_of_look(value, 0, share)
 
 
 def _repeated(output: Any, rows: int, count: int) -> Any:

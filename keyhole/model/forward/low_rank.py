@@ -73,11 +73,11 @@ class Share:
 class Factors(Protocol):
     """What the layers of a model need from the method that trains low-rank factors beside their weights."""
 
+    trained_blocks: set[int]  # ids of the blocks in which something is trained
+
     @property
     def running(self) -> Share | None:
         """The share of the running pass; None: the pass uses the weights without perturbation."""
-
-    trained_blocks: set[int]  # ids of the blocks in which something is trained
 
     @property
     def parted(self) -> bool:
@@ -198,8 +198,8 @@ def _by_look(model: Callable[[], Any], module: nn.Module, known: Known | None) -
         outputs = []
         for look in range(share.count):
             factors.point(module_of(), share.first + look, several=True)
-            own = {name: _part(value, look, share) for name, value in kwargs.items()}
-            outputs.append(ordinary(*(_part(value, look, share) for value in args), **own))
+            own = {name: rows_of_look(value, look, share) for name, value in kwargs.items()}
+            outputs.append(ordinary(*(rows_of_look(value, look, share) for value in args), **own))
         return _together(outputs, share)
 
     return forward
@@ -218,7 +218,7 @@ def _norm_at_once(x: Any, module: nn.Module, known: Known, factors: Factors, sha
     return y_MD.view(x.shape)
 
 
-def _part(value: Any, look: int, share: Share) -> Any:
+def rows_of_look(value: Any, look: int, share: Share) -> Any:
     """The rows of a look; a value without rows is the same for all looks."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] not in (share.rows, share.tokens):
         return value
