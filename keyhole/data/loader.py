@@ -192,6 +192,22 @@ class Loader:
             self._epoch, self._offset = self._epoch + 1, 0
         return [self._batch(rows[i : i + self.batch_size]) for i in range(0, len(rows), self.batch_size)]
 
+    def coming(self, count: int, tokens: int) -> list[Batch]:
+        """The rows of the coming steps, at most `count` and none twice, in batches of about so many tokens or more; the
+        position stays."""
+        rows, epoch, offset = [], self._epoch, self._offset
+        while len(rows) < min(count, len(self.dataset)):
+            order_N = self._order[1] if self._order and self._order[0] == epoch else self.order_of(epoch)
+            known = set(rows)
+            rows += [i for i in order_N[offset:].tolist() if i not in known]
+            epoch, offset = epoch + 1, 0
+        rows = rows[: min(count, len(self.dataset))]
+        lengths = [[self.dataset.lengths[i] for i in self.dataset.rows[row]] for row in rows]
+        by_choice = self.dataset.right is not None  # samples are below each other, in packed rows one behind the other
+        most = max(len(row) * max(row) if by_choice else sum(row) for row in lengths)
+        size = max(self.batch_size, tokens // most)
+        return [self._batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+
     def _batch(self, rows: list[int]) -> Batch:
         return make_batch(self.dataset, rows, self.padding)
 

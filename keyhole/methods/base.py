@@ -231,6 +231,18 @@ class Method:
         None if there are none."""
         return None
 
+    # -- for methods that look at rows before they train on them ----------------------------------------------------
+
+    @property
+    def rows_ahead(self) -> tuple[int, int] | None:
+        """The number of coming rows that the method asks for before the next step, and the most tokens of a batch of
+        them; None: it asks for none."""
+        return None
+
+    def look_ahead(self, batches: list[Batch]) -> None:
+        """Receives batches of coming rows, before a step."""
+        raise NotImplementedError  # abstract: only if rows_ahead is not always None
+
     # -- for the journal (checkpoint/journal/), if the traits say so -------------------------------------------------
 
     def journal_update(self) -> torch.Tensor | None:

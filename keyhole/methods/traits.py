@@ -46,6 +46,7 @@ class RunSettings(Protocol):
     dtype: str | None
     wire: str | None
     placement: str
+    learning_rate: float | str | None
     max_grad_norm: float | None
     weight_decay: float
     max_steps: int | None

@@ -228,13 +228,13 @@ class Model:
         self.methods.check_turn()
 
     @contextmanager
-    def sweep(self, name: str, learn: bool = True, of_all: bool = False) -> Iterator[None]:
+    def sweep(self, name: str, learn: bool = True, of_all: bool = False, head: bool = True) -> Iterator[None]:
         """A context for one visit of every unit, in the order of the model. of_all: every rank makes this sweep and
-        starts no other collective during it."""
+        starts no other collective during it. head: the head is visited too."""
         self.check_idle()
-        head = [u.index for u in self.layout.head_units]
+        after = [u.index for u in self.layout.head_units] if head else []
         blocks = [u.index for u in self.layout.of_kind("block")]
-        with self.engine.sweep(name, blocks + head, learn, of_all):
+        with self.engine.sweep(name, blocks + after, learn, of_all):
             try:
                 yield
             finally:

@@ -275,6 +275,7 @@ class _Run:
     dtype: str | None
     wire: str | None
     placement: str
+    learning_rate: float | str | None = None
     max_grad_norm: float | None = None
     weight_decay: float = 0.0
     max_steps: int | None = None

@@ -17,7 +17,7 @@ import transformers.modeling_utils  # noqa: F401  every model needs it, so its i
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import About
-from keyhole.checkpoint.journal.replay import apply_records
+from keyhole.checkpoint.journal.replay import apply_records, keep_directions
 from keyhole.checkpoint.journal.resume_point import Origin
 from keyhole.config import TrainConfig, to_yaml
 from keyhole.data.run import Data, load_data
@@ -141,6 +141,8 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         model.tokenizer.chat_template = data.chat_template  # `keyhole chat` must use the template of training
     with job.parts.waiting.phase("making the method"):
         method = make_method(model, config, origin)
+    if METHODS[config.method].journaled:
+        keep_directions(method, job.directory.journal)
     ranks_lines = ranks.describe(model.device)
     check_names(model)
     meet_on_disk = model.sharded or config.load_best_model_at_end

@@ -141,6 +141,8 @@ class Run:
         """Queues one update; its numbers are read when the device has finished it."""
         loader = self.data.train
         self.crew.call(Command.STEP)
+        if (asked := self.method.rows_ahead) is not None:
+            self.method.look_ahead(loader.coming(*asked))
         batches = next(loader)
         if self.changes is None and self.moving_steps == 0:
             self.changes = ChangeCheck(self.model, torch.cat([b["input_ids"].flatten() for b in batches]))

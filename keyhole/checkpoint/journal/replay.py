@@ -6,10 +6,11 @@ the whole journal, and the time is that of the update kernels alone,
     seconds = steps x elements / rate          rate: measured on the second unit that is large enough (the first one
                                                includes the compilation of kernels)
 
-`keyhole replay BASE JOURNAL OUT` needs no GPU and no data, only base weights with the right content hash and the
-journal. A journal that was cut between two records looks like that of a shorter run. What lies beside it tells more: a
-checkpoint of a later step, which is written only after the records before it, or later lines of metrics.jsonl. Then it
-is refused as a damaged one is; a journal that was copied alone is compared with the max_steps in its header.
+`keyhole replay BASE JOURNAL OUT` needs no GPU and no data, only base weights with the right content hash, the journal,
+and with zo.guide the directory `directions` beside it. A journal that was cut between two records looks like that of a
+shorter run. What lies beside it tells more: a checkpoint of a later step, which is written only after the records
+before it, or later lines of metrics.jsonl. Then it is refused as a damaged one is; a journal that was copied alone is
+compared with the max_steps in its header.
 
 A classification head that the base lacks is initialised again with the run's seed. The result equals the run's
 weights to the bit on every device, because noise and update give the same bits everywhere (ops/noise/gaussian.py,
@@ -124,6 +125,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     )
     try:
         method = method_of(found.header, model)
+        keep_directions(method, journal_of(path))
         _refuse_full_disk(out, model)
         say(f"base: {base}, content {found.header.base[:12]}, as recorded")
         numel = model.layout.numel
@@ -144,6 +146,17 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     finally:
         model.close()
     return Replayed(len(records), seconds, time.perf_counter() - begin_s)
+
+
+def journal_of(path: Path) -> Path:
+    """The journal in an output directory, or the path itself."""
+    return path / "run" / "journal" if (path / "run" / "journal").exists() else path
+
+
+def keep_directions(method: ZO, journal: Path) -> None:
+    """Sets where a method that finds its directions (zo.guide) keeps them: beside its journal."""
+    if method.guide is not None:
+        method.guide.store = journal.with_name("directions")
 
 
 def _refuse_full_disk(out: Path, model: Model) -> None:
@@ -167,7 +180,7 @@ def _head(header: Header) -> dict[str, Any]:
 
 def read_whole(path: Path, steps: int | None) -> Journal:
     """Reads a journal that covers `steps`; an incomplete last record is dropped, other damage is refused."""
-    path = path / "run" / "journal" if (path / "run" / "journal").exists() else path
+    path = journal_of(path)
     if path.is_dir():
         keep = ", ".join(row.name for row in METHODS.values() if row.journaled)
         raise UserError(f"JOURNAL: {path} has no run/journal; give the output_dir of a run that keeps one ({keep})")
@@ -256,6 +269,8 @@ def _low_rank(header: Header) -> dict[str, Any]:
     """The settings of low-rank directions; older journals lack them (those from before kept periods could be folded
     never fold)."""
     section = METHODS[ZO.name].section
-    found = {name: header.config.get(f"{section}.{name}") for name in ("rank", "refresh", "fold", "fold_periods")}
+    found = {
+        name: header.config.get(f"{section}.{name}") for name in ("rank", "refresh", "fold", "fold_periods", "guide")
+    }
     found |= {"fold_error": header.config.get(f"{section}.fold_error", 0.0)}
     return found if found["rank"] is not None else {}

@@ -11,7 +11,8 @@ other (in a recorded step, beside each other where there is room: work.py).
 
 With low-rank directions (low_rank/) a pass carries the rows of all its looks at once, blocks have factors instead of
 copies, and weights that are stored in another dtype than that of compute are converted as they arrive. Kept factors
-grow with the run: they are counted as at its end, on the device and, in float32, on the host.
+grow with the run: they are counted as at its end, on the device and, in float32, on the host. Passes that look ahead
+(zo.guide) count with their activations, if these are more than a step's.
 """
 
 from dataclasses import replace
@@ -19,11 +20,12 @@ from dataclasses import replace
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.low_rank.guide import tokens_per_pass
 from keyhole.methods.zo.low_rank.kept import room_for
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
-from keyhole.model.forward.memory import ForwardBytes, launched_as_graphs, recorded_numel
+from keyhole.model.forward.memory import ForwardBytes, activation_bytes, launched_as_graphs, recorded_numel
 from keyhole.model.structure.layout import Layout
 
 KEPT_PERIODS = 20  # assumed for a run of unknown length
@@ -62,7 +64,26 @@ def _low_rank_bytes(
         graphs = 2 * b * tokens * at_once.passes * hidden * layout.block_count
         if not launched_as_graphs(layout, tokens):  # and what `planned` contains only for smaller blocks
             graphs += b * recorded_numel(tokens, at_once.passes, hidden, layout.widest)
-    return replace(planned, perturbed=copies + factor_bytes(layout, own, pairs, b, work.steps) + graphs, logits=logits)
+    perturbed = copies + factor_bytes(layout, own, pairs, b, work.steps) + graphs
+    if own.guide is None:
+        return replace(planned, perturbed=perturbed, logits=logits)
+    ahead = guide_work(layout, work, own, b)  # before a step: its own copies are not in use, its graphs are
+    moving = max(planned.activations, activation_bytes(layout, ahead.tokens, ahead.passes, b))
+    return replace(planned, perturbed=perturbed + _guide_bytes(layout, own, b), activations=moving, logits=logits)
+
+
+def guide_work(layout: Layout, work: Workload, own: ZOConfig, element_bytes: int) -> Workload:
+    """The passes over the rows that V is found from (low_rank/guide.py)."""
+    tokens = own.guide * (work.length or work.tokens)
+    at_once = min(tokens, max(work.tokens, tokens_per_pass(layout.widest, element_bytes)))
+    return replace(work, tokens=at_once, passes=-(-tokens // at_once))
+
+
+def _guide_bytes(layout: Layout, own: ZOConfig, element_bytes: int) -> int:
+    """The errors at the head, and the inputs of one block's layers, for as many positions as rows."""
+    shapes = [t.shape for t in max(layout.of_kind("block"), key=lambda u: u.numel).tensors if len(t.shape) == 2]
+    inputs = sum(shape[1] for shape in shapes) * 2 * element_bytes + 4 * max(shape[1] for shape in shapes)
+    return own.guide * (4 * layout.table.shape[1] + inputs)
 
 
 def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, steps: int | None = None) -> int:

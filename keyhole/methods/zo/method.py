@@ -39,6 +39,7 @@ from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
 from keyhole.methods.zo.low_rank import state as factor_state
 from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
@@ -88,6 +89,7 @@ class ZO(Method):
         merge: bool = True,
         fold_periods: int | None = FOLD_PERIODS,
         fold_error: float = FOLD_ERROR,
+        guide: int | None = None,
     ) -> None:
         if estimator not in DEFAULTS:
             raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
@@ -102,6 +104,8 @@ class ZO(Method):
         low_rank = rank is not None
         if not merge and (fold or not low_rank):
             raise UserError("zo: merge=False saves factors beside the weights, which needs rank=... and fold=False")
+        if guide is not None and (not low_rank or lr == AUTO_RATE):
+            raise UserError("zo: guide finds low-rank directions, for a rate that is a number: set rank, and lr")
         if low_rank and (compile or weight_decay):
             raise UserError(
                 f"zo: rank {rank} needs compile=False and weight_decay=0: a direction of low rank leaves the weights "
@@ -139,7 +143,7 @@ class ZO(Method):
         self.factors: Factors | None = None
         if low_rank:
             how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
-            how |= {"fold_periods": fold_periods, "fold_error": fold_error}
+            how |= {"fold_periods": fold_periods, "fold_error": fold_error, "guide": guide}
             self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
             self.update.beside = self.factors.bring_home
         self.recorded = RecordedSteps(self)
@@ -157,8 +161,11 @@ class ZO(Method):
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, on the device."""
         searches = self.search is not None and self.search.found is None
-        looks = self._look(self.model.checked(batch), searches)
+        batches = self.model.checked(batch)
+        looks = self._look(batches, searches)
         self.model.apply_deferred(before_step_of=self)
+        if self.guide is not None:
+            self.guide.renew(self, batches)
         if self.step_count == self.fp8_steps and self.model.formats.codec is not None and not self.light:
             warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # in a user's own loop
         self.update.begin()
@@ -238,6 +245,18 @@ class ZO(Method):
             if self.model.engine.shared:  # all ranks together, while none uploads
                 self.factors.bring_home()
         self.step_count += 1
+
+    @property
+    def guide(self) -> Guide | None:
+        """What finds the directions of each period; None: they are random."""
+        return None if self.factors is None else self.factors.guide
+
+    @property
+    def rows_ahead(self) -> tuple[int, int] | None:
+        return (self.guide.rows, self.guide.tokens) if self.guide is not None and self.guide.is_due else None
+
+    def look_ahead(self, batches: list[Batch]) -> None:
+        self.guide.ahead = self.model.checked(batches, of_step=False)
 
     # -- between steps ---------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive
-from keyhole.methods.traits import FROZEN_WIRES, Advice, Demo, Fault, RunSettings, Traits
+from keyhole.methods.traits import AUTO_RATE, FROZEN_WIRES, Advice, Demo, Fault, RunSettings, Traits
 from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 
@@ -46,6 +46,8 @@ class ZOConfig:
     """zo.fold=false: number of periods after which all kept factors are compressed into one low-rank sum beside the weights; null = never."""  # noqa: E501
     fold_error: BelowOne = FOLD_ERROR
     """zo.fold=false: maximum error of all such compressions together, relative to the Frobenius norm of a matrix's sum; as many terms are kept as that needs."""  # noqa: E501
+    guide: Count | None = None
+    """zo.rank: number of rows from whose errors, by forward passes, V is found at the start of each period (docs/methods.md); null = V is random."""  # noqa: E501
     merge: bool = True
     """zo.fold=false: save the model with all factors merged; false = the factors in adapter/, in peft's format, beside a model that holds the rest (trained embedding, head and norms too): load both."""  # noqa: E501
 
@@ -115,9 +117,13 @@ def _low_rank_faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
         if getattr(own, key) != usual and not _keeps_factors(own):
             yield f"zo.{key}", "is about factors that are kept; set zo.rank and zo.fold=false, or leave it out"
     if own.rank is None:
+        if own.guide is not None:
+            yield "zo.guide", "finds directions of low rank; set zo.rank=1 (or more), or zo.guide=null"
         if not own.fold:
             yield "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"
         return
+    if own.guide is not None and run.learning_rate == AUTO_RATE:
+        yield "learning_rate", "auto searches along random directions; with zo.guide set a number, or zo.guide=null"
     if own.compile:
         yield "zo.compile", "does not go with zo.rank, whose layers have a product of their own; set zo.compile=false"
     if run.weight_decay:

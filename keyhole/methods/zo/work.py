@@ -20,7 +20,7 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.launches import forward_kernels
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
 from keyhole.methods.workload import Room, Workload
-from keyhole.methods.zo.memory import device_bytes, kept_terms
+from keyhole.methods.zo.memory import device_bytes, guide_work, kept_terms
 from keyhole.methods.zo.recorded_step import ROOM, SHARE, is_short
 from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.forward.memory import ALLOCATOR_SLACK
@@ -91,6 +91,10 @@ def _low_rank_work(
     down = home_bytes(layout, streamed - set(blocks), room) + folds * home_bytes(layout, streamed & set(blocks), room)
     kept = 0 if own.fold else kept_terms(layout, own, work.steps)
     found = found.plus(products=work.passes * work.tokens * kept)  # two FLOPs per number, half of them on average
+    if own.guide is not None:
+        ahead = forward_work(layout, streamed, guide_work(layout, work, own, b), room, rates)
+        share = {name: 2 * getattr(ahead, name) / own.refresh for name in ("products", "touched", "up")}
+        found = found.plus(**share)
     fewer = {name: getattr(found, name) / looks * 1.5 for name in ("kernels", "called")}
     found = replace(found, **fewer, together=looks)
     return found.plus(touched=touched, down=down, host_bytes=4 * kept, saved_bytes=4 * kept)

@@ -175,6 +175,17 @@ class VocabularyGradients:
             bias.grad = bias_grad_V
         return [grad.to(hidden.dtype) for grad, hidden in zip(total, self.hidden, strict=True)]
 
+    def hidden_grads(self) -> list[torch.Tensor]:
+        """Gradients of the hidden states alone, [N, H] per pass: for methods that reverse nothing but the head."""
+        total: list[Any] = [None] * len(self.hidden)
+        for unit in self.layout.head_units:
+            weight_RH = rows_view(unit, self.model.acquire_weights(unit))
+            for p in range(len(self.hidden)):
+                dx = self._head_grads(unit, p, weight_RH, wants=(True, False, False))[0]
+                total[p] = dx.float() if total[p] is None else total[p].add_(dx)
+            self.model.engine.release(unit.index)
+        return total
+
     @torch.no_grad()
     def _head_rows_grad(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor | None:
         """[R, H]: the gradient of a chunk of the head, over all passes."""

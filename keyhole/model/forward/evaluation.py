@@ -34,7 +34,7 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
 def nll_by_token(model: Any, batches: list[DeviceBatch], learn: bool = True) -> list[torch.Tensor]:
     """The NLL of each target, per batch, at the weights as they are at home, without updates that wait. learn: see
     Engine.sweep."""
-    states = _swept(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine), learn)
+    states = swept(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine), learn)
     return [state.nll_N() for state in states]
 
 
@@ -53,10 +53,12 @@ def class_logits(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Ten
 def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[Any]:
     """Runs one pass per batch; returns one result per pass."""
     model.apply_deferred()
-    return _swept(model, batches, result)
+    return swept(model, batches, result)
 
 
-def _swept(model: Any, batches: list[DeviceBatch], result: Result, learn: bool = True) -> list[Any]:
+def swept(model: Any, batches: list[DeviceBatch], result: Result, learn: bool = True, head: bool = True) -> list[Any]:
+    """The same at the weights as they are at home. head: the result visits the head."""
+
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
         model.binding.bind(unit, model.acquire_weights(unit) if unit else None, spine)
         for i in range(len(batches)):
@@ -64,7 +66,7 @@ def _swept(model: Any, batches: list[DeviceBatch], result: Result, learn: bool =
         if unit:
             model.engine.release(unit.index)
 
-    with model.sweep("evaluate", learn):
+    with model.sweep("evaluate" if head else "blocks", learn, head=head):
         spine = model.acquire_weights(model.layout.spine)
         hidden = model.lockstep(batches, serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
         return result(hidden, spine)

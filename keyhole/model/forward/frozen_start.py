@@ -15,7 +15,9 @@ Rows are the first dimension of a block's arguments. A tensor could have as many
 table by position, in a batch of as many rows as positions). So when arguments of new shapes come, their parts for the
 looks are compared: if they are not the same numbers, such blocks run with all rows. They also do if an argument has
 several entries per row (ALiBi's biases, by row and head), and if it is something else than tensors, plain values, and
-tuples of these: a block may write into it.
+tuples of these: a block may write into it. While a graph is captured, nothing can be compared, and arguments may have
+shapes that were not seen before (Transformers makes masks then that it leaves out otherwise). They are taken to be the
+same, as those before were: every recording is compared with a pass that was not recorded before it is used.
 """
 
 import weakref
@@ -69,7 +71,7 @@ def _alike(values: tuple, share: Share, same: dict[tuple, bool]) -> bool:
     key = (key, share.count)
     if key not in same:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return False
+            return all(same.values())  # nothing can be read here; a recording that has other bits is not used
         tensors = [x for x in tensors_of(values) if x.dim() and x.shape[0] % share.rows == 0]
         same[key] = all(x.shape[0] == share.rows for x in tensors) and all(
             torch.equal(first, other) for first, *others in (x.chunk(share.count) for x in tensors) for other in others

@@ -105,6 +105,9 @@ class Factors(Protocol):
     def added_to(self, layer: nn.Module) -> Added | None:
         """What the layer adds; None: nothing."""
 
+    def see(self, layer: nn.Module, x: torch.Tensor) -> None:
+        """Called with the input of each layer that adds factors."""
+
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
         """A parameter with its factors merged; merged=False: a matrix as it is at home."""
 
@@ -135,6 +138,7 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
         added = None if factors is None else factors.added_to(layer)
         if added is None:
             return ordinary(x)
+        factors.see(layer, x)
         if (share := factors.running) is not None and share.count > 1:
             share.check(x)
         return product(x, layer, added, tiles)

@@ -3,6 +3,7 @@
 parts.py     which tensors of the blocks have factors, and where these are stored
 factors.py   the factors themselves: perturbed, updated, added to the products of layers
 merge.py     from the factors into the weights: at the end of a period, in a save, before another method trains
+guide.py     V from passes over some rows, by error_directions.py, instead of random numbers
 kept.py      factors of earlier periods beside frozen weights, compressed to fewer terms
 passes.py    one pass over the weights of a unit for all looks of a step
 saved.py     a checkpoint as a model

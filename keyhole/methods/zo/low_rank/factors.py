@@ -36,6 +36,7 @@ import torch
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank import merge
+from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.merge import Fold
 from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, readers, vector_at
@@ -68,6 +69,7 @@ class Factors:
         merge: bool = True,
         fold_periods: int | None = None,
         fold_error: float = 0.0,
+        guide: int | None = None,
     ) -> None:
         self.model, self.noise, self.rounding = weakref.proxy(model), noise, rounding
         self.rank, self.refresh, self.folds, self.merges = rank, refresh, fold, merge
@@ -79,10 +81,12 @@ class Factors:
         self.now = torch.zeros(self.parts.numel, device=device)
         wide = -(-self.parts.numel // ALIGN) * ALIGN  # aligns every look for wide memory accesses
         self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
-        self.kept = Kept(self.parts, model.dtype, None if fold else fold_periods, fold_error)
+        self.kept = Kept(self.parts, model.dtype, None if fold else fold_periods, fold_error, guide is not None)
         self.fold: Fold | None = None
         self.steps, self.v = 0, self.draw_v(0)  # number of steps done; v of the period that they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
+        self.guide = None if guide is None else Guide(self, guide)
+        self.guided: int | None = None  # the period that V was found for (guide.py)
         self.share: Share | None = None  # None: the unperturbed weights
         self.shares: dict[int, Share] = {}  # by pass, during a step
         self.differ: set[int] = set()  # passes whose looks have different rows by now
@@ -123,6 +127,16 @@ class Factors:
         where = {"offset": self.parts.v_start, "step": period, "device": self.model.device}
         return ops.draw_noise(self.parts.v_numel, **where, **self.noise).mul_(self.rank**-0.5).to(self.model.dtype)
 
+    @property
+    def period(self) -> int:
+        """The number of the period that the next step belongs to."""
+        return self.steps // self.refresh
+
+    def take_v(self, v: torch.Tensor, period: int) -> None:
+        """Sets the V of the present period, in place: CUDA graphs use its address."""
+        self.v.copy_(v)
+        self.guided = period
+
     @contextmanager
     def another_v(self, period: int) -> Iterator[None]:
         """A context in which passes use the V of another period, for a search that changes nothing."""
@@ -130,7 +144,7 @@ class Factors:
         try:
             yield
         finally:
-            self.v.copy_(self.draw_v(self.steps // self.refresh))
+            self.v.copy_(self.draw_v(self.period))
 
     def perturb(self, perturbations: list[dict[str, Any]]) -> None:
         """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
@@ -160,7 +174,7 @@ class Factors:
             self.kept.add(a, self.v)
             self.kept.end_period(self.steps, self.refresh)
         a.zero_()
-        self.v.copy_(self.draw_v(self.steps // self.refresh))  # in place: CUDA graphs use its address
+        self.v.copy_(self.draw_v(self.period))  # in place: CUDA graphs use its address
 
     # -- weights at home -------------------------------------------------------------------------------------------
 
@@ -238,6 +252,8 @@ class Factors:
         size = (4 * (self.now.numel() + self.looks.numel()) + self.v.nbytes) / 2**20
         what = f"low rank: z = U V^T / sqrt({self.rank}) in {len(parts.matrices)} linear layers"
         learned = f"learned in {parts.numel:,} numbers ({size:.1f} MiB with V and looks)"
+        if self.guide is not None:
+            what += f", V from the errors of {self.guide.rows:,} rows at the start of each period"
         if not self.folds and (kept := self.kept).every is not None:
             end += f"; after every {kept.every} periods in as few terms as lose {kept.most:g} of its norm at most"
         when = f"every {self.refresh} steps a new V, and what was learned is {end}"
@@ -324,6 +340,10 @@ class Factors:
         matrix, leads = self.parts.matrices[index], self.leaders.setdefault(at.start, index) == index
         column = (matrix.v.start - at.start) // matrix.inputs
         return Readers(self.v[at].view(-1, matrix.inputs), column, leads, self.running)
+
+    def see(self, layer: torch.nn.Module, x: torch.Tensor) -> None:
+        if self.guide is not None and self.guide.inputs is not None:
+            self.guide.inputs.see(self.by_layer[id(layer)], x)
 
     def point(self, module: torch.nn.Module, look: int | None, several: bool) -> None:
         flat = self.now if look is None else self.looks[look]

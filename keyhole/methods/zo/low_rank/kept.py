@@ -64,9 +64,12 @@ class FoldedPeriods:
 
 
 class Kept:
-    """The kept terms of one model. periods: between two folds; None: never."""
+    """The kept terms of one model. periods: between two folds; None: never. guided: V cannot be drawn again."""
 
-    def __init__(self, parts: Parts, dtype: torch.dtype, periods: int | None, error: float) -> None:
+    def __init__(
+        self, parts: Parts, dtype: torch.dtype, periods: int | None, error: float, guided: bool = False
+    ) -> None:
+        self.guided = guided
         self.parts, self.dtype, self.every, self.most = parts, dtype, periods, error
         side, terms = max(min(m.inputs, m.outputs) for m in parts.matrices), (periods or 0) * parts.rank
         if min(side, terms) > MOST_TERMS:  # minutes for a large model on a GPU; the time grows with the cube
@@ -79,6 +82,7 @@ class Kept:
         self.counts: list[int] = []  # by matrix, the number of terms
         self.number = next(NUMBERS)  # another one when a room is replaced
         self.periods: list[torch.Tensor] = []  # all A of each period since the last fold, on the host
+        self.vs: list[torch.Tensor] = []  # and all V, if guided
         self.sums: list[Rows] = []  # by matrix, on the host
         self.lost: list[float] = [0.0] * len(parts.matrices)  # by matrix, the energy that folds have dropped
         self.last: FoldedPeriods | None = None
@@ -100,6 +104,8 @@ class Kept:
     def add(self, a: torch.Tensor, v: torch.Tensor) -> None:
         """Adds a period: all its A in float32, and V as it was used."""
         self.periods.append(a.to("cpu", torch.float32, copy=True))
+        if self.guided:
+            self.vs.append(v.to("cpu", copy=True))
         if not self.rooms:
             self._hold([(a.new_empty(0, m.outputs), v.new_empty(0, m.inputs)) for m in self.parts.matrices], a.device)
         for i, matrix in enumerate(self.parts.matrices):
@@ -150,7 +156,7 @@ class Kept:
                 errors.append(math.sqrt(self.lost[i]) / cut.norm if cut.norm else 0.0)
                 sums.append(rows)
         self._hold(sums, device)
-        self.sums, self.periods = sums, []
+        self.sums, self.periods, self.vs = sums, [], []
         self.last = FoldedPeriods(steps, sum(before), tuple(len(a) for a, _ in sums), max(errors))
         self.lines.append(self.last.line(self.most))
 
@@ -178,6 +184,8 @@ class Kept:
         """`kept` [periods, A]; after a fold its sums, in the order of matrices, and the lost energy."""
         if self.periods:
             yield "kept", torch.stack(self.periods)
+        if self.vs:
+            yield "kept_v", torch.stack(self.vs)
         for i, (a_mO, v_mI) in enumerate(self.sums):
             yield f"sum.{i}.a", a_mO
             yield f"sum.{i}.v", v_mI

@@ -2,10 +2,11 @@
 
 A checkpoint holds the weights as they are at home, after the last fold, and in the method's tensors what was learned
 since: `factors` (all A of the period, and the vectors), and for kept periods `kept`, their A one below the other, and
-the sums that earlier periods were folded into (kept.py). V is drawn again. So a run resumes in the middle of a period,
-to the bit, and a checkpoint takes 4 n bytes more (OPT-13B, rank 2: 22 MB). If all factors are kept, blocks never
-change, and a checkpoint is *light*: it holds no model, but beside the factors the homes of the units that do change
-(spine, table, head), and the run resumes from the original model.
+the sums that earlier periods were folded into (kept.py). V is drawn again (with zo.guide it cannot be, and is saved:
+`directions`, `kept_v`). So a run resumes in the middle of a period, to the bit, and a checkpoint takes 4 n bytes more
+(OPT-13B, rank 2: 22 MB). If all factors are kept, blocks never change, and a checkpoint is *light*: it holds no model,
+but beside the factors the homes of the units that do change (spine, table, head), and the run resumes from the
+original model.
 
 A journal has the scalars of every step, from which A of any period can be recomputed: an update of A is elementwise,
 and its noise is a function of (seed, step, element). A replay is the run without its passes: A is updated step by step,
@@ -38,6 +39,8 @@ AT_ONCE = 2**30
 def to_state(factors: Factors) -> dict[str, Any]:
     """Tensors for a checkpoint; a remaining fold is applied before the weights are saved."""
     state: dict[str, Any] = {"factors": factors.now}
+    if factors.guided == factors.period:
+        state["directions"] = factors.v
     if not factors.folds:
         state |= {"light": True} | {f"home.{unit.index}": home for unit, home in _changing(factors)}
     state |= dict(factors.kept.to_state())
@@ -63,14 +66,19 @@ def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> 
         factors.model.engine.invalidate()
     kept = factors.kept
     factors.fold, factors.steps = None, steps
-    factors.kept = Kept(factors.parts, kept.dtype, kept.every, kept.most)
+    factors.kept = Kept(factors.parts, kept.dtype, kept.every, kept.most, kept.guided)
     factors.kept.take_sums(state, factors.now.device)
     periods = state["kept"] if "kept" in state else ()
     if len(periods) > steps // factors.refresh:
         raise ValueError(f"{len(periods)} kept periods after {steps} steps, of {factors.refresh} steps each")
     for period, a in enumerate(periods, steps // factors.refresh - len(periods)):
-        factors.kept.add(a.to(factors.now), factors.draw_v(period))
-    factors.v.copy_(factors.draw_v(steps // factors.refresh))
+        v = state["kept_v"][period - steps // factors.refresh] if "kept_v" in state else factors.draw_v(period)
+        factors.kept.add(a.to(factors.now), v.to(factors.v))
+    factors.guided = None
+    if "directions" in state:
+        factors.take_v(state["directions"], factors.period)
+    else:
+        factors.v.copy_(factors.draw_v(factors.period))
 
 
 def saved(factors: Factors, state: Any) -> Factors | None:
@@ -90,6 +98,8 @@ def replay(zo: ZO, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
     folds: list[Fold] = []
     for number, one in enumerate(updates, 1):
         group.append(one)
+        if (guide := zo.factors.guide) is not None and guide.is_due:
+            zo.factors.take_v(guide.read(zo.factors.period), zo.factors.period)
         zo.factors.update(one[0])
         if (fold := zo.factors.fold) is not None and fold.left:
             folds.append(fold)

@@ -1,0 +1,76 @@
+"""Which inputs of a layer predict the error at the head: V of low-rank directions, from forward passes alone.
+
+A direction z = u v^T perturbs the output of a layer by u (v . x). What a step of rate r along the slope c of such
+directions gains is  r G - r^2 c^2 J / 2,  c^2 = G + S / rows:  G the square of the gradient within their span, S and J
+(which go together) what single rows contribute to its noise, and to the curvature. A random v sees both in equal
+shares. So what counts is the ratio of the two in the span of the chosen v, and it differs a lot: all inputs have a
+large part in common (their mean, a few outlier columns), which carries most of J and, once a preference for one answer
+is corrected, little of G.
+
+The gradient of a matrix W with input x is the sum of  delta_n x_n^T  over tokens, delta_n the error at its output. The
+latter needs a backward pass; but the residual stream carries outputs to the head unchanged, apart from what later
+layers add, so the error at the head, d_n, known after a forward pass alone, stands in for it:
+
+    D [N, H]    d_n: the gradient of the loss with respect to the hidden states that the head reads
+    Y = D P     [N, r] its r principal components (binary choice: one, the signed residual of each question)
+    v_j         the direction with the largest  (sum_n y_nj (v . x_n))^2 / (v^T (C + lambda) v),   C = X^T X / N:
+                v_j = (C + lambda)^-1 X^T y_j
+
+which is ridge regression of the error on the inputs. lambda = RIDGE times the mean of C's diagonal. C is dominated by a
+few directions, so conjugate gradients converge in a few steps, and C is never computed:  4 N I r FLOPs per iteration.
+u stays random, so a step estimates the true gradient within the span, whatever the quality of this guess.
+
+Scale: the mean of (v_j . x)^2 is that of |x|^2 / r, as for a random V / sqrt(r), so eps and rates mean the same. A
+component with (nearly) no error has v = 0, and the others have its share.
+
+Bytes: float32 X [N, I] for one matrix, D and a few [N, r] and [I, r].
+Legend: N positions, H width, I inputs of a layer, r rank.
+"""
+
+import torch
+
+RIDGE = 3.0
+SOLVER_STEPS = 12
+POWER_STEPS = 4
+LEAST = 1e-3  # of the largest component's norm
+
+
+def principal_errors(d_NH: torch.Tensor, start_Nr: torch.Tensor) -> torch.Tensor:
+    """[N, r] the errors along their r principal directions, by subspace iteration; components with (nearly) no error
+    are 0. start_Nr: random numbers."""
+    p_Hr, _ = torch.linalg.qr(d_NH.t() @ start_Nr)
+    for _ in range(POWER_STEPS):
+        p_Hr, _ = torch.linalg.qr(d_NH.t() @ (d_NH @ p_Hr))
+    y_Nr = d_NH @ p_Hr
+    norm_r = y_Nr.norm(dim=0)
+    return y_Nr * (norm_r > LEAST * norm_r.max())
+
+
+def predictors(x_NI: torch.Tensor, y_Nr: torch.Tensor) -> torch.Tensor:
+    """[r, I] the directions of the inputs that predict the errors best, scaled."""
+    count, width = x_NI.shape
+    energy = x_NI.square().sum() / count
+    v_Ir = _ridge(x_NI, x_NI.t() @ y_Nr / count, RIDGE * energy / width)
+    seen_r = (x_NI @ v_Ir).square().mean(dim=0)
+    alive_r = seen_r > 0
+    share = energy / alive_r.sum().clamp(min=1)
+    return torch.where(alive_r, v_Ir * (share / seen_r).sqrt(), torch.zeros_like(v_Ir)).t().contiguous()
+
+
+def _ridge(x_NI: torch.Tensor, b_Ir: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
+    """(X^T X / N + ridge)^-1 b by conjugate gradients, for every column of b on its own."""
+    v_Ir, left_Ir = torch.zeros_like(b_Ir), b_Ir.clone()
+    way_Ir, left_r = left_Ir.clone(), left_Ir.square().sum(dim=0)
+    for _ in range(SOLVER_STEPS):
+        applied_Ir = x_NI.t() @ (x_NI @ way_Ir) / len(x_NI) + ridge * way_Ir
+        length_r = _ratio(left_r, (way_Ir * applied_Ir).sum(dim=0))
+        v_Ir = v_Ir + length_r * way_Ir
+        left_Ir = left_Ir - length_r * applied_Ir
+        before_r, left_r = left_r, left_Ir.square().sum(dim=0)
+        way_Ir = left_Ir + _ratio(left_r, before_r) * way_Ir
+    return v_Ir
+
+
+def _ratio(x_r: torch.Tensor, y_r: torch.Tensor) -> torch.Tensor:
+    """x / y, and 0 where y is."""
+    return torch.where(y_r > 0, x_r / y_r, torch.zeros_like(x_r))

@@ -1,0 +1,224 @@
+"""Low-rank directions that follow the error (zo.guide): V of a period from forward passes over some rows.
+
+At the start of each period, before its first step, `zo.guide` rows pass the model without perturbation, twice:
+
+    1. the hidden states before the head, the loss, and its gradient with respect to them, D: the head alone is reversed
+    2. the inputs of every trained linear layer at the positions that predict a trained token (with the loss over
+       tokens, at MOST_POSITIONS of them), from which V of the layer follows (error_directions.py); they are dropped as
+       soon as all passes have left its block
+
+Two passes instead of one, so that the inputs of all layers never exist at once. A layer whose input is something else
+than tokens in the order of the batch keeps its random V.
+
+The rows are those of the coming steps (the training loop looks ahead; their order is a function of the seed, so a
+resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself.
+
+V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and with a journal each period's
+V is a file beside it, which is on the disk before the first record of the period is: with these a replay needs neither
+data nor passes. Bytes per period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
+
+Bytes on the device during the passes: hidden states of all guide rows; for N positions 4 N H (D), and for one block
+2 b N times the inputs of its layers; 4 N I for the widest one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keyhole import ops
+from keyhole.disk.files import make_directories
+from keyhole.disk.tensors import write_tensors
+from keyhole.errors import UserError
+from keyhole.methods.zo.looks import compacted
+from keyhole.methods.zo.low_rank.error_directions import predictors, principal_errors
+from keyhole.methods.zo.low_rank.parts import ALIGN
+from keyhole.model.backward.vocabulary import VocabularyGradients
+from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.forward.evaluation import swept
+
+if TYPE_CHECKING:
+    from keyhole.methods.zo.low_rank.factors import Factors
+    from keyhole.methods.zo.method import ZO
+
+NAME, FORMAT = "v", "{:06d}.safetensors"
+MOST_POSITIONS = 4096  # of the loss over tokens
+PASS_BYTES = 64 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
+
+
+class Guide:
+    """Computes, keeps and reads the V of periods. store: the directory of their files; None: they are not kept."""
+
+    def __init__(self, factors: Factors, rows: int) -> None:
+        model = factors.model
+        if model.classifies or model.head.transforms:
+            raise UserError("zo.guide: needs a causal language model, whose head is a matrix; set zo.guide=null")
+        if model.ranks.several:
+            raise UserError("zo.guide: several ranks are not supported, each sees its own rows only; set zo.guide=null")
+        self.factors, self.rows = factors, rows
+        self.store: Path | None = None
+        self.ahead: list[Batch] = []
+        self.inputs: _Inputs | None = None  # during the second pass
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step begins a period whose V is not known."""
+        return self.factors.guided != self.factors.period
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a pass, unless those of a step have more."""
+        return tokens_per_pass(self.factors.model.layout.widest, self.factors.model.dtype.itemsize)
+
+    @torch.no_grad()
+    def renew(self, zo: ZO, batches: list[Batch]) -> None:
+        """Before a step: computes V, if it is due."""
+        if not self.is_due:
+            return
+        period, rows = self.factors.period, self.ahead or batches
+        self.ahead = []
+        v = self._find(zo, rows, period)
+        if self.store is not None:
+            self._write(v, period)
+        self.factors.take_v(v, period)
+
+    def _find(self, zo: ZO, batches: list[Batch], period: int) -> torch.Tensor:
+        model, factors = zo.model, self.factors
+        zo.update.flush()
+        sent = _thinned(model.send(batches, **compacted(batches)))
+        positions = [torch.unique(batch.index_N, return_inverse=True) for batch in sent]
+        d_NH = torch.cat(
+            [_summed(d, places) for d, (_, places) in zip(_head_errors(model, sent), positions, strict=True)]
+        )
+        where = {"offset": _after(factors), "step": period, "device": model.device}
+        start_Nr = ops.draw_noise(len(d_NH) * factors.rank, **where, **factors.noise).view(len(d_NH), factors.rank)
+        found = factors.draw_v(period)
+        self.inputs = _Inputs(factors, sent, [at for at, _ in positions], principal_errors(d_NH, start_Nr), found)
+        try:
+            swept(model, sent, lambda hidden, spine: [], learn=False, head=False)
+        finally:
+            self.inputs = None
+        return found
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def _write(self, v: torch.Tensor, period: int) -> None:
+        path = self.store / FORMAT.format(period)
+        try:
+            make_directories(self.store)
+            write_tensors(path, {NAME: v.cpu()})
+        except OSError as error:
+            raise UserError(
+                f"zo.guide: {path} cannot be written: {error.strerror or error}; steps of this period could not be "
+                "replayed. Free some space, and go on with --resume"
+            ) from error
+
+    def read(self, period: int) -> torch.Tensor:
+        """V of a period, from its file; UserError if it is missing or damaged."""
+        from safetensors import SafetensorError, safe_open
+
+        if self.store is None:
+            raise UserError("zo.guide: directions are files beside the journal, and no journal is known")
+        path, expected = self.store / FORMAT.format(period), self.factors.v
+        try:
+            with safe_open(path, "pt") as file:
+                v = file.get_tensor(NAME)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"zo.guide: {path} cannot be read ({error}); steps from {period * self.factors.refresh + 1} on of the "
+                "journal need it. Put it back, or resume from a checkpoint by its name"
+            ) from error
+        if v.shape != expected.shape or v.dtype != expected.dtype:
+            raise UserError(f"zo.guide: {path} holds {v.dtype} {tuple(v.shape)}, not the directions of this model")
+        return v
+
+
+def tokens_per_pass(widest: int, element_bytes: int) -> int:
+    """So many that the widest activation takes PASS_BYTES."""
+    return max(1, PASS_BYTES // (element_bytes * widest))
+
+
+def _thinned(sent: list[DeviceBatch]) -> list[DeviceBatch]:
+    """The batches with every k-th of the trained tokens only, if there are many (a choice needs all of a candidate)."""
+    every = -(-sum(batch.token_count for batch in sent) // MOST_POSITIONS)
+    if every <= 1 or sent[0].candidates is not None:
+        return sent
+    names = ("index_N", "target_N", "row_N")
+    fewer = [{name: getattr(batch, name)[::every] for name in names} for batch in sent]
+    return [replace(b, **few, token_count=few["index_N"].numel()) for b, few in zip(sent, fewer, strict=True)]
+
+
+def _head_errors(model: Any, sent: list[DeviceBatch]) -> list[torch.Tensor]:
+    """[N, H] float32, per batch: the gradient of the summed loss with respect to the hidden states before the head, for
+    each trained token."""
+    head = VocabularyGradients(model)
+    swept(model, sent, lambda hidden, spine: [head.loss(hidden, sent, spine, loss_count=1)], learn=False)
+    units = [unit.index for unit in model.layout.head_units]
+    with model.engine.sweep("guide", units, learn=False):
+        try:
+            head.spine = model.acquire_weights(model.layout.spine)
+            head.restart(1.0)
+            return head.hidden_grads()
+        finally:
+            model.binding.bind_homes()
+
+
+def _summed(d_NH: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
+    """The errors of each position: candidates of one token behind the same prompt share theirs, and their errors are
+    opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
+    count = int(place_N.max()) + 1
+    return d_NH if count == len(d_NH) else torch.nn.functional.one_hot(place_N, count).float().t() @ d_NH
+
+
+def _after(factors: Factors) -> int:
+    """The first index of noise after that of all V."""
+    return factors.parts.v_start + -(-factors.parts.v_numel // ALIGN) * ALIGN
+
+
+class _Inputs:
+    """The inputs of the layers of a block, until all passes have left it. at: the positions of each pass, y_Nr: their
+    errors, v: receives what is found."""
+
+    def __init__(
+        self,
+        factors: Factors,
+        sent: list[DeviceBatch],
+        at: list[torch.Tensor],
+        y_Nr: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        self.factors, self.sent, self.at, self.y_Nr, self.v = factors, sent, at, y_Nr, v
+        self.seen: dict[int, dict[int, torch.Tensor]] = {}  # by matrix and pass: inputs at the positions
+        self.odd: set[int] = set()  # matrices whose inputs are not the tokens of a pass, once each
+        self.last: tuple[Any, torch.Tensor] | None = None  # an input, and its part: several layers read the same
+        self.done: tuple[list[torch.Tensor], torch.Tensor] | None = None
+
+    def see(self, index: int, x: torch.Tensor) -> None:
+        """Called with the input of a layer."""
+        current = self.factors.model.conductor.current.index
+        tokens, parts = self.sent[current].inputs["input_ids"].numel(), self.seen.setdefault(index, {})
+        if x.shape[:-1].numel() != tokens or current in parts or index in self.odd:
+            self.odd.add(index)
+            return
+        if self.last is None or self.last[0] is not x:
+            self.last = x, x.reshape(tokens, -1)[self.at[current]]
+        parts[current] = self.last[1]
+        if len(parts) == len(self.sent):
+            self._solve(index, [parts[i] for i in range(len(self.sent))])
+            del self.seen[index]
+
+    def _solve(self, index: int, parts: list[torch.Tensor]) -> None:
+        matrix = self.factors.parts.matrices[index]
+        known = self.done is not None and all(map(_is, self.done[0], parts))
+        if not known:
+            self.done = parts, predictors(torch.cat(parts).float(), self.y_Nr)
+        place_rI, found_rI = self.factors.rows(self.v, matrix.v), self.done[1]
+        usable = torch.isfinite(found_rI).all() & found_rI.any()
+        place_rI.copy_(torch.where(usable, found_rI.to(place_rI.dtype), place_rI))
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other

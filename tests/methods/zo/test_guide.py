@@ -1,0 +1,259 @@
+"""Directions that follow the error: V by the book, streamed as resident, resumed, replayed, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import keyhole
+from keyhole.cli import main
+from keyhole.data.dataset import Dataset
+from keyhole.data.loader import Loader
+from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank.error_directions import RIDGE, predictors, principal_errors
+from keyhole.model.structure.freeze import freeze
+from tests.methods.zo.loops import load
+from tests.model.candidates import plain_candidates_loss, ragged
+from tests.model.decoders import batch, config
+
+GUIDED: dict[str, Any] = {"rank": 1, "refresh": 3, "guide": 64}
+
+
+def solved(x_NI: torch.Tensor, y_N: torch.Tensor) -> torch.Tensor:
+    """Ridge regression by a solver, scaled as a random direction of rank 1 is."""
+    c_II = x_NI.t() @ x_NI / len(x_NI)
+    v_I = torch.linalg.solve(c_II + RIDGE * c_II.diagonal().mean() * torch.eye(len(c_II)), x_NI.t() @ y_N)
+    return v_I * (x_NI.square().sum(1).mean() / (x_NI @ v_I).square().mean()).sqrt()
+
+
+def inputs_with_outliers(count: int = 300, width: int = 64) -> torch.Tensor:
+    """As the inputs of layers are: a large common part, and a few columns that are much larger than the others."""
+    torch.manual_seed(0)
+    x_NI = torch.randn(count, width) + 4 * torch.randn(width)
+    x_NI[:, 3] *= 30
+    return x_NI
+
+
+def test_directions_are_ridge_regression() -> None:
+    x_NI, y_N = inputs_with_outliers(), torch.randn(300)
+    (found_I,) = predictors(x_NI, y_N[:, None])
+    torch.testing.assert_close(found_I, solved(x_NI, y_N), rtol=1e-3, atol=1e-4)
+
+
+def test_errors_are_principal_components() -> None:
+    """Two of three; of an error with one component only, the second is 0, and its share goes to the first."""
+    d_NH = torch.randn(200, 3, dtype=torch.float64) * torch.tensor([9.0, 3.0, 1.0]) @ torch.randn(3, 16).double()
+    values = torch.linalg.svdvals(d_NH)
+    found_Nr = principal_errors(d_NH, torch.randn(200, 2).double())
+    torch.testing.assert_close(found_Nr.norm(dim=0), values[:2], rtol=1e-3, atol=0)
+    one_Nr = principal_errors(torch.outer(torch.randn(200), torch.randn(16)), torch.randn(200, 2))
+    assert one_Nr[:, 0].any() and not one_Nr[:, 1].any()
+    x_NI = inputs_with_outliers(200)
+    v_rI = predictors(x_NI, one_Nr)
+    assert not v_rI[1].any()
+    torch.testing.assert_close((x_NI @ v_rI[0]).square().mean(), x_NI.square().sum(1).mean())
+
+
+def test_without_an_error_there_is_no_direction() -> None:
+    assert not predictors(inputs_with_outliers(), torch.zeros(300, 2)).any()
+
+
+def plain_directions(model: keyhole.Model, one: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """V of every linear layer of the blocks by the book: hooks for the inputs, autograd for the error at the head."""
+    module, inputs, hidden = model.module, {}, []
+    layers = {n: m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n}
+    handles = [m.register_forward_hook(lambda _, args, __, n=n: inputs.update({n: args[0]})) for n, m in layers.items()]
+
+    def keep(_: Any, args: tuple) -> None:
+        args[0].retain_grad()
+        hidden.append(args[0])
+
+    handles.append(module.lm_head.register_forward_pre_hook(keep))
+    with torch.enable_grad():
+        (plain_candidates_loss(module, [one]) * len(one["question"].unique())).backward()
+    for handle in handles:
+        handle.remove()
+    where = (one["labels"][::2, 1:] != -100).nonzero(
+        as_tuple=True
+    )  # both candidates of a question are behind one prompt
+    grad_BTH = hidden[0].grad
+    d_NH = (grad_BTH[::2] + grad_BTH[1::2])[where]
+    _, _, rows = torch.linalg.svd(d_NH, full_matrices=False)
+    return {n: solved(x[::2][where].detach(), d_NH @ rows[0]) for n, x in inputs.items()}
+
+
+def with_two_answers(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Questions that all have the same two candidates, of one token."""
+    one = ragged(24, seed)
+    for parity, token in enumerate((5, 9)):
+        rows = one["labels"][parity::2] != -100
+        one["input_ids"][parity::2][rows] = one["labels"][parity::2][rows] = token
+    right = torch.randint(0, 2, (24,), generator=torch.Generator().manual_seed(seed))
+    one["answer"] = torch.stack([right, 1 - right], dim=1).flatten()
+    return one
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_directions_are_those_of_the_plain_model(pieces: int) -> None:
+    """Every layer, in one pass or two; up to the sign."""
+    one = with_two_answers()
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    half = {name: x[:24] for name, x in one.items()}, {name: x[24:] for name, x in one.items()}
+    half[1]["question"] = half[0]["question"].clone()
+    zo.guide.renew(zo, [one] if pieces == 1 else list(half))
+    expected = plain_directions(keyhole.load(config("llama"), init="random", seed=3, device="cpu"), one)
+    assert len(expected) == len(zo.factors.parts.matrices)
+    for matrix in zo.factors.parts.matrices:
+        (found_I,) = zo.factors.rows(zo.factors.v, matrix.v)
+        expected_I = expected[matrix.tensor.name.removesuffix(".weight")]
+        expected_I = expected_I * torch.sign(expected_I @ found_I)
+        assert float((found_I - expected_I).norm() / expected_I.norm()) < 1e-3, matrix.tensor.name
+
+
+def run(how: dict[str, Any], steps: int = 7, **options: Any) -> tuple[list[float], list[torch.Tensor], Any]:
+    model = keyhole.load(config("llama"), init="random", seed=3, **options)
+    zo = keyhole.ZO(model, 1e-3, **how)
+    losses = [float(zo.step([ragged(seed=i)])) for i in range(steps)]
+    zo.flush()
+    return losses, [model.home(tensor).float().cpu() for tensor in model.layout.tensors], zo
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_streamed_equals_resident(fold: bool) -> None:
+    how = GUIDED | {"rank": 2, "fold": fold}
+    resident = run(how, device="cpu", dtype="float32")
+    away = run(how, device="cpu", dtype="float32", placement="stream")
+    random = run(how | {"guide": None}, device="cpu", dtype="float32")
+    assert resident[0] == away[0] and all(map(torch.equal, resident[1], away[1]))
+    assert resident[0] != random[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_the_gpu_streamed_and_recorded_equal_resident(dtype: str) -> None:
+    how = GUIDED | {"refresh": 6}
+    plain = run(how, 13, device="cuda", dtype=dtype, graphs=False)
+    recorded = run(how, 13, device="cuda", dtype=dtype)
+    away = run(how, 13, device="cuda", dtype=dtype, placement="stream")
+    assert recorded[2].recorded.replays >= 2, recorded[2].recorded.why
+    assert plain[0] == recorded[0] == away[0]
+    assert all(map(torch.equal, plain[1], recorded[1])) and all(map(torch.equal, plain[1], away[1]))
+
+
+def test_the_loss_over_tokens_and_frozen_layers() -> None:
+    """V exists for trained layers only, and any batch can be looked at."""
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    freeze(model.module, ["embeddings", "model.layers.0"])
+    zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    before = zo.factors.v.clone()
+    zo.step(batch(seed=1))
+    assert not zo.factors.v.eq(before).any() and torch.isfinite(zo.factors.v).all()
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("first", [4, 6])
+def test_goes_on_in_the_middle_of_a_period(fold: bool, first: int) -> None:
+    """From a state after 4 steps of periods of 3, and after 6, where the next V is not known yet."""
+    how = GUIDED | {"rank": 2, "fold": fold}
+    whole = run(how, 10, device="cpu", dtype="float32")
+    losses, _, zo = run(how, first, device="cpu", dtype="float32")
+    state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in zo.state_dict().items()}
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu", dtype="float32")
+    for new, old in zip(model.engine.homes, zo.model.engine.homes, strict=True):
+        new.copy_(old)
+    again = keyhole.ZO(model, 1e-3, **how)
+    again.load_state_dict(state)
+    losses += [float(again.step([ragged(seed=i)])) for i in range(first, 10)]
+    again.flush()
+    assert losses == whole[0]
+    assert all(map(torch.equal, [model.home(t) for t in model.layout.tensors], whole[1]))
+
+
+def test_rows_ahead_are_used_once() -> None:
+    """V from rows that are given, and from the step's own where none are."""
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    rows, tokens = zo.rows_ahead
+    assert rows == 64 and tokens > 0
+    zo.look_ahead([ragged(seed=9)])
+    zo.step([ragged(seed=0)])
+    ahead, own = zo.factors.v.clone(), run(GUIDED, 1, device="cpu")[2].factors.v
+    assert zo.rows_ahead is None and not torch.equal(ahead, own)
+    for i in range(2):
+        zo.step([ragged(seed=i)])
+    assert zo.rows_ahead is not None
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed", "questions"])
+def test_coming_rows_are_those_of_the_next_steps(kind: str) -> None:
+    """In the same order, across the end of an epoch, none twice; the position stays."""
+    lengths = [3, 5, 2, 4, 6, 3, 2, 5, 4, 3]
+    ids = [np.arange(10 * i, 10 * i + n, dtype=np.int32) for i, n in enumerate(lengths)]
+    trained = [np.ones(n, dtype=bool) for n in lengths]
+    pairs = [[i, i + 1] for i in range(0, 10, 2)]
+    about = {"packed": {"rows": pairs}, "questions": {"questions": (pairs, [0, 1, 0, 1, 0])}}.get(kind, {})
+    dataset = Dataset(ids, trained, **about)
+    loader = Loader(dataset, batch_size=2)
+    loader.next_step()
+    count, before = len(dataset), loader.position
+    coming = [row for one in loader.coming(100, 12) for row in one["input_ids"].tolist()]
+    assert loader.position == before
+
+    def content(rows: list[list[int]]) -> list[tuple[int, ...]]:
+        return [tuple(x for x in row if x) for row in rows]
+
+    next_rows = [row for _ in range(2 * count) for one in loader.next_step() for row in one["input_ids"].tolist()]
+    expected = list(dict.fromkeys(content(next_rows)))
+    assert content(coming) == expected and len(set(content(coming))) == len(coming)
+
+
+SETTINGS = ["method=zo", "zo.rank=1", "zo.refresh=4", "zo.guide=16", "learning_rate=1e-3", "batch_size=4", "device=cpu"]
+SETTINGS += ["model=demo", "train_data=demo", "save_total_limit=5", "eval_data=null", "report_to=none"]
+
+
+def final(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def test_a_run_is_resumed_from_its_journal_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """11 steps at once; 6 and a resume after the checkpoint of step 4 alone is left; and a replay without data."""
+    whole, parts, replayed = (tmp_path / name for name in ("whole", "parts", "replayed"))
+    assert main(["train", *SETTINGS, "max_steps=11", f"output_dir={whole}"]) == 0
+    assert sorted(p.name for p in (whole / "run" / "directions").iterdir()) == [
+        f"{i:06d}.safetensors" for i in range(3)
+    ]
+    assert main(["train", *SETTINGS, "max_steps=11", "save_steps=4", f"output_dir={parts}"]) == 0
+    journal = parts / "run" / "journal"
+    assert main(["replay", "demo", str(journal), str(replayed)]) == 0
+    expected, found = final(whole), final(replayed)
+    assert expected.keys() == found.keys() and all(torch.equal(expected[k], found[k]) for k in expected)
+    (parts / "run" / "directions" / "000001.safetensors").unlink()
+    assert main(["replay", "demo", str(journal), str(tmp_path / "again")]) == 2
+    assert "000001.safetensors cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [({"rank": None}, "set rank"), ({"lr": "auto"}, "a number"), ({"guide": 0}, "guide")],
+)
+def test_what_does_not_go_together_is_refused(wrong: dict[str, Any], said: str) -> None:
+    how = {"lr": 1e-3} | GUIDED | wrong
+    with pytest.raises(UserError, match=said):
+        keyhole.ZO(load("llama"), **how)
+
+
+def test_it_learns_more_than_random_directions() -> None:
+    """The same steps and rate on one batch of questions whose answer shows in the prompt."""
+
+    def loss_after(guide: int | None) -> float:
+        model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+        freeze(model.module, ["embeddings"])
+        zo = keyhole.ZO(model, 2e-3, rank=1, refresh=10, guide=guide)
+        return sum([float(zo.step([ragged(seed=1)])) for _ in range(60)][-10:]) / 10
+
+    assert loss_after(64) < loss_after(None)
