@@ -203,9 +203,7 @@ class Loader:
             epoch, offset = epoch + 1, 0
         rows = rows[: min(count, len(self.dataset))]
         lengths = [[self.dataset.lengths[i] for i in self.dataset.rows[row]] for row in rows]
-        by_choice = self.dataset.right is not None  # samples are below each other, in packed rows one behind the other
-        most = max(len(row) * max(row) if by_choice else sum(row) for row in lengths)
-        size = max(self.batch_size, tokens // most)
+        size = max(self.batch_size, len(rows) * tokens // max(1, sum(map(sum, lengths))))
         return [self._batch(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def _batch(self, rows: list[int]) -> Batch:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
-from keyhole.methods.zo.low_rank.guide import tokens_per_pass
+from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, SOLVED_BYTES, tokens_per_pass
 from keyhole.methods.zo.low_rank.kept import room_for
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
@@ -80,10 +80,12 @@ def guide_work(layout: Layout, work: Workload, own: ZOConfig, element_bytes: int
 
 
 def _guide_bytes(layout: Layout, own: ZOConfig, element_bytes: int) -> int:
-    """The errors at the head, and the inputs of one block's layers, for as many positions as rows."""
-    shapes = [t.shape for t in max(layout.of_kind("block"), key=lambda u: u.numel).tensors if len(t.shape) == 2]
-    inputs = sum(shape[1] for shape in shapes) * 2 * element_bytes + 4 * max(shape[1] for shape in shapes)
-    return own.guide * (4 * layout.table.shape[1] + inputs)
+    """The errors at the head, and the inputs of layers, for as many positions as rows."""
+    units = [[t.shape[1] for t in unit.tensors if len(t.shape) == 2] for unit in layout.of_kind("block")]
+    of_all = element_bytes * own.guide * sum(map(sum, units))
+    inputs = of_all if of_all <= KEPT_BYTES else element_bytes * own.guide * max(map(sum, units))
+    solved = max(SOLVED_BYTES, 4 * own.guide * max(side for sides in units for side in sides))
+    return 4 * own.guide * layout.table.shape[1] + inputs + solved
 
 
 def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, steps: int | None = None) -> int:

@@ -13,6 +13,7 @@ from keyhole.cli import main
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import Loader
 from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.low_rank.error_directions import RIDGE, predictors, principal_errors
 from keyhole.model.structure.freeze import freeze
 from tests.methods.zo.loops import load
@@ -39,7 +40,7 @@ def inputs_with_outliers(count: int = 300, width: int = 64) -> torch.Tensor:
 
 def test_directions_are_ridge_regression() -> None:
     x_NI, y_N = inputs_with_outliers(), torch.randn(300)
-    (found_I,) = predictors(x_NI, y_N[:, None])
+    ((found_I,),) = predictors(x_NI[None], y_N[:, None])
     torch.testing.assert_close(found_I, solved(x_NI, y_N), rtol=1e-3, atol=1e-4)
 
 
@@ -52,13 +53,13 @@ def test_errors_are_principal_components() -> None:
     one_Nr = principal_errors(torch.outer(torch.randn(200), torch.randn(16)), torch.randn(200, 2))
     assert one_Nr[:, 0].any() and not one_Nr[:, 1].any()
     x_NI = inputs_with_outliers(200)
-    v_rI = predictors(x_NI, one_Nr)
+    (v_rI,) = predictors(x_NI[None], one_Nr)
     assert not v_rI[1].any()
     torch.testing.assert_close((x_NI @ v_rI[0]).square().mean(), x_NI.square().sum(1).mean())
 
 
 def test_without_an_error_there_is_no_direction() -> None:
-    assert not predictors(inputs_with_outliers(), torch.zeros(300, 2)).any()
+    assert not predictors(inputs_with_outliers()[None], torch.zeros(300, 2)).any()
 
 
 def plain_directions(model: keyhole.Model, one: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -96,9 +97,11 @@ def with_two_answers(seed: int = 0) -> dict[str, torch.Tensor]:
     return one
 
 
+@pytest.mark.parametrize("kept_bytes", [2**28, 0])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_directions_are_those_of_the_plain_model(pieces: int) -> None:
-    """Every layer, in one pass or two; up to the sign."""
+def test_directions_are_those_of_the_plain_model(pieces: int, kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer, in one pass or two, from inputs that are kept and from those of a second sweep; up to the sign."""
+    monkeypatch.setattr(guide, "KEPT_BYTES", kept_bytes)
     one = with_two_answers()
     model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
     zo = keyhole.ZO(model, 1e-3, **GUIDED)
@@ -122,8 +125,9 @@ def run(how: dict[str, Any], steps: int = 7, **options: Any) -> tuple[list[float
     return losses, [model.home(tensor).float().cpu() for tensor in model.layout.tensors], zo
 
 
-@pytest.mark.parametrize("fold", [True, False])
-def test_streamed_equals_resident(fold: bool) -> None:
+@pytest.mark.parametrize("fold, kept_bytes", [(True, 2**28), (True, 0), (False, 2**28)])
+def test_streamed_equals_resident(fold: bool, kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guide, "KEPT_BYTES", kept_bytes)
     how = GUIDED | {"rank": 2, "fold": fold}
     resident = run(how, device="cpu", dtype="float32")
     away = run(how, device="cpu", dtype="float32", placement="stream")

@@ -23,8 +23,8 @@ u stays random, so a step estimates the true gradient within the span, whatever 
 Scale: the mean of (v_j . x)^2 is that of |x|^2 / r, as for a random V / sqrt(r), so eps and rates mean the same. A
 component with (nearly) no error has v = 0, and the others have its share.
 
-Bytes: float32 X [N, I] for one matrix, D and a few [N, r] and [I, r].
-Legend: N positions, H width, I inputs of a layer, r rank.
+Bytes: float32 X [N, I] for each layer that is solved at once, D, and a few [N, r] and [I, r].
+Legend: N positions, H width, K layers, I inputs of a layer, r rank.
 """
 
 import torch
@@ -46,31 +46,31 @@ def principal_errors(d_NH: torch.Tensor, start_Nr: torch.Tensor) -> torch.Tensor
     return y_Nr * (norm_r > LEAST * norm_r.max())
 
 
-def predictors(x_NI: torch.Tensor, y_Nr: torch.Tensor) -> torch.Tensor:
-    """[r, I] the directions of the inputs that predict the errors best, scaled."""
-    count, width = x_NI.shape
-    energy = x_NI.square().sum() / count
-    v_Ir = _ridge(x_NI, x_NI.t() @ y_Nr / count, RIDGE * energy / width)
-    seen_r = (x_NI @ v_Ir).square().mean(dim=0)
-    alive_r = seen_r > 0
-    share = energy / alive_r.sum().clamp(min=1)
-    return torch.where(alive_r, v_Ir * (share / seen_r).sqrt(), torch.zeros_like(v_Ir)).t().contiguous()
+def predictors(x_KNI: torch.Tensor, y_Nr: torch.Tensor) -> torch.Tensor:
+    """[K, r, I] the directions of the inputs of K layers that predict the errors best, scaled."""
+    count, width = x_KNI.shape[1:]
+    energy_K = x_KNI.square().sum(dim=(1, 2))[:, None, None] / count
+    v_KIr = _ridge(x_KNI, x_KNI.mT @ y_Nr / count, RIDGE * energy_K / width)
+    seen_Kr = (x_KNI @ v_KIr).square().mean(dim=1, keepdim=True)
+    alive_Kr = seen_Kr > 0
+    share_K = energy_K / alive_Kr.sum(dim=2, keepdim=True).clamp(min=1)
+    return torch.where(alive_Kr, v_KIr * (share_K / seen_Kr).sqrt(), torch.zeros_like(v_KIr)).mT.contiguous()
 
 
-def _ridge(x_NI: torch.Tensor, b_Ir: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
-    """(X^T X / N + ridge)^-1 b by conjugate gradients, for every column of b on its own."""
-    v_Ir, left_Ir = torch.zeros_like(b_Ir), b_Ir.clone()
-    way_Ir, left_r = left_Ir.clone(), left_Ir.square().sum(dim=0)
+def _ridge(x_KNI: torch.Tensor, b_KIr: torch.Tensor, ridge_K: torch.Tensor) -> torch.Tensor:
+    """(X^T X / N + ridge)^-1 b by conjugate gradients, for every layer and column of b on its own."""
+    v_KIr, left_KIr = torch.zeros_like(b_KIr), b_KIr.clone()
+    way_KIr, left_Kr = left_KIr.clone(), left_KIr.square().sum(dim=1, keepdim=True)
     for _ in range(SOLVER_STEPS):
-        applied_Ir = x_NI.t() @ (x_NI @ way_Ir) / len(x_NI) + ridge * way_Ir
-        length_r = _ratio(left_r, (way_Ir * applied_Ir).sum(dim=0))
-        v_Ir = v_Ir + length_r * way_Ir
-        left_Ir = left_Ir - length_r * applied_Ir
-        before_r, left_r = left_r, left_Ir.square().sum(dim=0)
-        way_Ir = left_Ir + _ratio(left_r, before_r) * way_Ir
-    return v_Ir
+        applied_KIr = x_KNI.mT @ (x_KNI @ way_KIr) / x_KNI.shape[1] + ridge_K * way_KIr
+        length_Kr = _ratio(left_Kr, (way_KIr * applied_KIr).sum(dim=1, keepdim=True))
+        v_KIr = v_KIr + length_Kr * way_KIr
+        left_KIr = left_KIr - length_Kr * applied_KIr
+        before_Kr, left_Kr = left_Kr, left_KIr.square().sum(dim=1, keepdim=True)
+        way_KIr = left_KIr + _ratio(left_Kr, before_Kr) * way_KIr
+    return v_KIr
 
 
-def _ratio(x_r: torch.Tensor, y_r: torch.Tensor) -> torch.Tensor:
+def _ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x / y, and 0 where y is."""
-    return torch.where(y_r > 0, x_r / y_r, torch.zeros_like(x_r))
+    return torch.where(y > 0, x / y, torch.zeros_like(x))

@@ -1,14 +1,16 @@
 """Low-rank directions that follow the error (zo.guide): V of a period from forward passes over some rows.
 
-At the start of each period, before its first step, `zo.guide` rows pass the model without perturbation, twice:
+At the start of each period, before its first step, `zo.guide` rows pass the model without perturbation:
 
-    1. the hidden states before the head, the loss, and its gradient with respect to them, D: the head alone is reversed
-    2. the inputs of every trained linear layer at the positions that predict a trained token (with the loss over
-       tokens, at MOST_POSITIONS of them), from which V of the layer follows (error_directions.py); they are dropped as
-       soon as all passes have left its block
+    1. the inputs of every trained linear layer are kept, at the positions that predict a trained token (with the loss
+       over tokens, at MOST_POSITIONS of them)
+    2. after the head, the gradient of the loss with respect to the hidden states before it, D: the head alone is
+       reversed
+    3. from both, V of every layer (error_directions.py), for layers of one width at once
 
-Two passes instead of one, so that the inputs of all layers never exist at once. A layer whose input is something else
-than tokens in the order of the batch keeps its random V.
+If the inputs take more than KEPT_BYTES, they are not kept in this sweep, but computed again in a second one, in which
+V of a layer follows as soon as all passes have left it. A layer whose input is something else than tokens in the order
+of the batch keeps its random V.
 
 The rows are those of the coming steps (the training loop looks ahead; their order is a function of the seed, so a
 resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself.
@@ -17,8 +19,8 @@ V depends on weights and data, so it cannot be drawn again. It is part of a chec
 V is a file beside it, which is on the disk before the first record of the period is: with these a replay needs neither
 data nor passes. Bytes per period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
 
-Bytes on the device during the passes: hidden states of all guide rows; for N positions 4 N H (D), and for one block
-2 b N times the inputs of its layers; 4 N I for the widest one.
+Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D); the inputs, b N I per layer, at most
+KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or one layer.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from keyhole.methods.zo.method import ZO
 
 NAME, FORMAT = "v", "{:06d}.safetensors"
+KEPT_BYTES, SOLVED_BYTES = 256 * 2**20, 64 * 2**20
 MOST_POSITIONS = 4096  # of the loss over tokens
 PASS_BYTES = 64 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
 
@@ -90,18 +93,21 @@ class Guide:
         zo.update.flush()
         sent = _thinned(model.send(batches, **compacted(batches)))
         positions = [torch.unique(batch.index_N, return_inverse=True) for batch in sent]
-        d_NH = torch.cat(
-            [_summed(d, places) for d, (_, places) in zip(_head_errors(model, sent), positions, strict=True)]
-        )
-        where = {"offset": _after(factors), "step": period, "device": model.device}
-        start_Nr = ops.draw_noise(len(d_NH) * factors.rank, **where, **factors.noise).view(len(d_NH), factors.rank)
-        found = factors.draw_v(period)
-        self.inputs = _Inputs(factors, sent, [at for at, _ in positions], principal_errors(d_NH, start_Nr), found)
+        self.inputs = inputs = _Inputs(factors, sent, [at for at, _ in positions])
         try:
-            swept(model, sent, lambda hidden, spine: [], learn=False, head=False)
+            inputs.keeps = inputs.bytes <= KEPT_BYTES
+            errors = _head_errors(model, sent)
+            d_NH = torch.cat([_summed(d, places) for d, (_, places) in zip(errors, positions, strict=True)])
+            where = {"offset": _after(factors), "step": period, "device": model.device}
+            start_Nr = ops.draw_noise(len(d_NH) * factors.rank, **where, **factors.noise).view(len(d_NH), factors.rank)
+            inputs.found, inputs.y_Nr = factors.draw_v(period), principal_errors(d_NH, start_Nr)
+            if inputs.keeps:
+                inputs.solve()
+            else:
+                swept(model, sent, lambda hidden, spine: [], learn=False, head=False)
+            return inputs.found
         finally:
             self.inputs = None
-        return found
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -179,46 +185,57 @@ def _after(factors: Factors) -> int:
 
 
 class _Inputs:
-    """The inputs of the layers of a block, until all passes have left it. at: the positions of each pass, y_Nr: their
-    errors, v: receives what is found."""
+    """The inputs of layers at the positions `at` of each pass, by matrix and pass. keeps: they are kept until `solve`;
+    else, once the errors y_Nr are known, V of a layer is computed as soon as all its inputs are there."""
 
-    def __init__(
-        self,
-        factors: Factors,
-        sent: list[DeviceBatch],
-        at: list[torch.Tensor],
-        y_Nr: torch.Tensor,
-        v: torch.Tensor,
-    ) -> None:
-        self.factors, self.sent, self.at, self.y_Nr, self.v = factors, sent, at, y_Nr, v
-        self.seen: dict[int, dict[int, torch.Tensor]] = {}  # by matrix and pass: inputs at the positions
+    def __init__(self, factors: Factors, sent: list[DeviceBatch], at: list[torch.Tensor]) -> None:
+        self.factors, self.at = factors, at
+        self.tokens = [batch.inputs["input_ids"].numel() for batch in sent]
+        self.keeps, self.y_Nr, self.found = False, torch.empty(0), torch.empty(0)
+        self.seen: dict[int, dict[int, torch.Tensor]] = {}
         self.odd: set[int] = set()  # matrices whose inputs are not the tokens of a pass, once each
         self.last: tuple[Any, torch.Tensor] | None = None  # an input, and its part: several layers read the same
-        self.done: tuple[list[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What the inputs of all layers take, if each has its own."""
+        inputs = sum(matrix.inputs for matrix in self.factors.parts.matrices)
+        return self.factors.model.dtype.itemsize * sum(map(len, self.at)) * inputs
 
     def see(self, index: int, x: torch.Tensor) -> None:
         """Called with the input of a layer."""
-        current = self.factors.model.conductor.current.index
-        tokens, parts = self.sent[current].inputs["input_ids"].numel(), self.seen.setdefault(index, {})
-        if x.shape[:-1].numel() != tokens or current in parts or index in self.odd:
+        if not self.keeps and not self.y_Nr.numel():
+            return
+        current, parts = self.factors.model.conductor.current.index, self.seen.setdefault(index, {})
+        if x.shape[:-1].numel() != self.tokens[current] or current in parts or index in self.odd:
             self.odd.add(index)
             return
         if self.last is None or self.last[0] is not x:
-            self.last = x, x.reshape(tokens, -1)[self.at[current]]
+            self.last = x, x.reshape(self.tokens[current], -1)[self.at[current]]
         parts[current] = self.last[1]
-        if len(parts) == len(self.sent):
-            self._solve(index, [parts[i] for i in range(len(self.sent))])
-            del self.seen[index]
+        if not self.keeps and len(parts) == len(self.at):
+            self.solve([index])
+            self.seen[index] = {}
 
-    def _solve(self, index: int, parts: list[torch.Tensor]) -> None:
-        matrix = self.factors.parts.matrices[index]
-        known = self.done is not None and all(map(_is, self.done[0], parts))
-        if not known:
-            self.done = parts, predictors(torch.cat(parts).float(), self.y_Nr)
-        place_rI, found_rI = self.factors.rows(self.v, matrix.v), self.done[1]
-        usable = torch.isfinite(found_rI).all() & found_rI.any()
-        place_rI.copy_(torch.where(usable, found_rI.to(place_rI.dtype), place_rI))
+    def solve(self, indices: list[int] | None = None) -> None:
+        """Computes V of layers: those of one width at once, those that read the same inputs as one."""
+        readers: dict[tuple[int, ...], list[int]] = {}
+        for index in indices or self.seen:
+            if len(self.seen[index]) == len(self.at) and index not in self.odd:
+                readers.setdefault(tuple(id(self.seen[index][i]) for i in range(len(self.at))), []).append(index)
+        by_width: dict[int, list[list[int]]] = {}
+        for group in readers.values():
+            by_width.setdefault(self.factors.parts.matrices[group[0]].inputs, []).append(group)
+        for width, groups in by_width.items():
+            size = max(1, SOLVED_BYTES // (4 * width * len(self.y_Nr)))
+            for begin in range(0, len(groups), size):
+                self._solve(groups[begin : begin + size])
 
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+    def _solve(self, groups: list[list[int]]) -> None:
+        """groups: layers that read the same inputs."""
+        x_KNI = torch.stack([torch.cat([self.seen[group[0]][i] for i in range(len(self.at))]) for group in groups])
+        for group, found_rI in zip(groups, predictors(x_KNI.float(), self.y_Nr), strict=True):
+            usable = torch.isfinite(found_rI).all() & found_rI.any()
+            for index in group:
+                place_rI = self.factors.rows(self.found, self.factors.parts.matrices[index].v)
+                place_rI.copy_(torch.where(usable, found_rI.to(place_rI.dtype), place_rI))
