@@ -257,7 +257,8 @@ class Factors:
         if not self.folds and (kept := self.kept).every is not None:
             end += f"; after every {kept.every} periods in as few terms as lose {kept.most:g} of its norm at most"
         when = f"every {self.refresh} steps a new V, and what was learned is {end}"
-        when += f"; the best rate is about {rate_share(self.rank):.2f} of that of dense directions, or less"
+        if self.guide is None:
+            when += f"; the best rate is about {rate_share(self.rank):.2f} of that of dense directions, or less"
         passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
         return [f"{what}, {learned}; {when}", f"passes: {passes}"]
 

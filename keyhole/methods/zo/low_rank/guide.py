@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from keyhole import ops
-from keyhole.disk.files import make_directories
-from keyhole.disk.tensors import write_tensors
+from keyhole.disk.files import make_directories, replacing
 from keyhole.errors import UserError
 from keyhole.methods.zo.looks import compacted
 from keyhole.methods.zo.low_rank.error_directions import predictors, principal_errors
@@ -115,7 +116,8 @@ class Guide:
         path = self.store / FORMAT.format(period)
         try:
             make_directories(self.store)
-            write_tensors(path, {NAME: v.cpu()})
+            with replacing(path) as file:
+                file.write(save({NAME: v.cpu()}))
         except OSError as error:
             raise UserError(
                 f"zo.guide: {path} cannot be written: {error.strerror or error}; steps of this period could not be "
@@ -124,8 +126,6 @@ class Guide:
 
     def read(self, period: int) -> torch.Tensor:
         """V of a period, from its file; UserError if it is missing or damaged."""
-        from safetensors import SafetensorError, safe_open
-
         if self.store is None:
             raise UserError("zo.guide: directions are files beside the journal, and no journal is known")
         path, expected = self.store / FORMAT.format(period), self.factors.v
