@@ -25,6 +25,7 @@ KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at on
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,10 @@ class Guide:
             raise UserError("zo.guide: needs a causal language model, whose head is a matrix; set zo.guide=null")
         if model.ranks.several:
             raise UserError("zo.guide: several ranks are not supported, each sees its own rows only; set zo.guide=null")
-        self.factors, self.rows = factors, rows
+        self.factors, self.rows = weakref.proxy(factors), rows
         self.store: Path | None = None
         self.ahead: list[Batch] = []
-        self.inputs: _Inputs | None = None  # during the second pass
+        self.inputs: _Inputs | None = None  # during the passes
 
     @property
     def is_due(self) -> bool:
