@@ -30,7 +30,9 @@ from keyhole.methods.launches import (
     of_forward,
 )
 from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.work import StepWork, forward_flops
 from keyhole.methods.workload import Room, Workload
+from keyhole.model.structure.freeze import freeze
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
@@ -268,6 +270,26 @@ def test_a_whole_step_of_zo_is_one_graph_if_there_is_room() -> None:
     question = Question(build(opt_config("1.3B"), BF16), BF16, H200, planned.total, 2**40, 1, 512)
     row = make_row(question, zo, "resident", None, opt(), set())
     assert row.fits and row.gpu_bytes == planned.total
+
+
+@pytest.mark.parametrize(("own", "at_once"), [({}, 2), ({"directions": 3}, 6), ({"estimator": "grzo"}, 2)])
+def test_blocks_before_the_first_trained_weight_are_planned_once_for_all_looks(own: dict, at_once: int) -> None:
+    """10 of 24 blocks frozen, with the embeddings: their products are those of one look per pass. Frozen blocks after a
+    trained one, or below a trained embedding, are computed at every look; only their layers have no factors."""
+    zo, asked = METHODS["zo"], work("zo", rank=2, **own)
+    asked = replace(asked, passes=zo.passes(asked.settings))
+
+    def planned(*frozen: str) -> StepWork:
+        module = build(opt_config("1.3B"), BF16)
+        freeze(module, list(frozen) or None)
+        return zo.planned_work(find_layout(module), set(), asked, ROOM, H200)
+
+    lower, upper = ([f"model.decoder.layers.{i}" for i in range(first, first + 10)] for first in (0, 14))
+    whole, start = planned(), planned("embeddings", *lower)
+    blocks = asked.passes * (forward_flops(opt(), asked) - 2 * asked.tokens * opt().table.shape.numel())
+    assert start.products == pytest.approx(whole.products - 10 / 24 * (1 - 1 / at_once) * blocks, rel=1e-6)
+    assert planned("embeddings", *upper).products == planned(*lower).products == whole.products
+    assert start.touched < planned("embeddings", *upper).touched < planned("embeddings").touched
 
 
 def test_recorded_blocks_have_a_buffer_for_gradients() -> None:

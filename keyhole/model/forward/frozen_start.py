@@ -18,6 +18,9 @@ several entries per row (ALiBi's biases, by row and head), and if it is somethin
 tuples of these: a block may write into it. While a graph is captured, nothing can be compared, and arguments may have
 shapes that were not seen before (Transformers makes masks then that it leaves out otherwise). They are taken to be the
 same, as those before were: every recording is compared with a pass that was not recorded before it is used.
+
+A plan is made before any pass. It counts the blocks that come before the first trained weight in the order of first use
+(`blocks_run_once`), as if the arguments of blocks were the same for all looks: with ALiBi it saves too much.
 """
 
 import weakref
@@ -29,6 +32,28 @@ from torch import nn
 
 from keyhole.model.forward.graphs import signature_of, tensors_of
 from keyhole.model.forward.low_rank import Share, rows_of_look
+from keyhole.model.structure.layout import FlatTensor, Layout
+from keyhole.model.structure.reach import first_use
+
+
+def blocks_run_once(layout: Layout) -> int:
+    """Number of blocks that run once for all looks, for plans. A classifier's passes carry one look each: none."""
+    if layout.table.param.requires_grad or not layout.head_units:
+        return 0
+    uses: dict[int, list[int]] = {}
+    for tensor in layout.tensors:
+        if tensor.block is not None and (use := first_use(tensor.param)) is not None:
+            uses.setdefault(tensor.block, []).append(use)
+    begins = [min(of_block) for of_block in uses.values()]
+
+    def before(tensor: FlatTensor) -> int:
+        """Blocks before the one in which a weight is used; outside of the blocks, before the last that has begun."""
+        use = first_use(tensor.param)
+        begun = 0 if use is None else sum(begin < use for begin in begins)
+        return max(0, begun - 1) if tensor.block is None else tensor.block
+
+    trained = (before(tensor) for tensor in layout.tensors if tensor.param.requires_grad)
+    return min(trained, default=0)
 
 
 def install_once(model: Any, blocks: list[nn.Module]) -> None:

@@ -3,7 +3,8 @@
 A published model may hold more than a language model: a vision tower, projectors, attention to an encoder. A batch of
 tokens never uses these parts, so they cannot be trained; but a method that perturbs all weights would change them at
 random. So the module's own forward is run once on a row of tokens, as soon as the module is built (skeleton.py), and
-every parameter that it reads is recorded. The others are marked and frozen.
+every parameter that it reads is recorded. The others are marked and frozen; those that are read are marked with the
+order in which they are, by which a plan knows what comes before the blocks.
 
 At that time matrices are *constants*: one zero, expanded to a shape. An operation on a large constant is run on the
 meta device, for its shape alone (once for the same shapes: blocks are alike), and returns a constant of that shape; all
@@ -17,7 +18,7 @@ import json
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from itertools import islice
@@ -39,11 +40,13 @@ _tried: dict[tuple[type, str], "Tried"] = {}
 @dataclass(frozen=True)
 class Tried:
     """The result: names of parameters that are not used, and of modules that read a matrix of a submodule without
-    calling it; a parameter that the forward changes. why: the reason if the forward could not be run."""
+    calling it; a parameter that the forward changes; first_use: the places of parameters in the order of their first
+    use. why: the reason if the forward could not be run."""
 
     unreached: frozenset[str] = frozenset()
     readers: frozenset[str] = frozenset()
     changed: str = ""
+    first_use: dict[str, int] = field(default_factory=dict)
     why: str = ""
 
 
@@ -63,6 +66,8 @@ def mark_use(module: nn.Module) -> str:
         if name in found.unreached:
             param.keyhole_unreached = True
             param.requires_grad_(False)
+        elif name in found.first_use:
+            param.keyhole_first_use = found.first_use[name]
     for name in found.readers:
         module.get_submodule(name).keyhole_reads_inside = True
     return found.why
@@ -85,6 +90,7 @@ def _try(module: nn.Module) -> Tried:
         frozenset(name for name, param in module.named_parameters() if id(param) in never),
         frozenset(name for name, part in module.named_modules() if id(part) in watch.readers),
         next((name for name, param in module.named_parameters() if id(param) in watch.changed), ""),
+        {name: watch.reached[id(p)] for name, p in module.named_parameters() if id(p) in watch.reached},
     )
 
 
@@ -125,7 +131,12 @@ def is_unreached(param: nn.Parameter) -> bool:
     return getattr(param, "keyhole_unreached", False)
 
 
-def _never_reached(module: nn.Module, reached: set[int]) -> Iterator[nn.Parameter]:
+def first_use(param: nn.Parameter) -> int | None:
+    """The place of this parameter in the order in which a forward pass on tokens uses them; None if it is not known."""
+    return getattr(param, "keyhole_first_use", None)
+
+
+def _never_reached(module: nn.Module, reached: dict[int, int]) -> Iterator[nn.Parameter]:
     """Parameters of parts of which none was used, unless the part is an expert."""
 
     def any_reached(part: nn.Module) -> bool:
@@ -154,7 +165,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.reached: set[int] = set()  # ids of parameters
+        self.reached: dict[int, int] = {}  # id of a parameter -> how many were used before
         self.readers: set[int] = set()  # ids of modules that read a matrix of a submodule without calling it
         self.changed: set[int] = set()  # ids of parameters
         self.owners: dict[int, list[nn.Module]] = {}  # of each parameter; a tied one has two
@@ -188,12 +199,13 @@ class _Watch(TorchDispatchMode):
         def note(part: nn.Module, name: str) -> Any:
             value = fetch(part, name)
             if isinstance(value, nn.Parameter):
-                self.reached.add(id(value))
+                self._reach(value)
             return value
 
         def enter(part: nn.Module, args: tuple) -> None:
             self.entered.append(part)
-            self.reached.update(id(p) for p in part._parameters.values() if p is not None)
+            for param in (p for p in part._parameters.values() if p is not None):
+                self._reach(param)
 
         def leave(part: nn.Module, args: tuple, output: Any) -> None:
             self.entered.pop()
@@ -206,6 +218,9 @@ class _Watch(TorchDispatchMode):
             nn.Module.__getattr__ = fetch
             for hook in hooks:
                 hook.remove()
+
+    def _reach(self, param: nn.Parameter) -> None:
+        self.reached.setdefault(id(param), len(self.reached))
 
     def _note_use(self, param: Any) -> None:
         owners = self.owners.get(id(param), [])

@@ -9,7 +9,7 @@ import torch
 
 import keyhole
 from keyhole.methods.zo.low_rank import factors
-from keyhole.model.forward.frozen_start import _alike
+from keyhole.model.forward.frozen_start import _alike, blocks_run_once
 from keyhole.model.forward.low_rank import Share
 from keyhole.model.structure.freeze import freeze
 from tests.matrix import in_every_run
@@ -56,6 +56,7 @@ def test_frozen_start_equals_all_rows(name: str, dtype: str, monkeypatch: pytest
     """Losses and weights are those of passes that carry every look through every block, up to the rounding of products
     with fewer rows."""
     model, plain = lower(load(name, dtype=dtype)), lower(load(name, dtype=dtype))
+    assert blocks_run_once(model.layout) == 1
     with rows_seen(model) as seen:
         found = train(model, 4, directions=2, **LOW)
     assert max(seen[0]) * (1 if name in ALIBI else 4) == max(seen[-1]), seen
@@ -74,7 +75,19 @@ def test_looks_part_where_something_is_trained() -> None:
             next(model.blocks[0].parameters()).requires_grad_(True)
         with rows_seen(model) as seen:
             train(model, 2, **LOW)
-        assert seen[0] == seen[-1]
+        assert seen[0] == seen[-1] and blocks_run_once(model.layout) == 0
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_a_trained_table_of_positions_comes_before_the_blocks(name: str) -> None:
+    """Unlike the final norm, which is trained too: a plan knows both by the order in which a pass uses them."""
+    model = lower(load(name))
+    positions = next(p for n, p in model.module.named_parameters() if "embed_positions" in n or "wpe" in n)
+    assert blocks_run_once(model.layout) == 1
+    positions.requires_grad_(True)
+    with rows_seen(model) as seen:
+        train(model, 1, **LOW)
+    assert seen[0] == seen[-1] and blocks_run_once(model.layout) == 0
 
 
 def test_a_frozen_block_after_a_trained_one_has_all_rows() -> None:
@@ -84,7 +97,7 @@ def test_a_frozen_block_after_a_trained_one_has_all_rows() -> None:
     model.blocks[-1].requires_grad_(False)
     with rows_seen(model) as seen:
         train(model, 2, **LOW)
-    assert seen[0] == seen[-1]
+    assert seen[0] == seen[-1] and blocks_run_once(model.layout) == 0
 
 
 def test_a_later_method_that_trains_the_first_blocks() -> None:
