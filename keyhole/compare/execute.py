@@ -81,7 +81,7 @@ def compare(
     before, or 130 if interrupted. retry: repeats failed runs too."""
     kept = Kept()
     groups, warnings = plan(comparison, kept.model_hash)
-    for warning in warnings:
+    for warning in [*comparison.warnings, *warnings]:
         say(f"warning: {warning}")
     root = Path(comparison.output_dir)
     if dry_run:

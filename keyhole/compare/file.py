@@ -15,7 +15,8 @@ A method's name is the method itself, unless its settings have `method: ...`; th
 that a file can compare variants of one method (names.py). A task file, dir/plants.yaml, is called plants, as
 everywhere. Settings are those of `keyhole train` (docs/config.md), sections included. If a setting is given in several
 places, the command line wins, then the method, the task, and `common`. For a setting that is itself a list
-(lora.target_modules, freeze), a grid is a list of lists, or a list with null: [null, embeddings].
+(lora.target_modules, freeze), a grid is a list of lists, or a list with null: [null, embeddings]. Seeds are listed, not
+counted: `seeds: 3` is seed 3 alone, which a warning says.
 
 On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` replace or select what is compared, as names
 separated by commas; any other setting applies to all runs.
@@ -45,6 +46,7 @@ DIRECTORY = Path(__file__).parents[1] / "comparisons"
 KEYS = ("models", "tasks", "methods", "seeds", "common", "output_dir", "choose_by")
 WORDS = ("model", *KEYS[:4], *KEYS[5:])  # keys of the command line besides settings
 CHOOSE_BY = ("first-seed", "all-seeds")
+MOST_COUNTED = 20  # a single seed up to this may be meant as a number of seeds
 Entries = dict[str, LocatedNode]
 
 
@@ -63,6 +65,7 @@ class Comparison:
     overrides: Entries = field(default_factory=dict)
     choose_by: str = CHOOSE_BY[0]
     words: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
@@ -133,6 +136,7 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
         overrides=overrides,
         choose_by=picked.get("choose_by") or _text(nodes, "choose_by", faults) or CHOOSE_BY[0],
         words=words,
+        warnings=_seed_warnings(nodes, picked),
     )
     if made.output_dir.startswith("~") or re.search(r"\$\{?\w", made.output_dir):
         faults.append(Finding("output_dir", f"found `{made.output_dir}`, which stands for no directory here"))
@@ -265,6 +269,16 @@ def _seeds(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[F
     if not seeds or len(set(seeds)) < len(seeds):
         faults.append(Finding("seeds", "expected different whole numbers, such as [0, 1, 2]"))
     return seeds
+
+
+def _seed_warnings(nodes: dict[str, LocatedNode], picked: dict[str, str]) -> tuple[str, ...]:
+    """A warning about one seed without brackets that may be meant as the number of seeds."""
+    text = picked.get("seeds") or (word(nodes["seeds"].node) if "seeds" in nodes else None) or ""
+    count = int(text) if text.isdecimal() and len(text) <= 2 else 0
+    if not 1 < count <= MOST_COUNTED:
+        return ()
+    several = ", ".join(map(str, range(count))) if count <= 3 else f"0, 1, ..., {count - 1}"
+    return (f"seeds: {count} is seed {count} alone; [{several}] are {count} seeds",)
 
 
 def takes_list(key: str) -> bool:

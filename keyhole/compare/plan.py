@@ -22,6 +22,7 @@ import yaml
 
 from keyhole.compare.file import Comparison, Entries, takes_list
 from keyhole.config import TrainConfig, to_dict
+from keyhole.config.faults import Finding, refuse
 from keyhole.config.fields import sections, settings
 from keyhole.config.loader import LocatedNode, build_config
 from keyhole.config.types import is_null
@@ -93,10 +94,11 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
         fixed |= {} if "task" in base or "train_data" in base else {"task": task}
         base |= _entries(fixed)
         trials, points = {}, []
+        source = f"{comparison.source}: {method} on {task}"
+        refuse(source, [*_empty_grids(base)])
         for point, entries in _points(base):
             points.append(point)
             for seed in comparison.seeds:
-                source = f"{comparison.source}: {method} on {task}"
                 config, found = build_config(entries | _entries({"seed": str(seed)}), source)
                 warnings |= dict.fromkeys(f"{method} on {task}: {text}" for text in found)
                 about = (model, task, method, point, seed)
@@ -182,7 +184,7 @@ DEFAULT_ENTRIES = _entries(DEFAULTS)
 
 def _points(entries: Entries) -> Iterator[tuple[Point, Entries]]:
     """Every combination of the grids, in the order of the file."""
-    grids = {key: _items(key, entry.node) for key, entry in entries.items() if _is_grid(key, entry.node)}
+    grids = {key: entry.node.value for key, entry in entries.items() if _is_grid(key, entry.node)}
     for values in itertools.product(*grids.values()):
         chosen = dict(zip(grids, values, strict=True))
         point = tuple((key, _shown(node)) for key, node in chosen.items())
@@ -197,10 +199,10 @@ def _is_grid(key: str, node: yaml.Node) -> bool:
     return not takes_list(key) or any(isinstance(item, yaml.SequenceNode) or is_null(item) for item in node.value)
 
 
-def _items(key: str, node: yaml.Node) -> list[yaml.Node]:
-    if not node.value:
-        raise UserError(f"{key}: an empty list is no grid; write a value, or leave the key out")
-    return list(node.value)
+def _empty_grids(entries: Entries) -> Iterator[Finding]:
+    for key, entry in entries.items():
+        if _is_grid(key, entry.node) and not entry.node.value:
+            yield Finding(key, "an empty list is no grid; write a value, or leave the key out", entry.where)
 
 
 def _shown(node: yaml.Node) -> str:

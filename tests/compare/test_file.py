@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from keyhole.compare.execute import compare
 from keyhole.compare.file import comparisons, find_comparison, read_comparison
 from keyhole.compare.plan import BEFORE, NO_NUMBER, plan, settings_hash
 from keyhole.compare.result import blank
@@ -103,7 +104,10 @@ def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
         (("[1e-5, 2e-3]", "[1e-5, 1e-5]"), "adamw: a grid names one value twice"),
         (("[1e-5, 2e-3]", "[1e-5, 0.00001]"), "learning_rate=1e-5, seed 0 and .*=0.00001, seed 0 are one run"),
         (("[1e-5, 2e-3]", "1e-5, logging_steps: [1, 2]"), "logging_steps=1, seed 0 and .*=2, seed 0 are one run"),
-        (("[1e-5, 2e-3]", "[]"), "learning_rate: an empty list is no grid"),
+        (
+            ("[1e-5, 2e-3]", "[]"),
+            r"a\.yaml: adamw on demo: 1 problem\n  line 5: learning_rate: an empty list is no grid",
+        ),
         (("[1e-5, 2e-3]", "[1e-5, fast]"), "adamw on demo: 1 problem\n.*line 5: learning_rate: found `fast`"),
         (("models: [demo]", "models: {a: [demo]}"), "line 2: models: a list under `a`, expected a directory"),
         (("models: [demo]", "models: {a: }"), "line 2: models: null under `a`, expected a directory"),
@@ -129,6 +133,25 @@ def test_mistakes_are_named(tmp_path: Path, change: tuple[str, str], says: str) 
     path = write(tmp_path / "a.yaml", TEXT.replace(*change))
     with pytest.raises(UserError, match=says):
         points(path)
+
+
+@pytest.mark.parametrize(
+    "seeds, warning",
+    [
+        ("3", "seeds: 3 is seed 3 alone; [0, 1, 2] are 3 seeds"),
+        ("5", "seeds: 5 is seed 5 alone; [0, 1, ..., 4] are 5 seeds"),
+        *((seeds, None) for seeds in ("[3]", "0", "1", "42", "[0, 1, 2]")),
+    ],
+)
+def test_a_number_that_may_be_one_of_seeds_is_a_warning(tmp_path: Path, seeds: str, warning: str | None) -> None:
+    """In the file and on the command line; a list is meant as it stands, and nobody asks for 42 seeds."""
+    of_file = read_comparison(write(tmp_path / "a.yaml", TEXT.replace("seeds: [0, 1]", f"seeds: {seeds}")))
+    typed = read_comparison(write(tmp_path / "b.yaml"), [f"seeds={seeds}"])
+    for made in (of_file, typed):
+        assert made.warnings == (() if warning is None else (warning,))
+    said: list[str] = []
+    compare(of_file, dry_run=True, say=said.append)
+    assert [line for line in said if "seeds: " in line] == ([] if warning is None else [f"warning: {warning}"])
 
 
 @pytest.mark.parametrize("word", ["methods=", "tasks= ", "model=", "seeds=[]", "output_dir=", "choose_by="])
