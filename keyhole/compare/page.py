@@ -15,7 +15,7 @@ from keyhole.compare.file import Comparison
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import Result, lower_is_better
-from keyhole.compare.table import Cell, average, number, point_text, shown
+from keyhole.compare.table import Cell, average, mean_heading, number, point_text, shown
 from keyhole.config.fields import sections, settings
 from keyhole.machine.text import counted, duration
 from keyhole.pages.chart import Series, chart
@@ -92,8 +92,8 @@ def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     head = "".join(
         f"<th class='long'>{escape(task)}<small>{escape(metrics[task] or '')}</small></th>" for task in tasks
     )
-    mean = len(tasks) > 1
-    head += "<th>mean</th>" if mean else ""
+    mean = mean_heading([*metrics.values()])
+    head += f"<th>mean<small>{escape(mean.removeprefix('mean').lstrip())}</small></th>" if mean else ""
     rows = []
     for method in dict.fromkeys(cell.method for cell in cells):
         row = {cell.task: cell for cell in cells if cell.method == method}

@@ -4,7 +4,9 @@
               (choose_by); of equal ones the first in the file. Failed runs are not considered
     mean      of test over the seeds of that point           spread    its standard deviation (n - 1); none for one seed
 
-A mean over fewer seeds than were asked for is marked: `88.4 (1 of 3 seeds)`.
+A mean over fewer seeds than were asked for is marked: `88.4 (1 of 3 seeds)`. The column `mean` is over the tasks: of
+metrics in percent, named in its heading if they differ, as GLUE's is. Where a task has a perplexity or a loss, there is
+no such column.
 Test questions are never used to choose.
 """
 
@@ -137,11 +139,18 @@ def shown(cell: Cell) -> str:
     return "failed" if cell.errors else "-"
 
 
+def mean_heading(metrics: Sequence[str | None]) -> str:
+    """The heading of the column with means over tasks, from the metric of each task (None: not known yet); "" if there
+    is none: for a single task, and where a smaller value of a metric is better."""
+    known = list(dict.fromkeys(metric for metric in metrics if metric))
+    if len(metrics) < 2 or any(map(lower_is_better, known)):
+        return ""
+    return "mean" if len(known) < 2 else f"mean of {', '.join(known[:-1])} and {known[-1]}"
+
+
 def average(cells: Sequence[Cell | None]) -> str:
-    """The mean over tasks, if every one has a number and larger is better for all; "" otherwise. None: a task on which
-    the method has no cell."""
-    means = [cell.mean for cell in cells if cell is not None and not lower_is_better(cell.metric or "")]
-    known = [mean for mean in means if mean is not None]
+    """The mean over tasks, if every one has a number; "" otherwise. None: a task on which the method has no cell."""
+    known = [cell.mean for cell in cells if cell is not None and cell.mean is not None]
     return f"{100 * statistics.fmean(known):.1f}" if len(known) == len(cells) > 1 else ""
 
 
@@ -168,14 +177,15 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
             task: next((cell.metric for cell in own if cell.task == task and cell.metric), None) for task in tasks
         }
         columns = [task if metrics[task] is None else f"{task} ({metrics[task]})" for task in tasks]
-        columns += ["mean"] if len(tasks) > 1 else []
+        mean = mean_heading([*metrics.values()])
+        columns += [mean] if mean else []
         parts += [f"## {_plain(model)}", "", _line(["method", *columns])]
         parts.append(_line(["---", *["---:"] * len(columns)]))
         for method in dict.fromkeys(cell.method for cell in own):
             of_task = {cell.task: cell for cell in own if cell.method == method}
             row = [of_task.get(task) for task in tasks]  # a task with a new head has no untrained model
             numbers = ["-" if cell is None else shown(cell) for cell in row]
-            parts.append(_line([method, *numbers, *([average(row)] if len(tasks) > 1 else [])]))
+            parts.append(_line([method, *numbers, *([average(row)] if mean else [])]))
         parts.append("")
     parts += [_line(["model", "task", "method", "chosen", "dev", "test", "seconds", "GPU GiB", "runs"])]
     parts.append(_line(["---"] * 4 + ["---:"] * 5))

@@ -140,6 +140,39 @@ def test_a_number_stands_under_its_own_task() -> None:
     assert html.count("<td class='mean'></td>") == 1 and html.count("<td class='mean'>70.0</td>") == 1
 
 
+@pytest.mark.parametrize(
+    ("metrics", "heading", "mean"),
+    [
+        (["accuracy", "accuracy"], "mean", "60.0"),
+        (["accuracy", "matthews"], "mean of accuracy and matthews", "60.0"),
+        (["f1", "accuracy", "matthews"], "mean of f1, accuracy and matthews", "60.0"),
+        (["accuracy", None], "mean", ""),
+        (["accuracy", "perplexity"], None, None),
+        (["perplexity", "perplexity"], None, None),
+        (["accuracy"], None, None),
+    ],
+)
+def test_the_mean_over_tasks_is_of_metrics_in_percent(
+    metrics: list[str | None], heading: str | None, mean: str | None
+) -> None:
+    """Its heading names them if they differ; perplexities have no mean with anything. None: no run is done yet."""
+    tasks = "stu"[: len(metrics)]
+    comparison = Comparison("a", "a", {"m": "dir"}, {task: {} for task in tasks}, {"x": {}}, [0], "out")
+    values = {2: (0.5, 0.7), 3: (0.5, 0.6, 0.7), 1: (0.5,)}[len(metrics)]
+    made = [
+        Cell("m", task, "x", (), metric, None if metric is None else value)
+        for task, metric, value in zip(tasks, metrics, values, strict=True)
+    ]
+    text, html = to_markdown(comparison, made), make_page(comparison, made, {}, ENVIRONMENT)
+    first, _, row = next(part for part in text.split("\n\n") if part.startswith("| method")).splitlines()[:3]
+    assert (first.split(" | ")[-1] == f"{heading} |") == (heading is not None) and ("mean" in first) == bool(heading)
+    if heading is None:
+        assert len(row.split(" | ")) == 1 + len(tasks) and "<td class='mean'>" not in html
+    else:
+        assert row.endswith(f"| {mean} |") and f"<td class='mean'>{mean}</td>" in html
+        assert f"<th>mean<small>{heading[5:]}</small></th>" in html
+
+
 def test_the_page_names_the_model_where_there_are_several() -> None:
     """In its lead, with every run and every failure."""
     comparison = Comparison("a", "a", {"m": "dir", "n": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
