@@ -13,8 +13,9 @@ Every rank has its share of the batches of each look (keyhole/ranks), which may 
 from dataclasses import dataclass
 from functools import cached_property
 
+from keyhole.errors import warn
 from keyhole.methods.zo.estimators.base import Estimator, Pair
-from keyhole.methods.zo.parts import split
+from keyhole.methods.zo.parts import sample_count, split
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
 from keyhole.model.objective import PER_ROW
@@ -70,6 +71,18 @@ def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], rank
     count = ranks.total(sum(batch.loss_count for part in sent for batch in part))
     counts = [len(part) for part in parts for _ in range(2)]
     return Looks(estimator.pairs, [part for part in sent for _ in range(2)], count, counts)
+
+
+def warn_of_unused(directions: int, batches: list[Batch]) -> None:
+    """A warning if a step has fewer rows than directions, so that the last directions have none."""
+    rows = sum(map(sample_count, batches))
+    if rows < directions:
+        what = "question" if "question" in batches[0] else "row"
+        warn(
+            f"zo.directions: grzo gives each of its {directions} directions a part of a step's {what}s, and this step "
+            f"has {rows}: the last {directions - rows} are not used. Set zo.directions={rows}, or raise batch_size or "
+            "gradient_accumulation_steps"
+        )
 
 
 def compacted(batches: list[Batch]) -> dict[str, bool]:

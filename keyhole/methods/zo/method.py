@@ -36,7 +36,7 @@ from keyhole.methods.zo.closure import takes_closure
 from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
-from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
+from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts, warn_of_unused
 from keyhole.methods.zo.low_rank import state as factor_state
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
@@ -122,6 +122,7 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count, self.fp8_steps = 0, fp8_steps
+        self._has_split = False
         self._now: Count | None = None  # the step on the device, within `captured`
         self.branches = Branches()  # streams for looks, within `captured`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
@@ -200,6 +201,9 @@ class ZO(Method):
         if searches:  # a few steps, which every rank makes alone: they need the losses of single rows
             return look_at_all(self.model, self.search.pairs, self.search.halves(batches), Ranks())
         if self.estimator.splits:
+            if not self._has_split:  # later steps are as large, but for the last one of an epoch
+                warn_of_unused(self.directions, batches)
+            self._has_split = True
             return look_at_parts(self.model, self.estimator, batches, self.model.ranks)
         return look_at_all(self.model, self.estimator.pairs, batches, self.model.ranks)
 

@@ -1,6 +1,7 @@
 """Every estimator against a plain loop with the same z; streamed, resumed, replayed, accumulated: the same bits."""
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +180,31 @@ def test_accumulation_gives_the_same_parts() -> None:
         opt.step(batches)
         coefficients.append(opt.latest.coef)
     torch.testing.assert_close(*coefficients, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_question", [False, True])
+def test_directions_without_rows_are_a_warning(by_question: bool) -> None:
+    """Of the first step alone: the last one of an epoch may be small. Several micro-batches count together, and a
+    question with its candidates as one row."""
+    rows = batch(rows=4)
+    if by_question:
+        rows |= CANDIDATES
+    halves = [rows] * 3 if by_question else [{name: x[:2] for name, x in rows.items()}] * 3
+    what = "questions, and this step has 6" if by_question else "rows, and this step has 6"
+    how = {"estimator": "grzo", "eps": EPS}
+    opt = keyhole.ZO(load(), 1e-3, directions=8, **how)
+    with pytest.warns(
+        UserWarning, match=f"8 directions .*{what}: the last 2 are not used. Set zo.directions=6"
+    ) as told:
+        opt.step(halves)
+        opt.step(halves)
+    assert sum("zo.directions" in str(warning.message) for warning in told) == 1
+    assert opt.latest.coef[1:7].all() and not opt.latest.coef[7:].any()
+    opt = keyhole.ZO(load(), 1e-3, directions=6, **how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step(halves)
+        opt.step(halves[:1])
 
 
 @pytest.mark.parametrize("estimator", NEW)
