@@ -96,7 +96,21 @@ def _pick(record: Record, spec: TaskSpec) -> Record:
             also = f" (also called {listed(aliases[1:])})" if len(aliases) > 1 else ""
             raise UserError(
                 f"{record.where}: task {spec.name} needs the column {aliases[0]}{also}; found: {listed(record.row)}. "
-                f"Rename it, or write a task file of your own with `columns: {{{name}: ...}}` (docs/tasks.md)"
+                f"{_instead(record.row, aliases)}, or write a task file of your own with `columns: {{{name}: ...}}` "
+                "(docs/tasks.md)"
             )
         picked[name] = None if value is MISSING else value
     return replace(record, row=picked)
+
+
+def _instead(row: dict[str, Any], aliases: tuple[str, ...]) -> str:
+    """What to do about a missing column: a file of cells has no objects for a dotted path to lead into."""
+    has_objects = any(isinstance(value, dict | list) for value in row.values())
+    if has_objects or not all("." in alias for alias in aliases):
+        return "Rename it"
+    *outer, last = aliases[0].split(".")
+    example = "".join(f'{{"{key}": ' for key in outer) + f'{{"{last}": ...' + "}" * (len(outer) + 1)
+    return (
+        "It is inside an object, which the cells of a CSV or TSV cannot hold: give the rows as JSONL, JSON or Parquet, "
+        f"with {example} in each"
+    )

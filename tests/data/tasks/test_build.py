@@ -1,5 +1,6 @@
 """Labels in all their spellings, and rows that are no question."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -59,6 +60,9 @@ def test_any_other_label_is_refused_or_unlabelled(value: object) -> None:
     [
         ("sst2", {"review": "a", "label": 1}, "needs the column sentence .also called text.; found: review, label"),
         ("sst2", {"sentence": "a"}, "needs the column label"),
+        ("sst2", {"review": "a", "label": 1}, "found: review, label. Rename it, or write"),
+        ("drop", {"passage": "p", "question": "q", "answers_spans": {"types": ["number"]}}, "Rename it, or write"),
+        ("drop", {"passage": "p", "question": "q", "answers_spans.spans": "four"}, "expected a list; a CSV or TSV"),
         ("copa", {"premise": "a", "choice1": "b", "choice2": "b", "question": "cause", "label": 0}, "are the same"),
         ("copa", {"premise": "a", "choice1": "b", "choice2": "", "question": "cause", "label": 0}, "2 to 1000 texts"),
         ("copa", {"premise": "a", "choice1": "b", "choice2": "c", "question": "why", "label": 0}, "prompt"),
@@ -73,6 +77,20 @@ def test_rows_that_do_not_fit_are_refused_with_their_place(task: str, row: dict,
         spec = read_spec(task)
         build(next(pick_all([Record("a.jsonl", "line", 3, row)], spec, Counter())), spec)
     assert "a.jsonl, line 3" in str(caught.value)
+
+
+def test_answers_inside_an_object_need_a_format_that_has_objects(tmp_path: Path) -> None:
+    """A CSV of DROP is refused with the formats and the shape of a row; a row of that shape is read."""
+    (tmp_path / "val.csv").write_text("passage,question,answers_spans\np,q,\"{'spans': ['x']}\"\n")
+    shape = '{"answers_spans": {"spans": ...}}'
+    with pytest.raises(UserError, match="CSV or TSV cannot hold: give the rows as JSONL, JSON or Parquet") as caught:
+        load_task("drop", str(tmp_path), Numbers(), training=False)
+    assert f"with {shape} in each" in str(caught.value) and "Rename" not in str(caught.value)
+    (tmp_path / "val.csv").unlink()
+    row = {"passage": "p", "question": "q"} | json.loads(shape.replace("...", '["x"]'))
+    (tmp_path / "val.jsonl").write_text(json.dumps(row))
+    (question,) = load_task("drop", str(tmp_path), Numbers(), training=False)["test"].questions
+    assert question.references == ("x",)
 
 
 def test_a_question_without_an_answer_is_left_out(tmp_path: Path) -> None:
