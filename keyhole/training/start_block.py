@@ -78,10 +78,20 @@ def machine_lines(asked_device: str | None, model: Model, method: Method) -> lis
 
 
 def _frozen_head(model: Model, method: Method) -> list[str]:
-    """A warning if a head stays as it was drawn."""
-    names = [tensor.name for tensor in model.drawn_head if not tensor.param.requires_grad]
-    kept = f"warning: head: {', '.join(names)}: drawn from the seed, and not trained ({method.name} or freeze leaves "
-    return [f"{kept}the head as it is); lomo-lora trains adapters and the head"] if names else []
+    """A warning if a head stays as it was drawn. One with adapters does not: they can make any change of a matrix that
+    has no more rows than their rank. Its bias stays, which is not worth a warning."""
+    adapted = {name.partition(".lora_")[0] for name, _ in model.module.named_parameters() if ".lora_" in name}
+    frozen = [tensor.name for tensor in model.drawn_head if not tensor.param.requires_grad]
+    names = [name for name in frozen if name.rpartition(".")[0] not in adapted]
+    if not names:
+        return []
+    row, layers = METHODS[method.name], ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    instead = f"take {layers} out of `freeze`"
+    if row.keeps_base:
+        instead = (
+            f"leave {row.section}.target_modules out, or add {layers}, for adapters there ({layers} not in `freeze`)"
+        )
+    return [f"warning: head: {', '.join(names)}: drawn from the seed, and not trained; {instead}"]
 
 
 def kernels() -> str:

@@ -18,6 +18,7 @@ from keyhole.config import TrainConfig, resolve
 from keyhole.errors import UserError
 from keyhole.eval.evaluate import evaluate
 from keyhole.methods import METHODS
+from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.start import train
@@ -162,12 +163,28 @@ def test_a_head_for_other_labels_is_drawn_anew(make: Make, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "warned"),
-    [("lora", {}, True), ("adamw", {"freeze": "classifier"}, True), ("lomo-lora", {}, False)],
+    ("method", "changes", "instead"),
+    [
+        ("lora", {}, None),
+        ("lora", {"lora": LoRAConfig(target_modules=["query"])}, "leave lora.target_modules out, or add classifier"),
+        ("lora", {"lora": LoRAConfig(target_modules=["query", "classifier"])}, None),
+        ("lora", {"freeze": "classifier"}, "(classifier not in `freeze`)"),
+        ("adamw", {"freeze": "classifier"}, "take classifier out of `freeze`"),
+        ("lomo-lora", {}, None),
+    ],
 )
 def test_a_drawn_head_that_is_not_trained(
-    make: Make, method: str, changes: dict, warned: bool, capsys: pytest.CaptureFixture
+    make: Make, method: str, changes: dict, instead: str | None, capsys: pytest.CaptureFixture
 ) -> None:
-    """What `lora` freezes was never trained by anyone, so the run says it."""
-    assert train(make("out", method, max_steps=1, **changes)) == 0
-    assert ("warning: head: classifier.weight, classifier.bias: drawn" in capsys.readouterr().out) is warned
+    """Nobody ever trained it, so the run says it, and what to set. Adapters of `lora` train a head."""
+    config = make("out", method, max_steps=1, **changes)
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    drawn = keyhole.load(config.model, device="cpu", head="classification", num_labels=2, seed=config.seed)
+    saved = keyhole.load(config.output_dir, device="cpu")
+    before, after = (dict(model.named_tensors())["classifier.weight"] for model in (drawn, saved))
+    assert torch.equal(before, after) is (instead is not None)
+    assert ("warning: head: classifier.weight, classifier.bias: drawn from the seed, and not trained" in said) is (
+        instead is not None
+    )
+    assert (instead or "") in said and ("warning: head" in said) is (instead is not None)
