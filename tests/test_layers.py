@@ -1,6 +1,7 @@
 """One order of layers, and no method known by its name outside its folder."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import keyhole
@@ -16,10 +17,17 @@ SOURCES = {path: path.relative_to(PACKAGE).parts for path in PACKAGE.rglob("*.py
 ROOT = ("__init__.py", "__main__.py")
 
 
+@cache
+def nodes(path: Path) -> list[ast.Import | ast.ImportFrom | ast.Constant]:
+    """What the tests look at in a file."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Constant)
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+
+
 def imported(path: Path) -> set[str]:
     """The layers that a file imports, also inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -46,6 +54,6 @@ def test_no_method_is_known_by_its_name_elsewhere() -> None:
     named = []
     for path, parts in SOURCES.items():
         if parts[0] != "methods":
-            strings = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+            strings = [node for node in nodes(path) if isinstance(node, ast.Constant)]
             named += [f"{'/'.join(parts)}:{n.lineno} names {n.value}" for n in strings if n.value in METHODS]
     assert named == []

@@ -14,7 +14,7 @@ methods:
   adamw: {learning_rate: [1e-5, 2e-3]}
   lomo: {learning_rate: [5e-2, 1e-4]}
 seeds: [0, 1]
-common: {max_steps: 4, eval_steps: 2, batch_size: 8, num_train: 64, num_dev: 24, num_eval: 24, max_length: 128,
+common: {max_steps: 4, eval_steps: 2, batch_size: 8, num_train: 32, num_dev: 12, num_eval: 12, max_length: 128,
          device: cpu, dtype: float32}
 """
 TIMED = {"seconds", "gpu_gib", "losses", "environment", "source"}

@@ -284,7 +284,7 @@ def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypa
             raise error
         real(self, number)
 
-    path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
+    path, out = write(tmp_path / "small.yaml", TEXT.replace("max_steps: 4", "max_steps: 2")), tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(loop.Run, "step", step)
         assert run(path, out, "seeds=0") == FAILED

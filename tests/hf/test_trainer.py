@@ -97,20 +97,20 @@ def test_losses_are_those_of_keyhole_train(tiny_model: Path, tiny_data: Path, tm
     rate = 1e-4 if name == "zo" else 1e-2
     text = {
         "model": str(tiny_model), "method": name, "train_data": str(tiny_data), "output_dir": str(tmp_path / "train"),
-        "max_steps": 10, "batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": rate, "seed": 3,
+        "max_steps": 5, "batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": rate, "seed": 3,
         "lr_scheduler_type": "linear", "placement": "stream", "device": "cpu", "save_model": False,
     }  # fmt: skip
     config, _ = parse_config(json.dumps(text), source="test", where="")
     assert train(config) == 0
     loader = load_data(data_settings(config)).train
-    steps = [next(loader) for _ in range(10)]
+    steps = [next(loader) for _ in range(5)]
     made = trainer(
         tiny_model, tmp_path / "hf", [batch for step in steps for batch in step], method=name, placement="stream",
-        max_steps=10, gradient_accumulation_steps=2, learning_rate=rate, seed=3, lr_scheduler_type="linear",
+        max_steps=5, gradient_accumulation_steps=2, learning_rate=rate, seed=3, lr_scheduler_type="linear",
     )  # fmt: skip
     made.train()
     expected = [entry["loss"] for entry in read_metrics(tmp_path / "train" / "run" / "metrics.jsonl")]
-    assert losses_of(made) == expected[: len(losses_of(made))] and len(losses_of(made)) == 10
+    assert losses_of(made) == expected[: len(losses_of(made))] and len(losses_of(made)) == 5
 
 
 @in_every_run(lambda name, settings: name == "adam-offload" or bool(settings))
@@ -230,6 +230,7 @@ def test_a_checkpoint_of_other_settings_or_another_model_is_refused(
         KeyholeTrainer(narrow, args, train_dataset=batches).train(resume_from_checkpoint=True)
 
 
+@in_every_run(lambda name: name not in ("adalomo", "apollo-mini"))  # they sweep as lomo does
 @pytest.mark.parametrize("name", ["lomo", "zo", "adalomo", "apollo-mini", "sgd", "lomo-lora"])
 def test_a_checkpoint_of_other_trained_parameters_is_refused(
     tiny_model: Path, tmp_path: Path, batches: list[Any], name: str

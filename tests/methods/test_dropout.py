@@ -68,7 +68,9 @@ def step_that_breaks(opt: Any, at: int) -> None:
 
 # The others take the steps of lomo and of adamw
 @in_every_run(
-    lambda method, clips: clips == (method == "lomo-lora") and method not in ("adalomo", "apollo-mini", "galore", "sgd")
+    lambda method, clips: (
+        clips == (method == "lomo-lora") and method not in ("adalomo", "apollo-mini", "galore", "sgd", "lora")
+    )
 )
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("method", FIRST_ORDER)

@@ -154,6 +154,7 @@ def test_a_head_alone_is_trained_on_a_model_made_from_a_config(placement: str) -
 def test_a_run_resumes_and_replays_with_frozen_embeddings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """N + M steps are those of one run, and the journal leads to the same weights; the setting may not change."""
     words = ["train", "demo-zo", "eval_steps=null", "save_steps=2", "lr_scheduler_type=constant", "freeze=embeddings"]
+    words += ["eval_data=null", "batch_size=4"]
     whole, cut, again = (tmp_path / name for name in ("whole", "cut", "again"))
     assert main([*words, "max_steps=4", f"output_dir={whole}"]) == 0
     assert "frozen     1 x model.embed_tokens.weight" in capsys.readouterr().out
@@ -185,7 +186,7 @@ def test_a_run_and_its_dry_run_leave_out_the_adapters_of_what_is_frozen(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str
 ) -> None:
     words = ["train", "demo-lora", f"method={method}", "learning_rate=1e-3", "max_steps=2", "eval_steps=null"]
-    words += ["lora.merge=false", f"output_dir={tmp_path / 'out'}"]
+    words += ["lora.merge=false", "eval_data=null", "batch_size=4", f"output_dir={tmp_path / 'out'}"]
     said = []
     for more in (["--dry-run"], ["freeze=model.layers.0", "--dry-run"], ["freeze=model.layers.0"]):
         assert main([*words, *more]) == 0

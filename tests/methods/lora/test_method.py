@@ -243,15 +243,16 @@ def test_a_rank_beyond_every_matrix_is_refused(wire: str | None) -> None:
 
 
 @pytest.mark.parametrize("first", [keyhole.LoRA, keyhole.LOMOLoRA])
-@pytest.mark.parametrize("second", [keyhole.LoRA, keyhole.LOMOLoRA, keyhole.LOMO, keyhole.AdamW, keyhole.ZO])
-def test_a_second_method_on_a_model_with_adapters_is_refused(first: Any, second: Any) -> None:
+def test_a_second_method_on_a_model_with_adapters_is_refused(first: Any) -> None:
     """It replaced them by new ones, in silence. What was learned stays, and the first method goes on."""
     model, alone = load(), load()
     method, same = first(model, lr=1e-2), first(alone, lr=1e-2)
     for each in (method, same):
         each.step(batch())
-    with pytest.raises(UserError, match=f"it has adapters already, .* and {second.name} would .*opt.lr = .*load the"):
-        second(model, lr=1e-3)
+    for second in (keyhole.LoRA, keyhole.LOMOLoRA, keyhole.LOMO, keyhole.AdamW, keyhole.ZO):
+        says = f"it has adapters already, .* and {second.name} would .*opt.lr = .*load the"
+        with pytest.raises(UserError, match=says):
+            second(model, lr=1e-3)
     method.lr = same.lr = 1e-3
     assert [float(method.step(batch(seed=step))) for step in (1, 2)] == [
         float(same.step(batch(seed=step))) for step in (1, 2)

@@ -16,6 +16,7 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.low_rank.error_directions import RIDGE, predictors, principal_errors
 from keyhole.model.structure.freeze import freeze
+from tests.matrix import in_every_run
 from tests.methods.zo.loops import load
 from tests.model.candidates import plain_candidates_loss, ragged
 from tests.model.decoders import batch, config
@@ -131,9 +132,9 @@ def test_streamed_equals_resident(fold: bool, kept_bytes: int, monkeypatch: pyte
     how = GUIDED | {"rank": 2, "fold": fold}
     resident = run(how, device="cpu", dtype="float32")
     away = run(how, device="cpu", dtype="float32", placement="stream")
-    random = run(how | {"guide": None}, device="cpu", dtype="float32")
     assert resident[0] == away[0] and all(map(torch.equal, resident[1], away[1]))
-    assert resident[0] != random[0]
+    if kept_bytes:
+        assert resident[0] != run(how | {"guide": None}, device="cpu", dtype="float32")[0]
 
 
 @pytest.mark.gpu
@@ -159,6 +160,7 @@ def test_the_loss_over_tokens_and_frozen_layers() -> None:
     assert not zo.factors.v.eq(before).any() and torch.isfinite(zo.factors.v).all()
 
 
+@in_every_run(lambda fold, first: fold == (first == 4))
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("first", [4, 6])
 def test_goes_on_in_the_middle_of_a_period(fold: bool, first: int) -> None:
@@ -258,6 +260,6 @@ def test_it_learns_more_than_random_directions() -> None:
         model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
         freeze(model.module, ["embeddings"])
         zo = keyhole.ZO(model, 2e-3, rank=1, refresh=10, guide=guide)
-        return sum([float(zo.step([ragged(seed=1)])) for _ in range(60)][-10:]) / 10
+        return sum([float(zo.step([ragged(seed=1)])) for _ in range(30)][-5:]) / 5
 
     assert loss_after(64) < loss_after(None)

@@ -6,6 +6,7 @@ remembered. (That real graphs give the same bits: test_recorded.py.)
 
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ ALIKE = ("lomo-lora", "lsp clipped")  # what they record, others do
 
 
 def trained(
-    name: str, records: bool, micro_batches: int, keeps: bool = False
+    name: str, records: bool, micro_batches: int, keeps: bool = False, lengths: tuple[int, int] = (6, 9)
 ) -> tuple[list[float], list[torch.Tensor], Any]:
     """Losses, weights and the recorder after steps on batches of two lengths, with a rate that changes."""
     wire = "int4" if "int4" in name else None
@@ -115,12 +116,18 @@ def trained(
     recorded = recording(method, keeps=keeps) if records else None
     for step in range(6):
         method.lr = 1e-2 * (8 - step) / 8
-        batches = [batch(rows=2, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(micro_batches)]
+        batches = [batch(rows=2, length=lengths[step % 2], seed=10 * step + i) for i in range(micro_batches)]
         losses.append(float(method.step(batches)))
     method.flush()
     weights = [model.home(tensor).clone() for tensor in model.layout.tensors]
     model.close()  # an imitated recording holds the method, so nothing else would undo what compiling has set
     return losses, weights, recorded
+
+
+@lru_cache
+def unrecorded(name: str, micro_batches: int) -> tuple[list[float], list[torch.Tensor], Any]:
+    """What recordings of a method are compared with; twice, where activations are kept too."""
+    return trained(name, False, micro_batches)
 
 
 @in_every_run(lambda name, micro_batches: (micro_batches == 2) == (name in ACCUMULATED) and name not in ALIKE)
@@ -129,7 +136,7 @@ def trained(
 def test_replays_give_the_same_bits(name: str, micro_batches: int) -> None:
     """Batches of another length make static memory grow and everything be recorded anew."""
     losses, weights, recorded = trained(name, True, micro_batches)
-    plain = trained(name, False, micro_batches)
+    plain = unrecorded(name, micro_batches)
     assert recorded.drops and recorded.replays > 10
     assert all(one is not None for one in recorded.recordings.values())
     assert losses == plain[0]
@@ -142,7 +149,7 @@ def test_replays_give_the_same_bits(name: str, micro_batches: int) -> None:
 def test_replays_with_kept_activations_give_the_same_bits(name: str, micro_batches: int) -> None:
     """Their reverse recomputes nothing."""
     losses, weights, recorded = trained(name, True, micro_batches, keeps=True)
-    plain = trained(name, False, micro_batches)
+    plain = unrecorded(name, micro_batches)
     kinds = [key[0] for key in recorded.recordings if key[0] != "update"]
     assert all(kind[-1] for kind in kinds if kind[0] == "reverse") and any(kind[0] == "reverse" for kind in kinds)
     assert all(one is not None for one in recorded.recordings.values())
@@ -165,8 +172,9 @@ def test_replays_of_compiled_blocks_give_the_same_bits(name: str, monkeypatch: p
     torch._dynamo.reset()
     monkeypatch.setitem(METHODS, name, COMPILED[name])
     keeps = "all kept" in name
-    losses, weights, recorded = trained(name, True, 1, keeps=keeps)
-    plain = trained(name, False, 1)
+    same = (6, 6)  # another length would be compiled too
+    losses, weights, recorded = trained(name, True, 1, keeps=keeps, lengths=same)
+    plain = trained(name, False, 1, lengths=same)
     kinds = [key[0] for key in recorded.recordings if key[0] != "update"]
     assert recorded.replays > 10 and all(one is not None for one in recorded.recordings.values())
     assert all(bool(kind[-1]) == keeps for kind in kinds if kind[0] == "reverse")
@@ -176,7 +184,7 @@ def test_replays_of_compiled_blocks_give_the_same_bits(name: str, monkeypatch: p
 @pytest.mark.parametrize("name", ["lomo", "lsp"])
 def test_a_block_whose_kept_graph_cannot_be_recorded_is_recomputed(name: str) -> None:
     """The step is the ordinary one."""
-    plain = trained(name, False, 1)
+    plain = unrecorded(name, 1)
     model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
     method, losses = METHODS[name](model), []
     recorded = recording(method, Failing, keeps=True)
@@ -254,11 +262,11 @@ def test_what_a_user_freezes_is_not_trained_by_a_replay(name: str) -> None:
         method = METHODS[name](model)
         recorded = recording(method, keeps=True) if records else None
         method.lr, kept = 1e-2, []
-        for step in range(12):
+        for step in range(9):
             for param in frozen:
-                param.requires_grad_(not 4 <= step < 8)
+                param.requires_grad_(not 3 <= step < 6)
             method.step(batch(rows=2, length=6, seed=step))
-            if step in (3, 7):
+            if step in (2, 5):
                 method.flush()
                 kept.append([param.detach().clone() for param in frozen])
         method.flush()

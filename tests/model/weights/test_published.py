@@ -15,6 +15,7 @@ from keyhole.disk import gguf
 from keyhole.errors import UserError
 from tests.conftest import build_llama
 from tests.disk.published import write_bnb, write_gguf, write_ints
+from tests.matrix import in_every_run
 from tests.model.decoders import batch
 
 Write = Callable[[Path, Path], dict[str, torch.Tensor]]
@@ -157,6 +158,7 @@ def test_codes_are_taken_over_only_if_the_grid_is_theirs(harm: str, source: Path
 DAMAGED = {"gptq sym": f"{PROJ}.scales", "awq 64": f"{PROJ}.scales", "bnb": f"{PROJ}.weight.absmax"}
 
 
+@in_every_run(lambda bad, as_published: (bad == float("inf")) == as_published)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("as_published", [True, False])
 @pytest.mark.parametrize("name", [*DAMAGED, "gguf Q4_0", "gguf Q4_1", "gguf Q8_0"])

@@ -5,6 +5,7 @@ import torch
 
 from keyhole.ops.backend import force
 from keyhole.ops.lowrank.fold import fold_
+from tests.matrix import in_every_run
 
 HOW = {"offset": (1 << 33) + 4096, "seed": 0xDEADBEEFCAFEBABE, "step": 4_000_000_000}
 
@@ -17,6 +18,7 @@ def problem(rows: int, columns: int, rank: int, dtype: torch.dtype, device: torc
     return [w.to(device, dtype), a.to(device), v.to(device, dtype)]
 
 
+@in_every_run(lambda dtype, rounding: dtype == torch.bfloat16 or (rounding == "nearest") == (dtype == torch.float32))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_kernel_equals_reference(kernel_device: torch.device, dtype: torch.dtype, rounding: str) -> None:
