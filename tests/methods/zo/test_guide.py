@@ -193,6 +193,48 @@ def test_rows_ahead_are_used_once() -> None:
     assert zo.rows_ahead is not None
 
 
+def test_a_closure_needs_rows_that_are_given_before() -> None:
+    """Refused without them, and nothing has changed; with them V is that of a step on a batch, for the whole period."""
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    zo, rows = keyhole.ZO(model, 1e-3, **GUIDED), [ragged(seed=9)]
+
+    def closure() -> torch.Tensor:
+        return model.nll(batch(seed=1))[0].mean()
+
+    with pytest.raises(UserError, match="look_ahead"):
+        zo.step(closure)
+    assert zo.step_count == 0 and zo.rows_ahead is not None
+    zo.look_ahead(rows)
+    zo.step(closure)
+    found = zo.factors.v.clone()
+    zo.step(closure)
+    zo.step(batch(seed=2))
+    other = keyhole.ZO(keyhole.load(config("llama"), init="random", seed=3, device="cpu"), 1e-3, **GUIDED)
+    other.look_ahead(rows)
+    other.step(batch(seed=1))
+    assert torch.equal(found, other.factors.v) and zo.rows_ahead is not None
+    with pytest.raises(UserError, match="look_ahead"):
+        zo.step(closure)
+
+
+def test_rows_ahead_need_a_guide() -> None:
+    with pytest.raises(UserError, match="guide=N"):
+        keyhole.ZO(load("llama"), 1e-3, rank=1).look_ahead([ragged()])
+
+
+@pytest.mark.parametrize("fold, steps", [(True, 4), (False, 4), (False, 3)])
+@pytest.mark.parametrize("guide_first", [True, False])
+def test_a_state_is_refused_with_another_kind_of_directions(fold: bool, steps: int, guide_first: bool) -> None:
+    """V of the begun period, or of kept ones, would be replaced; where there is neither, nothing depends on it."""
+    guided, random = (GUIDED | {"fold": fold, "guide": n} for n in (64, None))
+    first, then = (guided, random) if guide_first else (random, guided)
+    state = run(first, steps, device="cpu")[2].state_dict()
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    with pytest.raises(UserError, match=r"zo\.guide must be as it was"):
+        keyhole.ZO(model, 1e-3, **then).load_state_dict(state)
+    keyhole.ZO(model, 1e-3, **first).load_state_dict(state)
+
+
 @pytest.mark.parametrize("kind", ["rows", "packed", "questions"])
 def test_coming_rows_are_those_of_the_next_steps(kind: str) -> None:
     """In the same order, across the end of an epoch, none twice; the position stays."""
@@ -239,6 +281,25 @@ def test_a_run_is_resumed_from_its_journal_and_replayed(tmp_path: Path, capsys: 
     (parts / "run" / "directions" / "000001.safetensors").unlink()
     assert main(["replay", "demo", str(journal), str(tmp_path / "again")]) == 2
     assert "000001.safetensors cannot be read" in capsys.readouterr().err
+
+
+def test_damaged_directions_are_found(tmp_path: Path) -> None:
+    """A flipped bit anywhere in the file of a period is refused, as is a file of another model."""
+    zo = keyhole.ZO(load("llama"), 1e-3, **GUIDED)
+    zo.guide.store = tmp_path
+    zo.step([ragged()])
+    (path,) = tmp_path.iterdir()
+    assert torch.equal(zo.guide.read(0), zo.factors.v)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 97):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(UserError, match=path.name):
+            zo.guide.read(0)
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match="not the directions of this model"):
+        other = keyhole.ZO(load("llama"), 1e-3, **GUIDED | {"rank": 2})
+        other.guide.store = tmp_path
+        other.guide.read(0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ resumed run has the same), or in one's own loop those given to `look_ahead`, or 
 
 V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and with a journal each period's
 V is a file beside it, which is on the disk before the first record of the period is: with these a replay needs neither
-data nor passes. Bytes per period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
+data nor passes. A file has a checksum of its V: other directions would give other weights, without an error. Bytes per
+period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
 
 Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D); the inputs, b N I per layer, at most
 KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or one layer.
@@ -26,6 +27,7 @@ KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at on
 from __future__ import annotations
 
 import weakref
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from keyhole.methods.zo.low_rank.factors import Factors
     from keyhole.methods.zo.method import ZO
 
-NAME, FORMAT = "v", "{:06d}.safetensors"
+NAME, CHECKSUM, FORMAT = "v", "crc32", "{:06d}.safetensors"
 KEPT_BYTES, SOLVED_BYTES = 256 * 2**20, 64 * 2**20
 MOST_POSITIONS = 4096  # of the loss over tokens
 PASS_BYTES = 64 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
@@ -80,10 +82,15 @@ class Guide:
 
     @torch.no_grad()
     def renew(self, zo: ZO, batches: list[Batch]) -> None:
-        """Before a step: computes V, if it is due."""
+        """Before a step: computes V, if it is due. batches: those of the step; a closure has none."""
         if not self.is_due:
             return
         period, rows = self.factors.period, self.ahead or batches
+        if not rows:
+            raise UserError(
+                "closure: zo.guide finds the directions of a period from rows, and a closure has none; call "
+                "look_ahead(batches) before a step, if rows_ahead is not None"
+            )
         self.ahead = []
         v = self._find(zo, rows, period)
         if self.store is not None:
@@ -118,7 +125,7 @@ class Guide:
         try:
             make_directories(self.store)
             with replacing(path) as file:
-                file.write(save({NAME: v.cpu()}))
+                file.write(save({NAME: v.cpu()}, {CHECKSUM: _checksum(v)}))
         except OSError as error:
             raise UserError(
                 f"zo.guide: {path} cannot be written: {error.strerror or error}; steps of this period could not be "
@@ -132,15 +139,24 @@ class Guide:
         path, expected = self.store / FORMAT.format(period), self.factors.v
         try:
             with safe_open(path, "pt") as file:
-                v = file.get_tensor(NAME)
+                v, checksum = file.get_tensor(NAME), (file.metadata() or {}).get(CHECKSUM)
         except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"zo.guide: {path} cannot be read ({error}); steps from {period * self.factors.refresh + 1} on of the "
-                "journal need it. Put it back, or resume from a checkpoint by its name"
-            ) from error
+            raise UserError(f"zo.guide: {path} cannot be read ({error}); {self._way_on(period)}") from error
         if v.shape != expected.shape or v.dtype != expected.dtype:
             raise UserError(f"zo.guide: {path} holds {v.dtype} {tuple(v.shape)}, not the directions of this model")
+        if checksum != _checksum(v):
+            raise UserError(f"zo.guide: {path} is damaged, its checksum is wrong; {self._way_on(period)}")
         return v
+
+    def _way_on(self, period: int) -> str:
+        return (
+            f"steps from {period * self.factors.refresh + 1} on of the journal need it. Put it back (the directory "
+            "directions of the run, beside its journal), or resume from a checkpoint by its name"
+        )
+
+
+def _checksum(v: torch.Tensor) -> str:
+    return f"{zlib.crc32(v.cpu().contiguous().view(torch.uint8).numpy()):08x}"
 
 
 def tokens_per_pass(widest: int, element_bytes: int) -> int:
