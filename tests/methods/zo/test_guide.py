@@ -258,6 +258,22 @@ def test_coming_rows_are_those_of_the_next_steps(kind: str) -> None:
     assert content(coming) == expected and len(set(content(coming))) == len(coming)
 
 
+@pytest.mark.parametrize("kind", ["rows", "packed", "questions"])
+def test_batches_of_coming_rows_are_bounded_with_their_padding(kind: str) -> None:
+    """One long row among short ones makes small batches of those beside it alone."""
+    lengths = [100 if i == 17 else 4 for i in range(60)]
+    pairs = [[i, i + 1] for i in range(0, 60, 2)]
+    about = {"packed": {"rows": pairs}, "questions": {"questions": (pairs, [0] * 30)}}.get(kind, {})
+    ids = [np.ones(n, dtype=np.int32) for n in lengths]
+    loader = Loader(Dataset(ids, [np.ones(n, dtype=bool) for n in lengths], **about), batch_size=2)
+    coming = loader.coming(60, 160)
+    per_row = 2 if kind == "questions" else 1
+    for one in coming:
+        assert one["input_ids"].numel() <= 160 or len(one["input_ids"]) == 2 * per_row
+    assert sum(len(one["input_ids"]) for one in coming) == per_row * len(loader.dataset)
+    assert max(len(one["input_ids"]) for one in coming) > 2 * per_row
+
+
 SETTINGS = ["method=zo", "zo.rank=1", "zo.refresh=4", "zo.guide=16", "learning_rate=1e-3", "batch_size=4", "device=cpu"]
 SETTINGS += ["model=demo", "train_data=demo", "save_total_limit=5", "eval_data=null", "report_to=none"]
 
