@@ -1,6 +1,7 @@
 """Directions that follow the error: V by the book, streamed as resident, resumed, replayed, and what is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,15 @@ from safetensors.torch import load_file
 
 import keyhole
 from keyhole.cli import main
+from keyhole.config import TrainConfig
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import Loader
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.low_rank.error_directions import RIDGE, predictors, principal_errors
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.freeze import freeze
+from keyhole.training.start import check_ranks
 from tests.methods.zo.loops import load
 from tests.model.candidates import plain_candidates_loss, ragged
 from tests.model.decoders import batch, config
@@ -326,6 +330,14 @@ def test_what_does_not_go_together_is_refused(wrong: dict[str, Any], said: str) 
     how = {"lr": 1e-3} | GUIDED | wrong
     with pytest.raises(UserError, match=said):
         keyhole.ZO(load("llama"), **how)
+
+
+def test_several_ranks_are_refused_before_anything_is_loaded() -> None:
+    several = SimpleNamespace(several=True, size=2)
+    own = {"method": "zo", "gradient_accumulation_steps": 2, "output_dir": "x", "model": "demo"}
+    check_ranks(TrainConfig(**own, zo=ZOConfig(rank=1)), several)
+    with pytest.raises(UserError, match=r"zo\.guide: several ranks"):
+        check_ranks(TrainConfig(**own, zo=ZOConfig(rank=1, guide=8)), several)
 
 
 def test_it_learns_more_than_random_directions() -> None:
