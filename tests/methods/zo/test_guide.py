@@ -163,6 +163,35 @@ def test_the_loss_over_tokens_and_frozen_layers() -> None:
     assert not zo.factors.v.eq(before).any() and torch.isfinite(zo.factors.v).all()
 
 
+@pytest.mark.parametrize("kept_bytes", [2**28, 0])
+def test_rows_without_a_trained_token_add_nothing(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a batch beside another; alone they leave V as it was drawn."""
+    monkeypatch.setattr(guide, "KEPT_BYTES", kept_bytes)
+    rows, untrained = batch(seed=1), batch(seed=2)
+    untrained["labels"] = torch.full_like(untrained["labels"], -100)
+
+    def found(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        zo = keyhole.ZO(load("llama"), 1e-3, **GUIDED)
+        zo.guide.renew(zo, batches)
+        return zo.factors.v
+
+    drawn = keyhole.ZO(load("llama"), 1e-3, **GUIDED).factors.v
+    torch.testing.assert_close(found([rows]), found([untrained, rows]))
+    assert torch.equal(found([untrained]), drawn) and not torch.equal(found([rows]), drawn)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_an_error_that_is_no_number_leaves_the_directions_random(poison: float) -> None:
+    model = load("llama")
+    zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    drawn = zo.factors.v.clone()
+    with torch.no_grad():
+        model.home(next(t for t in model.layout.tensors if "norm" in t.name)).fill_(poison)
+    model.engine.invalidate()
+    zo.guide.renew(zo, [ragged()])
+    assert torch.equal(zo.factors.v, drawn)
+
+
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("first", [4, 6])
 def test_goes_on_in_the_middle_of_a_period(fold: bool, first: int) -> None:

@@ -106,7 +106,7 @@ class Guide:
         try:
             inputs.keeps = inputs.bytes <= KEPT_BYTES
             errors = _head_errors(model, sent)
-            d_NH = torch.cat([_summed(d, places) for d, (_, places) in zip(errors, positions, strict=True)])
+            d_NH = torch.cat([_summed(d, places, len(at)) for d, (at, places) in zip(errors, positions, strict=True)])
             where = {"offset": _after(factors), "step": period, "device": model.device}
             start_Nr = ops.draw_noise(len(d_NH) * factors.rank, **where, **factors.noise).view(len(d_NH), factors.rank)
             inputs.found, inputs.y_Nr = factors.draw_v(period), principal_errors(d_NH, start_Nr)
@@ -189,10 +189,9 @@ def _head_errors(model: Any, sent: list[DeviceBatch]) -> list[torch.Tensor]:
             model.binding.bind_homes()
 
 
-def _summed(d_NH: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-    """The errors of each position: candidates of one token behind the same prompt share theirs, and their errors are
+def _summed(d_NH: torch.Tensor, place_N: torch.Tensor, count: int) -> torch.Tensor:
+    """The errors of each of `count` positions: candidates of one token behind the same prompt share theirs, and their errors are
     opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
-    count = int(place_N.max()) + 1
     return d_NH if count == len(d_NH) else torch.nn.functional.one_hot(place_N, count).float().t() @ d_NH
 
 
@@ -244,7 +243,7 @@ class _Inputs:
         for group in readers.values():
             by_width.setdefault(self.factors.parts.matrices[group[0]].inputs, []).append(group)
         for width, groups in by_width.items():
-            size = max(1, SOLVED_BYTES // (4 * width * len(self.y_Nr)))
+            size = max(1, SOLVED_BYTES // (4 * width * max(1, len(self.y_Nr))))
             for begin in range(0, len(groups), size):
                 self._solve(groups[begin : begin + size])
 
