@@ -70,6 +70,7 @@ class Question:
     settings: Mapping[str, Any] = field(default_factory=dict)  # by method
     methods: tuple[str, ...] = tuple(METHODS)
     is_budget: bool = False
+    chooses: bool = False  # loss: candidates
     layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
     parts: dict[int, Parts] = field(default_factory=dict, repr=False, compare=False)  # by the id of the module
     wires: dict[Any, Wire] = field(default_factory=dict, repr=False, compare=False)
@@ -94,9 +95,8 @@ class Question:
         passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
         clips = self.clips and row.sweep != "forward"  # without gradients there is no norm to clip by
         share = experts_share(self.module.config)
-        return Workload(
-            row.name, tokens, passes, own, clips, length=self.length, experts=share, steps=round(self.steps * row.steps)
-        )
+        about = {"length": self.length, "experts": share, "chooses": self.chooses}
+        return Workload(row.name, tokens, passes, own, clips, steps=round(self.steps * row.steps), **about)
 
 
 @dataclass(frozen=True)
