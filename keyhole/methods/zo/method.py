@@ -312,8 +312,9 @@ class ZO(Method):
         return f"estimator: {self.estimator.name}, {drawn}, eps {self.eps:g}: {passes}"
 
     def news(self) -> list[str]:
-        """The rate, when it was just found, and folds of kept periods."""
+        """The rate, when it was just found, folds of kept periods, and layers without directions of their own."""
         folds = [] if self.factors is None else self.factors.kept.news()
+        folds += [] if self.guide is None else self.guide.news()
         return folds + ([] if self.search is None else self.search.news())
 
     def flush(self) -> None:

@@ -15,11 +15,14 @@ from keyhole.config import TrainConfig
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import Loader
 from keyhole.errors import UserError
+from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.low_rank.error_directions import RIDGE, predictors, principal_errors
+from keyhole.methods.zo.memory import device_bytes
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.freeze import freeze
 from keyhole.training.start import check_ranks
+from tests.families.tiny import tiny_config
 from tests.methods.zo.loops import load
 from tests.model.candidates import plain_candidates_loss, ragged
 from tests.model.decoders import batch, config
@@ -180,6 +183,25 @@ def test_rows_without_a_trained_token_add_nothing(kept_bytes: int, monkeypatch: 
     assert torch.equal(found([untrained]), drawn) and not torch.equal(found([rows]), drawn)
 
 
+def test_layers_that_see_other_tokens_are_told() -> None:
+    """CPM-Ant puts tokens of its own before each row: no layer sees the batch, all V stay random, and a line says so
+    once."""
+    model = keyhole.load(tiny_config("cpmant"), init="random", device="cpu", dtype="float32")
+    zo = keyhole.ZO(model, 1e-3, rank=1, refresh=1, guide=8)
+    drawn = zo.factors.v.clone()
+    zo.guide.renew(zo, [batch(seed=1)])
+    count = len(zo.factors.parts.matrices)
+    assert torch.equal(zo.factors.v, drawn)
+    (line,) = zo.news()
+    assert f"V of {count} of {count} layers is random" in line
+    zo.step(batch(seed=1))
+    zo.step(batch(seed=2))
+    assert zo.news() == []
+    seen = keyhole.ZO(load("llama"), 1e-3, **GUIDED)
+    seen.step(batch(seed=1))
+    assert seen.news() == []
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_an_error_that_is_no_number_leaves_the_directions_random(poison: float) -> None:
     model = load("llama")
@@ -305,6 +327,22 @@ def test_batches_of_coming_rows_are_bounded_with_their_padding(kind: str) -> Non
         assert one["input_ids"].numel() <= 160 or len(one["input_ids"]) == 2 * per_row
     assert sum(len(one["input_ids"]) for one in coming) == per_row * len(loader.dataset)
     assert max(len(one["input_ids"]) for one in coming) > 2 * per_row
+
+
+def planned_bytes(guide: int, **about: Any) -> int:
+    model, own = load("llama"), ZOConfig(rank=1, guide=guide)
+    work = Workload("zo", 512, 2, own, length=64, **about)
+    return device_bytes(model.layout, set(), work, Room(model.formats, 0)).total
+
+
+def test_the_plan_counts_rows_and_positions_that_there_are() -> None:
+    """No more rows than the data have; of the loss over tokens all trained positions, as many as are used."""
+    few = planned_bytes(100, rows=100)
+    assert few == planned_bytes(10**9, rows=100) < planned_bytes(10**9)
+    choice, tokens = planned_bytes(64, chooses=True), planned_bytes(64)
+    assert choice == planned_bytes(64, trained=1.0) < planned_bytes(64, trained=8.0) < tokens
+    assert tokens == planned_bytes(64, trained=guide.MOST_POSITIONS / 64) == planned_bytes(64, trained=1e6)
+    assert planned_bytes(64, chooses=True, trained=300.0) > tokens  # a choice needs all tokens of its candidates
 
 
 SETTINGS = ["method=zo", "zo.rank=1", "zo.refresh=4", "zo.guide=16", "learning_rate=1e-3", "batch_size=4", "device=cpu"]

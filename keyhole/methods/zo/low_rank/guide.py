@@ -69,6 +69,8 @@ class Guide:
         self.store: Path | None = None
         self.ahead: list[Batch] = []
         self.inputs: _Inputs | None = None  # during the passes
+        self.lines: list[str] = []
+        self.random: int | None = None  # number of layers that kept their random V, in the last period
 
     @property
     def is_due(self) -> bool:
@@ -114,9 +116,24 @@ class Guide:
                 inputs.solve()
             else:
                 swept(model, sent, lambda hidden, spine: [], learn=False, head=False)
+            self._note(len(factors.parts.matrices) - len(inputs.solved))
             return inputs.found
         finally:
             self.inputs = None
+
+    def _note(self, random: int) -> None:
+        """Makes a line for the user of layers whose V could not be found, if their number is new."""
+        if random and random != self.random:
+            self.lines.append(
+                f"zo.guide: V of {random} of {len(self.factors.parts.matrices)} layers is random in this period: their "
+                "inputs are not the tokens of a batch, each once"
+            )
+        self.random = random
+
+    def news(self) -> list[str]:
+        """Lines for the user; each is returned once."""
+        told, self.lines = self.lines, []
+        return told
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -190,8 +207,8 @@ def _head_errors(model: Any, sent: list[DeviceBatch]) -> list[torch.Tensor]:
 
 
 def _summed(d_NH: torch.Tensor, place_N: torch.Tensor, count: int) -> torch.Tensor:
-    """The errors of each of `count` positions: candidates of one token behind the same prompt share theirs, and their errors are
-    opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
+    """The errors of each of `count` positions: candidates of one token behind the same prompt share theirs, and their
+    errors are opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
     return d_NH if count == len(d_NH) else torch.nn.functional.one_hot(place_N, count).float().t() @ d_NH
 
 
@@ -209,6 +226,7 @@ class _Inputs:
         self.tokens = [batch.inputs["input_ids"].numel() for batch in sent]
         self.keeps, self.y_Nr, self.found = False, torch.empty(0), torch.empty(0)
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
+        self.solved: set[int] = set()  # matrices with a V
         self.odd: set[int] = set()  # matrices whose inputs are not the tokens of a pass, once each
         self.last: tuple[Any, torch.Tensor] | None = None  # an input, and its part: several layers read the same
 
@@ -252,6 +270,7 @@ class _Inputs:
         x_KNI = torch.stack([torch.cat([self.seen[group[0]][i] for i in range(len(self.at))]) for group in groups])
         for group, found_rI in zip(groups, predictors(x_KNI.float(), self.y_Nr), strict=True):
             usable = torch.isfinite(found_rI).all() & found_rI.any()
+            self.solved.update(group)
             for index in group:
                 place_rI = self.factors.rows(self.found, self.factors.parts.matrices[index].v)
                 place_rI.copy_(torch.where(usable, found_rI.to(place_rI.dtype), place_rI))
