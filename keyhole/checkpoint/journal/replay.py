@@ -129,7 +129,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     )
     try:
         method = method_of(found.header, model)
-        keep_directions(method, journal_of(path))
+        keep_directions(method, journal_of(path), found.header.run)
         if found.header.first > 0 and method.factors is not None:
             _load_factors(method, Path(find_directory(base)), found.header)
         _refuse_full_disk(out, model)
@@ -159,10 +159,10 @@ def journal_of(path: Path) -> Path:
     return path / "run" / "journal" if (path / "run" / "journal").exists() else path
 
 
-def keep_directions(method: ZO, journal: Path) -> None:
-    """Sets where a method that finds its directions (zo.guide) keeps them: beside its journal."""
+def keep_directions(method: ZO, journal: Path, run: str | None) -> None:
+    """Sets where a method that finds its directions (zo.guide) keeps them: beside its journal. run: the run's id."""
     if method.guide is not None:
-        method.guide.store = journal.with_name("directions")
+        method.guide.store, method.guide.run = journal.with_name("directions"), run
 
 
 def _load_factors(method: ZO, base: Path, header: Header) -> None:

@@ -371,9 +371,9 @@ def test_a_run_is_resumed_from_its_journal_and_replayed(tmp_path: Path, capsys: 
 
 
 def test_damaged_directions_are_found(tmp_path: Path) -> None:
-    """A flipped bit anywhere in the file of a period is refused, as is a file of another model."""
+    """A flipped bit anywhere in the file of a period is refused, as are files of another run and of another model."""
     zo = keyhole.ZO(load("llama"), 1e-3, **GUIDED)
-    zo.guide.store = tmp_path
+    zo.guide.store, zo.guide.run = tmp_path, "one"
     zo.step([ragged()])
     (path,) = tmp_path.iterdir()
     assert torch.equal(zo.guide.read(0), zo.factors.v)
@@ -383,6 +383,9 @@ def test_damaged_directions_are_found(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=path.name):
             zo.guide.read(0)
     path.write_bytes(whole)
+    zo.guide.run = "another"
+    with pytest.raises(UserError, match="is of another run"):
+        zo.guide.read(0)
     with pytest.raises(UserError, match="not the directions of this model"):
         other = keyhole.ZO(load("llama"), 1e-3, **GUIDED | {"rank": 2})
         other.guide.store = tmp_path

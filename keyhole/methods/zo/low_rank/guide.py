@@ -17,8 +17,8 @@ resumed run has the same), or in one's own loop those given to `look_ahead`, or 
 
 V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and with a journal each period's
 V is a file beside it, which is on the disk before the first record of the period is: with these a replay needs neither
-data nor passes. A file has a checksum of its V: other directions would give other weights, without an error. Bytes per
-period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
+data nor passes. A file has a checksum of its V and the id of its run: other directions would give other weights,
+without an error. Bytes per period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
 
 Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D); the inputs, b N I per layer, at most
 KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or one layer.
@@ -50,14 +50,15 @@ if TYPE_CHECKING:
     from keyhole.methods.zo.low_rank.factors import Factors
     from keyhole.methods.zo.method import ZO
 
-NAME, CHECKSUM, FORMAT = "v", "crc32", "{:06d}.safetensors"
+NAME, CHECKSUM, RUN, FORMAT = "v", "crc32", "run", "{:06d}.safetensors"
 KEPT_BYTES, SOLVED_BYTES = 256 * 2**20, 64 * 2**20
 MOST_POSITIONS = 4096  # of the loss over tokens
 PASS_BYTES = 64 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
 
 
 class Guide:
-    """Computes, keeps and reads the V of periods. store: the directory of their files; None: they are not kept."""
+    """Computes, keeps and reads the V of periods. store: the directory of their files; None: they are not kept. run:
+    the id of the run that they belong to."""
 
     def __init__(self, factors: Factors, rows: int) -> None:
         model = factors.model
@@ -67,6 +68,7 @@ class Guide:
             raise UserError("zo.guide: several ranks are not supported, each sees its own rows only; set zo.guide=null")
         self.factors, self.rows = weakref.proxy(factors), rows
         self.store: Path | None = None
+        self.run: str | None = None
         self.ahead: list[Batch] = []
         self.inputs: _Inputs | None = None  # during the passes
         self.lines: list[str] = []
@@ -142,7 +144,7 @@ class Guide:
         try:
             make_directories(self.store)
             with replacing(path) as file:
-                file.write(save({NAME: v.cpu()}, {CHECKSUM: _checksum(v)}))
+                file.write(save({NAME: v.cpu()}, {CHECKSUM: _checksum(v), RUN: str(self.run)}))
         except OSError as error:
             raise UserError(
                 f"zo.guide: {path} cannot be written: {error.strerror or error}; steps of this period could not be "
@@ -156,13 +158,15 @@ class Guide:
         path, expected = self.store / FORMAT.format(period), self.factors.v
         try:
             with safe_open(path, "pt") as file:
-                v, checksum = file.get_tensor(NAME), (file.metadata() or {}).get(CHECKSUM)
+                v, about = file.get_tensor(NAME), file.metadata() or {}
         except (OSError, SafetensorError) as error:
             raise UserError(f"zo.guide: {path} cannot be read ({error}); {self._way_on(period)}") from error
         if v.shape != expected.shape or v.dtype != expected.dtype:
             raise UserError(f"zo.guide: {path} holds {v.dtype} {tuple(v.shape)}, not the directions of this model")
-        if checksum != _checksum(v):
+        if about.get(CHECKSUM) != _checksum(v):
             raise UserError(f"zo.guide: {path} is damaged, its checksum is wrong; {self._way_on(period)}")
+        if about.get(RUN) != str(self.run):
+            raise UserError(f"zo.guide: {path} is of another run than the journal; {self._way_on(period)}")
         return v
 
     def _way_on(self, period: int) -> str:
