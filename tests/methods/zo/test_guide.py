@@ -392,6 +392,20 @@ def test_damaged_directions_are_found(tmp_path: Path) -> None:
         other.guide.read(0)
 
 
+def test_directions_that_cannot_be_written_change_nothing(tmp_path: Path) -> None:
+    """The step is refused before it begins; with room it is the step that it would have been."""
+    expected, _, _ = run(GUIDED, 2, device="cpu")
+    zo = keyhole.ZO(keyhole.load(config("llama"), init="random", seed=3, device="cpu"), 1e-3, **GUIDED)
+    zo.guide.store = tmp_path / "file" / "directions"
+    zo.guide.store.parent.touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        zo.step([ragged(seed=0)])
+    assert zo.step_count == 0 and zo.rows_ahead is not None
+    zo.guide.store.parent.unlink()
+    assert [float(zo.step([ragged(seed=i)])) for i in range(2)] == expected
+    assert torch.equal(zo.guide.read(0), zo.factors.v)
+
+
 @pytest.mark.parametrize(
     "wrong, said",
     [({"rank": None}, "set rank"), ({"lr": "auto"}, "a number"), ({"guide": 0}, "guide")],
