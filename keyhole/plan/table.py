@@ -95,8 +95,17 @@ class Question:
         passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
         clips = self.clips and row.sweep != "forward"  # without gradients there is no norm to clip by
         share = experts_share(self.module.config)
-        about = {"length": self.length, "experts": share, "chooses": self.chooses}
-        return Workload(row.name, tokens, passes, own, clips, steps=round(self.steps * row.steps), **about)
+        return Workload(
+            row.name,
+            tokens,
+            passes,
+            own,
+            clips,
+            length=self.length,
+            experts=share,
+            steps=round(self.steps * row.steps),
+            chooses=self.chooses,
+        )
 
 
 @dataclass(frozen=True)
