@@ -195,13 +195,13 @@ class Loader:
     def coming(self, count: int, tokens: int) -> list[Batch]:
         """The rows of the coming steps, at most `count` and none twice, in batches of at most so many tokens with their
         padding, or of batch_size rows; the position stays."""
-        rows, epoch, offset = [], self._epoch, self._offset
-        while len(rows) < min(count, len(self.dataset)):
+        rows, wanted, epoch, offset = [], min(count, len(self.dataset)), self._epoch, self._offset
+        while len(rows) < wanted:
             order_N = self._order[1] if self._order and self._order[0] == epoch else self.order_of(epoch)
-            known = set(rows)
-            rows += [i for i in order_N[offset:].tolist() if i not in known]
+            later_N = order_N[offset:]
+            rows += (later_N[~np.isin(later_N, rows)] if rows else later_N)[: wanted - len(rows)].tolist()
             epoch, offset = epoch + 1, 0
-        return [self._batch(part) for part in self._parts(rows[: min(count, len(self.dataset))], tokens)]
+        return [self._batch(part) for part in self._parts(rows, tokens)]
 
     def _parts(self, rows: list[int], tokens: int) -> Iterator[list[int]]:
         """These rows, in order, in parts of batch_size rows, or of as many more as have so many tokens."""

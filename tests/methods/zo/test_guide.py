@@ -214,6 +214,17 @@ def test_an_error_that_is_no_number_leaves_the_directions_random(poison: float) 
     assert torch.equal(zo.factors.v, drawn)
 
 
+@pytest.mark.parametrize("scale", [1e6, 1e-12])
+def test_directions_beyond_float16_stay_random(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinite, or 0, in the dtype of compute."""
+    monkeypatch.setattr(guide, "predictors", lambda x_KNI, y_Nr: torch.full((len(x_KNI), 1, x_KNI.shape[2]), scale))
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu", dtype="float16")
+    zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    drawn = zo.factors.v.clone()
+    zo.guide.renew(zo, [ragged()])
+    assert torch.equal(zo.factors.v, drawn)
+
+
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("first", [4, 6])
 def test_goes_on_in_the_middle_of_a_period(fold: bool, first: int) -> None:
@@ -311,6 +322,14 @@ def test_coming_rows_are_those_of_the_next_steps(kind: str) -> None:
     next_rows = [row for _ in range(2 * count) for one in loader.next_step() for row in one["input_ids"].tolist()]
     expected = list(dict.fromkeys(content(next_rows)))
     assert content(coming) == expected and len(set(content(coming))) == len(coming)
+
+
+def test_coming_rows_need_no_later_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its order is computed only if this one's rows are too few: of millions of rows that takes seconds."""
+    loader = Loader(Dataset([np.ones(2, dtype=np.int32)] * 9, [np.ones(2, dtype=bool)] * 9), batch_size=3)
+    loader.next_step()
+    monkeypatch.setattr(loader, "order_of", lambda epoch: pytest.fail("the order of another epoch"))
+    assert sum(len(one["input_ids"]) for one in loader.coming(6, 100)) == 6
 
 
 @pytest.mark.parametrize("kind", ["rows", "packed", "questions"])

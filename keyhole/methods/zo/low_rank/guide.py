@@ -273,8 +273,9 @@ class _Inputs:
         """groups: layers that read the same inputs."""
         x_KNI = torch.stack([torch.cat([self.seen[group[0]][i] for i in range(len(self.at))]) for group in groups])
         for group, found_rI in zip(groups, predictors(x_KNI.float(), self.y_Nr), strict=True):
+            found_rI = found_rI.to(self.found.dtype)  # where large numbers of float16 become infinite
             usable = torch.isfinite(found_rI).all() & found_rI.any()
             self.solved.update(group)
             for index in group:
                 place_rI = self.factors.rows(self.found, self.factors.parts.matrices[index].v)
-                place_rI.copy_(torch.where(usable, found_rI.to(place_rI.dtype), place_rI))
+                place_rI.copy_(torch.where(usable, found_rI, place_rI))
