@@ -98,7 +98,8 @@ def _guide_bytes(layout: Layout, work: Workload, own: ZOConfig, element_bytes: i
     units = [[t.shape[1] for t in unit.tensors if len(t.shape) == 2] for unit in layout.of_kind("block")]
     of_all = element_bytes * count * sum(map(sum, units))
     inputs = of_all if of_all <= KEPT_BYTES else element_bytes * count * max(map(sum, units))
-    solved = max(SOLVED_BYTES, 4 * count * max(side for sides in units for side in sides))
+    sides = [side for of_unit in units for side in of_unit]
+    solved = max(4 * count * max(sides), min(SOLVED_BYTES, 4 * count * sum(sides)))
     return 4 * count * layout.table.shape[1] + inputs + solved
 
 

@@ -389,6 +389,7 @@ def planned_bytes(guide: int, **about: Any) -> int:
 def test_the_plan_counts_rows_and_positions_that_there_are() -> None:
     """No more rows than the data have; of the loss over tokens all trained positions, as many as are used."""
     few = planned_bytes(100, rows=100)
+    assert few < guide.SOLVED_BYTES  # layers that are solved at once take no more than all of them
     assert few == planned_bytes(10**9, rows=100) < planned_bytes(10**9)
     choice, tokens = planned_bytes(64, chooses=True), planned_bytes(64)
     assert choice == planned_bytes(64, trained=1.0) < planned_bytes(64, trained=8.0) < tokens
