@@ -193,18 +193,29 @@ class Loader:
         return [self._batch(rows[i : i + self.batch_size]) for i in range(0, len(rows), self.batch_size)]
 
     def coming(self, count: int, tokens: int) -> list[Batch]:
-        """The rows of the coming steps, at most `count` and none twice, in batches of about so many tokens or more; the
-        position stays."""
-        rows, epoch, offset = [], self._epoch, self._offset
-        while len(rows) < min(count, len(self.dataset)):
+        """The rows of the coming steps, at most `count` and none twice, in batches of at most so many tokens with their
+        padding, or of batch_size rows; the position stays."""
+        rows, wanted, epoch, offset = [], min(count, len(self.dataset)), self._epoch, self._offset
+        while len(rows) < wanted:
             order_N = self._order[1] if self._order and self._order[0] == epoch else self.order_of(epoch)
-            known = set(rows)
-            rows += [i for i in order_N[offset:].tolist() if i not in known]
+            later_N = order_N[offset:]
+            rows += (later_N[~np.isin(later_N, rows)] if rows else later_N)[: wanted - len(rows)].tolist()
             epoch, offset = epoch + 1, 0
-        rows = rows[: min(count, len(self.dataset))]
-        lengths = [[self.dataset.lengths[i] for i in self.dataset.rows[row]] for row in rows]
-        size = max(self.batch_size, len(rows) * tokens // max(1, sum(map(sum, lengths))))
-        return [self._batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return [self._batch(part) for part in self._parts(rows, tokens)]
+
+    def _parts(self, rows: list[int], tokens: int) -> Iterator[list[int]]:
+        """These rows, in order, in parts of batch_size rows, or of as many more as have so many tokens."""
+        data, part, longest, samples = self.dataset, [], 0, 0
+        for row in rows:
+            length = data.row_length(row) if data.packed else max(data.lengths[i] for i in data.rows[row])
+            count = 1 if data.packed else len(data.rows[row])
+            full = (samples + count) * self.padding.width(max(longest, length)) > tokens
+            if full and len(part) >= self.batch_size:
+                yield part
+                part, longest, samples = [], 0, 0
+            part.append(row)
+            longest, samples = max(longest, length), samples + count
+        yield part
 
     def _batch(self, rows: list[int]) -> Batch:
         return make_batch(self.dataset, rows, self.padding)

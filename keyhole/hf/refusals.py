@@ -112,6 +112,7 @@ class Run:
     max_grad_norm: float | None
     weight_decay: float
     max_steps: int | None
+    learning_rate: float | str | None
     dtype: str | None = None
     wire: str | None = None
     placement: str = "resident"
@@ -156,7 +157,7 @@ def _found(
         yield "accelerator_config", "dispatch_batches: the method itself sends batches to the device; leave it out"
     clip = args.max_grad_norm if clips and row.sweep != "forward" else None  # else it is refused above
     steps = args.max_steps if args.max_steps > 0 else None
-    run = Run(clip, args.weight_decay, steps, **placed)
+    run = Run(clip, args.weight_decay, steps, args.learning_rate, **placed)
     yield from row.faults(own, run)
     loss_type = getattr(args, "loss_type", None)
     if loss_type not in (None, "nll"):

@@ -37,6 +37,9 @@ class Workload:
     ranks: int = 1  # processes that train together, and how many of them share this machine's memory
     local_ranks: int = 1
     steps: int | None = None  # of the whole run, for costs that grow with it; None: unknown
+    chooses: bool = False  # loss: candidates
+    rows: int | None = None  # of the training data; None: unknown
+    trained: float | None = None  # tokens of a row that are trained, those of all candidates; None: unknown
 
 
 @dataclass(frozen=True)

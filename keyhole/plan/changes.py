@@ -163,6 +163,7 @@ def said(
         batch=max(1, work.tokens // length),
         length=length,
         accumulation=max(1, work.passes // row.passes(own)),
+        chooses=work.chooses,
         clips=work.clips,
         steps=work.steps / row.steps if work.steps else Question.steps,
         settings={work.method: own},

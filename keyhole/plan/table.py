@@ -70,6 +70,7 @@ class Question:
     settings: Mapping[str, Any] = field(default_factory=dict)  # by method
     methods: tuple[str, ...] = tuple(METHODS)
     is_budget: bool = False
+    chooses: bool = False  # loss: candidates
     layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
     parts: dict[int, Parts] = field(default_factory=dict, repr=False, compare=False)  # by the id of the module
     wires: dict[Any, Wire] = field(default_factory=dict, repr=False, compare=False)
@@ -95,7 +96,15 @@ class Question:
         clips = self.clips and row.sweep != "forward"  # without gradients there is no norm to clip by
         share = experts_share(self.module.config)
         return Workload(
-            row.name, tokens, passes, own, clips, length=self.length, experts=share, steps=round(self.steps * row.steps)
+            row.name,
+            tokens,
+            passes,
+            own,
+            clips,
+            length=self.length,
+            experts=share,
+            steps=round(self.steps * row.steps),
+            chooses=self.chooses,
         )
 
 

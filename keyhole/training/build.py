@@ -142,7 +142,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     with job.parts.waiting.phase("making the method"):
         method = make_method(model, config, origin)
     if METHODS[config.method].journaled:
-        keep_directions(method, job.directory.journal)
+        keep_directions(method, job.directory.journal, job.run_id)
     ranks_lines = ranks.describe(model.device)
     check_names(model)
     meet_on_disk = model.sharded or config.load_best_model_at_end

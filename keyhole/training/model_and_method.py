@@ -114,7 +114,9 @@ def workload(config: TrainConfig, data: Data) -> Workload:
     length = max(1, longest_row(data.train.dataset))
     clips, total = config.max_grad_norm is not None, config.max_steps
     total = total_steps(total, config.num_train_epochs, data.train.steps_per_epoch)
-    return Workload(config.method, tokens, passes, own, clips, searches, length, steps=total)
+    trains = data.train.dataset
+    about = {"chooses": config.loss == "candidates", "rows": len(trains), "trained": trains.trained.sum() / len(trains)}
+    return Workload(config.method, tokens, passes, own, clips, searches, length, steps=total, **about)
 
 
 def _tokens(batches: Loader | EvalBatches) -> int:

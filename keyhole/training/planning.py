@@ -79,6 +79,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         keeps=config.save_total_limit or 2,
         settings={row.name: getattr(config, row.section) for row in METHODS.values()},
         is_budget=config.gpu_memory is not None,
+        chooses=config.loss == "candidates",
     )
     numel = sum(p.numel() for p in module.parameters())
     room = f"{about(gpu_bytes)} of GPU memory and " if gpu_bytes is not None else ""

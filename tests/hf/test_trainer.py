@@ -115,7 +115,14 @@ def test_losses_are_those_of_keyhole_train(tiny_model: Path, tiny_data: Path, tm
 
 @in_every_run(lambda name, settings: name == "adam-offload" or bool(settings))
 @pytest.mark.parametrize(
-    ("name", "settings"), [("zo", {}), ("zo", {"rank": 2, "refresh": 2}), ("lomo", {}), ("adam-offload", {})]
+    ("name", "settings"),
+    [
+        ("zo", {}),
+        ("zo", {"rank": 2, "refresh": 2}),
+        ("zo", {"rank": 1, "refresh": 2, "guide": 4}),
+        ("lomo", {}),
+        ("adam-offload", {}),
+    ],
 )
 def test_a_resumed_run_is_the_same_run(
     tiny_model: Path, tmp_path: Path, batches: list[Any], name: str, settings: dict[str, Any]

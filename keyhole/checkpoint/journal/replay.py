@@ -12,6 +12,8 @@ shorter run. What lies beside it tells more: a checkpoint of a later step, which
 before it, or later lines of metrics.jsonl. Then it is refused as a damaged one is; a journal that was copied alone is
 compared with the max_steps in its header.
 
+A journal that begins at a checkpoint needs that checkpoint as its base; with zo.rank its factors are loaded too.
+
 A classification head that the base lacks is initialised again with the run's seed. The result equals the run's
 weights to the bit on every device, because noise and update give the same bits everywhere (ops/noise/gaussian.py,
 ops/zo/element.py).
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 
 from keyhole import assets
+from keyhole.checkpoint.files import method_state
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Header, Journal, Record
 from keyhole.checkpoint.select import checkpoints
@@ -120,12 +123,15 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         dtype=found.header.dtype,
         wire=found.header.wire,
         workload=Workload("replay"),
+        adapter=found.header.first == 0,  # a checkpoint's factors are part of the method's state
         **where,
         **_head(found.header),
     )
     try:
         method = method_of(found.header, model)
-        keep_directions(method, journal_of(path))
+        keep_directions(method, journal_of(path), found.header.run)
+        if found.header.first > 0 and method.factors is not None:
+            _load_factors(method, Path(find_directory(base)), found.header)
         _refuse_full_disk(out, model)
         say(f"base: {base}, content {found.header.base[:12]}, as recorded")
         numel = model.layout.numel
@@ -153,10 +159,27 @@ def journal_of(path: Path) -> Path:
     return path / "run" / "journal" if (path / "run" / "journal").exists() else path
 
 
-def keep_directions(method: ZO, journal: Path) -> None:
-    """Sets where a method that finds its directions (zo.guide) keeps them: beside its journal."""
+def keep_directions(method: ZO, journal: Path, run: str | None) -> None:
+    """Sets where a method that finds its directions (zo.guide) keeps them: beside its journal. run: the run's id."""
     if method.guide is not None:
-        method.guide.store = journal.with_name("directions")
+        method.guide.store, method.guide.run = journal.with_name("directions"), run
+
+
+def _load_factors(method: ZO, base: Path, header: Header) -> None:
+    """For a journal that begins at a checkpoint: loads what its run had learned beside the weights (zo.rank), and the
+    step, which V and the noise follow from."""
+    try:
+        state = read_state(base)
+    except (Damaged, UserError) as error:
+        raise UserError(
+            f"BASE: the journal begins after step {header.first}, and {base} is not the checkpoint of that step, which "
+            f"holds low-rank factors beside its weights ({error})"
+        ) from error
+    if state.step != header.first:
+        raise UserError(
+            f"BASE: {base} is a checkpoint of step {state.step}, and the journal begins after {header.first}"
+        )
+    method.load_state_dict(method_state(base, state))
 
 
 def _refuse_full_disk(out: Path, model: Model) -> None:

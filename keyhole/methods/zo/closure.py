@@ -10,7 +10,8 @@ the losses of the step; update, journal, checkpoints and replay are those of any
 The update of the step before is applied first, which is one more visit of every unit. Every evaluation in the closure
 is a sweep of its own: as many sweeps per step as looks, where a batch takes one. The noise is that of a step on a
 batch. Closures are not possible with an estimator that splits rows between its directions, since only batches have
-rows, nor during a search for a rate.
+rows, nor during a search for a rate. With zo.guide the rows for the directions of a period must be given before
+(look_ahead): the closure's own are not known.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def closure_step(zo: ZO, closure: Closure) -> torch.Tensor:
         why = "a search for a rate" if zo.search is not None else f"estimator {zo.estimator.name}"
         raise UserError(f"closure: {why} needs the rows of a batch; use estimator=mezo or fzoo, and give a rate")
     zo.model.apply_deferred()
+    if zo.guide is not None:
+        zo.guide.renew(zo, [])
     losses = []
     if zo.factors is not None:
         zo.factors.perturb([zo.perturbation(pair) for pair in zo.estimator.pairs])

@@ -15,12 +15,13 @@ grow with the run: they are counted as at its end, on the device and, in float32
 (zo.guide) count with their activations, if these are more than a step's.
 """
 
+import math
 from dataclasses import replace
 
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
-from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, SOLVED_BYTES, tokens_per_pass
+from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, tokens_per_pass
 from keyhole.methods.zo.low_rank.kept import room_for
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
@@ -69,23 +70,37 @@ def _low_rank_bytes(
         return replace(planned, perturbed=perturbed, logits=logits)
     ahead = guide_work(layout, work, own, b)  # before a step: its own copies are not in use, its graphs are
     moving = max(planned.activations, activation_bytes(layout, ahead.tokens, ahead.passes, b))
-    return replace(planned, perturbed=perturbed + _guide_bytes(layout, own, b), activations=moving, logits=logits)
+    return replace(planned, perturbed=perturbed + _guide_bytes(layout, work, own, b), activations=moving, logits=logits)
 
 
 def guide_work(layout: Layout, work: Workload, own: ZOConfig, element_bytes: int) -> Workload:
     """The passes over the rows that V is found from (low_rank/guide.py)."""
-    tokens = own.guide * (work.length or work.tokens)
+    tokens = _guide_rows(work, own) * (work.length or work.tokens)
     at_once = min(tokens, max(work.tokens, tokens_per_pass(layout.widest, element_bytes)))
     return replace(work, tokens=at_once, passes=-(-tokens // at_once))
 
 
-def _guide_bytes(layout: Layout, own: ZOConfig, element_bytes: int) -> int:
-    """The errors at the head, and the inputs of layers, for as many positions as rows."""
+def _guide_rows(work: Workload, own: ZOConfig) -> int:
+    """No row is used twice."""
+    return own.guide if work.rows is None else min(own.guide, work.rows)
+
+
+def _guide_positions(work: Workload, own: ZOConfig) -> int:
+    """Positions whose errors are used. Unknown: a choice has one per row, and of other rows all tokens are trained."""
+    rows, usual = _guide_rows(work, own), 1.0 if work.chooses else work.length or work.tokens
+    count = math.ceil(rows * (usual if work.trained is None else work.trained))
+    return count if work.chooses else min(count, MOST_POSITIONS)
+
+
+def _guide_bytes(layout: Layout, work: Workload, own: ZOConfig, element_bytes: int) -> int:
+    """The errors at the head, and the inputs of layers, at all positions."""
+    count = _guide_positions(work, own)
     units = [[t.shape[1] for t in unit.tensors if len(t.shape) == 2] for unit in layout.of_kind("block")]
-    of_all = element_bytes * own.guide * sum(map(sum, units))
-    inputs = of_all if of_all <= KEPT_BYTES else element_bytes * own.guide * max(map(sum, units))
-    solved = max(SOLVED_BYTES, 4 * own.guide * max(side for sides in units for side in sides))
-    return 4 * own.guide * layout.table.shape[1] + inputs + solved
+    of_all = element_bytes * count * sum(map(sum, units))
+    inputs = of_all if of_all <= KEPT_BYTES else element_bytes * count * max(map(sum, units))
+    sides = [side for of_unit in units for side in of_unit]
+    solved = max(4 * count * max(sides), min(SOLVED_BYTES, 4 * count * sum(sides)))
+    return 4 * count * layout.table.shape[1] + inputs + solved
 
 
 def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, steps: int | None = None) -> int:

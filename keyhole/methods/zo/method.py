@@ -260,6 +260,8 @@ class ZO(Method):
         return (self.guide.rows, self.guide.tokens) if self.guide is not None and self.guide.is_due else None
 
     def look_ahead(self, batches: list[Batch]) -> None:
+        if self.guide is None:
+            raise UserError("look_ahead: directions are random, and nothing is found from rows; make ZO with guide=N")
         self.guide.ahead = self.model.checked(batches, of_step=False)
 
     # -- between steps ---------------------------------------------------------------------------------------------
@@ -310,8 +312,9 @@ class ZO(Method):
         return f"estimator: {self.estimator.name}, {drawn}, eps {self.eps:g}: {passes}"
 
     def news(self) -> list[str]:
-        """The rate, when it was just found, and folds of kept periods."""
+        """The rate, when it was just found, folds of kept periods, and layers without directions of their own."""
         folds = [] if self.factors is None else self.factors.kept.news()
+        folds += [] if self.guide is None else self.guide.news()
         return folds + ([] if self.search is None else self.search.news())
 
     def flush(self) -> None:
@@ -376,6 +379,8 @@ class ZO(Method):
             raise UserError(
                 "zo.rank: the state has learned low-rank factors, which would be lost; zo.rank must be as it was"
             )
+        if self.factors is not None:
+            factor_state.check_guide(self.factors, state)
         self.step_count = int(state["step_count"])
         if self.factors is not None:
             factor_state.from_state(self.factors, state, self.step_count)

@@ -281,6 +281,21 @@ def test_a_journal_that_cannot_go_on_is_set_aside(run: Callable, tiny_model: Pat
     assert same(before, weights(tmp_path / "again"))
 
 
+@pytest.mark.parametrize("first, guide", [(3, None), (4, None), (3, 4), (4, 4)])
+def test_a_journal_from_a_checkpoint_with_factors(run: Callable, tmp_path: Path, first: int, guide: int | None) -> None:
+    """A run that goes on elsewhere, in the middle of a period of 4 steps and at its end: the factors, and the V of the
+    period, are those of the checkpoint. Its weights alone, or another step's, are refused."""
+    config = run(max_steps=6, save_steps=first, save_total_limit=None, zo=ZOConfig(rank=1, refresh=4, guide=guide))
+    begin, other = Path(config.output_dir) / f"checkpoint-{first}", tmp_path / "other"
+    assert train(changed(config, output_dir=str(other)), resume=str(begin)) == 0
+    assert journal.read(other / "run" / "journal").header.first == first
+    replay(str(begin), other, tmp_path / "again", device="cpu", say=lambda line: None)
+    assert same(weights(config.output_dir), weights(tmp_path / "again"))
+    (begin / "keyhole_state.json").unlink()
+    with pytest.raises(UserError, match=f"begins after step {first}, and .* low-rank factors"):
+        replay(str(begin), other, tmp_path / "refused", device="cpu", say=lambda line: None)
+
+
 def test_another_base_is_refused_on_resume(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
     """A journal without a checkpoint needs the very weights it started from."""
     config = run()

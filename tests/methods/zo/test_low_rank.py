@@ -21,6 +21,8 @@ from keyhole.model.structure import find
 from keyhole.model.weights.format import Wire
 from keyhole.ops.loss import RunningNLL
 from keyhole.plan.profiles import PROFILES
+from tests.families.checks import small_stacks
+from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, SEED, equal, load, train, weights
 from tests.model.decoders import batch, config
@@ -350,3 +352,14 @@ def test_graphs_change_no_number(name: str) -> None:
         if where == "resident":
             assert any(model.graphs.checked.values()) and all(model.graphs.recorded.values())
         model.close()
+
+
+@small_stacks()
+def test_a_few_experts_that_are_units_of_their_own_are_refused() -> None:
+    """They are few enough to be trained at full size, but each unit has one of them only; as whole stacks they work."""
+    small = tiny_config("dots3_note")
+    whole = keyhole.load(small, init="random", device="cpu", dtype="float32")
+    assert torch.isfinite(keyhole.ZO(whole, 1e-3, rank=1).step(batch()))
+    cut = streamed(whole, max_unit_numel=1, config=small)
+    with pytest.raises(UserError, match="is a stack of experts, each a unit of its own"):
+        keyhole.ZO(cut, 1e-3, rank=1)

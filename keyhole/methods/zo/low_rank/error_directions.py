@@ -21,7 +21,7 @@ few directions, so conjugate gradients converge in a few steps, and C is never c
 u stays random, so a step estimates the true gradient within the span, whatever the quality of this guess.
 
 Scale: the mean of (v_j . x)^2 is that of |x|^2 / r, as for a random V / sqrt(r), so eps and rates mean the same. A
-component with (nearly) no error has v = 0, and the others have its share.
+component with (nearly) no error gives v = 0, and keeps its random column (guide.py).
 
 Bytes: float32 X [N, I] for each layer that is solved at once, D, and a few [N, r] and [I, r].
 Legend: N positions, H width, K layers, I inputs of a layer, r rank.
@@ -52,9 +52,8 @@ def predictors(x_KNI: torch.Tensor, y_Nr: torch.Tensor) -> torch.Tensor:
     energy_K = x_KNI.square().sum(dim=(1, 2))[:, None, None] / count
     v_KIr = _ridge(x_KNI, x_KNI.mT @ y_Nr / count, RIDGE * energy_K / width)
     seen_Kr = (x_KNI @ v_KIr).square().mean(dim=1, keepdim=True)
-    alive_Kr = seen_Kr > 0
-    share_K = energy_K / alive_Kr.sum(dim=2, keepdim=True).clamp(min=1)
-    return torch.where(alive_Kr, v_KIr * (share_K / seen_Kr).sqrt(), torch.zeros_like(v_KIr)).mT.contiguous()
+    scaled_KIr = v_KIr * (energy_K / y_Nr.shape[1] / seen_Kr).sqrt()
+    return torch.where(seen_Kr > 0, scaled_KIr, torch.zeros_like(v_KIr)).mT.contiguous()
 
 
 def _ridge(x_KNI: torch.Tensor, b_KIr: torch.Tensor, ridge_K: torch.Tensor) -> torch.Tensor:

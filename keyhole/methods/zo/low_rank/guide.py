@@ -10,14 +10,16 @@ At the start of each period, before its first step, `zo.guide` rows pass the mod
 
 If the inputs take more than KEPT_BYTES, they are not kept in this sweep, but computed again in a second one, in which
 V of a layer follows as soon as all passes have left it. A layer whose input is something else than tokens in the order
-of the batch keeps its random V.
+of the batch keeps its random V, and so does a column for which there is no error: a rank above the number of its
+components has random directions beside those that follow the error.
 
 The rows are those of the coming steps (the training loop looks ahead; their order is a function of the seed, so a
 resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself.
 
 V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and with a journal each period's
 V is a file beside it, which is on the disk before the first record of the period is: with these a replay needs neither
-data nor passes. Bytes per period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
+data nor passes. A file has a checksum of its V and the id of its run: other directions would give other weights,
+without an error. Bytes per period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
 
 Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D); the inputs, b N I per layer, at most
 KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or one layer.
@@ -26,6 +28,7 @@ KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at on
 from __future__ import annotations
 
 import weakref
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,14 +51,15 @@ if TYPE_CHECKING:
     from keyhole.methods.zo.low_rank.factors import Factors
     from keyhole.methods.zo.method import ZO
 
-NAME, FORMAT = "v", "{:06d}.safetensors"
+NAME, CHECKSUM, RUN, FORMAT = "v", "crc32", "run", "{:06d}.safetensors"
 KEPT_BYTES, SOLVED_BYTES = 256 * 2**20, 64 * 2**20
 MOST_POSITIONS = 4096  # of the loss over tokens
-PASS_BYTES = 64 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
+PASS_BYTES = 128 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
 
 
 class Guide:
-    """Computes, keeps and reads the V of periods. store: the directory of their files; None: they are not kept."""
+    """Computes, keeps and reads the V of periods. store: the directory of their files; None: they are not kept. run:
+    the id of the run that they belong to."""
 
     def __init__(self, factors: Factors, rows: int) -> None:
         model = factors.model
@@ -65,8 +69,11 @@ class Guide:
             raise UserError("zo.guide: several ranks are not supported, each sees its own rows only; set zo.guide=null")
         self.factors, self.rows = weakref.proxy(factors), rows
         self.store: Path | None = None
+        self.run: str | None = None
         self.ahead: list[Batch] = []
         self.inputs: _Inputs | None = None  # during the passes
+        self.lines: list[str] = []
+        self.random: int | None = None  # number of layers that kept their random V, in the last period
 
     @property
     def is_due(self) -> bool:
@@ -80,10 +87,15 @@ class Guide:
 
     @torch.no_grad()
     def renew(self, zo: ZO, batches: list[Batch]) -> None:
-        """Before a step: computes V, if it is due."""
+        """Before a step: computes V, if it is due. batches: those of the step; a closure has none."""
         if not self.is_due:
             return
         period, rows = self.factors.period, self.ahead or batches
+        if not rows:
+            raise UserError(
+                "closure: zo.guide finds the directions of a period from rows, and a closure has none; call "
+                "look_ahead(batches) before a step, if rows_ahead is not None"
+            )
         self.ahead = []
         v = self._find(zo, rows, period)
         if self.store is not None:
@@ -99,7 +111,7 @@ class Guide:
         try:
             inputs.keeps = inputs.bytes <= KEPT_BYTES
             errors = _head_errors(model, sent)
-            d_NH = torch.cat([_summed(d, places) for d, (_, places) in zip(errors, positions, strict=True)])
+            d_NH = torch.cat([_summed(d, places, len(at)) for d, (at, places) in zip(errors, positions, strict=True)])
             where = {"offset": _after(factors), "step": period, "device": model.device}
             start_Nr = ops.draw_noise(len(d_NH) * factors.rank, **where, **factors.noise).view(len(d_NH), factors.rank)
             inputs.found, inputs.y_Nr = factors.draw_v(period), principal_errors(d_NH, start_Nr)
@@ -107,9 +119,24 @@ class Guide:
                 inputs.solve()
             else:
                 swept(model, sent, lambda hidden, spine: [], learn=False, head=False)
+            self._note(len(factors.parts.matrices) - len(inputs.solved))
             return inputs.found
         finally:
             self.inputs = None
+
+    def _note(self, random: int) -> None:
+        """Makes a line for the user of layers whose V could not be found, if their number is new."""
+        if random and random != self.random:
+            self.lines.append(
+                f"zo.guide: V of {random} of {len(self.factors.parts.matrices)} layers is random in this period: their "
+                "inputs are not the tokens of a batch, each once"
+            )
+        self.random = random
+
+    def news(self) -> list[str]:
+        """Lines for the user; each is returned once."""
+        told, self.lines = self.lines, []
+        return told
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -118,7 +145,7 @@ class Guide:
         try:
             make_directories(self.store)
             with replacing(path) as file:
-                file.write(save({NAME: v.cpu()}))
+                file.write(save({NAME: v.cpu()}, {CHECKSUM: _checksum(v), RUN: str(self.run)}))
         except OSError as error:
             raise UserError(
                 f"zo.guide: {path} cannot be written: {error.strerror or error}; steps of this period could not be "
@@ -132,15 +159,26 @@ class Guide:
         path, expected = self.store / FORMAT.format(period), self.factors.v
         try:
             with safe_open(path, "pt") as file:
-                v = file.get_tensor(NAME)
+                v, about = file.get_tensor(NAME), file.metadata() or {}
         except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"zo.guide: {path} cannot be read ({error}); steps from {period * self.factors.refresh + 1} on of the "
-                "journal need it. Put it back, or resume from a checkpoint by its name"
-            ) from error
+            raise UserError(f"zo.guide: {path} cannot be read ({error}); {self._way_on(period)}") from error
         if v.shape != expected.shape or v.dtype != expected.dtype:
             raise UserError(f"zo.guide: {path} holds {v.dtype} {tuple(v.shape)}, not the directions of this model")
+        if about.get(CHECKSUM) != _checksum(v):
+            raise UserError(f"zo.guide: {path} is damaged, its checksum is wrong; {self._way_on(period)}")
+        if about.get(RUN) != str(self.run):
+            raise UserError(f"zo.guide: {path} is of another run than the journal; {self._way_on(period)}")
         return v
+
+    def _way_on(self, period: int) -> str:
+        return (
+            f"steps from {period * self.factors.refresh + 1} on of the journal need it. Put it back (the directory "
+            "directions of the run, beside its journal), or resume from a checkpoint by its name"
+        )
+
+
+def _checksum(v: torch.Tensor) -> str:
+    return f"{zlib.crc32(v.cpu().contiguous().view(torch.uint8).numpy()):08x}"
 
 
 def tokens_per_pass(widest: int, element_bytes: int) -> int:
@@ -173,10 +211,9 @@ def _head_errors(model: Any, sent: list[DeviceBatch]) -> list[torch.Tensor]:
             model.binding.bind_homes()
 
 
-def _summed(d_NH: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-    """The errors of each position: candidates of one token behind the same prompt share theirs, and their errors are
-    opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
-    count = int(place_N.max()) + 1
+def _summed(d_NH: torch.Tensor, place_N: torch.Tensor, count: int) -> torch.Tensor:
+    """The errors of each of `count` positions: candidates of one token behind the same prompt share theirs, and their
+    errors are opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
     return d_NH if count == len(d_NH) else torch.nn.functional.one_hot(place_N, count).float().t() @ d_NH
 
 
@@ -194,6 +231,7 @@ class _Inputs:
         self.tokens = [batch.inputs["input_ids"].numel() for batch in sent]
         self.keeps, self.y_Nr, self.found = False, torch.empty(0), torch.empty(0)
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
+        self.solved: set[int] = set()  # matrices with a V
         self.odd: set[int] = set()  # matrices whose inputs are not the tokens of a pass, once each
         self.last: tuple[Any, torch.Tensor] | None = None  # an input, and its part: several layers read the same
 
@@ -228,7 +266,7 @@ class _Inputs:
         for group in readers.values():
             by_width.setdefault(self.factors.parts.matrices[group[0]].inputs, []).append(group)
         for width, groups in by_width.items():
-            size = max(1, SOLVED_BYTES // (4 * width * len(self.y_Nr)))
+            size = max(1, SOLVED_BYTES // (4 * width * max(1, len(self.y_Nr))))
             for begin in range(0, len(groups), size):
                 self._solve(groups[begin : begin + size])
 
@@ -236,7 +274,9 @@ class _Inputs:
         """groups: layers that read the same inputs."""
         x_KNI = torch.stack([torch.cat([self.seen[group[0]][i] for i in range(len(self.at))]) for group in groups])
         for group, found_rI in zip(groups, predictors(x_KNI.float(), self.y_Nr), strict=True):
-            usable = torch.isfinite(found_rI).all() & found_rI.any()
+            found_rI = found_rI.to(self.found.dtype)  # where large numbers of float16 become infinite
+            usable_r = torch.isfinite(found_rI).all(dim=1, keepdim=True) & found_rI.any(dim=1, keepdim=True)
+            self.solved.update(group)
             for index in group:
                 place_rI = self.factors.rows(self.found, self.factors.parts.matrices[index].v)
-                place_rI.copy_(torch.where(usable, found_rI.to(place_rI.dtype), place_rI))
+                place_rI.copy_(torch.where(usable_r, found_rI, place_rI))

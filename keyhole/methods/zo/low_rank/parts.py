@@ -174,6 +174,13 @@ def _check(layout: Layout, shapes: dict, vectors: list[FlatTensor], numel: int) 
             f"largest is {large.name}, {tuple(large.shape)}), and directions of low rank exist for linear layers only; "
             "set zo.rank=null"
         )
+    others = {id(tensor.param) for tensor in vectors}
+    experts = [unit for unit in layout.of_kind("block") if unit.expert is not None]
+    if cut := next((t for unit in experts for t in unit.tensors if id(t.param) in others), None):
+        raise UserError(
+            f"zo.rank: {cut.name} is a stack of experts, each a unit of its own, and is trained at full size beside "
+            "directions of low rank, as one; set expert_units=false, freeze it, or set zo.rank=null"
+        )
     if not shapes:
         raise UserError("zo.rank: this model has no linear layers in its blocks that are trained; set zo.rank=null")
 

@@ -81,6 +81,16 @@ def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> 
         factors.v.copy_(factors.draw_v(factors.period))
 
 
+def check_guide(factors: Factors, state: Any) -> None:
+    """Refuses a state whose V were found from data, if this run draws V, and the reverse: within a period the factors
+    would be multiplied by another V, and V of kept periods would be lost."""
+    found = "directions" in state or "kept_v" in state
+    drawn = not found and ("kept" in state or int(state["step_count"]) % factors.refresh > 0)
+    if (found and factors.guide is None) or (drawn and factors.guide is not None):
+        was = "found from data" if found else "random"
+        raise UserError(f"zo.guide: the directions of the state are {was}; zo.guide must be as it was")
+
+
 def saved(factors: Factors, state: Any) -> Factors | None:
     """The factors of a checkpoint, beside those of the run; None if its weights contain everything."""
     steps = int(state["step_count"])
