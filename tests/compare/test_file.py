@@ -215,7 +215,8 @@ def test_the_papers_grids() -> None:
 
 def test_without_dev_a_grid_has_nothing_to_choose_by(tmp_path: Path) -> None:
     """Test never chooses: a grid is refused, single settings are run to their last step."""
-    text = TEXT.replace("num_dev: 24", "num_dev: 0")
+    text = TEXT.replace("num_dev: 12", "num_dev: 0")
+    assert text != TEXT
     with pytest.raises(UserError, match="adamw on demo: num_dev=0 leaves nothing to choose one of 2 points"):
         plan(read_comparison(write(tmp_path / "a.yaml", text)), lambda name: None)
     single = text.replace("[1e-5, 2e-3]", "2e-3").replace("[5e-2, 1e-4]", "5e-2")
