@@ -42,6 +42,7 @@ from keyhole.loading import load
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
+from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
 from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.update import Pending
 from keyhole.model.classification import name_labels
@@ -162,7 +163,7 @@ def journal_of(path: Path) -> Path:
 def keep_directions(method: ZO, journal: Path, run: str | None) -> None:
     """Sets where a method that finds its directions (zo.guide) keeps them: beside its journal. run: the run's id."""
     if method.guide is not None:
-        method.guide.store, method.guide.run = journal.with_name("directions"), run
+        method.guide.files = DirectionFiles(journal.with_name("directions"), run)
 
 
 def _load_factors(method: ZO, base: Path, header: Header) -> None:

@@ -17,9 +17,8 @@ The rows are those of the coming steps (the training loop looks ahead; their ord
 resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself.
 
 V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and with a journal each period's
-V is a file beside it, which is on the disk before the first record of the period is: with these a replay needs neither
-data nor passes. A file has a checksum of its V and the id of its run: other directions would give other weights,
-without an error. Bytes per period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
+V is a file beside it (direction_files.py), which is on the disk before the first record of the period is: with these a
+replay needs neither data nor passes.
 
 Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D); the inputs, b N I per layer, at most
 KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or one layer.
@@ -28,19 +27,15 @@ KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at on
 from __future__ import annotations
 
 import weakref
-import zlib
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from keyhole import ops
-from keyhole.disk.files import make_directories, replacing
 from keyhole.errors import UserError
 from keyhole.methods.zo.looks import compacted
+from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
 from keyhole.methods.zo.low_rank.error_directions import predictors, principal_errors
 from keyhole.methods.zo.low_rank.parts import ALIGN
 from keyhole.model.backward.vocabulary import VocabularyGradients
@@ -51,15 +46,13 @@ if TYPE_CHECKING:
     from keyhole.methods.zo.low_rank.factors import Factors
     from keyhole.methods.zo.method import ZO
 
-NAME, CHECKSUM, RUN, FORMAT = "v", "crc32", "run", "{:06d}.safetensors"
 KEPT_BYTES, SOLVED_BYTES = 256 * 2**20, 64 * 2**20
 MOST_POSITIONS = 4096  # of the loss over tokens
 PASS_BYTES = 128 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
 
 
 class Guide:
-    """Computes, keeps and reads the V of periods. store: the directory of their files; None: they are not kept. run:
-    the id of the run that they belong to."""
+    """Computes the V of periods. files: where they are kept; None: nowhere."""
 
     def __init__(self, factors: Factors, rows: int) -> None:
         model = factors.model
@@ -68,8 +61,7 @@ class Guide:
         if model.ranks.several:
             raise UserError("zo.guide: several ranks are not supported, each sees its own rows only; set zo.guide=null")
         self.factors, self.rows = weakref.proxy(factors), rows
-        self.store: Path | None = None
-        self.run: str | None = None
+        self.files: DirectionFiles | None = None
         self.ahead: list[Batch] = []
         self.inputs: _Inputs | None = None  # during the passes
         self.lines: list[str] = []
@@ -85,6 +77,12 @@ class Guide:
         """The most tokens of a pass, unless those of a step have more."""
         return tokens_per_pass(self.factors.model.layout.widest, self.factors.model.dtype.itemsize)
 
+    def read(self, period: int) -> torch.Tensor:
+        """V of a period, from its file."""
+        if self.files is None:
+            raise UserError("zo.guide: directions are files beside the journal, and no journal is known")
+        return self.files.read(period, self.factors.v, first_step=period * self.factors.refresh + 1)
+
     @torch.no_grad()
     def renew(self, zo: ZO, batches: list[Batch]) -> None:
         """Before a step: computes V, if it is due. batches: those of the step; a closure has none."""
@@ -98,8 +96,8 @@ class Guide:
             )
         self.ahead = []
         v = self._find(zo, rows, period)
-        if self.store is not None:
-            self._write(v, period)
+        if self.files is not None:
+            self.files.write(v, period)
         self.factors.take_v(v, period)
 
     def _find(self, zo: ZO, batches: list[Batch], period: int) -> torch.Tensor:
@@ -137,48 +135,6 @@ class Guide:
         """Lines for the user; each is returned once."""
         told, self.lines = self.lines, []
         return told
-
-    # -- files -----------------------------------------------------------------------------------------------------
-
-    def _write(self, v: torch.Tensor, period: int) -> None:
-        path = self.store / FORMAT.format(period)
-        try:
-            make_directories(self.store)
-            with replacing(path) as file:
-                file.write(save({NAME: v.cpu()}, {CHECKSUM: _checksum(v), RUN: str(self.run)}))
-        except OSError as error:
-            raise UserError(
-                f"zo.guide: {path} cannot be written: {error.strerror or error}; steps of this period could not be "
-                "replayed. Free some space, and go on with --resume"
-            ) from error
-
-    def read(self, period: int) -> torch.Tensor:
-        """V of a period, from its file; UserError if it is missing or damaged."""
-        if self.store is None:
-            raise UserError("zo.guide: directions are files beside the journal, and no journal is known")
-        path, expected = self.store / FORMAT.format(period), self.factors.v
-        try:
-            with safe_open(path, "pt") as file:
-                v, about = file.get_tensor(NAME), file.metadata() or {}
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"zo.guide: {path} cannot be read ({error}); {self._way_on(period)}") from error
-        if v.shape != expected.shape or v.dtype != expected.dtype:
-            raise UserError(f"zo.guide: {path} holds {v.dtype} {tuple(v.shape)}, not the directions of this model")
-        if about.get(CHECKSUM) != _checksum(v):
-            raise UserError(f"zo.guide: {path} is damaged, its checksum is wrong; {self._way_on(period)}")
-        if about.get(RUN) != str(self.run):
-            raise UserError(f"zo.guide: {path} is of another run than the journal; {self._way_on(period)}")
-        return v
-
-    def _way_on(self, period: int) -> str:
-        return (
-            f"steps from {period * self.factors.refresh + 1} on of the journal need it. Put it back (the directory "
-            "directions of the run, beside its journal), or resume from a checkpoint by its name"
-        )
-
-
-def _checksum(v: torch.Tensor) -> str:
-    return f"{zlib.crc32(v.cpu().contiguous().view(torch.uint8).numpy()):08x}"
 
 
 def tokens_per_pass(widest: int, element_bytes: int) -> int:
