@@ -102,6 +102,22 @@ def test_layers_that_see_other_tokens_are_told() -> None:
     assert seen.news() == []
 
 
+@pytest.mark.parametrize("kept_bytes", [2**28, 0])
+def test_a_layer_that_is_called_twice_keeps_its_random_direction(
+    kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its inputs are kept, or solved as soon as they are there."""
+    monkeypatch.setattr(guide, "KEPT_BYTES", kept_bytes)
+    model = load("llama")
+    mlp = model.blocks[1].mlp
+    zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    drawn = zo.factors.v.clone()
+    monkeypatch.setattr(mlp, "forward", lambda x: mlp.down_proj(mlp.gate_proj(x) * mlp.gate_proj(x) * mlp.up_proj(x)))
+    zo.guide.renew(zo, [ragged()])
+    twice = [m for m in zo.factors.parts.matrices if torch.equal(zo.factors.v[m.v], drawn[m.v])]
+    assert [m.layer for m in twice] == [mlp.gate_proj]
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_an_error_that_is_no_number_leaves_the_directions_random(poison: float) -> None:
     model = load("llama")

@@ -112,7 +112,8 @@ class Guide:
             d_NH = torch.cat([_summed(d, places, len(at)) for d, (at, places) in zip(errors, positions, strict=True)])
             where = {"offset": _after(factors), "step": period, "device": model.device}
             start_Nr = ops.draw_noise(len(d_NH) * factors.rank, **where, **factors.noise).view(len(d_NH), factors.rank)
-            inputs.found, inputs.y_Nr = factors.draw_v(period), principal_errors(d_NH, start_Nr)
+            inputs.drawn, inputs.found = factors.draw_v(period), factors.draw_v(period)
+            inputs.y_Nr = principal_errors(d_NH, start_Nr)
             if inputs.keeps:
                 inputs.solve()
             else:
@@ -185,7 +186,8 @@ class _Inputs:
     def __init__(self, factors: Factors, sent: list[DeviceBatch], at: list[torch.Tensor]) -> None:
         self.factors, self.at = factors, at
         self.tokens = [batch.inputs["input_ids"].numel() for batch in sent]
-        self.keeps, self.y_Nr, self.found = False, torch.empty(0), torch.empty(0)
+        self.keeps, self.y_Nr = False, torch.empty(0)
+        self.drawn = self.found = torch.empty(0)  # all V: random, and what becomes of them
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
         self.solved: set[int] = set()  # matrices with a V
         self.odd: set[int] = set()  # matrices whose inputs are not the tokens of a pass, once each
@@ -202,8 +204,9 @@ class _Inputs:
         if not self.keeps and not self.y_Nr.numel():
             return
         current, parts = self.factors.model.conductor.current.index, self.seen.setdefault(index, {})
-        if x.shape[:-1].numel() != self.tokens[current] or current in parts or index in self.odd:
-            self.odd.add(index)
+        again = current in parts or index in self.solved
+        if x.shape[:-1].numel() != self.tokens[current] or again or index in self.odd:
+            self._leave_random(index)
             return
         if self.last is None or self.last[0] is not x:
             self.last = x, x.reshape(self.tokens[current], -1)[self.at[current]]
@@ -211,6 +214,13 @@ class _Inputs:
         if not self.keeps and len(parts) == len(self.at):
             self.solve([index])
             self.seen[index] = {}
+
+    def _leave_random(self, index: int) -> None:
+        self.odd.add(index)
+        self.solved.discard(index)
+        if self.found.numel():
+            at = self.factors.parts.matrices[index].v
+            self.found[at] = self.drawn[at]
 
     def solve(self, indices: list[int] | None = None) -> None:
         """Computes V of layers: those of one width at once, those that read the same inputs as one."""
