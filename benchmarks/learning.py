@@ -67,6 +67,7 @@ ATTENTION = {"freeze": [*LOWER, "*.mlp.*", "*norm*"]}
 DEV = {"num_dev": 500, "eval_steps": 1000}
 LARGE = ZO | BF16 | {"batch_size": 128, "max_steps": 1000, "eval_steps": 500, "pad_to_multiple_of": 64}  # one width
 GUIDE = {"rank": 1, "refresh": 100, "guide": 1024}  # V from the errors of 1,024 rows
+SEVEN = {"estimator": "fzoo", "directions": 7}  # eight passes
 GUIDED = LARGE | DEV | UPPER | {"zo": GUIDE | {"clip": 3.0}, "eval_steps": 500}
 SHORT = {"max_steps": 400, "eval_steps": 400}
 MINUTES = {"max_steps": 6000, "eval_steps": 2000, "pad_to_multiple_of": "auto"}  # max_steps by the GPU's pace
@@ -136,6 +137,11 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         "sst2",
         [0, 1, 2],
         GUIDED | {"learning_rate": 2.3e-4, "max_steps": 7000, "eval_steps": 3500},
+    ),
+    "sst2-zo-guided-fzoo": (
+        "sst2",
+        [0, 1, 2],
+        GUIDED | {"learning_rate": 7.5e-4, "zo": GUIDE | SEVEN, "max_steps": 5500, "eval_steps": 2750},
     ),
     "sst2-zo-guided-1000": ("sst2", [0, 1, 2], GUIDED | {"learning_rate": [2.5e-4, 5e-4]}),
     "sst2-zo-guided-16": (
