@@ -69,6 +69,7 @@ LARGE = ZO | BF16 | {"batch_size": 128, "max_steps": 1000, "eval_steps": 500, "p
 GUIDE = {"rank": 1, "refresh": 100, "guide": 1024}  # V from the errors of 1,024 rows
 SEVEN = {"estimator": "fzoo", "directions": 7}  # eight passes
 GUIDED = LARGE | DEV | UPPER | {"zo": GUIDE | {"clip": 3.0}, "eval_steps": 500}
+GUIDED_16 = ZO | DEV | UPPER | {"zo": GUIDE | {"clip": 5.0}}
 SHORT = {"max_steps": 400, "eval_steps": 400}
 MINUTES = {"max_steps": 6000, "eval_steps": 2000, "pad_to_multiple_of": "auto"}  # max_steps by the GPU's pace
 TOKENS = {"loss": "tokens"}
@@ -144,13 +145,11 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         GUIDED | {"learning_rate": 7.5e-4, "zo": GUIDE | SEVEN, "max_steps": 5500, "eval_steps": 2750},
     ),
     "sst2-zo-guided-1000": ("sst2", [0, 1, 2], GUIDED | {"learning_rate": [2.5e-4, 5e-4]}),
-    "sst2-zo-guided-16": (
+    "sst2-zo-guided-16": ("sst2", [0, 1, 2], GUIDED_16 | {"learning_rate": 8e-5}),
+    "sst2-zo-guided-2000": (  # forward passes
         "sst2",
-        [0],
-        ZO
-        | DEV
-        | UPPER
-        | {"learning_rate": [6e-5, 1.2e-4], "zo": GUIDE | {"clip": 5.0}, "max_steps": 1000, "eval_steps": 500},
+        [0, 1, 2],
+        GUIDED_16 | {"learning_rate": 2e-4, "max_steps": 1000, "eval_steps": 500},
     ),
     "sst2-zo-top": (
         "sst2",
@@ -183,6 +182,11 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo-2000": ("sst2", [0], FZOO | {"learning_rate": [5e-4, 1e-3, 2e-3], "max_steps": 222, "eval_steps": 111}),
     "sst2-zo-parts": ("sst2", [0], PARTS | {"learning_rate": [5e-5, 1e-4, 2e-4], "max_steps": 1000, "eval_steps": 250}),
     **{f"sst2-{name}": ("sst2", [0, 1, 2], how | first_order(5)) for name, how in FIRST_ORDER.items()},
+    "sst2-adam-offload-rates": (
+        "sst2",
+        [0],
+        FIRST_ORDER["adam-offload"] | first_order(5) | {"learning_rate": [5e-5, 1.5e-5], "num_dev": 500},
+    ),
     "sst2-lomo-streamed": ("sst2", [0], FIRST_ORDER["lomo"] | first_order(5) | {"placement": "stream"}),
     **{
         f"rte-{name}": ("rte", [0], how | RTE.get(name, {}) | first_order(10) | TOKENS)

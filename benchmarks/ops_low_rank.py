@@ -1,11 +1,11 @@
 """The small kernels of a low-rank pass beside memory bandwidth, with several sizes of tiles.
 
-    python benchmarks/ops_low_rank.py        needs a GPU, about a minute
+    python benchmarks/ops_low_rank.py        needs a GPU, about half a minute
 
 What one OPT-13B block runs beside its products for two looks of 1024 tokens, rank 2, in bfloat16: `widen` for its six
 layers, the sketch of q, k and v (eight columns: those of out lie beside them), and layer norms. Times are those of CUDA
-graphs over buffers that do not fit the L2 cache together: six calls of `widen`, four sketches, four norms. Floor: the
-bytes that each reads and writes, at the rate of a copy. The fastest tiles are printed last, against those in the code.
+graphs over buffers that do not fit the L2 cache together. Floor: the bytes that each reads and writes, at the rate of a
+copy. The fastest tiles are printed last, against those in the code.
 """
 
 import itertools
@@ -23,10 +23,7 @@ LOOKS, ROWS, WIDTH, RANK = 2, 1024, 5120, 2
 OUTPUTS = [WIDTH] * 5 + [4 * WIDTH]
 TILES: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "widen": (product, {"ROWS_OUT": (8, 16, 32), "COLUMNS": (512, 1024, 2048), "WARPS_OUT": (4, 8)}),
-    "sketch": (
-        product,
-        {"SEVERAL_ROWS": (2, 4, 8), "SEVERAL_DEPTH": (256, 512), "SEVERAL_WARPS": (4, 8), "SEVERAL_STAGES": (1, 4)},
-    ),
+    "sketch": (product, {"ROWS_IN": (16, 32), "DEPTH": (128, 256, 512), "STAGES": (3, 5)}),
     "norm": (norms, {"PER_WARP": (512, 1024, 2048)}),
 }
 

@@ -16,15 +16,7 @@ So beside the product y is written and read once more, and x read once more: for
 63 MB, against 107 GFLOP. y holds the small part before the large one is added to it in float32, and the sum is rounded
 once. (The textbook computes W + B_l V^T for each l: 2 O I written and read per l.)
 
-narrow has three kernels, by the number of columns (layers that read one x share a sketch, so r is several ranks):
-
-    1 to 4     sums in registers, column by column; rank 1 to 4 of one layer
-    5 to 8     the same for all columns of a tile at once, with x and V copied ahead: q, k, v and out of rank 2
-    9 ..       tl.dot, whose tile has at least 16 rows and 16 columns: 1024 rows are 64 programs, fewer than a large GPU
-               has processors, and 8 columns would be half zeros
-
-Sums differ from the reference's by rounding; the order of a sum is the same in every launch. It depends on the width,
-dtype, number of columns and 16-byte alignment of x and V, but not on the number of rows or on a row's place among them.
+Sums differ from the reference's by rounding; the order of a sum is the same in every launch.
 Legend: L looks, M rows of each, I inputs, O outputs, r rank.
 """
 
@@ -37,8 +29,6 @@ ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs, so each must have many load
 LEAST = 16  # minimum number of columns of tl.dot
 FEW = 4  # ranks up to this are summed without tl.dot, which would multiply by twelve columns of zeros
 FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 2
-SEVERAL = 8  # ranks up to this too, with all columns in one tile: a power of two, or 0 to leave them to tl.dot
-SEVERAL_ROWS, SEVERAL_DEPTH, SEVERAL_WARPS, SEVERAL_STAGES = 4, 512, 4, 4  # depth: in 16 bit, else half
 ROWS_OUT, COLUMNS, WARPS_OUT = 8, 1024, 4
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -116,25 +106,6 @@ def _narrow_few_kernel(
         tl.store(p_ptr + row * r + 3, tl.sum(sum_3, axis=1), row < M)
 
 
-@jit(do_not_specialize=["M"])
-def _narrow_several_kernel(
-    x_ptr, v_ptr, p_ptr, M, width, r,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The same for a rank of 5 to 8: a sum per row, column and place in a tile; places are added at the end. (Products
-    of 16-bit numbers are exact in float32, so fma rounds as a sum does. The compiled code is one for all M.)"""
-    row, j = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
-    x_at, v_at = x_ptr + row.to(tl.int64)[:, None, None] * width, v_ptr + (j * width)[None, :, None]
-    total = tl.zeros([ROWS, RANK, DEPTH], tl.float32)
-    for start in tl.range(0, width, DEPTH, num_stages=STAGES):
-        i = (start + tl.arange(0, DEPTH))[None, None, :]
-        x = tl.load(x_at + i, (row < M)[:, None, None] & (i < width), 0.0).to(tl.float32)
-        v = tl.load(v_at + i, (j < r)[None, :, None] & (i < width), 0.0).to(tl.float32)
-        total = tl.fma(x, v, total)
-    p = tl.sum(total, axis=2)
-    tl.store(p_ptr + row[:, None] * r + j[None, :], p, (row < M)[:, None] & (j < r)[None, :])
-
-
 @jit()
 def _widen_kernel(
     p_ptr, b_ptr, bias_ptr, y_ptr, M, width, r, p_stride, b_stride, bias_stride,
@@ -175,9 +146,6 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
     if rank <= FEW:
         _launch_few(x_MI, v_rI, p_Mr, None)
         return p_Mr
-    if rank <= SEVERAL:
-        _launch_several(x_MI, v_rI, p_Mr)
-        return p_Mr
     wide = max(LEAST, 1 << (rank - 1).bit_length())
     depth = DEPTH if x_MI.element_size() == 2 else DEPTH // 2
     flags = {"ROWS": ROWS_IN, "DEPTH": max(LEAST, depth * LEAST // wide), "RANK": wide, "PRECISION": "ieee"}
@@ -207,15 +175,6 @@ def _launch_few(x_MI: torch.Tensor, v_rI: torch.Tensor, p_Mr: torch.Tensor, relu
     with on_device(x_MI):
         grid = (-(-rows // FEW_ROWS),)
         _narrow_few_kernel[grid](x_MI, v_rI, p_Mr, relu_MI, rows, width, rank, **flags, enable_fp_fusion=False)
-
-
-def _launch_several(x_MI: torch.Tensor, v_rI: torch.Tensor, p_Mr: torch.Tensor) -> None:
-    (rows, width), rank = x_MI.shape, v_rI.shape[0]
-    depth = SEVERAL_DEPTH if x_MI.element_size() == 2 else SEVERAL_DEPTH // 2
-    flags = {"ROWS": SEVERAL_ROWS, "DEPTH": depth, "RANK": SEVERAL, "STAGES": SEVERAL_STAGES}
-    with on_device(x_MI):
-        grid, options = (-(-rows // SEVERAL_ROWS),), {"num_warps": SEVERAL_WARPS, "enable_fp_fusion": False}
-        _narrow_several_kernel[grid](x_MI, v_rI, p_Mr, rows, width, rank, **flags, **options)
 
 
 def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
