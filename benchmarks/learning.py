@@ -67,7 +67,7 @@ ATTENTION = {"freeze": [*LOWER, "*.mlp.*", "*norm*"]}
 DEV = {"num_dev": 500, "eval_steps": 1000}
 LARGE = ZO | BF16 | {"batch_size": 128, "max_steps": 1000, "eval_steps": 500, "pad_to_multiple_of": 64}  # one width
 GUIDE = {"rank": 1, "refresh": 100, "guide": 1024}  # V from the errors of 1,024 rows
-SEVEN = {"estimator": "fzoo", "directions": 7}  # eight passes
+SEVEN = {"zo": GUIDE | {"estimator": "fzoo", "directions": 7}, "num_train": 60000}  # eight passes
 GUIDED = LARGE | DEV | UPPER | {"zo": GUIDE | {"clip": 3.0}, "eval_steps": 500}
 GUIDED_16 = ZO | DEV | UPPER | {"zo": GUIDE | {"clip": 5.0}}
 SHORT = {"max_steps": 400, "eval_steps": 400}
@@ -142,7 +142,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo-guided-fzoo": (
         "sst2",
         [0, 1, 2],
-        GUIDED | {"learning_rate": 7.5e-4, "zo": GUIDE | SEVEN, "max_steps": 5500, "eval_steps": 2750},
+        GUIDED | SEVEN | {"learning_rate": 1.1e-3, "max_steps": 2750, "eval_steps": 1375},
     ),
     "sst2-zo-guided-1000": ("sst2", [0, 1, 2], GUIDED | {"learning_rate": [2.5e-4, 5e-4]}),
     "sst2-zo-guided-16": ("sst2", [0, 1, 2], GUIDED_16 | {"learning_rate": 8e-5}),
