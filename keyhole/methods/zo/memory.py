@@ -21,7 +21,7 @@ from dataclasses import replace
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
-from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, tokens_per_pass
+from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, may_keep, tokens_per_pass
 from keyhole.methods.zo.low_rank.kept import room_for
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
@@ -97,7 +97,8 @@ def _guide_bytes(layout: Layout, work: Workload, own: ZOConfig, element_bytes: i
     count = _guide_positions(work, own)
     units = [[t.shape[1] for t in unit.tensors if len(t.shape) == 2] for unit in layout.of_kind("block")]
     of_all = element_bytes * count * sum(map(sum, units))
-    inputs = of_all if of_all <= KEPT_BYTES else element_bytes * count * max(map(sum, units))
+    of_one = element_bytes * count * max(map(sum, units))
+    inputs = max(of_one, min(of_all, KEPT_BYTES)) if may_keep(of_all) else of_one
     sides = [side for of_unit in units for side in of_unit]
     solved = max(4 * count * max(sides), min(SOLVED_BYTES, 4 * count * sum(sides)))
     return 4 * count * layout.table.shape[1] + inputs + solved

@@ -8,6 +8,7 @@ import torch
 import keyhole
 from keyhole.methods.zo.low_rank import error_directions, guide
 from keyhole.methods.zo.low_rank.error_directions import RIDGE, predictors, principal_errors
+from keyhole.model.forward.evaluation import swept
 from tests.methods.zo.loops import load
 from tests.model.candidates import plain_candidates_loss, ragged
 from tests.model.decoders import batch, config
@@ -99,17 +100,24 @@ def with_two_answers(seed: int = 0) -> dict[str, torch.Tensor]:
     return one
 
 
-@pytest.mark.parametrize("kept_bytes", [2**28, 0])
+@pytest.mark.parametrize("kept, sweeps", [(1.0, 1), (0.75, 1), (0.5, 2), (0.0, 2)])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_directions_are_those_of_the_plain_model(pieces: int, kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer, in one pass or two, from inputs that are kept and from those of a second sweep; up to the sign."""
-    monkeypatch.setattr(guide, "KEPT_BYTES", kept_bytes)
+def test_directions_are_those_of_the_plain_model(
+    pieces: int, kept: float, sweeps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer, in one pass or two, up to the sign; from inputs that are kept (0.75 of their bytes: if those that
+    several layers read count once), and from those of a second sweep, of which some were kept before or none."""
     one = with_two_answers()
     model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
     zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    inputs = sum(matrix.inputs for matrix in zo.factors.parts.matrices)
+    monkeypatch.setattr(guide, "KEPT_BYTES", int(kept * 4 * 24 * inputs))
+    made = []
+    monkeypatch.setattr(guide, "swept", lambda *args, **how: made.append(how) or swept(*args, **how))
     half = {name: x[:24] for name, x in one.items()}, {name: x[24:] for name, x in one.items()}
     half[1]["question"] = half[0]["question"].clone()
     zo.guide.renew(zo, [one] if pieces == 1 else list(half))
+    assert len(made) == sweeps
     expected = plain_directions(keyhole.load(config("llama"), init="random", seed=3, device="cpu"), one)
     assert len(expected) == len(zo.factors.parts.matrices)
     for matrix in zo.factors.parts.matrices:

@@ -8,10 +8,10 @@ At the start of each period, before its first step, `zo.guide` rows pass the mod
        reversed
     3. from both, V of every layer (error_directions.py), for layers of one width at once
 
-If the inputs take more than KEPT_BYTES, they are not kept in this sweep, but computed again in a second one, in which
-V of a layer follows as soon as all passes have left it. A layer whose input is something else than tokens in the order
-of the batch keeps its random V, and so does a column for which there is no error: a rank above the number of its
-components has random directions beside those that follow the error.
+If the inputs take more than KEPT_BYTES (those that several layers read count once), they are given up, and computed
+again in a second sweep, in which V of a layer follows as soon as all passes have left it. A layer whose input is
+something else than tokens in the order of the batch keeps its random V, and so does a column for which there is no
+error: a rank above the number of its components has random directions beside those that follow the error.
 
 The rows are those of the coming steps (the training loop looks ahead; their order is a function of the seed, so a
 resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself.
@@ -107,7 +107,7 @@ class Guide:
         positions = [torch.unique(batch.index_N, return_inverse=True) for batch in sent]
         self.inputs = inputs = _Inputs(factors, sent, [at for at, _ in positions])
         try:
-            inputs.keeps = inputs.bytes <= KEPT_BYTES
+            inputs.keeps = may_keep(inputs.bytes)
             errors = _head_errors(model, sent)
             d_NH = torch.cat([_summed(d, places, len(at)) for d, (at, places) in zip(errors, positions, strict=True)])
             where = {"offset": _after(factors), "step": period, "device": model.device}
@@ -136,6 +136,12 @@ class Guide:
         """Lines for the user; each is returned once."""
         told, self.lines = self.lines, []
         return told
+
+
+def may_keep(input_bytes: int) -> bool:
+    """Whether inputs are kept, as far as KEPT_BYTES go. input_bytes: of all layers, as if each read its own; about half
+    of them are the same (q, k and v, gate and up)."""
+    return input_bytes <= 2 * KEPT_BYTES
 
 
 def tokens_per_pass(widest: int, element_bytes: int) -> int:
@@ -180,13 +186,15 @@ def _after(factors: Factors) -> int:
 
 
 class _Inputs:
-    """The inputs of layers at the positions `at` of each pass, by matrix and pass. keeps: they are kept until `solve`;
-    else, once the errors y_Nr are known, V of a layer is computed as soon as all its inputs are there."""
+    """The inputs of layers at the positions `at` of each pass, by matrix and pass. keeps: they are kept until `solve`,
+    unless they become too many; else, once the errors y_Nr are known, V of a layer is computed as soon as all its
+    inputs are there."""
 
     def __init__(self, factors: Factors, sent: list[DeviceBatch], at: list[torch.Tensor]) -> None:
         self.factors, self.at = factors, at
         self.tokens = [batch.inputs["input_ids"].numel() for batch in sent]
         self.keeps, self.y_Nr = False, torch.empty(0)
+        self.kept_bytes = 0
         self.drawn = self.found = torch.empty(0)  # all V: random, and what becomes of them
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
         self.solved: set[int] = set()  # matrices with a V
@@ -210,7 +218,11 @@ class _Inputs:
             return
         if self.last is None or self.last[0] is not x:
             self.last = x, x.reshape(self.tokens[current], -1)[self.at[current]]
+            self.kept_bytes += self.last[1].nbytes if self.keeps else 0
         parts[current] = self.last[1]
+        if self.keeps and self.kept_bytes > KEPT_BYTES:
+            self.keeps, self.seen, self.last = False, {}, None
+            return
         if not self.keeps and len(parts) == len(self.at):
             self.solve([index])
             self.seen[index] = {}
