@@ -149,7 +149,9 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo-guided-2000": (  # forward passes
         "sst2",
         [0, 1, 2],
-        GUIDED_16 | {"learning_rate": 2e-4, "max_steps": 1000, "eval_steps": 500},
+        GUIDED_16
+        | {"learning_rate": 2e-4, "max_steps": 800, "eval_steps": 400}
+        | {"zo": {"rank": 1, "refresh": 150, "guide": 512, "clip": 5.0}},
     ),
     "sst2-zo-top": (
         "sst2",

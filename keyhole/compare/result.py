@@ -95,7 +95,7 @@ def summarise(trial: Trial, data: Data) -> Result:
     row = METHODS[config.method]
     own = getattr(config, row.section)
     if row.forwards is not None:
-        made.forwards = float(row.forwards(own))
+        made.forwards = float(row.forwards(own, config.batch_size * config.gradient_accumulation_steps))
         if config.learning_rate == AUTO_RATE:
             made.search_forwards = row.search_steps * (row.search_passes - made.forwards)
     made.tokens = sum(entry["tokens"] for entry in steps)

@@ -75,8 +75,9 @@ class Traits:
     """The range of rates that worked on models of 0.1 to 13 billion parameters."""
     usual_rates: Callable[[Any], tuple[float, tuple[float, float]]] | None = None
     """(learning_rate, sane_rates), if they depend on the method's own settings."""
-    forwards: Callable[[Any], int] | None = None
-    """The cost of a step in forward passes over its rows; None for methods with gradients, which it cannot measure."""
+    forwards: Callable[[Any, int], float] | None = None
+    """The cost of a step in forward passes over its rows, by own settings and the number of rows; None for methods with
+    gradients, which it cannot measure."""
     search_steps: int = 0
     """Number of steps of a learning-rate search."""
     search_passes: int = 0

@@ -68,9 +68,10 @@ def _passes(own: ZOConfig) -> int:
     return DEFAULTS[own.estimator].passes(directions(own))
 
 
-def _forwards(own: ZOConfig) -> int:
-    usual = DEFAULTS[own.estimator]
-    return 2 if usual.splits else usual.passes(directions(own))
+def _forwards(own: ZOConfig, rows: int) -> float:
+    """Passes over the rows that V is found from count too, as two (the second is not always necessary)."""
+    usual, ahead = DEFAULTS[own.estimator], 0.0 if own.guide is None else 2 * own.guide / (rows * own.refresh)
+    return (2 if usual.splits else usual.passes(directions(own))) + ahead
 
 
 def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:

@@ -9,6 +9,7 @@ import torch
 import keyhole
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
+from keyhole.methods import METHODS
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.memory import device_bytes
@@ -233,6 +234,14 @@ def test_the_plan_counts_rows_and_positions_that_there_are() -> None:
     assert choice == planned_bytes(64, trained=1.0) < planned_bytes(64, trained=8.0) < tokens
     assert tokens == planned_bytes(64, trained=guide.MOST_POSITIONS / 64) == planned_bytes(64, trained=1e6)
     assert planned_bytes(64, chooses=True, trained=300.0) > tokens  # a choice needs all tokens of its candidates
+
+
+def test_comparisons_count_passes_over_rows_ahead() -> None:
+    """In units of a step's rows, beside the passes of the step."""
+    forwards = METHODS["zo"].forwards
+    assert forwards is not None
+    assert forwards(ZOConfig(), 16) == 2 and forwards(ZOConfig(estimator="fzoo", directions=7), 16) == 8
+    assert forwards(ZOConfig(rank=1, refresh=128, guide=512), 16) == 2 + 2 * 512 / (16 * 128)
 
 
 @pytest.mark.parametrize(
