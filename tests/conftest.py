@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from hypothesis import settings
 from keyhole.machine.host import cpu_has_bf16
 from keyhole.report.story import Answers
 from tests.matrix import mark_the_rest
+from tests.noise import draw_once
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # tests trace and generate no code: no pool of processes
 gc.disable()  # until all is imported: imports make no garbage worth a walk through all that is there
@@ -157,42 +157,12 @@ def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
     stand_in(monkeypatch, request.keywords, real_functions)
 
 
-kept_small = lru_cache(maxsize=1)(lru_cache(maxsize=4096))  # draws of small tensors, for the whole session
-
-
-@lru_cache(maxsize=1)
-def kept_tiles(words: Callable[..., Any]) -> Callable[..., Any]:
-    """words_reference, of which each tile's words are drawn once: all small tensors of a unit lie in one tile, and each
-    asks for the bits of the whole of it."""
-    draw = lru_cache(maxsize=1024)(lambda first, count, tile, **options: words(first, count, tile, **options))
-
-    def drawn(start: int, n: int, tile: int, **options: Any) -> Any:
-        first, last = start // tile * tile, -(-(start + n) // tile) * tile
-        given = draw if last - first <= 4 * tile else words
-        return given(first, last - first, tile, **dict(sorted(options.items())))
-
-    return drawn
-
-
 @pytest.fixture(autouse=True)
 def noise_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is drawn once a test, that of small tensors once a session: z is a pure function of (seed, step, direction,
-    elements), which tests/ops holds it to; a step asks for it to perturb, the next one to update, and both again in the
-    streamed twin and in the next test. So are the bits of stochastic rounding."""
-    if "tests/ops" in str(request.path):
-        return
-    if bits := sys.modules.get("keyhole.ops.rounding.bits"):
-        monkeypatch.setattr(bits, "words_reference", kept_tiles(bits.words_reference))
-    zo = sys.modules.get("keyhole.ops.zo.flat")
-    if zo is None:
-        return
-    small, large = kept_small(zo.chunk_noise_reference), lru_cache(maxsize=1024)(zo.chunk_noise_reference)
-
-    def drawn(start: int, n: int, **options: Any) -> Any:
-        draw = small if n <= 16384 else large
-        return draw(start, n, **dict(sorted(options.items()))).clone()  # callers use up what they are given
-
-    monkeypatch.setattr(zo, "chunk_noise_reference", drawn)
+    """Noise is drawn once a test, that of small tensors once a session, and so are the bits of stochastic rounding
+    (tests/noise.py); tests/ops holds both to what they are."""
+    if "tests/ops" not in str(request.path):
+        draw_once(monkeypatch.setattr)
 
 
 # Compared with what other processes have computed (ranks have them there, too), or with kernels

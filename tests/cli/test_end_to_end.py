@@ -243,8 +243,8 @@ def address_space(more: int) -> Iterator[None]:
 
 def test_a_batch_that_host_memory_cannot_hold_is_refused(tmp_path: Path, capsys: Any) -> None:
     """In the middle of a step, by torch's own allocator: what was asked for, and what to lower; no traceback."""
-    words = ["model=demo", "method=adamw", "train_data=demo", "train_weights=[40]", "batch_size=40000", "max_steps=1"]
-    with address_space(2**30):
+    words = ["model=demo", "method=adamw", "train_data=demo", "train_weights=[40]", "batch_size=8000", "max_steps=1"]
+    with address_space(2**28):
         assert main(["train", *words, "device=cpu", f"output_dir={tmp_path / 'out'}"]) == 2
     message = capsys.readouterr().err
     assert "out of host memory: " in message and "more were asked for" in message and "lower batch_size" in message

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from keyhole.machine.host import cpu_has_bf16
+from tests.bf16 import Products
 from tests.matrix import in_every_run
+from tests.noise import draw_once
 from tests.training.children import server
 
 KILLS = [("zo", 5), ("adamw", 4), ("zo", 8)]  # `python -m tests.crash DIR` has 200
@@ -17,6 +20,10 @@ def _crash(directory: Path, method: str, kills: int, model: str, data: str, writ
     """In a process that has imported everything and has no threads yet: every life is a fork of it."""
     from tests.crash.__main__ import crash, prepare
 
+    products = Products()  # while they have an owner: all lives, and the one that is not killed, have them
+    if not cpu_has_bf16():
+        products.start()
+    draw_once(setattr)
     try:
         config = prepare(directory, method, STEPS, model, data)
         found = crash(config, kills, SEED, directory / "log", say=lambda line: None)

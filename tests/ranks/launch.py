@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from keyhole.machine.host import cpu_has_bf16
 from tests.bf16 import Products
+from tests.noise import draw_once
 from tests.training.children import server
 
 LIMIT_S = 300.0  # more than ranks need on a busy machine
@@ -96,6 +97,7 @@ def _live(target: Callable[..., Any], args: tuple, env: dict[str, str], writer: 
     products = Products()  # while they have an owner
     if not cpu_has_bf16():
         products.start()
+    draw_once(setattr)  # a step asks for the same noise several times
     code = target(*args)
     sys.stdout.flush()
     sys.exit(code)

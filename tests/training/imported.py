@@ -9,7 +9,6 @@ from contextlib import suppress
 
 gc.disable()  # imports make no garbage worth a walk through all that is there
 
-import matplotlib.pyplot  # noqa: E402, F401
 import numpy.ctypeslib  # noqa: E402, F401
 import transformers.models.auto.tokenization_auto  # noqa: E402
 import transformers.models.llama.modeling_llama  # noqa: E402, F401

@@ -1,0 +1,119 @@
+"""load_best_model_at_end: weights and state of one checkpoint, and what is said where it cannot be loaded."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from keyhole.errors import UserError
+from keyhole.hf import KeyholeArguments, KeyholeTrainer
+from tests.hf.runs import trainer, weights_of
+
+
+class FirstIsBest(KeyholeTrainer):
+    """Evaluates to the number of evaluations so far."""
+
+    count = 0
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        self.count += 1
+        return super().evaluate(*args, **options) | {"eval_count": float(self.count)}
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_the_best_model_has_the_adapters_of_its_step(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], only_model: bool
+) -> None:
+    """Weights and adapters of one checkpoint; refused if the adapters are not kept."""
+    args = KeyholeArguments(
+        str(tmp_path), method="lomo-lora", use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
+        learning_rate=1e-2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="count", greater_is_better=False,
+        remove_unused_columns=False, per_device_train_batch_size=1, per_device_eval_batch_size=1,
+        save_only_model=only_model,
+    )  # fmt: skip
+    made = FirstIsBest(
+        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:2], data_collator=lambda rows: dict(rows[0])
+    )
+    if only_model:
+        with pytest.raises(UserError, match="save_only_model: load_best_model_at_end needs the state of lomo-lora"):
+            made.train()
+        made.args.save_only_model = False  # as the message says: the same trainer goes on
+    made.train()
+    first = next(entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry)
+    assert made.evaluate()["eval_loss"] == first
+
+
+@pytest.mark.parametrize("method", ["adam-offload", "adamw"])
+def test_training_goes_on_from_the_best_model(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], method: str
+) -> None:
+    """Also if the method has a copy of the weights of its own: a step at no rate leaves the best weights."""
+    args = KeyholeArguments(
+        str(tmp_path), method=method, use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4, learning_rate=5e-4,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="count", greater_is_better=False, remove_unused_columns=False,
+        per_device_train_batch_size=1, per_device_eval_batch_size=1, model_dtype="bfloat16",
+    )  # fmt: skip
+    made = FirstIsBest(
+        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:2], data_collator=lambda rows: dict(rows[0])
+    )
+    made.train()
+    best = weights_of(made.keyhole)
+    made.method.param_groups[0]["lr"] = 1e-30
+    made.method.step([batches[0]])
+    made.method.flush()
+    after = weights_of(made.keyhole)
+    assert all(torch.equal(best[name], after[name]) for name in best)
+
+
+def test_a_best_checkpoint_that_is_gone_is_told(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """The weights stay those of the last step, which is not what was asked for."""
+
+    class Deletes(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            shutil.rmtree(tmp_path / f"checkpoint-{state.global_step}")
+
+    made = trainer(
+        tiny_model, tmp_path, batches, eval_dataset=batches[:1], eval_strategy="steps", eval_steps=1, max_steps=1,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True, callbacks=[Deletes],
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="load_best_model_at_end: the best checkpoint, .*checkpoint-1, is gone"):
+        made.train()
+
+
+def test_a_damaged_best_checkpoint_is_not_loaded(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """A bit of its weights flips: this is told, and the weights stay those of the last step."""
+
+    class Damages(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            file = tmp_path / "checkpoint-1" / "model.safetensors"
+            if state.global_step == 2:
+                file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+
+    class Worse(KeyholeTrainer):
+        def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+            found = {"eval_loss": float(self.state.global_step)}
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+            return found
+
+    args = KeyholeArguments(
+        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=1, report_to=[], max_steps=2,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        disable_tqdm=True, learning_rate=1e-2, remove_unused_columns=False, method="lomo",
+    )  # fmt: skip
+    made = Worse(
+        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:1], callbacks=[Damages],
+        data_collator=lambda rows: dict(rows[0]),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"checkpoint-1, is damaged and not loaded: model.safetensors was changed"):
+        made.train()
+    last = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(weight, last[name]) for name, weight in weights_of(made.keyhole).items() if name in last)

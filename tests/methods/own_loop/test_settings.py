@@ -1,0 +1,55 @@
+"""Settings of a method that is made without a config: checked, named as in one, and not changed later."""
+
+from typing import Any
+
+import pytest
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from tests.methods.lomo.loops import load
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("lomo", "max_grad_norm", -1.0),
+        ("lomo", "max_grad_norm", 0),
+        ("lomo", "weight_decay", -0.1),
+        ("lomo", "weight_decay", float("inf")),
+        ("lomo", "seed", -1),
+        ("lomo", "clip_value", float("nan")),
+        ("lomo", "fused", "no"),
+        ("adamw", "beta2", 1.0),
+        ("adam-offload", "eps", "1e-8"),
+        ("sgd", "momentum", True),
+        ("zo", "clip", -1.0),
+        ("zo", "directions", 1.5),
+        ("zo", "distribution", "normal"),
+        ("zo", "rank", 10**6),
+    ],
+)
+def test_settings_have_types_and_bounds_without_a_config_too(name: str, key: str, value: Any) -> None:
+    """A norm or a clip below 0 would turn the gradient round, a decay below 0 would make weights grow."""
+    with pytest.raises(UserError, match=rf"{key}: found {value!r}, expected "):
+        METHODS[name].load()(load("llama"), 1e-3, **{key: value})
+
+
+def test_a_wrong_setting_is_named_as_in_a_config() -> None:
+    """By section and key, so that the message fits both."""
+    with pytest.raises(UserError, match=r"adam_offload\.beta1: found 1\.0, expected a number >= 0"):
+        keyhole.AdamOffload(load("llama"), 1e-3, beta1=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("zo", "eps"), ("zo", "directions"), ("adamw", "weight_decay"), ("lomo", "max_grad_norm"), ("sgd", "momentum")],
+)
+def test_a_setting_that_is_written_into_a_method_is_refused(name: str, key: str) -> None:
+    """The losses of zo would be taken at the new eps and divided by the old one; adamw would never read a decay."""
+    method = METHODS[name].load()(load("llama"), 1e-3)
+    with pytest.raises(UserError, match=f"{name}: {key} cannot be changed"):
+        setattr(method, key, 0.5)
+    with pytest.raises(UserError, match="learning_rate cannot be changed, .*: it is called lr here"):
+        method.learning_rate = 0.5
+    method.lr = 0.5
