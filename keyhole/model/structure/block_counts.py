@@ -94,37 +94,17 @@ def _counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
 
 def _count(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCounts:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    hidden = tensors[0]
-    tokens, unit = hidden.numel() // hidden.shape[-1], hidden.element_size()
+    hidden = tensors[0].requires_grad_(True)
+    each = hidden.numel() // hidden.shape[-1] * hidden.element_size()
     shared = {id_of(x) for x in tensors if x is not hidden}
-    found: list[tuple[_Counter, _Counter, int]] = []
-    for frozen in (False, True):
-        weights = {
-            name: torch.empty_like(p, device="meta").requires_grad_(is_matrix(p) or not frozen)
-            for name, p in block.named_parameters()
-        }
-        weights |= {name: torch.empty_like(b, device="meta") for name, b in block.named_buffers()}
-        hidden.requires_grad_(True)
-        saved: dict[int, torch.Tensor] = {}
-        known = shared | {id_of(w) for w in weights.values()}
-
-        def keep(x: torch.Tensor, saved: dict = saved, known: set = known) -> torch.Tensor:
-            if id_of(x) not in known:
-                saved[id_of(x)] = x
-            return x
-
-        forward, backward = _Counter(), _Counter()
-        with _one_attention_kernel(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            with forward:
-                output = torch.func.functional_call(block, weights, args, kwargs)
-            output = next(x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
-            kept = sum(x.untyped_storage().nbytes() for x in saved.values())
-            wanted = [hidden, *(w for w in weights.values() if w.requires_grad)]
-            with backward:
-                torch.autograd.grad(output, wanted, torch.empty_like(output), allow_unused=True)
-        found.append((forward, backward, kept))
-    (forward, backward, kept), (_, _, kept_frozen) = found
-    each = tokens * unit
+    forward, backward, weights = _Counter(), _Counter(), _weights(block, frozen=False)
+    wanted = [hidden, *(w for w in weights.values() if w.requires_grad)]
+    with _one_attention_kernel():
+        with forward:
+            output, kept = _run(block, weights, args, kwargs, shared)
+        with backward:
+            torch.autograd.grad(output, wanted, torch.empty_like(output), allow_unused=True)
+        _, kept_frozen = _run(block, _weights(block, frozen=True), args, kwargs, shared)
     return BlockCounts(
         forward.kernels,
         backward.kernels,
@@ -135,6 +115,33 @@ def _count(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCounts
         forward.calls,
         backward.calls,
     )
+
+
+def _weights(block: nn.Module, frozen: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a block, without values. frozen: matrices alone are trained."""
+    weights = {
+        name: torch.empty_like(p, device="meta").requires_grad_(is_matrix(p) or not frozen)
+        for name, p in block.named_parameters()
+    }
+    return weights | {name: torch.empty_like(b, device="meta") for name, b in block.named_buffers()}
+
+
+def _run(
+    block: nn.Module, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any], shared: set[int]
+) -> tuple[torch.Tensor, int]:
+    """The output of a block, and the bytes that autograd keeps. shared: memory that all blocks have in common."""
+    saved: dict[int, torch.Tensor] = {}
+    known = shared | {id_of(w) for w in weights.values()}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if id_of(x) not in known:
+            saved[id_of(x)] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = torch.func.functional_call(block, weights, args, kwargs)
+    output = next(x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
+    return output, sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
 def id_of(x: torch.Tensor) -> int:
