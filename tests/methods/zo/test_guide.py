@@ -67,6 +67,18 @@ def test_the_loss_over_tokens_and_frozen_layers() -> None:
     assert not zo.factors.v.eq(before).any() and torch.isfinite(zo.factors.v).all()
 
 
+def test_a_rank_above_the_width_of_the_model_has_random_columns_too() -> None:
+    """An error has no more components than the model is wide."""
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    width = model.module.config.hidden_size
+    zo = keyhole.ZO(model, 1e-3, **GUIDED | {"rank": width + 3})
+    before = zo.factors.v.clone()
+    zo.step(batch(seed=1))
+    for matrix in zo.factors.parts.matrices:
+        same = zo.factors.rows(zo.factors.v, matrix.v).eq(zo.factors.rows(before, matrix.v)).all(dim=1)
+        assert same[width:].all() and not same[0]
+
+
 @pytest.mark.parametrize("kept_bytes", [2**28, 0])
 def test_rows_without_a_trained_token_add_nothing(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a batch beside another; alone they leave V as it was drawn."""
