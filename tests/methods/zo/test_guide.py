@@ -249,11 +249,13 @@ def test_the_plan_counts_rows_and_positions_that_there_are() -> None:
 
 
 def test_comparisons_count_passes_over_rows_ahead() -> None:
-    """In units of a step's rows, beside the passes of the step."""
-    forwards = METHODS["zo"].forwards
+    """In units of a step's rows, once per period, and of no more rows than the data have."""
+    forwards, ahead = METHODS["zo"].forwards, METHODS["zo"].forwards_ahead
     assert forwards is not None
-    assert forwards(ZOConfig(), 16) == 2 and forwards(ZOConfig(estimator="fzoo", directions=7), 16) == 8
-    assert forwards(ZOConfig(rank=1, refresh=128, guide=512), 16) == 2 + 2 * 512 / (16 * 128)
+    assert forwards(ZOConfig()) == 2 and forwards(ZOConfig(estimator="fzoo", directions=7)) == 8
+    own = ZOConfig(rank=1, refresh=128, guide=512)
+    assert forwards(own) == 2 and ahead(own, 16, 1000) == (64, 128) and ahead(own, 16, 60) == (7.5, 128)
+    assert ahead(ZOConfig(rank=1), 16, 1000)[0] == 0
 
 
 @pytest.mark.parametrize(
