@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive
 from keyhole.methods.traits import AUTO_RATE, FROZEN_WIRES, Advice, Demo, Fault, RunSettings, Traits
-from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
+from keyhole.methods.zo.defaults import BOUNDED_RATE, DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 
 
@@ -79,7 +79,9 @@ def _forwards_ahead(own: ZOConfig, rows: int, all_rows: int) -> tuple[float, int
 
 def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
     usual = DEFAULTS[own.estimator]
-    return usual.learning_rate, usual.sane_rates
+    low, high = usual.sane_rates
+    bounded = own.clip is not None or own.guide is not None
+    return usual.learning_rate, (low, max(high, BOUNDED_RATE) if bounded else high)
 
 
 def _advice(own: ZOConfig) -> Advice:
