@@ -11,6 +11,7 @@ NaN, out of memory) would fail again and is not repeated; `crash` is tried again
 """
 
 import json
+import math
 import typing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,6 +52,8 @@ class Result:
     seconds: float = 0.0
     forwards: float | None = None
     search_forwards: float = 0.0
+    period_forwards: float = 0.0
+    period_steps: int = 1
     tokens: int = 0
     gpu_gib: float | None = None
     curve: list[list[float | None]] = field(default_factory=list)
@@ -61,8 +64,9 @@ class Result:
 
     def forwards_at(self, step: float) -> float:
         """Forward passes up to the end of a step, for a method that counts them, in units of a step's rows. A rate
-        search comes first, and its steps cost more or less than others."""
-        return (self.forwards or 0.0) * step + self.search_forwards
+        search comes first, and its steps cost more or less than others; so do passes before each period."""
+        periods = math.ceil(step / max(1, self.period_steps))
+        return (self.forwards or 0.0) * step + self.search_forwards + self.period_forwards * periods
 
     @property
     def grid(self) -> tuple[tuple[str, str], ...]:
@@ -95,7 +99,9 @@ def summarise(trial: Trial, data: Data) -> Result:
     row = METHODS[config.method]
     own = getattr(config, row.section)
     if row.forwards is not None:
-        made.forwards = float(row.forwards(own, config.batch_size * config.gradient_accumulation_steps))
+        rows = config.batch_size * config.gradient_accumulation_steps
+        made.forwards = float(row.forwards(own))
+        made.period_forwards, made.period_steps = row.forwards_ahead(own, rows, len(data.train.dataset))
         if config.learning_rate == AUTO_RATE:
             made.search_forwards = row.search_steps * (row.search_passes - made.forwards)
     made.tokens = sum(entry["tokens"] for entry in steps)

@@ -75,9 +75,12 @@ class Traits:
     """The range of rates that worked on models of 0.1 to 13 billion parameters."""
     usual_rates: Callable[[Any], tuple[float, tuple[float, float]]] | None = None
     """(learning_rate, sane_rates), if they depend on the method's own settings."""
-    forwards: Callable[[Any, int], float] | None = None
-    """The cost of a step in forward passes over its rows, by own settings and the number of rows; None for methods with
-    gradients, which it cannot measure."""
+    forwards: Callable[[Any], float] | None = None
+    """The cost of a step in forward passes over its rows, by own settings; None for methods with gradients, which it
+    cannot measure."""
+    forwards_ahead: Callable[[Any, int, int], tuple[float, int]] = lambda settings, rows, all_rows: (0.0, 1)
+    """(passes, steps): what comes before each period of so many steps, in the unit of `forwards`; by own settings, the
+    rows of a step and those of the data."""
     search_steps: int = 0
     """Number of steps of a learning-rate search."""
     search_passes: int = 0

@@ -150,10 +150,21 @@ def test_a_test_that_is_not_finite_is_no_damaged_result(tmp_path: Path) -> None:
     ]
     lines += [{"step": 3, "eval_loss": 900.0}, {"step": 3, "test_perplexity": None, "test_questions": 24}]
     (trial.directory / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = summarise(trial, SimpleNamespace(dev=(), test=()))
+    found = summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=[0])))
     assert found.tests == {"test_questions": 24} and found.seconds == 1.5
     write_result(tmp_path, found)
     assert read_result(tmp_path, trial.id) == found
+
+
+def test_passes_over_more_rows_than_there_are_do_not_count(tmp_path: Path) -> None:
+    """zo.guide takes the rows of the data, once each, before the first step of each period."""
+    text = "models: {m: demo}\ntasks: [sst2]\nmethods: {zo: {zo: {rank: 1, refresh: 5, guide: 100000}}}\n"
+    text += f"common: {{batch_size: 4, max_steps: 6}}\noutput_dir: {tmp_path}\n"
+    comparison = read_comparison(write(tmp_path / "a.yaml", text))
+    trial = next(iter(plan(comparison, lambda model: "content")[0][0].trials.values()))
+    found = summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=range(60))))
+    passes = 2 * 60 / 4
+    assert [found.forwards_at(step) for step in (0, 1, 5, 6)] == [0, passes + 2, passes + 10, 2 * passes + 12]
 
 
 def killed(path: Path, out: Path, at: int) -> None:

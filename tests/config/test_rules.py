@@ -77,7 +77,8 @@ WARNED = [
     ({"task": "sst2", "train_data": None, "train_on": "all"}, "train_on: has no effect: task is set"),
     ({"num_train_epochs": 2}, "num_train_epochs: has no effect"),
     ({"learning_rate": 1.0}, "learning_rate: 1 is an unusual value"),
-    ({"method": "zo", "learning_rate": 1e-3}, "zo is known to work from"),
+    ({"method": "zo", "learning_rate": 1e-3}, "zo is known to work from 1e-08 to 4e-05"),
+    ({"method": "zo", "learning_rate": 1e-3, "zo": ZOConfig(clip=3.0)}, "zo is known to work from 1e-08 to 0.0003"),
 ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 SEARCH_STEPS = 24  # of learning_rate: auto
 FOLD_PERIODS, FOLD_ERROR = 32, 0.1  # zo.fold=false
+BOUNDED_RATE = 3e-4  # the highest that worked with zo.clip or zo.guide, on some layers of a small model
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Defaults:
 
 
 DEFAULTS = {
-    "mezo": Defaults(1e-6, (1e-8, 2e-5)),
+    "mezo": Defaults(1e-6, (1e-8, 4e-5)),
     "fzoo": Defaults(1e-4, (1e-6, 5e-3), directions=7, distribution="rademacher", one_sided=True, clips=False, least=2),
     "grzo": Defaults(1e-6, (1e-8, 1e-4), directions=4, splits=True),
     "meazo": Defaults(3e-5, (1e-6, 2e-3)),

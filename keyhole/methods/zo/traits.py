@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive
 from keyhole.methods.traits import AUTO_RATE, FROZEN_WIRES, Advice, Demo, Fault, RunSettings, Traits
-from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
+from keyhole.methods.zo.defaults import BOUNDED_RATE, DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 
 
@@ -68,15 +68,20 @@ def _passes(own: ZOConfig) -> int:
     return DEFAULTS[own.estimator].passes(directions(own))
 
 
-def _forwards(own: ZOConfig, rows: int) -> float:
-    """Passes over the rows that V is found from count too, as two (the second is not always necessary)."""
-    usual, ahead = DEFAULTS[own.estimator], 0.0 if own.guide is None else 2 * own.guide / (rows * own.refresh)
-    return (2 if usual.splits else usual.passes(directions(own))) + ahead
+def _forwards(own: ZOConfig) -> float:
+    return 2 if DEFAULTS[own.estimator].splits else _passes(own)
+
+
+def _forwards_ahead(own: ZOConfig, rows: int, all_rows: int) -> tuple[float, int]:
+    """Passes over the rows that V of a period is found from: two (the second is not always necessary)."""
+    return (0.0, 1) if own.guide is None else (2 * min(own.guide, all_rows) / rows, own.refresh)
 
 
 def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
     usual = DEFAULTS[own.estimator]
-    return usual.learning_rate, usual.sane_rates
+    low, high = usual.sane_rates
+    bounded = own.clip is not None or own.guide is not None
+    return usual.learning_rate, (low, max(high, BOUNDED_RATE) if bounded else high)
 
 
 def _advice(own: ZOConfig) -> Advice:
@@ -160,6 +165,7 @@ ZO = Traits(
     passes=_passes,
     usual_rates=_usual_rates,
     forwards=_forwards,
+    forwards_ahead=_forwards_ahead,
     search_steps=SEARCH_STEPS,
     search_passes=3,
     fill=filled,

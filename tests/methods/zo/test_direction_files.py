@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 import keyhole
 from keyhole.cli import main
 from keyhole.errors import UserError
-from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
+from keyhole.methods.zo.low_rank.direction_files import DirectionFiles, _checksum
 from tests.methods.zo.loops import load
 from tests.model.candidates import ragged
 
@@ -66,6 +66,21 @@ def test_damaged_directions_are_found(tmp_path: Path) -> None:
         other = keyhole.ZO(load("llama"), 1e-3, **GUIDED | {"rank": 2})
         other.guide.files = DirectionFiles(tmp_path, None)
         other.guide.read(0)
+
+
+def test_directions_of_another_period_are_refused(tmp_path: Path) -> None:
+    """A file under the name of another one of its run: its checksum and run are right, the weights would be wrong."""
+    zo = keyhole.ZO(load("llama"), 1e-3, **GUIDED)
+    zo.guide.files = DirectionFiles(tmp_path, "one")
+    for i in range(4):
+        zo.step([ragged(seed=i)])
+    first, second = sorted(tmp_path.iterdir())
+    shutil.copy(first, second)
+    with pytest.raises(UserError, match="000001.safetensors is of period 0, not 1"):
+        zo.guide.read(1)
+    v = load_file(first)["v"].clone()
+    first.write_bytes(save({"v": v}, {"crc32": _checksum(v), "run": "one"}))  # as older versions wrote it
+    assert torch.equal(zo.guide.read(0), v)
 
 
 def test_directions_that_cannot_be_written_change_nothing(tmp_path: Path) -> None:

@@ -67,6 +67,18 @@ def test_the_loss_over_tokens_and_frozen_layers() -> None:
     assert not zo.factors.v.eq(before).any() and torch.isfinite(zo.factors.v).all()
 
 
+def test_a_rank_above_the_width_of_the_model_has_random_columns_too() -> None:
+    """An error has no more components than the model is wide."""
+    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu")
+    width = model.module.config.hidden_size
+    zo = keyhole.ZO(model, 1e-3, **GUIDED | {"rank": width + 3})
+    before = zo.factors.v.clone()
+    zo.step(batch(seed=1))
+    for matrix in zo.factors.parts.matrices:
+        same = zo.factors.rows(zo.factors.v, matrix.v).eq(zo.factors.rows(before, matrix.v)).all(dim=1)
+        assert same[width:].all() and not same[0]
+
+
 @pytest.mark.parametrize("kept_bytes", [2**28, 0])
 def test_rows_without_a_trained_token_add_nothing(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a batch beside another; alone they leave V as it was drawn."""
@@ -237,11 +249,13 @@ def test_the_plan_counts_rows_and_positions_that_there_are() -> None:
 
 
 def test_comparisons_count_passes_over_rows_ahead() -> None:
-    """In units of a step's rows, beside the passes of the step."""
-    forwards = METHODS["zo"].forwards
+    """In units of a step's rows, once per period, and of no more rows than the data have."""
+    forwards, ahead = METHODS["zo"].forwards, METHODS["zo"].forwards_ahead
     assert forwards is not None
-    assert forwards(ZOConfig(), 16) == 2 and forwards(ZOConfig(estimator="fzoo", directions=7), 16) == 8
-    assert forwards(ZOConfig(rank=1, refresh=128, guide=512), 16) == 2 + 2 * 512 / (16 * 128)
+    assert forwards(ZOConfig()) == 2 and forwards(ZOConfig(estimator="fzoo", directions=7)) == 8
+    own = ZOConfig(rank=1, refresh=128, guide=512)
+    assert forwards(own) == 2 and ahead(own, 16, 1000) == (64, 128) and ahead(own, 16, 60) == (7.5, 128)
+    assert ahead(ZOConfig(rank=1), 16, 1000)[0] == 0
 
 
 @pytest.mark.parametrize(

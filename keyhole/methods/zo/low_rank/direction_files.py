@@ -2,8 +2,8 @@
 
 A journal has scalars, from which a replay computes updates; with zo.guide their directions depend on weights and data
 (guide.py), so V of each period is kept too. A file is written atomically and flushed before the first step of its
-period, so every record of the journal has its V on the disk. It has a checksum of V and the id of its run: other
-directions would give other weights, without an error.
+period, so every record of the journal has its V on the disk. It has a checksum of V, the id of its run and the
+number of its period: other directions would give other weights, without an error.
 
 Bytes per period: those of V (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
 """
@@ -19,7 +19,7 @@ from safetensors.torch import save
 from keyhole.disk.files import make_directories, replacing
 from keyhole.errors import UserError
 
-NAME, CHECKSUM, RUN, FORMAT = "v", "crc32", "run", "{:06d}.safetensors"
+NAME, CHECKSUM, RUN, PERIOD, FORMAT = "v", "crc32", "run", "period", "{:06d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class DirectionFiles:
         try:
             make_directories(self.directory)
             with replacing(path) as file:
-                file.write(save({NAME: v.cpu()}, {CHECKSUM: _checksum(v), RUN: str(self.run)}))
+                about = {CHECKSUM: _checksum(v), RUN: str(self.run), PERIOD: str(period)}
+                file.write(save({NAME: v.cpu()}, about))
         except OSError as error:
             raise UserError(
                 f"zo.guide: {path} cannot be written: {error.strerror or error}; steps of this period could not be "
@@ -61,6 +62,8 @@ class DirectionFiles:
             raise UserError(f"zo.guide: {path} is damaged, its checksum is wrong; {way_on}")
         if about.get(RUN) != str(self.run):
             raise UserError(f"zo.guide: {path} is of another run than the journal; {way_on}")
+        if about.get(PERIOD, str(period)) != str(period):  # files of older versions do not say
+            raise UserError(f"zo.guide: {path} is of period {about[PERIOD]}, not {period}; {way_on}")
         return v
 
 

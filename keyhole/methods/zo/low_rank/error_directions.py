@@ -37,13 +37,14 @@ LEAST = 1e-3  # of the largest component's norm
 
 def principal_errors(d_NH: torch.Tensor, start_Nr: torch.Tensor) -> torch.Tensor:
     """[N, r] the errors along their r principal directions, by subspace iteration; components with (nearly) no error
-    are 0. start_Nr: random numbers."""
+    are 0, and so are columns beyond the width. start_Nr: random numbers."""
     p_Hr, _ = torch.linalg.qr(d_NH.t() @ start_Nr)
     for _ in range(POWER_STEPS):
         p_Hr, _ = torch.linalg.qr(d_NH.t() @ (d_NH @ p_Hr))
     y_Nr = d_NH @ p_Hr
     norm_r = y_Nr.norm(dim=0)
-    return y_Nr * (norm_r > LEAST * norm_r.max())
+    y_Nr = y_Nr * (norm_r > LEAST * norm_r.max())
+    return torch.nn.functional.pad(y_Nr, (0, start_Nr.shape[1] - y_Nr.shape[1]))
 
 
 def predictors(x_KNI: torch.Tensor, y_Nr: torch.Tensor) -> torch.Tensor:

@@ -253,7 +253,9 @@ class Factors:
         what = f"low rank: z = U V^T / sqrt({self.rank}) in {len(parts.matrices)} linear layers"
         learned = f"learned in {parts.numel:,} numbers ({size:.1f} MiB with V and looks)"
         if self.guide is not None:
-            what += f", V from the errors of {self.guide.rows:,} rows at the start of each period"
+            what += (
+                f", V from the errors of {self.guide.rows:,} rows (all, if there are fewer) at the start of each period"
+            )
         if not self.folds and (kept := self.kept).every is not None:
             end += f"; after every {kept.every} periods in as few terms as lose {kept.most:g} of its norm at most"
         when = f"every {self.refresh} steps a new V, and what was learned is {end}"
