@@ -55,11 +55,13 @@ from keyhole.compare.table import (
 )
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
+from keyhole.data.sources import check_sources
 from keyhole.disk.files import remove, write_text
 from keyhole.errors import UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.probe import environment
 from keyhole.machine.text import counted, duration, without_controls
+from keyhole.model.structure.source import check_directory
 from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import Parts, train
@@ -85,6 +87,10 @@ def compare(
         say(f"warning: {warning}")
     root = Path(comparison.output_dir)
     if dry_run:
+        for group in groups:
+            first = next(iter(group.trials.values())).config
+            check_directory(first.model)
+            check_sources(data_settings(first, None))
         for group in groups:
             for trial in group.trials.values():
                 say(f"{trial.id}: {trial.label}")

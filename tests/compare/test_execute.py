@@ -352,6 +352,21 @@ def test_a_dry_run_says_how_many_runs_there_will_be(tmp_path: Path, words: tuple
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tasks=nosuch",), "nosuch"),
+        (("model=./missing",), "missing"),
+        (("tasks=sst2", "task_data=missing"), "missing"),
+    ],
+)
+def test_a_dry_run_refuses_what_is_not_there(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    """A model, a task, the files of a task: as the runs themselves would."""
+    comparison = read_comparison(write(tmp_path / "a.yaml"), (f"output_dir={tmp_path / 'o'}", *words))
+    with pytest.raises(UserError, match=said):
+        compare(comparison, dry_run=True, say=lambda line: None)
+
+
 def test_a_wrong_label_that_a_later_seed_draws_is_found_before_the_first_run(tmp_path: Path) -> None:
     """Seed 3 draws 2 + 2 of the rows without the wrong one, seed 0 with it; the order of the seeds does not matter."""
     rows = [{"text": f"good thing {i}", "stars": 5 if i % 2 else 1} for i in range(12)]
