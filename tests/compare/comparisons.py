@@ -1,4 +1,4 @@
-"""A comparison that takes seconds: the embedded model and task, a few steps."""
+"""A comparison that takes seconds (the embedded model and task, a few steps), and a task of one's own."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,12 @@ from typing import Any
 from keyhole.compare.execute import compare
 from keyhole.compare.file import read_comparison
 
+TASK = """columns: {review: text, label: stars}
+prompt: "{{ review }} I would read it"
+candidates: [" never", " again"]
+labels: [["1"], ["5"]]
+metric: accuracy
+"""
 TEXT = """# Small
 models: [demo]
 tasks: [demo]
