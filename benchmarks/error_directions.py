@@ -126,7 +126,7 @@ def main() -> None:
                 noise[span, name] += float(seen(probe.layers[name].weight.grad, v).square().sum()) / SINGLE
     kinds = list(dict.fromkeys(name.split(".")[-1] for name in probe.layers))
     print(f"G / J in thousandths, layers {args.first} and later, {args.count} questions in each set")
-    print("| directions | all | " + " | ".join(kinds) + " |\n|---" * 1 + "|---" * (len(kinds) + 1) + "|")
+    print("| directions | all | " + " | ".join(kinds) + " |\n|---" + "|---" * (len(kinds) + 1) + "|")
     for span in spans:
         cells = []
         for kind in ["", *kinds]:

@@ -12,8 +12,8 @@ of this name, or runs whose name begins so; --seeds: others than the table's. ke
 loss=candidates.
 
 All runs: float32 weights with products in TF32, batches of 16 (those made of LARGE: bfloat16, batches of 128 or as they
-say; sst2-zo-128: batches of 128), 1,000 examples, the loss over candidates (RTE and Alpaca by
-first-order methods: over tokens), linear decay, the step that is best on dev is tested.
+say; sst2-zo-128: batches of 128), 1,000 examples (sst2-zo-guided-fzoo: 60,000), the loss over candidates (RTE and
+Alpaca by first-order methods: over tokens), linear decay, the step that is best on dev is tested.
 
 Rates of `zo`: what a run learns goes with the sum of its rates, what noise does to the weights with the root of the sum
 of their squares times the gradient noise of a batch. With 128 rows instead of 16 that noise is 2.8 times smaller, so

@@ -64,7 +64,8 @@ class Result:
 
     def forwards_at(self, step: float) -> float:
         """Forward passes up to the end of a step, for a method that counts them, in units of a step's rows. A rate
-        search comes first, and its steps cost more or less than others; so do passes before each period."""
+        search comes first, and its steps cost more or less than others; what comes before each period
+        is added when it begins."""
         periods = math.ceil(step / max(1, self.period_steps))
         return (self.forwards or 0.0) * step + self.search_forwards + self.period_forwards * periods
 

@@ -87,6 +87,10 @@ def test_a_best_checkpoint_that_is_gone_is_told(tiny_model: Path, tmp_path: Path
     )  # fmt: skip
     with pytest.warns(UserWarning, match="load_best_model_at_end: the best checkpoint, .*checkpoint-1, is gone"):
         made.train()
+    plain = trainer(tiny_model, tmp_path / "plain", batches, max_steps=1)
+    plain.train()
+    last, after = weights_of(plain.keyhole), weights_of(made.keyhole)
+    assert all(torch.equal(last[name], after[name]) for name in last)
 
 
 def test_a_damaged_best_checkpoint_is_not_loaded(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
