@@ -23,7 +23,8 @@ factors are kept, they are at the same addresses for several periods; then all r
 
 These also run eagerly: the first steps of a shape, steps while a checkpoint watches the weights or a module has a hook
 of the user's, streamed units, runs with a budget, several ranks. Bytes: the activations of one step, in a memory pool
-that all graphs share; during capture, the weights twice.
+that all graphs share; during capture, the weights that a step changes twice. With low-rank directions these are those
+outside of blocks; blocks, which must stay as they are, are compared by a sum of their bits.
 """
 
 import weakref
@@ -41,7 +42,7 @@ from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
-from keyhole.model.forward.memory import launched_as_graphs
+from keyhole.model.forward.memory import activation_bytes, launched_as_graphs
 from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.structure.layout import Layout
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 SIGHTS = 3  # a shape is captured at this step: libraries choose kernels in the first ones
 MAX_RECORDINGS = 32
 SHARE = 1 / 16  # of the free memory, for copies of a unit
-ROOM = 4  # free memory that a capture requires, in multiples of the model's size
+ROOM = 4  # free memory that a capture requires, in multiples of the weights that a step changes
 
 
 class Recording:
@@ -162,13 +163,14 @@ class RecordedSteps:
 
     def _record(self, key: Hashable, looks: Looks) -> list[torch.Tensor]:
         """Runs a step eagerly, and captures it; keeps the graph if it gives the same bits."""
-        update, homes = self.method.update, self.method.model.engine.homes
+        update, (homes, still) = self.method.update, self._divided()
         self.recordings[key] = None
-        if not self._has_room():
+        if not self._has_room(homes, looks):
             self.why = "there is not enough free memory"
             return self.method.run_passes(looks)
         self._set_numbers()
         before, changed_before, pending = [home.clone() for home in homes], update.changed.clone(), update.pending
+        sums = list(map(sum_of_bits, still))
         expected = self.method.run_passes(looks)
         after, changed = [home.clone() for home in homes], update.changed.clone()
         books = update.at_home, update.counted
@@ -183,6 +185,8 @@ class RecordedSteps:
             if recording.graph is not None:
                 recording.graph.replay()
                 made, wanted = [*recording.nll, *homes, update.changed], [*expected, *after, changed]
+                if not all(map(torch.equal, map(sum_of_bits, still), sums)):
+                    raise RuntimeError("a recorded step of zo.rank changed weights of blocks; go on with graphs=False")
                 if all(map(torch.equal, made, wanted)):
                     self.recordings[key] = recording
                 else:
@@ -239,9 +243,21 @@ class RecordedSteps:
         self.before.set(0.0, pending.step)
         self.now.set(0.0, self.method.step_count)
 
-    def _has_room(self) -> bool:
-        free_bytes, _ = torch.cuda.mem_get_info(self.method.model.device)
-        return ROOM * sum(home.nbytes for home in self.method.model.engine.homes) <= free_bytes
+    def _divided(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The homes that a step changes, and those that it leaves as they are."""
+        model, low_rank = self.method.model, self.method.factors is not None
+        blocks = {unit.index for unit in model.layout.of_kind("block")} if low_rank else set()
+        homes = list(enumerate(model.engine.homes))
+        return [home for i, home in homes if i not in blocks], [home for i, home in homes if i in blocks]
+
+    def _has_room(self, homes: list[torch.Tensor], looks: Looks) -> bool:
+        """homes: those that a step changes."""
+        model = self.method.model
+        tokens = max(batch.inputs["input_ids"].numel() for batch in looks.passes)
+        count = len(looks.batches) if self.method.factors is not None else 1  # of looks that pass a block together
+        moving = activation_bytes(model.layout, tokens * count, len(looks.passes) // count, model.dtype.itemsize)
+        free_bytes, _ = torch.cuda.mem_get_info(model.device)
+        return ROOM * sum(home.nbytes for home in homes) + 2 * moving <= free_bytes
 
 
 def is_short(layout: Layout, tokens: int, looks: int, low_rank: bool) -> bool:
@@ -249,6 +265,11 @@ def is_short(layout: Layout, tokens: int, looks: int, low_rank: bool) -> bool:
     all looks, by more and smaller kernels."""
     at_once = low_rank and launched_as_graphs(layout, tokens * looks, SMALL_FLOP_WITH_FACTORS)
     return at_once or launched_as_graphs(layout, tokens)
+
+
+def sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
+    """A number that is the same for the same bits, in whatever order they are added."""
+    return flat.view(torch.uint8).sum(dtype=torch.int64)
 
 
 def restore(homes: list[torch.Tensor], kept: list[torch.Tensor]) -> None:

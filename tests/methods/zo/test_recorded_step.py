@@ -54,7 +54,7 @@ class Imitated(RecordedSteps):
         self.possible, self.breaks = True, breaks
         self.more = [(torch.empty_like(method.plus), torch.empty_like(method.minus))]
 
-    def _has_room(self) -> bool:
+    def _has_room(self, homes: Any, looks: Any) -> bool:
         return True
 
     def _capture(self, recording: Recording) -> None:
@@ -137,6 +137,24 @@ def test_other_bits_are_noticed() -> None:
     plain = trained(None, {}, two_lengths, device="cpu", dtype="float32")
     assert recorded[2].recorded.why == "a recording gave other bits" and recorded[0] == plain[0]
     assert all(map(torch.equal, recorded[1], plain[1]))
+
+
+def test_weights_that_stay_are_not_copied_but_compared() -> None:
+    """With low-rank directions a step changes no block: a recording that does is an error, not a run with other
+    weights."""
+    copied = []
+
+    class Writes(Imitated):
+        def _capture(self, recording: Recording) -> None:
+            super()._capture(recording)
+            copied.extend(self._divided()[0])
+            block = self.method.model.layout.of_kind("block")[-1]
+            self.method.model.engine.homes[block.index][:1] += 1
+
+    with pytest.raises(RuntimeError, match="changed weights of blocks"):
+        trained(Writes, METHODS["low rank"], two_lengths, device="cpu", dtype="float32")
+    model = keyhole.load(config("llama"), init="random", device="cpu")
+    assert [home.numel() for home in copied] == [u.numel for u in model.layout.units if u.kind != "block"]
 
 
 def choices(step: int, shared: bool) -> list[dict]:
