@@ -10,7 +10,9 @@
 One process, one copy of the weights (random, bf16), one system after the other; the textbook loop runs last, since it
 takes over the weights. Floors, printed beside the steps: the products of both signs at the rate of a large product of
 this run, and at the rate of this model's own products with as many rows as a pass has; for a streamed step the uploaded
-bytes at the measured rate. A fold, once per `refresh` steps, is timed separately and its share per step is printed.
+bytes at the measured rate. A GPU that multiplies for seconds is held at its power limit, and then slower than in a
+short measurement: so the products of all layers are also timed in a row, with the model's own weights, for as many
+rounds as there are steps and directly after them.
 """
 
 import argparse
@@ -59,6 +61,19 @@ def floors(args: argparse.Namespace, shape: tuple[int, int, int], device: torch.
         w = torch.randn(outputs, inputs, device=device, dtype=dtype)
         own_s += blocks * count * timed(lambda x=x, w=w: x @ w.t(), device)
     return {"flop": flop, "square_s": flop * square_s / (2 * side**3), "own_s": own_s}
+
+
+def products_in_a_row(model: Any, args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict:
+    """Seconds of the products of one step, all layers one after the other, in rounds without a pause."""
+    weights = [m.weight for m in model.module.modules() if isinstance(m, torch.nn.Linear)]
+    rows = 2 * args.batch * args.length
+    inputs = {width: torch.randn(rows, width, device=device, dtype=dtype) for width in {w.shape[1] for w in weights}}
+
+    def all_layers() -> None:
+        for w in weights:
+            torch.mm(inputs[w.shape[1]], w.t())
+
+    return measure.time_parts({"products": all_layers}, device, args.warm_up, args.steps)["products"]
 
 
 def show_parts(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -197,6 +212,9 @@ def main() -> None:
                 show_kernels(lambda m=method: m.step(batch), f"{where}, {system}")
             found[f"{where}, {system}"] = times | {"device": measure.device_memory(device)}
             _say(f"{where}, {system}", times, found, floor, device)
+            if where == "resident" and device.type == "cuda":
+                row = found[f"{where}, {system}"]["products_in_a_row"] = products_in_a_row(model, args, device, dtype)
+                print(f"{'its products in a row':>28}: {row['s']:.4f} s, the step {times['step_s'] / row['s']:.2f}x")
             method.flush()
             del method
         if where == "resident" and not args.no_textbook:

@@ -42,6 +42,7 @@ from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
+from keyhole.model.forward.masks import is_plain, left_out, noted
 from keyhole.model.forward.memory import activation_bytes, launched_as_graphs
 from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.structure.layout import Layout
@@ -171,7 +172,9 @@ class RecordedSteps:
         self._set_numbers()
         before, changed_before, pending = [home.clone() for home in homes], update.changed.clone(), update.pending
         sums = list(map(sum_of_bits, still))
-        expected = self.method.run_passes(looks)
+        blocks = self.method.model.blocks if is_plain(looks.passes) else []
+        with noted(blocks) as without_mask:
+            expected = self.method.run_passes(looks)
         after, changed = [home.clone() for home in homes], update.changed.clone()
         books = update.at_home, update.counted
         recording = Recording(looks)
@@ -180,7 +183,8 @@ class RecordedSteps:
             update.changed.copy_(changed_before)
             update.at_home, update.counted = [0] * len(books[0]), set()
             update.waiting[-1] = Pending(self.coef, self.before.step)
-            self._capture(recording)
+            with left_out(blocks, without_mask):
+                self._capture(recording)
             recording.counted = update.counted
             if recording.graph is not None:
                 recording.graph.replay()
