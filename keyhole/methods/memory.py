@@ -33,6 +33,7 @@ def reverse_bytes(
         passes=work.passes,
         on_host=how == "host",
         keeps=keeps,
+        compiled=bool(compiled),
         updates=updates,
         formats=room.formats,
         workspace_bytes=room.workspace_bytes,

@@ -6,11 +6,14 @@ For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, wi
     slots        for the current block, for the next one, and one more                      2 k + 1 units, k per block
                  where experts are units: for an expert, and for the next one               k + 4, if that is more
     gradients    one matrix and its neighbour in flight; with m > 1 those of one block      b x ...
-                 (lsp: methods/lsp/memory.py)
+                 and one matrix more, or, compiled, one block more, since a compiled
+                 backward pass returns all at its end (lsp: methods/lsp/memory.py)
     kept         block inputs: L m M H on the device, or three of them if they wait in host memory
                  if no block is recomputed: also what the graphs of the others keep         b M (L m - 1) saved
     activations  of one block that is recomputed with its graph, and gradients in flight    b M (saved + 2 H + (u+1) W)
-    logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
+    logits       one chunk of the vocabulary, twice in b; and what comes after the last      m M H (8 + 3 b)
+                 block, of all micro-batches: its outputs, those of the norm before and
+                 after its weight, the norm's input in fp32, the gradients in fp32
     workspace    reserved by cuBLAS
     updates      adam-offload: buffers of its lane (methods/adam_offload/lane.py), and master weights being uploaded
 
@@ -18,7 +21,7 @@ What autograd saves of a block is counted (model/structure/block_counts.py). In 
 are also, with a gated one, gradients of the product, of the gate and of up (u = 2 matrices that widen), and two of
 width H. A block that cannot be counted is taken for a pre-norm block with a gated MLP: HIDDEN and WIDE, as
 measured on Llama shapes.
-Activations and logits are never allocated at the same time.
+Activations and logits are never allocated at the same time, nor logits and block inputs that wait in host memory.
 """
 
 from collections import Counter
@@ -102,9 +105,10 @@ def reverse_bytes(
     workspace_bytes: int,
     updates: int = 0,
     keeps: float = 0.0,
+    compiled: bool = False,
 ) -> ReverseBytes:
     """The device peak of a step. on_host: block inputs wait in host memory; updates: bytes that the method adds;
-    keeps: the share of what autograd saves that every block keeps, 0 if blocks are recomputed."""
+    keeps: the share of what autograd saves that every block keeps, 0 if blocks are recomputed; compiled: blocks are."""
     b, hidden = formats.dtype.itemsize, layout.table.shape[1]
     largest = max((shape.numel() for shape in layout.matrices), default=0)
     block = layout.blocks_numel // max(1, layout.block_count)
@@ -115,14 +119,16 @@ def reverse_bytes(
     kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * block_numel(layout))
     kept += (layout.block_count * passes - 1) * int(keeps * b * tokens * saved_numel(layout))
     at_work = (of_a_block(layout) + HELD) * layout.largest_unit_numel if layout.has_expert_units else block
+    after_blocks = passes * tokens * hidden * (8 + 3 * b) - (b * 3 * passes * tokens * hidden if on_host else 0)
+    more = block if compiled else largest
     scratch = b * at_work if formats.packs or formats.plain != formats.dtype else 0
     return ReverseBytes(
         homes=sum(homes) - sum(homes[i] for i in streamed),
         slots=slot_count(layout) * max((homes[i] for i in streamed), default=0) + scratch,
-        gradients=b * (largest + (block if passes > 1 else largest)),
+        gradients=b * (block + more if passes > 1 else 2 * largest),
         kept=kept,
         activations=activations,
-        logits=at_once * rows * (2 * b + 4) + b * rows * hidden * 2 + passes * tokens * hidden * (b + 4),
+        logits=at_once * rows * (2 * b + 4) + b * rows * hidden * 2 + after_blocks,
         workspace=workspace_bytes * (passes + 2),
         updates=updates,
     )

@@ -185,6 +185,7 @@ class Reverse:
             how = {"block_at_once": block_at_once, "alone": alone}
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, **how)
             release(None)
+        self.vocabulary.drop_rows()
         model.binding.bind(None, None, self.spine)
         return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
 
@@ -212,15 +213,22 @@ class Reverse:
         self._sink, self.last = self.visits.front_of(sink) if gathers else sink, last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
-        grads = self.vocabulary.reverse_head(self._turns(self.layout.head_units))
-        shared = self.tape.uses_graphs_between_blocks  # the end of the pass and a block may share a part of a graph
-        for hidden_NH, grad_NH in zip(self.hidden, grads, strict=True):
-            torch.autograd.backward(hidden_NH, grad_NH, retain_graph=shared or not last)
-        grads.clear()
+        self._reverse_end(self.vocabulary.reverse_head(self._turns(self.layout.head_units)))
         with exact_attention(self.model.device, self._longest):
             self._reverse_blocks()
         self.vocabulary.reverse_embedding(self._turns(self.layout.of_kind("table")))
         self._reverse_spine()
+
+    def _reverse_end(self, grads: list[torch.Tensor]) -> None:
+        """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
+        of the last block, their gradients, and of a norm the same in float32, for every micro-batch."""
+        shared = self.tape.uses_graphs_between_blocks  # the end of the pass and a block may share a part of a graph
+        for i, hidden_NH in enumerate(self.hidden):
+            torch.autograd.backward(hidden_NH, grads[i], retain_graph=shared or not self.last)
+        if self.last:
+            self.tape.hold_grads()
+            self.hidden = []
+            self.vocabulary.drop_hidden()
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """UserError if `walk` cannot differentiate this loss."""

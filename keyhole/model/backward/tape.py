@@ -152,9 +152,15 @@ class Visit:
     def restart(self) -> None:
         """Drops gradients, before another backward pass."""
         self.output_grads: list[torch.Tensor | None] = [None] * len(self.outputs)
+        self.held: list[torch.Tensor | None] = [None] * len(self.outputs)  # gradients of outputs that may be gone
         for ref in self.outputs:
             if (leaf := ref()) is not None:
                 leaf.grad = None
+
+    def hold_grads(self) -> None:
+        """Holds the gradients that the outputs have now, so that the graph behind the last block, which holds the
+        outputs, may be freed."""
+        self.held = [None if (leaf := ref()) is None else leaf.grad for ref in self.outputs]
 
     def add_grad(self, output: int, grad: torch.Tensor) -> None:
         """Adds to the gradient of an output."""
@@ -165,9 +171,9 @@ class Visit:
         """Returns and drops the gradients of the outputs."""
         for i, ref in enumerate(self.outputs):
             leaf = ref()
-            if leaf is not None and leaf.grad is not None:
-                self.add_grad(i, leaf.grad)
-        grads, self.output_grads = self.output_grads, []
+            if (grad := self.held[i] if leaf is None else leaf.grad) is not None:
+                self.add_grad(i, grad)
+        grads, self.output_grads, self.held = self.output_grads, [], []
         return grads
 
     def _call(self, inputs: list[Any]) -> Any:
@@ -293,6 +299,12 @@ class Tape:
         for stop in self.stops:
             for visit in stop.values():
                 visit.restart()
+
+    def hold_grads(self) -> None:
+        """Every visit holds the gradients that its outputs have now."""
+        for stop in self.stops:
+            for visit in stop.values():
+                visit.hold_grads()
 
 
 def is_training(module: nn.Module) -> bool:

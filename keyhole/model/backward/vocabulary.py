@@ -79,6 +79,16 @@ class VocabularyGradients:
         self.embedded[index] = _Embedded(ids_M, nn.Parameter(rows_MH))
         return self.embedded[index].rows_MH
 
+    def drop_rows(self) -> None:
+        """After the forward pass: a lookup's backward pass needs no rows, only their shape."""
+        for one in self.embedded.values():
+            one.rows_MH.data = one.rows_MH.new_zeros(()).expand(one.rows_MH.shape)
+
+    def drop_hidden(self) -> None:
+        """After the last gradient of the head. (A tied head's is computed with the embedding's.)"""
+        if not self.layout.tied:
+            self.hidden, self.kept = [], {}
+
     @torch.no_grad()
     def loss(
         self,
@@ -90,7 +100,7 @@ class VocabularyGradients:
     ) -> torch.Tensor:
         """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass. loss_count:
         the number to divide by, if it is not theirs; weight: multiplies the loss and its gradients."""
-        self.hidden, self.spine, self.weight = hidden, spine, weight
+        self.hidden, self.spine, self.weight = [x.detach() for x in hidden], spine, weight
         self.loss_count = loss_count or max(1, sum(b.loss_count for b in batches))
         if self.model.classifies:
             self.labels = [b.target_N for b in batches]
@@ -173,7 +183,9 @@ class VocabularyGradients:
         if bias is not None and bias.requires_grad:
             self.model.binding.enter_block(None)  # binds the whole bias again: its gradient must have its size
             bias.grad = bias_grad_V
-        return [grad.to(hidden.dtype) for grad, hidden in zip(total, self.hidden, strict=True)]
+        for p, hidden_NH in enumerate(self.hidden):  # one by one: those in float32 are twice as large
+            total[p] = total[p].to(hidden_NH.dtype)
+        return total
 
     def hidden_grads(self) -> list[torch.Tensor]:
         """Gradients of the hidden states alone, [N, H] per pass: for methods that reverse nothing but the head."""

@@ -29,7 +29,7 @@ ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs, so each must have many load
 LEAST = 16  # minimum number of columns of tl.dot
 FEW = 4  # ranks up to this are summed without tl.dot, which would multiply by twelve columns of zeros
 FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 2
-ROWS_OUT, COLUMNS, WARPS_OUT = 8, 1024, 4
+ROWS_OUT, COLUMNS, WARPS_OUT = 16, 512, 4  # of a tile of y; above a rank of 2, half the rows and twice the columns
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -188,9 +188,10 @@ def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None
         return widen_reference(p_LMr, b_LrO, bias_LO, dtype)
     y_LMO = torch.empty(looks, rows, width, dtype=dtype, device=p_LMr.device)
     strides = p_LMr.stride(1), b_LrO.stride(0), 0 if bias_LO is None else bias_LO.stride(0)
-    grid = (-(-rows // ROWS_OUT), -(-width // COLUMNS), looks)
+    high, wide = (ROWS_OUT, COLUMNS) if rank <= 2 else (ROWS_OUT // 2, 2 * COLUMNS)
+    grid = (-(-rows // high), -(-width // wide), looks)
     with on_device(p_LMr):
-        tile = {"ROWS": ROWS_OUT, "COLUMNS": COLUMNS, "num_warps": WARPS_OUT, "enable_fp_fusion": False}
+        tile = {"ROWS": high, "COLUMNS": wide, "num_warps": WARPS_OUT, "enable_fp_fusion": False}
         tile |= {"RANK": rank if rank <= FEW else 0}
         _widen_kernel[grid](p_LMr, b_LrO, bias_LO, y_LMO, rows, width, rank, *strides, **tile)
     return y_LMO
