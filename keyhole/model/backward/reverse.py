@@ -221,11 +221,13 @@ class Reverse:
 
     def _reverse_end(self, grads: list[torch.Tensor]) -> None:
         """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
-        of the last block, their gradients, and of a norm the same in float32, for every micro-batch."""
-        shared = self.tape.uses_graphs_between_blocks  # the end of the pass and a block may share a part of a graph
+        of the last block, their gradients, and of a norm the same in float32, for every micro-batch. Not if there are
+        graphs between blocks: the end of the pass and a block may share a part of one, and gradients arrive at outputs
+        through them, which must be alive then."""
+        shared = self.tape.uses_graphs_between_blocks
         for i, hidden_NH in enumerate(self.hidden):
             torch.autograd.backward(hidden_NH, grads[i], retain_graph=shared or not self.last)
-        if self.last:
+        if self.last and not shared:
             self.tape.hold_grads()
             self.hidden = []
             self.vocabulary.drop_hidden()
