@@ -323,7 +323,7 @@ def test_a_journal_from_a_light_checkpoint(run: Callable, tiny_model: Path, tmp_
     for wrong, words in (
         (tiny_model, "is not the checkpoint of that step.*it was .*checkpoint-2"),
         (root / "checkpoint-4", "is a checkpoint of step 4, and the journal begins after 2"),
-        (tmp_path / "other" / "checkpoint-2", "holds other factors than the one"),
+        (tmp_path / "other" / "checkpoint-2", "holds other factors than the checkpoint"),
     ):
         with pytest.raises(UserError, match=f"(?s)BASE: .*{words}"):
             replay(str(wrong), tmp_path / "later", tmp_path / "wrong", device="cpu")
