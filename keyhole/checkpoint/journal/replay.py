@@ -24,7 +24,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         try_place(out)
     except OSError as error:
         raise UserError(f"OUT: {out} cannot be written: {error.filename}: {error.strerror}") from error
-    found = read_whole(path, steps)
+    found = with_last_merge(read_whole(path, steps), journal_of(path))
     planned = found.header.config.get("max_steps")
     if steps is None and isinstance(planned, int) and found.last < planned:
         say(f"the journal ends with step {found.last}, and its run had max_steps={planned}: it was stopped, or is cut")
@@ -255,6 +255,20 @@ def read_whole(path: Path, steps: int | None) -> Journal:
         raise UserError(f"--steps: {steps} is not in the journal, which holds {found.header.first + 1} to {found.last}")
     if not found.records:
         raise UserError(f"JOURNAL: {path} holds no steps yet; its weights are those of {found.header.source}")
+    return found
+
+
+def with_last_merge(found: Journal, path: Path) -> Journal:
+    """The journal with the last value of zo.merge that its run had: a resumed run may have another one than that with
+    which its journal began."""
+    key, run = f"{METHODS[ZO.name].section}.merge", path.resolve().parent
+    for checkpoint in reversed(checkpoints(run.parent) if run.name == "run" else []):
+        try:
+            state = read_state(checkpoint)
+        except (Damaged, UserError):
+            continue
+        if state.run == found.header.run and key in state.config:
+            return replace(found, header=replace(found.header, config=found.header.config | {key: state.config[key]}))
     return found
 
 

@@ -80,8 +80,8 @@ class VocabularyGradients:
         return self.embedded[-1].rows_MH
 
     def drop_rows(self) -> None:
-        """After the forward pass: the backward pass of a lookup needs no rows, only their shape. Not if the embedding is
-        more than a lookup: its graph may hold the rows."""
+        """After the forward pass: the backward pass of a lookup needs only the shape of its rows. If the embedding
+        does more, its graph may hold the rows, and they stay."""
         for one in self.embedded if is_plain_lookup(self.model.embedding) else ():
             one.rows_MH.data = one.rows_MH.new_zeros(()).expand(one.rows_MH.shape)
 

@@ -87,6 +87,16 @@ def test_factors_beside_the_model_are_rebuilt_beside_it(run: Callable, tiny_mode
         assert same(load_file(again / name), load_file(Path(config.output_dir) / name))
 
 
+def test_a_run_that_was_resumed_with_factors_beside_the_model(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """The journal began with zo.merge=true; the last value counts, as far as checkpoints show it."""
+    config, again = run(max_steps=3, save_steps=1, zo=ZOConfig(rank=2, refresh=2, fold=False)), tmp_path / "again"
+    later = changed(config, max_steps=5, zo=changed(config.zo, merge=False))
+    assert train(later, resume="") == 0
+    replay(str(tiny_model), Path(config.output_dir), again, device="cpu", say=lambda line: None)
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert same(load_file(again / name), load_file(Path(config.output_dir) / name))
+
+
 def test_any_step_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
     """--steps 2 gives the weights of checkpoint-2, and a journal streams as well as it is resident."""
     config = run(save_steps=2, save_total_limit=None, dtype="bfloat16")
