@@ -115,8 +115,6 @@ class Traits:
     ranks: Literal["replicas", "shards"] | None = None
     """How several ranks (keyhole/ranks) train together; each takes its share of the micro-batches. replicas: each rank
     has all weights and makes the same update; shards: each keeps and updates a part. None: not supported."""
-    alone: Callable[[Any], Fault | None] = lambda settings: None
-    """An own setting that needs one process, and why; None: these settings support several ranks."""
     exchanged: Callable[[float], float] = lambda width: 1.0
     """Bytes of gradients and updates that ranks exchange per step, per byte of 16-bit weights, in a model of this
     width; gathers of weights do not count."""

@@ -1,13 +1,11 @@
 """Runs whose directions follow the error: streamed as resident, resumed, planned, and what is refused."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import keyhole
-from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Room, Workload
@@ -15,7 +13,6 @@ from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.memory import device_bytes
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.freeze import freeze
-from keyhole.training.start import check_ranks
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import load
@@ -266,14 +263,6 @@ def test_what_does_not_go_together_is_refused(wrong: dict[str, Any], said: str) 
     how = {"lr": 1e-3} | GUIDED | wrong
     with pytest.raises(UserError, match=said):
         keyhole.ZO(load("llama"), **how)
-
-
-def test_several_ranks_are_refused_before_anything_is_loaded() -> None:
-    several = SimpleNamespace(several=True, size=2)
-    own = {"method": "zo", "gradient_accumulation_steps": 2, "output_dir": "x", "model": "demo"}
-    check_ranks(TrainConfig(**own, zo=ZOConfig(rank=1)), several)
-    with pytest.raises(UserError, match=r"zo\.guide: several ranks"):
-        check_ranks(TrainConfig(**own, zo=ZOConfig(rank=1, guide=8)), several)
 
 
 def test_it_learns_more_than_random_directions() -> None:

@@ -14,7 +14,9 @@ something else than tokens in the order of the batch keeps its random V, and so 
 error: a rank above the number of its components has random directions beside those that follow the error.
 
 The rows are those of the coming steps (the training loop looks ahead; their order is a function of the seed, so a
-resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself.
+resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself. Of several
+ranks, each passes all of them, as one process would, and takes the leader's V, since kernels of another machine may
+round otherwise.
 
 V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and with a journal each period's
 V is a file beside it (direction_files.py), which is on the disk before the first record of the period is: with these a
@@ -58,8 +60,6 @@ class Guide:
         model = factors.model
         if model.classifies or model.head.transforms:
             raise UserError("zo.guide: needs a causal language model, whose head is a matrix; set zo.guide=null")
-        if model.ranks.several:
-            raise UserError("zo.guide: several ranks are not supported, each sees its own rows only; set zo.guide=null")
         self.factors, self.rows = weakref.proxy(factors), rows
         self.files: DirectionFiles | None = None
         self.ahead: list[Batch] = []
@@ -95,8 +95,10 @@ class Guide:
                 "look_ahead(batches) before a step, if rows_ahead is not None"
             )
         self.ahead = []
-        v = self._find(zo, rows, period)
-        if self.files is not None:
+        v, ranks = self._find(zo, rows, period), zo.model.ranks
+        if ranks.several:
+            v = ranks.from_leader(v.cpu).to(v.device)
+        if self.files is not None and ranks.is_leader:
             self.files.write(v, period)
         self.factors.take_v(v, period)
 
