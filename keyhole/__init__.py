@@ -7,7 +7,7 @@
     opt.flush()
     model.save_pretrained("out")
 
-The packages in layers, from the bottom up; a file imports only from its own layer and those above it in this list
+The packages in layers, from the bottom up; a file imports only from its own layer and those listed before it
 (tests/test_layers.py). Each package begins with a list of its files.
 
     errors, limits, weak   mistakes that the user can fix; bounds of numbers; callbacks that keep no owner alive

@@ -1,6 +1,6 @@
 """Update rules: a folder per method (base.py describes its contents), and the table of their rows.
 
-base.py             the class that a method implements
+base.py             the class that a method implements; wrapped.py: what is done around its step, flush and state
 traits.py           the row by which all other code knows a method
 workload.py         what formulas of bytes and FLOPs are asked: a step, and the device that it runs on
 memory.py           bytes of a step                   work.py, launches.py   FLOPs, bytes and launches of a step

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import checked_rate
+from keyhole.methods.own_settings import checked_rate
 
 if TYPE_CHECKING:
     from keyhole.methods.base import Method

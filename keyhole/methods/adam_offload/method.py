@@ -52,8 +52,9 @@ from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state, waiting_bytes
 from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_ranges
 from keyhole.methods.adam_offload.state import AdamState, AdamStep
-from keyhole.methods.base import Method, checked_rate
+from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch

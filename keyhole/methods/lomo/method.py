@@ -26,12 +26,13 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods import shards
-from keyhole.methods.base import Method, State, checked_rate
+from keyhole.methods.base import Method, State
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.shards import Shards
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
 from keyhole.methods.lomo.squares import Squares
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse

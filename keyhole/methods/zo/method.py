@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, Shared, checked_rate
+from keyhole.methods.base import Method, Shared
 from keyhole.methods.dropout import dropout_rates
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo import passes
