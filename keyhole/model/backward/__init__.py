@@ -1,6 +1,7 @@
 """The backward pass block by block; each gradient is handed to a sink, and none is kept.
 
 reverse.py            the order of a step: forward, head, blocks in reverse, embedding, spine
+hand_over.py          gradients of the current block on their way from autograd to the sink
 sink.py               the interface through which a method receives gradients
 vocabulary.py         loss, and gradients of embedding and head, in chunks of the vocabulary
 tape.py               what the forward pass keeps so that blocks can be differentiated one at a time
