@@ -247,13 +247,13 @@ class LOMO(UpdateSink, Method):
         """Sums, over the ranks, gradients of parameters beside the model's (lomo_lora.py)."""
 
     def _add_extra_squares(self) -> None:
-        """Adds the squares of these gradients."""
+        """Adds the squares of the gradients of parameters beside the model's."""
 
     def _drop_extra_gradients(self) -> None:
-        """Drops these gradients."""
+        """Drops the gradients of parameters beside the model's."""
 
     def _update_extra(self) -> None:
-        """Updates these parameters."""
+        """Updates parameters beside the model's."""
 
     def _refuse_hidden_gradients(self) -> None:
         in_blocks = {t.name for t in self.trained if t.block is not None and t.param.requires_grad}
@@ -284,7 +284,8 @@ class LOMO(UpdateSink, Method):
         self.raise_if_broken()
 
     def metrics(self) -> dict[str, torch.Tensor]:
-        """Of the last step, on the device. grad_norm: of the whole gradient, unclipped; changed: share of weights."""
+        """Numbers of the last step, on the device. grad_norm: of the whole gradient, unclipped; changed: share of
+        weights."""
         found = {} if self.norm is None else {"grad_norm": self.norm}
         if self.numbers is None and self._adds_directly(self.buffer):
             return found

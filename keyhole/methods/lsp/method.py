@@ -212,9 +212,9 @@ class LSP(Method):
         return self.updates.norm
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: how long launches waited for
-        updates on the host. For a step with a check, means over its matrices: bias_found, of projectors that had not
-        seen the batch; bias, of those that the step uses (in-sample if they were fitted just now); learn_s: its
+        """Numbers of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: how long launches
+        waited for updates on the host. For a step with a check, means over its matrices: bias_found, of projectors that
+        had not seen the batch; bias, of those that the step uses (in-sample if they were fitted just now); learn_s: its
         seconds."""
         found: dict[str, Any] = {} if self.norm is None else {"grad_norm": self.norm}
         if self.check is not None:

@@ -324,7 +324,8 @@ class ZO(Method):
         return self.update.replay(updates) if self.factors is None else factor_state.replay(self, updates)
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
-        """Of the last step: scalars on the device. `changed`: share of the weights that the update before changed."""
+        """Scalars of the last step, on the device. `changed`: share of the weights that the update before it
+        changed."""
         if self.projected is None:
             return {}
         changed, total = self.changed, self.update.trained_numel
@@ -339,7 +340,7 @@ class ZO(Method):
         return self._counts() | {"changed": int(self.changed)}
 
     def deferred_state(self) -> dict[str, Any] | None:
-        """The same without a flush, while an update waits for the next visit of the weights."""
+        """The state without a flush, while an update waits for the next visit of the weights."""
         return None if self.pending is None or self.light else self._counts()
 
     def _counts(self) -> dict[str, Any]:
