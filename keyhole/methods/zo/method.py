@@ -131,7 +131,7 @@ class ZO(Method):
             how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
             how |= {"fold_periods": fold_periods, "fold_error": fold_error, "guide": guide}
             self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
-            self.update.beside = self.factors.bring_home
+            self.update.flush_elsewhere = self.factors.bring_home
         self.recorded = RecordedSteps(self)
 
     def _allocate(self, with_factors: frozenset[int]) -> None:
