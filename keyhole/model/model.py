@@ -158,8 +158,8 @@ class Model:
         return self.send(self.checked(batch, of_step))
 
     def checked(self, batch: Batch | list[Batch], of_step: bool = True) -> list[Batch]:
-        """The micro-batches of a step; UserError if they cannot be trained on. of_step: the step was planned for them;
-        evaluations have a size of their own."""
+        """The micro-batches of a step; UserError if they cannot be trained on. of_step: warns if they are larger than
+        the batches that memory was planned for; evaluations have a size of their own."""
         batches = as_list(batch)
         self.head.check(batches, self.layout.table.shape[0])
         if of_step and self.placed is not None:

@@ -18,9 +18,10 @@ import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError, listed
-from keyhole.methods.base import State, checked_rate
+from keyhole.methods.base import State
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.attention import exact_attention

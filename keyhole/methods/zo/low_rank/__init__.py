@@ -10,5 +10,6 @@ direction_files.py   the V that were found, as files beside a journal
 kept.py              factors of earlier periods beside frozen weights, compressed to fewer terms
 passes.py            one pass over the weights of a unit for all looks of a step
 saved.py             a checkpoint as a model
+peft_adapter.py      what was learned, as a peft adapter beside the base model
 state.py             factors in checkpoints, in the journal's replay, and in a saved model
 """
