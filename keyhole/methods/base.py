@@ -78,7 +78,7 @@ class Method:
                 f'keyhole.{cls.__name__}(keyhole.load("path-or-hub-id"), lr=...)'
             )
         check_settings(cls.name, options)
-        model.methods.check_new(model, cls.name)
+        model.methods.check_new(cls.name)
         return super().__new__(cls)
 
     def __init__(self, model: Model, lr: float | str, **settings: Any) -> None:
@@ -144,8 +144,8 @@ class Method:
     def flush(self) -> None:
         """Applies deferred updates: afterwards the weights at home are those after the last step, and the caller may
         change them."""
-        self.model.check_changes()
-        self.model.flushed()
+        self.model.methods.take_changes()
+        self.model.methods.flushed()
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step for the log; device scalars are not read here."""

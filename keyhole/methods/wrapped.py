@@ -80,17 +80,17 @@ def _as_step(step: Callable[..., Any]) -> Callable[..., Any]:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
         method.model.check_idle()
         with without_autocast(), with_gradients():
-            method.model.check_changes()
+            method.model.methods.take_changes()
             check_step(method)
-            method.model.step_begins()
+            method.model.methods.step_begins()
             try:
                 found = step(*args, **options)
-                method.model.weights_changed()
+                method.model.methods.step_done()
             except BaseException:
                 drop_gradients(method)
                 raise
             finally:
-                method.model.step_ends()
+                method.model.methods.step_ends()
         return found
 
     return exact
@@ -104,9 +104,9 @@ def _then_at_home(flush: Callable[..., None]) -> Callable[..., None]:
         from keyhole.ops.autocast import with_gradients
 
         with with_gradients():
-            self.model.check_changes()
+            self.model.methods.take_changes()
             flush(self)
-            self.model.flushed()
+            self.model.methods.flushed()
 
     return flushing
 

@@ -14,6 +14,7 @@ rank_duties.py   what one of several ranks does for a model
 
 Rows that are computed together:
 
+row_rules.py     which rows of a model may be
 packing.py   samples packed into one row: how a model is told
 best_fit.py  which samples go into which row
 apart.py     tests that packed samples do not attend to each other

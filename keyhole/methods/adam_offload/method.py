@@ -98,7 +98,7 @@ class AdamOffload(Method):
             raise UserError("every parameter is frozen: there is nothing to train")
         if model.sharded:
             shards.check("adam_offload", compile, activations)
-        model.attach(self)
+        model.methods.attach(self)
         cut, slices = own_ranges(model)
         check_host_state(model.layout, model.engine.on_host, model.dtype.itemsize, loaded=True, cut=cut)
         self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)

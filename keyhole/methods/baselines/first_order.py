@@ -45,7 +45,7 @@ class TorchMethod(ByTorch):
         dropout: ModelDropout | None = None,
     ) -> None:
         self._require_plain(model)
-        model.attach(self)
+        model.methods.attach(self)
         self.model, self.max_grad_norm, self.activations = model, max_grad_norm, activations
         own = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
         self.params = own if params is None else params

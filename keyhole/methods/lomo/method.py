@@ -77,7 +77,7 @@ class LOMO(UpdateSink, Method):
         self.rounding, self.groups, self.measures_norm = rounding, groups or [], grad_norm
         if model.sharded:
             shards.check(self.name, compile, activations, rounding)
-        model.attach(self)
+        model.methods.attach(self)
         self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
         self.dropout = ModelDropout(model, seed, model_dropout)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None

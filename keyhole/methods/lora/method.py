@@ -81,7 +81,7 @@ class LoRA(ByTorch):
             for param in self.params.values():
                 param.data = param.data.to(model.device)
             self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.original)
-            model.attach(self)
+            model.methods.attach(self)
             self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
             decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
             self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))

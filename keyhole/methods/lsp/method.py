@@ -113,7 +113,7 @@ class LSP(Method):
         self.step_count, self.learn_s = 0, 0.0
         self.check: Check | None = None  # of this step, and its seconds
         self._is_flushed = True  # since the last step
-        model.attach(self)  # applies updates that another method has deferred, before this one sets engine.arrival
+        model.methods.attach(self)  # applies updates that another has deferred, before this one sets engine.arrival
         arrival = weakly(self.updates.arrived) if self.updates.owes else None
         model.engine.arrival = arrival or model.engine.arrival
         self._end = weakref.finalize(self, _end, self.updates.host, model.engine, arrival)

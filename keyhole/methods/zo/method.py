@@ -121,7 +121,7 @@ class ZO(Method):
         self.keeps_base = self.light = low_rank and not fold
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
         self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1, blocks)
-        model.attach(self)
+        model.methods.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: for the journal
         self.projected: torch.Tensor | None = None
         model.binding.forget()
