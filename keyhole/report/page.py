@@ -89,10 +89,12 @@ def lead(view: View) -> str:
 
 
 def shown_metrics(numbers: dict[str, float], kind: str) -> str:
-    """`loss 0.4312, accuracy 91.2`; of many metrics only the first, and of several tasks first their mean."""
+    """`loss 0.4312, accuracy 91.2`; of many metrics only the first, and the mean over several tasks before theirs."""
     own = {name.removeprefix(f"{kind}_"): value for name, value in numbers.items() if name.startswith(f"{kind}_")}
     kept = [(name, value) for name, value in own.items() if name not in ("tokens", "rows", "questions")]
-    kept.sort(key=lambda each: {"loss": 0, "score": 1}.get(each[0], 2))
+    if len(kept) > 4:  # the mean is called score, or like the metric that all tasks have
+        means = [each for each in kept[1:] if each[0] == "score" or any(other.endswith(f"_{each[0]}") for other in own)]
+        kept = [*kept[:1], *means, *(each for each in kept[1:] if each not in means)]
     return ", ".join(
         f"{name} {value:.4f}" if is_plain(name) else f"{name} {100 * value:.1f}" for name, value in kept[:4]
     )
