@@ -178,7 +178,8 @@ class Report:
                 "tokenizer_config.json)"
             )
         if self.empty:
-            out.append(f"{self.empty:,} answers are empty: they teach the model to say nothing")
+            are = "is empty: it teaches" if self.empty == 1 else "are empty: they teach"
+            out.append(f"{counted(self.empty, 'answer')} {are} the model to say nothing")
         if self.unheard:
             out.append(f"{self.unheard:,} turns have train: true, but are no answers; only answers are trained on")
         return out
