@@ -173,6 +173,7 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, e
         except Exception as error:  # raised by the family's own code, on numbers that do not fit together
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"model: no module can be built from {type(config).__name__}: {why}") from error
+    _check_embedding(module)
     _check_depth(module)
     _check_one_dtype(module, dtype)
     stand_ins: dict[int, nn.Parameter] = {}
@@ -187,6 +188,21 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, e
     module.keyhole_untried = mark_use(module)
     module.keyhole_expert_units = expert_units
     return module
+
+
+def _check_embedding(module: nn.Module) -> None:
+    """Refuses a model that does not look up its tokens in one table (CANINE: hashes of characters; I-BERT: a quantised
+    table)."""
+    try:
+        embedding = module.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    if not isinstance(embedding, nn.Embedding):
+        found = "none" if embedding is None else type(embedding).__name__
+        raise UserError(
+            f"model: {type(module).__name__} has no table of tokens (an nn.Embedding; found {found}), and is not "
+            "supported"
+        )
 
 
 def _check_depth(module: nn.Module) -> None:

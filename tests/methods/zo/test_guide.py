@@ -296,3 +296,13 @@ def test_it_learns_more_than_random_directions() -> None:
         return sum([float(zo.step([ragged(seed=1)])) for _ in range(30)][-5:]) / 5
 
     assert loss_after(64) < loss_after(None)
+
+
+def test_a_classifier_whose_blocks_see_other_tokens_keeps_random_directions() -> None:
+    """Longformer pads rows to its window: no layer sees the batch, and a line says so."""
+    options: dict[str, Any] = {"init": "random", "device": "cpu", "dtype": "float32"}
+    model = keyhole.load(tiny_config("longformer"), head="classification", num_labels=2, **options)
+    zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    drawn = zo.factors.v.clone()
+    zo.step({"input_ids": torch.randint(4, 30, (4, 9)), "labels": torch.tensor([0, 1, 0, 1])})
+    assert torch.equal(zo.factors.v, drawn) and "layers is random" in zo.news()[0]

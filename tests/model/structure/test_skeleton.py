@@ -8,8 +8,10 @@ import transformers as hf
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import keyhole
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import build, read_config, saved_buffers
+from tests.families.tiny import tiny_config
 from tests.model.decoders import NAMES, config
 
 
@@ -98,3 +100,9 @@ def test_a_model_needs_blocks(name: str) -> None:
     made.get_text_config().num_hidden_layers = 0
     with pytest.raises(UserError, match="model: "):
         build(made, torch.float32)
+
+
+@pytest.mark.parametrize("family, found", [("ibert", "QuantEmbedding"), ("canine", "none")])
+def test_a_model_without_a_table_of_tokens_is_refused(family: str, found: str) -> None:
+    with pytest.raises(UserError, match=rf"no table of tokens \(an nn.Embedding; found {found}\)"):
+        keyhole.load(tiny_config(family), init="random", device="cpu", head="classification", num_labels=2)

@@ -47,35 +47,43 @@ def _summed(d_NH: torch.Tensor, place_N: torch.Tensor, count: int) -> torch.Tens
 
 def class_errors(model: Any, sent: list[DeviceBatch], most: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Positions [N] that the head reads, and their errors [N, H] in float32, per batch; of more than `most` in all,
-    some at equal distances."""
+    some at equal distances. None, if the last block has other positions than the tokens of the batch (Funnel)."""
     leaves: dict[int, torch.Tensor] = {}
 
+    def enter(block: torch.nn.Module, inputs: Any) -> None:
+        torch.set_grad_enabled(False)  # of this pass's thread; a block may be called more than once
+
     def leave(block: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """After the last block: its output becomes a leaf, and the rest of this pass has a graph."""
+        """After the last block: its output becomes a leaf, and what comes next has a graph."""
         first = output if isinstance(output, torch.Tensor) else output[0]
         leaf = leaves[model.conductor.current.index] = first.detach().requires_grad_()
-        torch.set_grad_enabled(True)  # of this pass's thread, until it has ended
+        torch.set_grad_enabled(True)
         return leaf.clone() if first is output else (leaf.clone(), *output[1:])
 
     def errors(logits: list[torch.Tensor], spine: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         passes = enumerate(zip(logits, sent, strict=True))
         return [_read_errors(model.head, x, one, leaves.pop(i), -(-most // len(sent))) for i, (x, one) in passes]
 
-    hook = model.blocks[-1].register_forward_hook(leave)
+    hooks = [block.register_forward_pre_hook(enter) for block in model.blocks]
+    hooks.append(model.blocks[-1].register_forward_hook(leave))
     try:
         found = swept(model, sent, errors, learn=False)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     return [at_N for at_N, _ in found], [d_NH for _, d_NH in found]
 
 
 def _read_errors(
     head: ClassificationHead, logits_BL: torch.Tensor, batch: DeviceBatch, leaf: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of one pass, from its logits and the output of the last block that they were computed from."""
+    """The same for one pass, from its logits and the output of the last block that they were computed from."""
+    tokens, width = leaf.shape[:-1].numel(), leaf.shape[-1]
+    if tokens != batch.inputs["input_ids"].numel() or not logits_BL.requires_grad:
+        return batch.index_N[:0], leaf.new_zeros((0, width), dtype=torch.float32)
     grad_BL = head.nll_grad(logits_BL, batch.target_N, torch.ones((), device=logits_BL.device))
     (back,) = torch.autograd.grad(logits_BL, leaf, grad_BL.to(logits_BL.dtype))
-    d_MH = back.flatten(0, -2)
+    d_MH = back.reshape(tokens, width)
     at_N = d_MH.any(dim=1).nonzero().flatten()
     at_N = at_N[:: max(1, -(-len(at_N) // most))]
     return at_N, d_MH[at_N].float()
