@@ -9,8 +9,7 @@ from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.names import check_names, listed_names, own_splits
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import find_splits
-from keyhole.data.tasks.spec import CHOICE
-from keyhole.errors import UserError
+from keyhole.data.tasks.spec import check_loss
 
 
 def check_sources(settings: DataSettings) -> None:
@@ -24,9 +23,6 @@ def check_sources(settings: DataSettings) -> None:
         check_names(names, settings.task_splits)
     for name in names:
         spec = read_spec(name)
-        if settings.loss == "candidates" and spec.kind != CHOICE and name in listed_names(settings.task):
-            raise UserError(
-                f"loss: candidates needs a choice; the answers of task {spec.name} are free text: set loss=tokens "
-                "(in a comparison: under the task, and not under a method, whose settings win)"
-            )
+        if name in listed_names(settings.task):
+            check_loss(spec, settings.loss)
         find_splits(spec, settings.task_data, own_splits(settings.task_splits, spec.name))

@@ -16,6 +16,7 @@ from keyhole.data.dataset import IGNORED, Dataset, Sample
 from keyhole.data.prepare import pad_token_id
 from keyhole.data.report import Report
 from keyhole.data.settings import DataSettings
+from keyhole.data.tasks.encode import token_for_nothing
 from keyhole.data.tasks.labels import Labels
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
@@ -51,7 +52,7 @@ class TextEncoder:
     def encode(self, questions: Sequence[Question], labels: Labels) -> list[Sample | None]:
         """A row for each question; None for one that is dropped."""
         texts = [question.texts or (_prompt(question),) for question in questions]
-        whole = [self._begun(question, *row) for question, row in zip(questions, self._tokens(texts), strict=True)]
+        whole = [self._not_empty(question, *row) for question, row in zip(questions, self._tokens(texts), strict=True)]
         limit = self.max_length
         long = [] if limit is None else [i for i, (ids, _) in enumerate(whole) if len(ids) > limit]
         if long and self.overlong == "error":
@@ -69,13 +70,11 @@ class TextEncoder:
             for question, row in zip(questions, rows, strict=True)
         ]
 
-    def _begun(self, question: Question, ids: list[int], types: Any) -> tuple[list[int], list[int] | None]:
+    def _not_empty(self, question: Question, ids: list[int], types: Any) -> tuple[list[int], list[int] | None]:
+        """A row of at least one token, and its types."""
         if ids:
             return ids, types
-        first = [i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None]
-        if not first:
-            raise UserError(f"{question.where}: an empty text, and the tokenizer has no bos to stand for it")
-        return first[:1], [0] if self.has_types else None
+        return [token_for_nothing(self.tokenizer, question)], [0] if self.has_types else None
 
     def _tokens(
         self, texts: Sequence[tuple[str, ...]], limit: int | None = None

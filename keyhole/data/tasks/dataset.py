@@ -17,7 +17,7 @@ from keyhole.data.report import Report
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.encode import Encoder
 from keyhole.data.tasks.question import Question, Task
-from keyhole.data.tasks.spec import CHOICE
+from keyhole.data.tasks.spec import check_loss
 from keyhole.errors import UserError
 
 TOKENS, CANDIDATES = "tokens", "candidates"
@@ -37,11 +37,7 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
     known: dict[tuple[int, str | None], int] = {}
     for source, task in enumerate(tasks):
         has_labels = len({question.candidates for question in task.questions}) == 1
-        if loss == CANDIDATES and task.spec.kind != CHOICE:
-            raise UserError(
-                f"loss: candidates needs a choice; the answers of task {task.name} are free text: set loss=tokens "
-                "(in a comparison: under the task, and not under a method, whose settings win)"
-            )
+        check_loss(task.spec, loss)
         end = ends(task, how.train_end_token)
         for question, encoded in zip(task.questions, encoder.encode(task.questions, end), strict=True):
             kept = _kept(question, loss) if encoded else []

@@ -93,12 +93,7 @@ class Encoder:
         is_chat = not isinstance(question.prompt, str)
         if self.bos and not is_chat and prompt_ids[: len(self.bos)] != self.bos:
             return self.bos
-        if prompt_ids:
-            return []
-        first = [i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None]
-        if not first:
-            raise UserError(f"{question.where}: an empty prompt, and the tokenizer has no bos to begin with")
-        return first[:1]
+        return [] if prompt_ids else [token_for_nothing(self.tokenizer, question)]
 
     def _cut(self, question: Question, ids: list[int], begin: int, keep: int) -> Sample:
         """The row with its candidate marked as trained; a long prompt loses its beginning, except for `keep` tokens."""
@@ -115,3 +110,11 @@ class Encoder:
                 )
             ids, begin = ids[:keep] + ids[keep + surplus :], begin - surplus
         return Sample(ids, [IGNORED] * begin + ids[begin:])
+
+
+def token_for_nothing(tokenizer: Any, question: Question) -> int:
+    """The token that stands for an empty text: bos or eos."""
+    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    raise UserError(f"{question.where}: an empty text, and the tokenizer has no bos to stand for it")

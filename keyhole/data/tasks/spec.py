@@ -44,6 +44,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from keyhole.data.tasks.expressions import Expression, Text
+from keyhole.errors import UserError
 
 LIBRARY = Path(__file__).parent / "library"
 CHOICE, GENERATED, LIKELIHOOD = "choice", "generated", "likelihood"
@@ -108,6 +109,15 @@ class TaskSpec:
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "title"}
         text = json.dumps(told, sort_keys=True, default=lambda program: program.source)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def check_loss(spec: TaskSpec, loss: str | None) -> None:
+    """UserError if the task has no candidates that this loss could compare."""
+    if loss == "candidates" and spec.kind != CHOICE:
+        raise UserError(
+            f"loss: candidates needs a choice; the answers of task {spec.name} are free text: set loss=tokens "
+            "(in a comparison: under the task, and not under a method, whose settings win)"
+        )
 
 
 def task_names() -> list[str]:
