@@ -45,6 +45,12 @@ class State:
     base: str | None = None
     selection: dict[str, Any] | None = None
 
+    @property
+    def tensors(self) -> str:
+        """What identifies the tensors of a checkpoint: names, sizes and checksums of their files."""
+        files = sorted((name, about) for name, about in self.files.items() if name.endswith(".safetensors"))
+        return ", ".join(f"{name} {about.get('bytes')} {about.get('crc32')}" for name, about in files)
+
 
 def _own_crc(content: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

@@ -28,4 +28,5 @@ def replay(
     from keyhole.checkpoint.journal.replay import replay as run
 
     done = run(base, Path(journal), Path(out), steps=steps, say=typer.echo, **where)
-    typer.echo(f"{done.steps} steps replayed in {done.seconds:.1f} s ({done.total_seconds:.1f} s in all): {out}")
+    where_to = f"{out}, and its adapters in {beside}: load both" if (beside := Path(out) / "adapter").is_dir() else out
+    typer.echo(f"{done.steps} steps replayed in {done.seconds:.1f} s ({done.total_seconds:.1f} s in all): {where_to}")

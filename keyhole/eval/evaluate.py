@@ -83,9 +83,10 @@ def evaluate(
     for name in names:
         if is_library_task(name):
             drawn = load_task(name, task_data, Numbers(test=num_eval), task_splits, training=False)["test"]
-            sources.append(replace(drawn, questions=drawn.questions[:limit]))
+            sources.append(used := replace(drawn, questions=drawn.questions[:limit]))
             check_code(drawn, allow_code_execution)
-            for line in (f"task {drawn.name}: {drawn.about} ({drawn.fingerprint})", *warning_lines(drawn)):
+            first = f"the first {len(used.questions):,} of " if len(used.questions) < len(drawn.questions) else ""
+            for line in (f"task {drawn.name}: {first}{drawn.about} ({used.fingerprint})", *warning_lines(drawn)):
                 say(line)
         else:
             sources.append(read_task(name, limit) if is_task(name) else name)

@@ -17,7 +17,8 @@ Legend: B rows, T positions, L labels.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,12 +65,26 @@ class ClassificationHead:
         takes = inspect.signature(module.forward).parameters
         self.takes = PER_TOKEN if "token_type_ids" in takes else PER_TOKEN[:2]
         self.options = {"use_cache": False} if "use_cache" in takes else {}  # recomputing a block would append to it
+        configs = {id(own): own for part in module.modules() if (own := getattr(part, "config", None)) is not None}
+        self.caching = [own for own in configs.values() if getattr(own, "use_cache", False) and not self.options]
         self.type_count = getattr(module.config, "type_vocab_size", None) or 1
         self.longest = text_positions(module)
 
     def states(self, batch: DeviceBatch) -> torch.Tensor:
         """[B, L]: the logits."""
-        return self.module(**batch.inputs, **self.options).logits
+        with self._without_cache():
+            return self.module(**batch.inputs, **self.options).logits
+
+    @contextmanager
+    def _without_cache(self) -> Iterator[None]:
+        """For a forward that has no such option, and reads it from the config when it begins."""
+        for config in self.caching:
+            config.use_cache = False
+        try:
+            yield
+        finally:
+            for config in self.caching:
+                config.use_cache = True
 
     def nll(self, logits_BL: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """[B], in float32, differentiable."""

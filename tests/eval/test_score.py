@@ -120,6 +120,19 @@ def test_tasks_by_name_in_one_table(tmp_path: Path, tiny_model: Path) -> None:
         evaluate(str(tiny_model), ["demo"], task_data=str(tmp_path))
 
 
+def test_a_limit_is_told_with_the_fingerprint_of_what_is_left(tmp_path: Path, tiny_model: Path) -> None:
+    """Other questions than without the limit, so another fingerprint."""
+    (tmp_path / "sst2").mkdir()
+    rows = "".join(json.dumps({"sentence": f"film {i}", "label": i % 2}) + "\n" for i in range(5))
+    (tmp_path / "sst2" / "validation.jsonl").write_text(rows)
+    said: list[str] = []
+    for limit in (None, 3, 5):
+        evaluate(str(tiny_model), ["sst2"], task_data=str(tmp_path), device="cpu", limit=limit, say=said.append)
+    whole, three, five = (line for line in said if line.startswith("task sst2"))
+    assert three.startswith("task sst2: the first 3 of all 5 rows of validation.jsonl (") and whole == five
+    assert three.partition("(")[2] != whole.partition("(")[2]
+
+
 def test_names_of_tasks_are_read_as_folders_are(tmp_path: Path, tiny_model: Path) -> None:
     """SST-2 is sst2; a mistyped name is told as one, and nothing else is blamed."""
     read("sst2", tmp_path)

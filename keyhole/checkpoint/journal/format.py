@@ -40,6 +40,7 @@ HEADER_BYTES = 16 * 2**20  # upper limit; real headers have a few kilobytes
 MOST_STEPS = 2**32 - 1  # a step is a 32-bit word of the noise's counter
 MOST_DIRECTIONS = 2**16
 MOST_MEMORY = 64
+LIGHT = "light: "  # in place of the content hash of a base: what identifies a checkpoint without weights of blocks
 
 
 class BadJournal(Exception):

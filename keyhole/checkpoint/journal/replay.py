@@ -12,7 +12,8 @@ shorter run. What lies beside it tells more: a checkpoint of a later step, which
 before it, or later lines of metrics.jsonl. Then it is refused as a damaged one is; a journal that was copied alone is
 compared with the max_steps in its header.
 
-A journal that begins at a checkpoint needs that checkpoint as its base; with zo.rank its factors are loaded too.
+A journal that begins at a checkpoint needs that checkpoint as its base; with zo.rank its factors are loaded too. If it
+is a light one, which holds no weights of blocks, these are read from the model that its run began with.
 
 A classification head that the base lacks is initialised again with the run's seed. The result equals the run's
 weights to the bit on every device, because noise and update give the same bits everywhere (ops/noise/gaussian.py,
@@ -23,7 +24,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,9 @@ import torch
 from keyhole import assets
 from keyhole.checkpoint.files import method_state
 from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.format import Header, Journal, Record
+from keyhole.checkpoint.journal.format import LIGHT, Header, Journal, Record
 from keyhole.checkpoint.select import checkpoints
-from keyhole.checkpoint.state import Damaged, read_state
+from keyhole.checkpoint.state import Damaged, State, read_state
 from keyhole.disk.files import try_place
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
@@ -110,17 +111,17 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         try_place(out)
     except OSError as error:
         raise UserError(f"OUT: {out} cannot be written: {error.filename}: {error.strerror}") from error
-    found = read_whole(path, steps)
+    found = with_last_merge(read_whole(path, steps), journal_of(path))
     planned = found.header.config.get("max_steps")
     if steps is None and isinstance(planned, int) and found.last < planned:
         say(f"the journal ends with step {found.last}, and its run had max_steps={planned}: it was stopped, or is cut")
     records = [record for record in found.records if steps is None or record.step <= steps]
-    check_base(found.header, base)
+    source = _weights_of(found.header, base)
     if found.torn and steps is None:
         say(f"the journal is incomplete: {found.fault}; step {found.last} is the last that is replayed")
     where.setdefault("placement", "auto")
     model = load(
-        base,
+        source,
         dtype=found.header.dtype,
         wire=found.header.wire,
         workload=Workload("replay"),
@@ -134,7 +135,10 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         if found.header.first > 0 and method.factors is not None:
             _load_factors(method, Path(find_directory(base)), found.header)
         _refuse_full_disk(out, model)
-        say(f"base: {base}, content {found.header.base[:12]}, as recorded")
+        say(
+            f"base: {base}, "
+            + (f"content {found.header.base[:12]}, as recorded" if source == base else f"over {source}")
+        )
         numel = model.layout.numel
         say(f"replaying steps {found.header.first + 1} to {records[-1].step} of {found.last} over {numel:,} elements")
         seconds = apply_records(method, records, say)
@@ -166,21 +170,45 @@ def keep_directions(method: ZO, journal: Path, run: str | None) -> None:
         method.guide.files = DirectionFiles(journal.with_name("directions"), run)
 
 
+def _weights_of(header: Header, base: str) -> str:
+    """The model whose weights are loaded: the base, if it is the recorded one, or that of a light checkpoint's run."""
+    if not header.base.startswith(LIGHT):
+        check_base(header, base)
+        return base
+    state, recorded = _state_of(Path(find_directory(base)), header), header.base.removeprefix(LIGHT)
+    if recorded != state.tensors and recorded != base:  # older journals have its path instead
+        raise UserError(
+            f"BASE: {base} holds other factors than the checkpoint that the run went on from: {header.source}"
+        )
+    original = assets.locate(str(state.config.get("model")), assets.MODEL)
+    if state.base is not None and content_hash(find_directory(original)) != state.base:
+        raise UserError(
+            f"BASE: {base} holds what its run had learned beside the weights of {original}, which are others now: "
+            "restore them there"
+        )
+    return original
+
+
 def _load_factors(method: ZO, base: Path, header: Header) -> None:
     """For a journal that begins at a checkpoint: loads what its run had learned beside the weights (zo.rank), and the
     step, which V and the noise follow from."""
+    method.load_state_dict(method_state(base, _state_of(base, header)))
+
+
+def _state_of(base: Path, header: Header) -> State:
+    """The state of the checkpoint at which a journal begins."""
     try:
         state = read_state(base)
     except (Damaged, UserError) as error:
         raise UserError(
             f"BASE: the journal begins after step {header.first}, and {base} is not the checkpoint of that step, which "
-            f"holds low-rank factors beside its weights ({error})"
+            f"holds low-rank factors beside its weights (it was {header.source}; {error})"
         ) from error
     if state.step != header.first:
         raise UserError(
             f"BASE: {base} is a checkpoint of step {state.step}, and the journal begins after {header.first}"
         )
-    method.load_state_dict(method_state(base, state))
+    return state
 
 
 def _refuse_full_disk(out: Path, model: Model) -> None:
@@ -227,6 +255,20 @@ def read_whole(path: Path, steps: int | None) -> Journal:
         raise UserError(f"--steps: {steps} is not in the journal, which holds {found.header.first + 1} to {found.last}")
     if not found.records:
         raise UserError(f"JOURNAL: {path} holds no steps yet; its weights are those of {found.header.source}")
+    return found
+
+
+def with_last_merge(found: Journal, path: Path) -> Journal:
+    """The journal with the last value of zo.merge that its run had: a resumed run may have another one than that with
+    which its journal began."""
+    key, run = f"{METHODS[ZO.name].section}.merge", path.resolve().parent
+    for checkpoint in reversed(checkpoints(run.parent) if run.name == "run" else []):
+        try:
+            state = read_state(checkpoint)
+        except (Damaged, UserError):
+            continue
+        if state.run == found.header.run and key in state.config:
+            return replace(found, header=replace(found.header, config=found.header.config | {key: state.config[key]}))
     return found
 
 
@@ -296,5 +338,5 @@ def _low_rank(header: Header) -> dict[str, Any]:
     found = {
         name: header.config.get(f"{section}.{name}") for name in ("rank", "refresh", "fold", "fold_periods", "guide")
     }
-    found |= {"fold_error": header.config.get(f"{section}.fold_error", 0.0)}
+    found |= {name: header.config.get(f"{section}.{name}", old) for name, old in (("fold_error", 0.0), ("merge", True))}
     return found if found["rank"] is not None else {}

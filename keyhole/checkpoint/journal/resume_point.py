@@ -193,7 +193,8 @@ def continued(origin: Origin, source: str, path: Path, header: journal.Header, s
     if not fits:
         if path.exists():
             journal.rename_old(path)
-        light = origin.choice.state is not None and origin.choice.state.method.get("light")
-        base = header.base or (f"light: {source}" if light else content_hash(find_directory(source)))
+        state = origin.choice.state
+        light = state is not None and state.method.get("light")
+        base = header.base or (journal.LIGHT + state.tensors if light else content_hash(find_directory(source)))
         found = journal.create(path, replace(header, base=base, first=step, source=source))
     return Writer(path, found, step, sync_every)

@@ -35,7 +35,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.call = weight, call
         if call.leave_out:
             return x.new_empty((*x.shape[:-1], weight.shape[0]))
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias).data  # no view, so that the model may write into it (Longformer)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

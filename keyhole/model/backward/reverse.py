@@ -96,6 +96,8 @@ class Reverse:
             if room is not None:
                 no_stream_warning(model.changes)
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)
+        self.tape: Tape | None = None
+        self.hidden: list[Any] = []
         self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
         self._longest = 0  # tokens of a row in this step
         self._handed_over = 0  # gradients of `walk`
@@ -221,13 +223,16 @@ class Reverse:
 
     def _reverse_end(self, grads: list[torch.Tensor]) -> None:
         """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
-        of the last block, their gradients, and of a norm the same in float32, for every micro-batch."""
-        shared = self.tape.uses_graphs_between_blocks  # the end of the pass and a block may share a part of a graph
-        for i, hidden_NH in enumerate(self.hidden):
-            torch.autograd.backward(hidden_NH, grads[i], retain_graph=shared or not self.last)
+        of the last block, their gradients, and of a norm the same in float32, for every micro-batch. Not if there are
+        graphs between blocks: gradients arrive at outputs through them, which must be alive then. (Parts of it may
+        belong to the graph before the first block, too: each part is freed with its last owner.)"""
+        goes = self.last and not self.tape.uses_graphs_between_blocks
+        for i, grad_NH in enumerate(grads):
+            torch.autograd.backward(self.hidden[i], grad_NH, retain_graph=True)
+            if goes:
+                self.tape.hold_grads(i)
+                self.hidden[i] = grads[i] = None
         if self.last:
-            self.tape.hold_grads()
-            self.hidden = []
             self.vocabulary.drop_hidden()
 
     def check_loss(self, loss: torch.Tensor) -> None:
@@ -264,6 +269,7 @@ class Reverse:
     def _reverse_blocks(self) -> None:
         engine, stops = self.model.engine, self.tape.stops
         to_come = Counter(block for stop in stops for block in {visit.block for visit in stop.values()})
+        visits_of = Counter(visit.block for stop in stops for visit in stop.values())
         for i in reversed(range(len(stops))):
             visits = list(stops[i].values())
             block = visits[0].block
@@ -272,7 +278,7 @@ class Reverse:
                 for visit in stops[i - 1].values():
                     visit.prefetch()
             to_come[block] -= 1
-            self._visited_once = sum(v.block == block for stop in stops for v in stop.values()) == 1
+            self._visited_once = visits_of[block] == 1
             for visit in visits:
                 self._final = to_come[block] == 0 and visit is visits[-1]
                 offering = nullcontext() if self.compiled is None else self.compiled.offering()

@@ -197,9 +197,11 @@ class Visit:
     def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
         """The backward pass of the block, whose parameters are bound. run_again(call) recomputes the forward
         (recompute.py). last: this visit needs no further backward pass."""
-        inputs, outputs = {}, self.graph
+        inputs, outputs, grads = {}, self.graph, self.take_output_grads()
         if not self.has_graph:
             values = [self.store.get(v, last) if isinstance(v, HostActivation) else v for v in self.values]
+            if all(grad is None for grad in grads):  # nothing that is differentiated depends on this visit
+                return
             inputs = {i: values[i].detach().requires_grad_() for i in self.origins}
             again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
             outputs = [v for v in tree_flatten(again)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
@@ -207,7 +209,6 @@ class Visit:
         if self.saved is not None:
             self.saved.last = last
         edges = outputs if self.has_graph else [y if y.requires_grad else None for y in outputs]
-        grads = self.take_output_grads()
         pairs = [(y, g) for y, g in zip(edges, grads, strict=True) if y is not None and g is not None]
         self.arrived: dict[int, torch.Tensor] = {}
         if pairs:
@@ -300,11 +301,11 @@ class Tape:
             for visit in stop.values():
                 visit.restart()
 
-    def hold_grads(self) -> None:
-        """Every visit holds the gradients that its outputs have now."""
+    def hold_grads(self, index: int) -> None:
+        """Every visit of this pass holds the gradients that its outputs have now."""
         for stop in self.stops:
-            for visit in stop.values():
-                visit.hold_grads()
+            if index in stop:
+                stop[index].hold_grads()
 
 
 def is_training(module: nn.Module) -> bool:

@@ -67,7 +67,7 @@ class VocabularyGradients:
         self.running: list[RunningNLL] = []
         self.weights: list[torch.Tensor | None] = []  # weights of tokens in the loss, per pass; None: all 1
         self.scales: list[torch.Tensor] = []  # d loss / d nll of tokens: a scalar, or [N]
-        self.embedded: dict[int, _Embedded] = {}
+        self.embedded: list[_Embedded] = []  # a pass may look up twice
         self.labels: list[torch.Tensor] = []  # labels of a classifier, per pass
         self.kept: dict[tuple[int, int], _Logits] = {}  # by unit and pass
 
@@ -76,12 +76,13 @@ class VocabularyGradients:
         rows_MH = self.model.table_rows(ids_M).to(self.model.dtype)
         if not self.layout.table.param.requires_grad:
             return rows_MH
-        self.embedded[index] = _Embedded(ids_M, nn.Parameter(rows_MH))
-        return self.embedded[index].rows_MH
+        self.embedded.append(_Embedded(ids_M, nn.Parameter(rows_MH)))
+        return self.embedded[-1].rows_MH
 
     def drop_rows(self) -> None:
-        """After the forward pass: a lookup's backward pass needs no rows, only their shape."""
-        for one in self.embedded.values():
+        """After the forward pass: the backward pass of a lookup needs only the shape of its rows. If the embedding
+        does more, its graph may hold the rows, and they stay."""
+        for one in self.embedded if is_plain_lookup(self.model.embedding) else ():
             one.rows_MH.data = one.rows_MH.new_zeros(()).expand(one.rows_MH.shape)
 
     def drop_hidden(self) -> None:
@@ -152,7 +153,7 @@ class VocabularyGradients:
         """Prepares a backward pass of loss_scale * loss."""
         scale = torch.ones((), device=self.model.device) * (loss_scale * self.weight) / self.loss_count
         self.scales = [scale if weight_N is None else scale * weight_N for weight_N in self.weights]
-        for embedded in self.embedded.values():
+        for embedded in self.embedded:
             embedded.rows_MH.grad = None
 
     def reverse_head(self, turns: list[HandOver]) -> list[torch.Tensor]:
@@ -247,7 +248,7 @@ class VocabularyGradients:
     def _looked_up(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """([M] ids, [M, H] gradients) of all lookups of all passes; None: none has a gradient. Padding has the id -1:
         its lookup gives no gradient, as in torch's own embedding."""
-        found = [e for e in self.embedded.values() if e.rows_MH.grad is not None]
+        found = [e for e in self.embedded if e.rows_MH.grad is not None]
         if not found:
             return None
         ids_M = torch.cat([e.ids_M for e in found])
@@ -263,6 +264,12 @@ class VocabularyGradients:
         ids_M = torch.where((ids_M < first) | (ids_M >= end), end - first, ids_M - first)  # other chunks: an extra row
         add_up = torch.ops.aten.embedding_dense_backward
         return add_up(grad_MH, ids_M, end - first + 1, -1, False)[: end - first]
+
+
+def is_plain_lookup(module: nn.Module) -> bool:
+    """Whether an embedding does nothing with its rows but return them."""
+    plain = type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
+    return plain and module.max_norm is None and not module._forward_hooks
 
 
 def _add(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:

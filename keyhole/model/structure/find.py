@@ -38,14 +38,19 @@ def find_decoder(module: nn.Module) -> nn.Module:
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks: the outermost list of modules that holds the most parameters that a forward pass on tokens
-    uses; [] if there is none."""
+    uses; [] if there is none. A list within it is not called itself: its modules are."""
     best, best_numel = [], 0
     for child in module.modules():  # outermost first, so that a tie goes to the outer list
         if isinstance(child, nn.ModuleList) and len(child) > 1:
             numel = sum(p.numel() for p in child.parameters() if not is_unreached(p))
             if numel > best_numel:
-                best, best_numel = list(child), numel
+                best, best_numel = _called(child), numel
     return best
+
+
+def _called(modules: nn.ModuleList) -> list[nn.Module]:
+    nested = ([one] if not isinstance(one, nn.ModuleList) else _called(one) for one in modules)
+    return [one for several in nested for one in several]
 
 
 @dataclass(frozen=True)

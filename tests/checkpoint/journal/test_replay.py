@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal import replay as replays
 from keyhole.checkpoint.journal.replay import replay
+from keyhole.cli import app
 from keyhole.config import TrainConfig, resolve
 from keyhole.errors import NonFinite, UserError
 from keyhole.methods.zo.traits import ZOConfig
@@ -74,6 +76,25 @@ def test_the_weights_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path,
     assert ours == theirs and any("content" in line for line in said)
     for name in ("generation_config.json", "config.json"):
         assert (tmp_path / "again" / name).read_text() == (Path(config.output_dir) / name).read_text()
+
+
+def test_factors_beside_the_model_are_rebuilt_beside_it(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """zo.merge=false: the same files as the run's, and the last line names both."""
+    config, again = run(zo=ZOConfig(rank=2, refresh=2, fold=False, merge=False)), tmp_path / "again"
+    ran = CliRunner().invoke(app, ["replay", str(tiny_model), config.output_dir, str(again), "device=cpu"])
+    assert ran.exit_code == 0 and str(again / "adapter") in ran.output.replace("\n", "")
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert same(load_file(again / name), load_file(Path(config.output_dir) / name))
+
+
+def test_a_run_that_was_resumed_with_factors_beside_the_model(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """The journal began with zo.merge=true; the last value counts, as far as checkpoints show it."""
+    config, again = run(max_steps=3, save_steps=1, zo=ZOConfig(rank=2, refresh=2, fold=False)), tmp_path / "again"
+    later = changed(config, max_steps=5, zo=changed(config.zo, merge=False))
+    assert train(later, resume="") == 0
+    replay(str(tiny_model), Path(config.output_dir), again, device="cpu", say=lambda line: None)
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert same(load_file(again / name), load_file(Path(config.output_dir) / name))
 
 
 def test_any_step_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
@@ -294,6 +315,37 @@ def test_a_journal_from_a_checkpoint_with_factors(run: Callable, tmp_path: Path,
     (begin / "keyhole_state.json").unlink()
     with pytest.raises(UserError, match=f"begins after step {first}, and .* low-rank factors"):
         replay(str(begin), other, tmp_path / "refused", device="cpu", say=lambda line: None)
+
+
+def test_a_journal_from_a_light_checkpoint(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """It holds no weights of blocks: these come from the model that its run began with. Another model, another step and
+    the checkpoint of another run are refused, each by name; so are other weights in the place of the first."""
+    how = {"save_steps": 2, "save_total_limit": None, "zo": ZOConfig(rank=1, refresh=2, fold=False)}
+    config = run(max_steps=4, **how)
+    root, base = Path(config.output_dir), tmp_path / "base"
+    begin = root / "checkpoint-2"
+    later = changed(config, max_steps=6, output_dir=str(tmp_path / "later"))
+    assert train(later, resume=str(begin)) == 0
+    assert not (begin / "model.safetensors").exists()
+    replay(str(begin), tmp_path / "later", tmp_path / "again", device="cpu", say=lambda line: None)
+    assert same(weights(later.output_dir), weights(tmp_path / "again"))
+    assert run(max_steps=4, seed=7, output_dir=str(tmp_path / "other"), **how).seed == 7
+    for wrong, words in (
+        (tiny_model, "is not the checkpoint of that step.*it was .*checkpoint-2"),
+        (root / "checkpoint-4", "is a checkpoint of step 4, and the journal begins after 2"),
+        (tmp_path / "other" / "checkpoint-2", "holds other factors than the checkpoint"),
+    ):
+        with pytest.raises(UserError, match=f"(?s)BASE: .*{words}"):
+            replay(str(wrong), tmp_path / "later", tmp_path / "wrong", device="cpu")
+    shutil.copytree(tiny_model, base)
+    moved = changed(config, model=str(base), output_dir=str(tmp_path / "moved"))
+    assert train(moved) == 0
+    later = changed(moved, max_steps=6, output_dir=str(tmp_path / "moved later"))
+    assert train(later, resume=str(tmp_path / "moved" / "checkpoint-2")) == 0
+    other = {name: tensor + 1 for name, tensor in weights(base).items()}
+    save_file(other, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="(?s)BASE: .*which are others now: restore them"):
+        replay(str(tmp_path / "moved" / "checkpoint-2"), tmp_path / "moved later", tmp_path / "wrong", device="cpu")
 
 
 def test_another_base_is_refused_on_resume(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
