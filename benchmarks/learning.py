@@ -53,7 +53,7 @@ FIRST_ORDER = {
     "lomo": {"method": "lomo", "learning_rate": 2e-2, "max_grad_norm": 1.0},
     "lomo-lora": LOMO_LORA,
 }
-RTE = {"lomo": {"learning_rate": 8e-2}, "adalomo": {"learning_rate": [2e-4, 3e-4]}}  # SST-2's do not suit it
+RTE = {"lomo": {"learning_rate": 4e-2}, "adalomo": {"learning_rate": 3e-4}}  # SST-2's do not suit it
 ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
 PARTS = ZO | {"zo": {"estimator": "grzo", "directions": 16, "rank": 4, "refresh": 50}}  # a direction per row
 BF16 = {"dtype": "bfloat16"}
@@ -191,7 +191,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     ),
     "sst2-lomo-streamed": ("sst2", [0], FIRST_ORDER["lomo"] | first_order(5) | {"placement": "stream"}),
     **{
-        f"rte-{name}": ("rte", [0], how | RTE.get(name, {}) | first_order(10) | TOKENS)
+        f"rte-{name}": ("rte", [0], how | RTE.get(name, {}) | first_order(20 if name == "lomo" else 10) | TOKENS)
         for name, how in FIRST_ORDER.items()
     },
     **{

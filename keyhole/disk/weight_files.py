@@ -161,7 +161,8 @@ def weight_files(directory: Path) -> dict[str, str] | list[str]:
     if (directory / "keyhole_state.json").exists():
         raise UserError(
             f"model: {directory} is a checkpoint without weights: what its run has learned lies beside those of the "
-            "original model. Go on with that run (--resume), or take the model that it saved in its output_dir"
+            "original model. Go on with that run (--resume), take the model that it saved in its output_dir, or write "
+            "one: keyhole replay ORIGINAL OUTPUT_DIR NEW --steps N"
         )
     raise UserError(
         f"model: {directory} has no weights (model.safetensors, pytorch_model.bin, or an index of several such files)"

@@ -23,7 +23,7 @@ ops/zo/element.py).
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         try_place(out)
     except OSError as error:
         raise UserError(f"OUT: {out} cannot be written: {error.filename}: {error.strerror}") from error
-    found = with_last_merge(read_whole(path, steps), journal_of(path))
+    found = _with_last_merge(read_whole(path, steps), journal_of(path))
     planned = found.header.config.get("max_steps")
     if steps is None and isinstance(planned, int) and found.last < planned:
         say(f"the journal ends with step {found.last}, and its run had max_steps={planned}: it was stopped, or is cut")
@@ -135,10 +135,10 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         if found.header.first > 0 and method.factors is not None:
             _load_factors(method, Path(find_directory(base)), found.header)
         _refuse_full_disk(out, model)
-        say(
-            f"base: {base}, "
-            + (f"content {found.header.base[:12]}, as recorded" if source == base else f"over {source}")
+        content = (
+            f"content {found.header.base[:12]}, as recorded" if source == base else f"over the weights of {source}"
         )
+        say(f"base: {base}, {content}")
         numel = model.layout.numel
         say(f"replaying steps {found.header.first + 1} to {records[-1].step} of {found.last} over {numel:,} elements")
         seconds = apply_records(method, records, say)
@@ -258,16 +258,24 @@ def read_whole(path: Path, steps: int | None) -> Journal:
     return found
 
 
-def with_last_merge(found: Journal, path: Path) -> Journal:
-    """The journal with the last value of zo.merge that its run had: a resumed run may have another one than that with
-    which its journal began."""
-    key, run = f"{METHODS[ZO.name].section}.merge", path.resolve().parent
+def _checkpoints_of(found: Journal, path: Path) -> Iterator[tuple[Path, State]]:
+    """The intact checkpoints of its run that lie in the output directory of a journal, the newest first."""
+    run = path.resolve().parent
     for checkpoint in reversed(checkpoints(run.parent) if run.name == "run" else []):
         try:
             state = read_state(checkpoint)
         except (Damaged, UserError):
             continue
-        if state.run == found.header.run and key in state.config:
+        if state.run == found.header.run:
+            yield checkpoint, state
+
+
+def _with_last_merge(found: Journal, path: Path) -> Journal:
+    """The journal with the last value of zo.merge that its run had: a resumed run may have another one than that with
+    which its journal began."""
+    key = f"{METHODS[ZO.name].section}.merge"
+    for _, state in _checkpoints_of(found, path):
+        if key in state.config:
             return replace(found, header=replace(found.header, config=found.header.config | {key: state.config[key]}))
     return found
 
@@ -277,12 +285,8 @@ def _later_step(path: Path, found: Journal) -> str | None:
     run = path.resolve().parent
     if run.name != "run":
         return None
-    for checkpoint in reversed(checkpoints(run.parent)):
-        try:
-            state = read_state(checkpoint)
-        except (Damaged, UserError):
-            continue
-        if state.run == found.header.run and state.step > found.last:
+    for checkpoint, state in _checkpoints_of(found, path):
+        if state.step > found.last:
             return f"{checkpoint} is of its run"
     step = _last_metrics(run / "metrics.jsonl")
     ahead = step > found.last + 1  # a line is written before the record of its step

@@ -7,6 +7,7 @@ binding.py      what parameters point to                    head.py        hidde
 device_weights.py   a unit's weights on the device, in the dtype of compute
 row_tiles.py, fused_relu.py, graphs.py, compile.py          blocks with less memory, fewer kernels, fewer launches
 frozen_start.py     blocks before the first trained weight, once for all looks
+masks.py        no attention mask in a captured pass where the eager one has none
 experts.py      mixtures of experts, one expert at a time
 memory.py       the device bytes of forward passes
 """
