@@ -1,6 +1,7 @@
-"""One order of layers, and no method known by its name outside its folder."""
+"""One order of layers, no method known by its name outside its folder, and folders that list their files."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -57,3 +58,15 @@ def test_no_method_is_known_by_its_name_elsewhere() -> None:
             strings = [node for node in nodes(path) if isinstance(node, ast.Constant)]
             named += [f"{'/'.join(parts)}:{n.lineno} names {n.value}" for n in strings if n.value in METHODS]
     assert named == []
+
+
+def test_every_folder_lists_its_files() -> None:
+    """The `__init__.py` of a folder names each file and folder in it, so that a reader finds where a change goes."""
+    unlisted = []
+    for init in PACKAGE.rglob("__init__.py"):
+        words = set(re.findall(r"\w+", init.read_text()))
+        inside = [path for path in init.parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+        unlisted += [
+            str(path.relative_to(PACKAGE)) for path in inside if path.stem not in words and path.stem[0] != "_"
+        ]
+    assert unlisted == []

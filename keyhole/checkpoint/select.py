@@ -33,8 +33,8 @@ def numbered(root: Path) -> list[Path]:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Those of them that keyhole wrote, intact or not: they have a state. A directory that a user has called so has
-    none; it is neither read nor renamed nor deleted."""
+    """The directories called checkpoint-N that keyhole wrote, intact or not: these have a state. A directory of such a
+    name that the user made has none; it is neither read nor renamed nor deleted."""
     return [path for path in numbered(root) if os.path.isfile(path / STATE)]
 
 

@@ -5,6 +5,7 @@
     types.py     YAML nodes to typed values       faults.py   messages about faults
     docs.py      the help and docs/config.md      fields.py   the table of all settings, which both need
     recipes.py   the shipped configs              data.py     the settings that data preparation reads
+    words.py     splits command-line arguments into CONFIG and key=value
 
 The settings of a method are in its own folder (methods/<name>/traits.py). Nothing here imports torch.
 """

@@ -44,6 +44,22 @@ def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding
 
 
 def _faults(config: TrainConfig) -> Iterator[Finding]:
+    yield from _path_faults(config)
+    yield from _data_faults(config)
+    yield from _evaluation_faults(config)
+    if config.push_to_hub and not config.save_model:
+        yield Finding("push_to_hub", "is set, but save_model=false leaves no model to publish; remove one of them")
+    if config.packing and config.max_length is None:
+        yield Finding("packing", "needs max_length: it is the length of a packed row")
+    if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
+        yield Finding("device", f"found `{config.device}`, expected cpu, cuda or cuda:N, or null to choose")
+    if os.path.realpath(expanded(config.output_dir)) == os.path.realpath(expanded(config.model)):
+        yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
+    yield from _method_faults(config)
+
+
+def _path_faults(config: TrainConfig) -> Iterator[Finding]:
+    """Paths that the environment or the file system cannot resolve."""
     for key in ("model", "train_data", "eval_data", "task", "task_data", "output_dir"):
         for path in _as_list(getattr(config, key)):
             if unset := re.search(r"\$\{?(\w+)", expanded(path)):
@@ -52,6 +68,10 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
                 yield Finding(key, f"found `{path}`, but there is no home directory of {path[1:].partition('/')[0]}")
             if path != path.encode("utf-8", "replace").decode():
                 yield Finding(key, f"`{printable(path)}` is not UTF-8, so no config.yaml can name it; rename it")
+
+
+def _data_faults(config: TrainConfig) -> Iterator[Finding]:
+    """The length of the run, its data or task, and the loss and the head that go with them."""
     if config.max_steps is None and config.num_train_epochs is None:
         yield Finding("max_steps", "set max_steps or num_train_epochs: the run has no end")
     if config.train_data is None and config.task is None:
@@ -76,6 +96,10 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
             yield Finding("metric_for_best_model", f"a model with head={config.head} has no perplexity; use loss")
     elif config.num_labels is not None:
         yield Finding("num_labels", "is set but head is not; set head=classification, or num_labels=null")
+
+
+def _evaluation_faults(config: TrainConfig) -> Iterator[Finding]:
+    """Settings that need evaluations, in a run that has none."""
     if config.eval_steps is not None and config.eval_data is None and config.task is None:
         yield Finding("eval_steps", "is set but eval_data is not; set eval_data or task, or eval_steps=null")
     for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
@@ -83,14 +107,10 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
             yield Finding(key, "is set but eval_data is not: nothing would be compared; set eval_data or task")
         if getattr(config, key) and config.task is not None and config.num_dev == 0:
             yield Finding(key, "is set but num_dev=0: there is nothing to choose by (test never chooses); set num_dev")
-    if config.push_to_hub and not config.save_model:
-        yield Finding("push_to_hub", "is set, but save_model=false leaves no model to publish; remove one of them")
-    if config.packing and config.max_length is None:
-        yield Finding("packing", "needs max_length: it is the length of a packed row")
-    if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
-        yield Finding("device", f"found `{config.device}`, expected cpu, cuda or cuda:N, or null to choose")
-    if os.path.realpath(expanded(config.output_dir)) == os.path.realpath(expanded(config.model)):
-        yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
+
+
+def _method_faults(config: TrainConfig) -> Iterator[Finding]:
+    """What the method does not support: its own settings, a rate, a dtype, a format of the weights, a placement."""
     row = METHODS[config.method]
     yield from (Finding(*fault) for fault in row.faults(getattr(config, row.section), config))
     if config.learning_rate == AUTO_RATE and not row.search_passes:

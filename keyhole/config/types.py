@@ -39,7 +39,7 @@ def is_null(node: yaml.Node) -> bool:
 def show(node: yaml.Node) -> str:
     """The value as written by the user, shortened to one line."""
     if isinstance(node, yaml.SequenceNode):
-        return "a list"
+        return "a list" if node.value else "an empty list"
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
     if is_null(node):

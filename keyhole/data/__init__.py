@@ -1,13 +1,18 @@
 """From files to batches: formats, templates and masks, packing, a resumable loader.
 
-files, readers, columns          sources as files, and their rows
-formats, turns                   rows as chats or plain text
+files, listing                   sources as files; what is remarkable about them
+readers, columns, delimited      rows of JSON, Parquet and Arrow, CSV; count.py: roughly how many
+documents                        plain text files
+formats, turns, row_template     rows as chats or plain text; texts from the columns of a row
 chat_template, answers           a chat as text, and the positions of its answers
 template_segments, sandbox, bill runs the program of a chat template, with limits on time and memory
 render                           text as tokens, and which of them are trained on
-collect, prepare                 cuts, drops, mixes and packs samples; report.py counts
+collect, prepare, report         cuts, drops, mixes and packs samples; counts what was lost on the way
+overlap                          held-out samples that are training samples too
 dataset, loader                  samples in memory, batches in a resumable order
+padding, strata                  the width of a batch; batches with the labels of the whole data set
 settings, run, cache             the data of a run
 tasks/                           public tasks by name, and the user's own task files
-capacity, preview                the limits of a model; samples as readable text
+capacity                         the limits of a model
+preview, marked                  samples as readable text, and for a page
 """

@@ -51,6 +51,8 @@ def has_table(config: Any, module: Any = None) -> bool:
     if getattr(text, POSITIONS[0], None) is None and getattr(text, "max_seq_len", None):
         return True  # MPT: biases for max_seq_len distances
     module = _built(config) if module is None else module
+    if is_classifier(config) and text_positions(module):
+        return True
     return any(
         tensor.ndim == 2 and length <= len(tensor) <= length + 2 and any(word in name for word in TABLE_WORDS)
         for tensors in (module.named_parameters(), module.named_buffers())

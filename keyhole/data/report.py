@@ -96,11 +96,16 @@ class Report:
 
     def losses(self) -> list[str]:
         """What is lost between the files and the loss, a line for each kind."""
-        out, limit = [*self.remarks], f"max_length={self.max_length}"
+        out = [*self.remarks]
         if self.unused:
             out.append(
                 f"{' and '.join(self.unused)} {'have' if len(self.unused) > 1 else 'has'} no effect: no row is a chat"
             )
+        return out + self._cut() + self._odd_tokens() + self._unwritten() + self._odd_answers()
+
+    def _cut(self) -> list[str]:
+        """Samples that are cut or dropped."""
+        out, limit = [], f"max_length={self.max_length}"
         if self.truncated and self.labels:
             out.append(f"truncated to {limit}: {counted(self.truncated, 'sample')}")
         elif self.truncated:
@@ -117,6 +122,11 @@ class Report:
             out.append(f"dropped: {counted(self.dropped_no_choice, 'question')} without a wrong candidate")
         if self.dropped_untrained:
             out.append(f"dropped: {counted(self.dropped_untrained, 'sample')} with nothing to train on")
+        return out
+
+    def _odd_tokens(self) -> list[str]:
+        """Tokens that are not trained on, or do not stand for their text."""
+        out = []
         if self.unpredicted:
             out.append(
                 f"the first token of {counted(self.unpredicted, 'sample')} belongs to the answer, and is not trained "
@@ -135,6 +145,10 @@ class Report:
                 f"what looks like a control token, and is none of this tokenizer, is read as plain text: {named}; are "
                 "the data, or the chat template, made for another model?"
             )
+        return out
+
+    def _unwritten(self) -> list[str]:
+        """What the rows hold, and the chat template or the format of the data leaves out."""
         without = "the chat template does not write"
         lost = (
             (self.lost_calls, f"answers call tools, which {without}; these answers are not trained on"),
@@ -144,7 +158,7 @@ class Report:
             (self.lost_tools, f"chats have tools whose descriptions {without}"),
             (self.lost_documents, f"chats have documents that {without}"),
         )
-        out += [f"{count:,} {what}" for count, what in lost if count]
+        out = [f"{count:,} {what}" for count, what in lost if count]
         if self.lost_variables:
             named = listed(f"{name} ({counted(count, 'chat')})" for name, count in self.lost_variables.items())
             out.append(f"chat_template_kwargs has variables that the chat template does not read: {named}")
@@ -153,13 +167,19 @@ class Report:
         if self.lost_keys:
             named = listed(f"{name} ({count:,})" for name, count in self.lost_keys.items())
             out.append(f"keys of turns, with texts that {without}: {named}")
+        return out
+
+    def _odd_answers(self) -> list[str]:
+        """Answers that teach something else than what was meant."""
+        out = []
         if self.endless:
             out.append(
                 "no end token is trained, so the model does not learn to stop: the tokenizer has no eos (eos_token in "
                 "tokenizer_config.json)"
             )
         if self.empty:
-            out.append(f"{self.empty:,} answers are empty: they teach the model to say nothing")
+            are = "is empty: it teaches" if self.empty == 1 else "are empty: they teach"
+            out.append(f"{counted(self.empty, 'answer')} {are} the model to say nothing")
         if self.unheard:
             out.append(f"{self.unheard:,} turns have train: true, but are no answers; only answers are trained on")
         return out

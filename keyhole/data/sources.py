@@ -26,6 +26,7 @@ def check_sources(settings: DataSettings) -> None:
         spec = read_spec(name)
         if settings.loss == "candidates" and spec.kind != CHOICE and name in listed_names(settings.task):
             raise UserError(
-                f"loss: candidates needs a choice; the answers of task {spec.name} are free text: set loss=tokens"
+                f"loss: candidates needs a choice; the answers of task {spec.name} are free text: set loss=tokens "
+                "(in a comparison: under the task, and not under a method, whose settings win)"
             )
         find_splits(spec, settings.task_data, own_splits(settings.task_splits, spec.name))

@@ -5,7 +5,9 @@ append.py         appends records to a file, and keeps them in memory while the 
 crc.py            the checksum of a file from the checksums of its pieces
 tensors.py        safetensors files, tensor by tensor
 weight_files.py   the weight files of a model directory: safetensors, .bin or GGUF
-gguf.py           GGUF files; quantized.py: bitsandbytes, GPTQ and AWQ in safetensors
+gguf.py           GGUF files; gguf_blocks.py: their quantised blocks as numbers
+quantized.py      bitsandbytes, GPTQ and AWQ in safetensors
+json_text.py      JSON that every program can read
 read_json.py      small JSON files of unknown origin
 result_file.py    result files that the user names (--json, --page)
 user_cache.py     the user's cache directory

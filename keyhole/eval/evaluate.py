@@ -79,17 +79,15 @@ def evaluate(
             f"--task-data: none of {', '.join(names)} is a task by name; there are {', '.join(task_names())}"
         )
     check_names(list(filter(is_library_task, names)), task_splits)
-    sources: list[Task | str] = []
-    for name in names:
-        if is_library_task(name):
-            drawn = load_task(name, task_data, Numbers(test=num_eval), task_splits, training=False)["test"]
-            sources.append(used := replace(drawn, questions=drawn.questions[:limit]))
-            check_code(drawn, allow_code_execution)
-            first = f"the first {len(used.questions):,} of " if len(used.questions) < len(drawn.questions) else ""
-            for line in (f"task {drawn.name}: {first}{drawn.about} ({used.fingerprint})", *warning_lines(drawn)):
-                say(line)
-        else:
-            sources.append(read_task(name, limit) if is_task(name) else name)
+
+    def read(name: str) -> Task | str:
+        if not is_library_task(name):
+            return read_task(name, limit) if is_task(name) else name
+        drawn = load_task(name, task_data, Numbers(test=num_eval), task_splits, training=False)["test"]
+        check_code(drawn, allow_code_execution)
+        return _first_questions(drawn, limit, say)
+
+    sources = [read(name) for name in names]  # a mistake in the last one is found before the model is loaded
     model = load(
         assets.locate(directory, assets.MODEL),
         placement=placement,
@@ -118,6 +116,15 @@ def evaluate(
     if json_path is not None:
         _write_json(Path(json_path), directory, model, scores, shown)
     return shown
+
+
+def _first_questions(drawn: Task, limit: int | None, say: Callable[[str], None]) -> Task:
+    """The questions of a task up to the limit; says which they are."""
+    used = replace(drawn, questions=drawn.questions[:limit])
+    first = f"the first {len(used.questions):,} of " if len(used.questions) < len(drawn.questions) else ""
+    for line in (f"task {drawn.name}: {first}{drawn.about} ({used.fingerprint})", *warning_lines(drawn)):
+        say(line)
+    return used
 
 
 def is_library_task(name: str) -> bool:

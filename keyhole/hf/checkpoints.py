@@ -177,7 +177,7 @@ def load_weights(directory: Path, model: Model) -> None:
         raise UserError(
             f"resume_from_checkpoint: the weights in {directory} are not those of this model: {error}"
         ) from error
-    model.homes_written()
+    model.methods.homes_written()
 
 
 def warn_of_rate(scheduler: Any, asked: float) -> None:

@@ -27,6 +27,7 @@ from keyhole.loading.device import choose_device
 from keyhole.loading.homes import make_engine
 from keyhole.loading.source import check_source, find_source
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
+from keyhole.machine.text import counted
 from keyhole.methods import METHODS
 from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.workload import FORWARD_ONLY, Workload
@@ -145,7 +146,7 @@ def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str,
     if fresh:
         names, labels = ", ".join(tensor.name for tensor in fresh), loaded.config.num_labels
         loaded.placed.reasons.append(
-            f"head: {names} are not in the files, or not for {labels} labels: drawn from seed {seed}"
+            f"head: {names} are not in the files, or not for {counted(labels, 'label')}: drawn from seed {seed}"
         )
     _pin(loaded, touch=False)
 

@@ -1,1 +1,7 @@
-"""This machine (host.py, probe.py, rates.py), process settings (settings.py), and formatting (sizes.py, text.py)."""
+"""This machine and this process.
+
+host.py           memory and cores of the host             probe.py      versions, GPUs, measured rate of the link
+rates.py          how fast a machine is, in numbers        settings.py   settings of the process, put back afterwards
+out_of_memory.py  errors that mean: memory is used up      collector.py  code that garbage collection must not interrupt
+progress.py       progress of long work                    sizes.py, text.py   formats sizes and text for messages
+"""

@@ -7,24 +7,19 @@ A method lives in one folder:
     memory.py    the bytes that it needs, as functions of shapes (methods/workload.py)
 
 It has one line in the table of methods/__init__.py. A subclass defines __init__, step, state_dict and load_state_dict.
-`Method` wraps its step: the caller's autocast, no_grad and inference mode are off (the latter also where it is made,
-flushed, or given a state: what it keeps are ordinary tensors), the rate that a torch scheduler has set is used, what is
-no rate is refused, what the caller has changed by hand is taken up (model/by_hand.py) or refused (step_checks.py), and
-the model is told that its weights have changed.
+What a subclass defines is wrapped (wrapped.py), so that a caller's autocast, scheduler or change by hand means the same
+to every method.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from keyhole.disk.tensors import without
 from keyhole.errors import UserError
 from keyhole.methods.own_settings import check_settings, refuse_change
-from keyhole.methods.step_checks import check_step, drop_gradients
+from keyhole.methods.wrapped import State, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +30,6 @@ if TYPE_CHECKING:
     from keyhole.model.forward.low_rank import Factors
     from keyhole.model.model import Model
     from keyhole.model.structure.layout import Unit
-
-State = dict[str, Any]
-METHOD, TENSORS = "method", "tensors"  # in a state: the name of its method, and the fingerprint of its model's tensors
 
 
 @dataclass(frozen=True)
@@ -71,19 +63,8 @@ class Method:
     """Whether its checkpoints hold only its own tensors (Traits.light)."""
 
     def __init_subclass__(cls) -> None:
-        """Wraps `step` so that it computes in the model's dtype, even under the caller's autocast (ops/autocast.py),
-        and uses the rate that a scheduler has set; and `load_state_dict`, so that it refuses the state of something
-        else; and `__init__`, after which its settings are fixed."""
-        if "__init__" in vars(cls):
-            cls.__init__ = _then_fixed(cls.__init__)  # type: ignore[method-assign]
-        if "load_state_dict" in vars(cls):
-            cls.load_state_dict = _of_this_method(cls.load_state_dict)  # type: ignore[method-assign]
-        for name in {"state_dict", "deferred_state"} & vars(cls).keys():
-            setattr(cls, name, _with_name(vars(cls)[name]))
-        if "flush" in vars(cls):
-            cls.flush = _hands_over(cls.flush)  # type: ignore[method-assign]
-        for name in {"step", "backward"} & vars(cls).keys():
-            setattr(cls, name, _without_autocast(vars(cls)[name]))
+        """Wraps what the subclass defines (wrapped.py)."""
+        wrap(cls)
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
         """Refuses an argument that is not a model, settings outside of their bounds, and a model with adapters."""
@@ -97,7 +78,7 @@ class Method:
                 f'keyhole.{cls.__name__}(keyhole.load("path-or-hub-id"), lr=...)'
             )
         check_settings(cls.name, options)
-        model.methods.check_new(model, cls.name)
+        model.methods.check_new(cls.name)
         return super().__new__(cls)
 
     def __init__(self, model: Model, lr: float | str, **settings: Any) -> None:
@@ -163,8 +144,8 @@ class Method:
     def flush(self) -> None:
         """Applies deferred updates: afterwards the weights at home are those after the last step, and the caller may
         change them."""
-        self.model.check_changes()
-        self.model.flushed()
+        self.model.methods.take_changes()
+        self.model.methods.flushed()
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step for the log; device scalars are not read here."""
@@ -248,122 +229,3 @@ class Method:
     def journal_update(self) -> torch.Tensor | None:
         """The numbers from which the last step's update can be recomputed, on the device."""
         return None
-
-
-def _then_fixed(init: Callable[..., None]) -> Callable[..., None]:
-    """An __init__ after which settings cannot be changed; that of the class itself, which calls those of its bases."""
-
-    @wraps(init)
-    def making(self: Method, *args: Any, **options: Any) -> None:
-        from keyhole.ops.autocast import with_gradients  # here: rows can be read without torch
-
-        with with_gradients():
-            init(self, *args, **options)
-        self._is_made = type(self).__init__ is making
-
-    return making
-
-
-def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(step)
-    def exact(*args: Any, **options: Any) -> Any:
-        from keyhole.ops.autocast import with_gradients, without_autocast  # here: rows can be read without torch
-
-        if not args:
-            return step(*args, **options)  # the error of a missing self
-        method = args[0]
-        shell = vars(method).get("_torch_optimizer")
-        method.lr = checked_rate(as_number(method.lr))
-        if shell is not None:
-            shell.sync()
-        if method.model.lens is not None:
-            raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
-        method.model.check_idle()
-        with without_autocast(), with_gradients():
-            method.model.check_changes()
-            check_step(method)
-            method.model.step_begins()
-            try:
-                found = step(*args, **options)
-                method.model.weights_changed()
-            except BaseException:
-                drop_gradients(method)
-                raise
-            finally:
-                method.model.step_ends()
-        return found
-
-    return exact
-
-
-def _hands_over(flush: Callable[..., None]) -> Callable[..., None]:
-    """Tells the model that a method's updates are at home: the caller may change weights now."""
-
-    @wraps(flush)
-    def handed_over(self: Method) -> None:
-        from keyhole.ops.autocast import with_gradients  # here: rows can be read without torch
-
-        with with_gradients():
-            self.model.check_changes()
-            flush(self)
-            self.model.flushed()
-
-    return handed_over
-
-
-def _with_name(state_of: Callable[..., State | None]) -> Callable[..., State | None]:
-    """A state that says whose it is: the names and shapes in it may be those of another method."""
-
-    @wraps(state_of)
-    def named(self: Method) -> State | None:
-        state = state_of(self)
-        return None if state is None else {METHOD: self.name, TENSORS: self.model.layout.fingerprint} | state
-
-    return named
-
-
-def _of_this_method(load: Callable[..., None]) -> Callable[..., None]:
-    @wraps(load)
-    def checked(self: Method, state: State) -> None:
-        from keyhole.ops.autocast import with_gradients  # here: rows can be read without torch
-
-        found = state.get(METHOD, self.name) if isinstance(state, Mapping) else self.name  # older states have no name
-        if found != self.name:
-            raise UserError(f"{self.name}: this is the state of another method, {found}; make that method, and load it")
-        if isinstance(state, Mapping) and state.get(TENSORS, own := self.model.layout.fingerprint) != own:
-            raise UserError(f"{self.name}: this is the state of another model: names or shapes of parameters differ")
-        try:
-            with with_gradients():
-                load(self, without(state, METHOD, TENSORS))
-        except UserError:
-            raise
-        except RuntimeError as error:
-            if "must match the size" not in str(error):  # torch's words for other shapes
-                raise
-            raise UserError(
-                f"{self.name}: the state is of another model, or of other settings, and does not fit: make the method "
-                f"as it was made when the state was saved ({error})"
-            ) from error
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(
-                f"{self.name}: this is not a state that {type(self).__name__}.state_dict returned "
-                f"({type(error).__name__}: {error})"
-            ) from error
-
-    return checked
-
-
-def as_number(lr: Any) -> Any:
-    """A rate that is a tensor or an array of one number, as torch's optimizers take it, as that number."""
-    try:
-        return lr.item()
-    except (AttributeError, RuntimeError, ValueError):  # a number already, or several
-        return lr
-
-
-def checked_rate(lr: Any) -> float:
-    """Checks a learning rate, for callers that have no config; one number in a tensor or an array is a rate too."""
-    lr = as_number(lr)
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr) or lr < 0:
-        raise UserError(f"lr: {lr!r} is no learning rate; a number of at least 0 is needed")
-    return float(lr)

@@ -27,44 +27,47 @@ All other constants of the host are here too. Beside the block's own operations:
     STEP        per step: embedding, head and loss, batch and bookkeeping; plain, and in a sweep or in lockstep
     PLAIN       launches per operation of an optimizer that allocates its result (the measured one adds in place)
     HOOKED      reversed operations per operation of MATRIX, VECTOR and UPDATE (and of sketches,
-                methods/lomo/memory.py): hooks run in autograd's own thread. On four hosts of an H200 `launch` was 5.9
-                to 9.5 us, `called` 16 to 30 and `reversed` 24 to 34, and `apollo-mini`, whose step is mostly hooks,
-                took 0.348 to 0.459 s: 1.32 times as long on the slowest, where launches take 1.6 times as long and
-                reversed operations 1.4 times (plan_check_h200_2026-11-17_c.json to _f.json)
+                methods/lomo/memory.py): hooks run in autograd's own thread
+    RECORDED    per block that runs as CUDA graphs, whatever it holds: one graph each for the forward pass, for the
+                backward pass and for the updates of a unit, copies of inputs, and the sweep's own work
+    EXPERT      per expert that a pass uses, in the forward pass and in the backward pass
 
-Their origin is `python -m benchmarks.host_work`: steps of models of 16 numbers' width on one core, where nothing is
-computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods, give these
-numbers in operations of the same machine (Neoverse N1: launch 6.2 us, called 31, reversed 18). Measured beside a
-block's own operations in three runs, Llama and OPT: `adam-offload` 86 to 100 and 133 to 145, `lomo` 153 to 157 and 257,
-`lomo-lora` 300 to 316 and 392 to 402; two equations for each pair. A step costs 120 to 170 under plain autograd, 110 to
-250 in a sweep, 200 to 220 in lockstep. The host of an H200 (6.0, 15.5 and 23 us) with them: `lomo-lora` on OPT-1.3B
-0.245 s for 0.234 measured, `apollo-mini` 0.366 for 0.348, `lora` 0.118 for 0.128, `galore` 0.096 for 0.091
-(benchmarks/plan_check_h200_2026-11-17_c.json). The runs before were made by slower code (plan_recorded.py).
+Where the numbers come from. `python -m benchmarks.host_work` times steps of models 16 numbers wide on one core, where
+nothing is computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods,
+give the constants in operations of the same machine: a Neoverse N1 (launch 6.2 us, called 31, reversed 18). They were
+then checked, and some of them chosen, by steps on hosts of an H200 (benchmarks/plan_check_h200_2026-11-17_c.json to
+_i.json; below: _c to _i).
 
-ADAPTED is Python's: 4.1 to 6.1 operations of a forward pass, in the backward pass 5.6 to 14.8 in six measurements on
-the N1. The extremes are `lora` on Llama and on OPT, because of the blocks rather than the adapters: in operations of a
-Llama block, one of OPT takes 20 more than is counted. It follows `called`, not `launch`: on the host of an H200 `lora`
-and `lomo-lora` on OPT took 0.128 and 0.234 s with launches of 6.0 us and calls of 15, 0.215 and 0.405 s with 9.7 and 33
-(plan_check_h200_2026-11-17_c.json, _e.json). The numbers here are a compromise of seven runs there: they plan 0.89 to
-1.11 of what these took. The update is an estimate: torch's AdamW takes 3 to 5 per adapter with one tensor after the
-other, as on a CPU, 1 to 2 with lists of tensors, as on a GPU, which then launches a few kernels for all. TENSOR (0.2
-and 1.3 on the N1) and PLAIN (1.1 to 1.3 on the N1) are chosen within these bounds by `sgd` and `galore` on an H200
-(_e.json to _i.json: 0.86 to 1.07 of what they took).
+    MATRIX, VECTOR,     beside a block's own operations, in three runs, on Llama and on OPT: `adam-offload` 86 to 100
+    UPDATE              and 133 to 145, `lomo` 153 to 157 and 257, `lomo-lora` 300 to 316 and 392 to 402. Llama and OPT
+                        are the two equations for each pair of constants
+    STEP                120 to 170 under plain autograd, 110 to 250 in a sweep, 200 to 220 in lockstep
+    HOOKED              on four hosts of an H200 `launch` was 5.9 to 9.5 us, `called` 16 to 30 and `reversed` 24 to 34,
+                        and `apollo-mini`, whose step is mostly hooks, took 0.348 to 0.459 s: 1.32 times as long on the
+                        slowest, where launches take 1.6 times as long and reversed operations 1.4 times (_c to _f)
+    ADAPTED             4.1 to 6.1 in a forward pass and 5.6 to 14.8 in a backward pass, in six measurements on the N1.
+                        The extremes are `lora` on Llama and on OPT, because of the blocks rather than the adapters: in
+                        operations of a Llama block, one of OPT takes 20 more than is counted. The work is Python's, and
+                        follows `called`, not `launch`: on the host of an H200 `lora` and `lomo-lora` on OPT took 0.128
+                        and 0.234 s with launches of 6.0 us and calls of 15, 0.215 and 0.405 s with 9.7 and 33 (_c, _e).
+                        The constants are a compromise of seven runs there: they plan 0.89 to 1.11 of what these took.
+                        The update is an estimate: torch's AdamW takes 3 to 5 per adapter with one tensor after the
+                        other, as on a CPU, 1 to 2 with lists of tensors, as on a GPU, which then launches a few kernels
+                        for all
+    TENSOR, PLAIN       0.2 and 1.3, and 1.1 to 1.3, on the N1; chosen within these bounds by `sgd` and `galore` on an
+                        H200 (_e to _i: 0.86 to 1.07 of what they took)
+    AWAY                six runs of streamed `lsp` on a Llama-3.5B whose blocks were cut in five, with a job per unit,
+                        took 2.1 to 2.6 times the launches that had been counted, beyond the exposed update of the
+                        embedding, whatever the number of threads that update; a profile showed the GPU waiting for
+                        launches. With one job per block a run took 0.371 s, for 0.378 planned (_i)
+    UNIT                10.4 on the N1, 0.7 for Triton's launcher (21 us there, measured with a driver that launches
+                        nothing), and 3 for CUDA's events, streams and copies, which a CPU does not have: about 20 calls
+                        of a third of a launch each, and two copies (an estimate)
+    VISIT               4.0 to 6.8 in five measurements
+    RECORDED            SmolLM2-135M, 30 blocks: 37 ms with launches of 7 us (LOG.md, "Short batches")
 
-AWAY is from six runs of streamed `lsp` on a Llama-3.5B whose blocks were cut in five, when every unit had a job of its
-own. What they took beyond the exposed update of the embedding was 2.1 to 2.6 times the launches that had been counted,
-whatever the number of threads that update; a profile showed the GPU waiting for launches. With one job per block a run
-took 0.371 s, for 0.378 planned (_i.json).
-
-UNIT is 10.4 measured that way, 0.7 for Triton's launcher (21 us on the N1, measured with a driver that launches
-nothing), and 3 for CUDA's events, streams and copies, which a CPU does not have: about 20 calls of a third of a launch
-each, and two copies (an estimate). VISIT is 4.0 to 6.8 in five measurements. The code of the first five runs of
-plan_check took 8.6 and 22: with these its `zo` in 4 GiB would have been planned at 0.99, 1.18, 1.05 and 0.71 of what
-was measured.
-
-A block that runs as CUDA graphs costs RECORDED launches, whatever it holds: one graph each for the forward pass, for
-the backward pass and for the updates of a unit, copies of inputs, and the sweep's own work (SmolLM2-135M, 30 blocks:
-37 ms with launches of 7 us; LOG.md, "Short batches"). Experts: per expert.
+On the host of an H200 (6.0, 15.5 and 23 us) they give `lomo-lora` on OPT-1.3B 0.245 s for 0.234 measured, `apollo-mini`
+0.366 for 0.348, `lora` 0.118 for 0.128, `galore` 0.096 for 0.091 (_c).
 """
 
 from dataclasses import dataclass

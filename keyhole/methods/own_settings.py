@@ -2,7 +2,8 @@
 
 A method reads its settings when it is made: buffers, estimators and optimizers have their sizes and numbers from them.
 A setting that is written into the method later would have no effect, or an effect on a part of the step only (the
-losses of `zo` would be taken at another eps than its slope is divided by), so it is refused. `lr` may change.
+losses of `zo` would be taken at another eps than its slope is divided by), so it is refused. `lr` may change; it is
+checked before every step (`checked_rate`).
 """
 
 import math
@@ -44,6 +45,18 @@ def refuse_change(name: str, key: str) -> None:
             f"{name}: {key} cannot be changed, and would have no effect or half of one: {what}. (lr may be changed. To "
             "change a setting, call flush(), make a method again, and give it the state: load_state_dict)"
         )
+
+
+def checked_rate(lr: Any) -> float:
+    """A learning rate as a float; UserError if it is none. One number in a tensor or an array is a rate too, as for
+    torch's optimizers."""
+    try:
+        lr = lr.item()
+    except (AttributeError, RuntimeError, ValueError):  # a number already, or several
+        pass
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr) or lr < 0:
+        raise UserError(f"lr: {lr!r} is no learning rate; a number of at least 0 is needed")
+    return float(lr)
 
 
 @cache

@@ -23,7 +23,7 @@ REQUIRED, GRAD = attrgetter("requires_grad"), attrgetter("grad")
 
 
 def check_step(method: "Method") -> None:
-    """UserError for either."""
+    """UserError if gradients were left, or if other parameters are trained than when the method was made."""
     tensors = method.model.layout.tensors
     params = [tensor.param for tensor in tensors]
     before, now = method.model.methods.trained.get(method), list(map(REQUIRED, params))
@@ -60,7 +60,7 @@ def check_step(method: "Method") -> None:
 
 
 def drop_gradients(method: "Method") -> None:
-    """After a step that ended in an error: what it left would be refused by the next one."""
+    """After a step that ended in an error: drops its gradients, which the next step would refuse."""
     beside = () if method.addon is None else method.addon.params.values()
     for param in chain((tensor.param for tensor in method.model.layout.tensors), beside):
         param.grad = None

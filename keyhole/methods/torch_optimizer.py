@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import checked_rate
+from keyhole.methods.own_settings import checked_rate
 
 if TYPE_CHECKING:
     from keyhole.methods.base import Method
@@ -72,7 +72,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         return {"state": self.method.state_dict(), "param_groups": groups, METHOD: self.method.name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of a method with the same name. UserError if the state holds a rate only, or is of something else."""
+        """Loads the state of a method with the same name. UserError if it holds a rate only, or is another's."""
         found = state_dict.get(METHOD) if isinstance(state_dict, dict) else None
         if found != self.method.name:
             what = "no method's" if found is None else f"that of {found}"

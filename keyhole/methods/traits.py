@@ -76,11 +76,11 @@ class Traits:
     usual_rates: Callable[[Any], tuple[float, tuple[float, float]]] | None = None
     """(learning_rate, sane_rates), if they depend on the method's own settings."""
     forwards: Callable[[Any], float] | None = None
-    """The cost of a step in forward passes over its rows, by own settings; None for methods with gradients, which it
-    cannot measure."""
+    """The cost of a step in forward passes over its rows, a function of own settings; None for methods with gradients,
+    whose cost is no number of forward passes."""
     forwards_ahead: Callable[[Any, int, int], tuple[float, int]] = lambda settings, rows, all_rows: (0.0, 1)
-    """(passes, steps): what comes before each period of so many steps, in the unit of `forwards`; by own settings, the
-    rows of a step and those of the data."""
+    """(passes, steps): the forward passes, counted as in `forwards`, that come before each period of so many steps; a
+    function of own settings, the rows of a step and the rows of the data."""
     search_steps: int = 0
     """Number of steps of a learning-rate search."""
     search_passes: int = 0
@@ -104,7 +104,7 @@ class Traits:
     frozen_wires: Callable[[Any], tuple[str, ...]] = lambda settings: ()
     """Further formats, whose weights are frozen, that the method supports with these settings."""
     frozen_by: str = ""
-    """Own settings with which it supports them, if its defaults do not; for messages."""
+    """For messages: own settings with which the method supports frozen formats, if its defaults do not."""
     underflow_safe: bool = False
     """float16 is safe: the method has no gradients, or scales its loss."""
     journaled: bool = False
@@ -115,8 +115,6 @@ class Traits:
     ranks: Literal["replicas", "shards"] | None = None
     """How several ranks (keyhole/ranks) train together; each takes its share of the micro-batches. replicas: each rank
     has all weights and makes the same update; shards: each keeps and updates a part. None: not supported."""
-    alone: Callable[[Any], Fault | None] = lambda settings: None
-    """An own setting that needs one process, and why; None: these settings support several ranks."""
     exchanged: Callable[[float], float] = lambda width: 1.0
     """Bytes of gradients and updates that ranks exchange per step, per byte of 16-bit weights, in a model of this
     width; gathers of weights do not count."""
@@ -189,7 +187,7 @@ class Traits:
 
 
 def host_activations(own: Any) -> Advice:
-    """For methods that keep block inputs on the device by default."""
+    """The advice of methods that keep block inputs on the device by default: keep them in host memory."""
     return Advice() if own.activations == "host" else Advice(change=("activations=host",))
 
 

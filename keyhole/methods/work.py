@@ -56,36 +56,43 @@ GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Lla
 
 @dataclass(frozen=True)
 class StepWork:
-    """One step. adam: parameters that the CPU updates; exposed_adam: those of them whose update begins after the
-    backward pass and ends before the next forward pass, so that nothing hides it; exposed_bytes: of their gradients and
-    steps, each way; host_bytes: state in host memory; saved_bytes: state in a checkpoint, beside the weights;
-    kept_bytes: activations that are kept on the device because there is room, beyond what the step needs; together:
-    passes whose rows share one product; forwards: forward passes over a block per micro-batch, with recomputation;
-    recorded: blocks run as CUDA graphs; slots: those that streamed units go through; updates_in_reverse: those of the
-    CPU overlap with the backward pass alone; plain: torch's autograd and optimizer over the whole model; begin: the
-    part of it that ends before the backward pass begins."""
+    """One step, in the quantities above."""
 
-    products: float = 0.0
+    products: float = 0.0  # FLOPs
     touched: float = 0.0
     up: float = 0.0
     down: float = 0.0
     adam: float = 0.0
+    """Parameters that the CPU updates."""
     exposed_adam: float = 0.0
+    """Those of them whose update begins after the backward pass and ends before the next forward pass, so that nothing
+    hides it."""
     exposed_bytes: float = 0.0
-    kernels: float = 0.0
+    """Bytes of the gradients of these parameters, and of their steps, each way."""
+    kernels: float = 0.0  # launches of three kinds (launches.py)
     called: float = 0.0
     reversed: float = 0.0
     nodes: float = 0.0
     host_bytes: int = 0
+    """State in host memory."""
     saved_bytes: int = 0
+    """State in a checkpoint, beside the weights."""
     kept_bytes: int = 0
+    """Activations that are kept on the device because there is room, beyond what the step needs."""
     together: int = 1
+    """Passes whose rows share one product."""
     forwards: float = 1.0
+    """Forward passes over a block per micro-batch, with recomputation."""
     recorded: bool = False
+    """Blocks run as CUDA graphs."""
     slots: int = SLOT_COUNT
+    """Slots that streamed units go through."""
     updates_in_reverse: bool = False
+    """Updates by the CPU overlap with the backward pass alone."""
     plain: bool = False
+    """torch's autograd and optimizer over the whole model."""
     begin: "StepWork | None" = None
+    """The part of the step that ends before the backward pass begins."""
 
     def plus(self, **more: float) -> "StepWork":
         """A copy with these amounts added."""
@@ -252,52 +259,72 @@ def reverse_work(
     matrices and vectors have gradients; offers_compiled: linear layers of compiled blocks offer theirs. Units that
     slots still hold when the direction changes, at the begin and at the end of a backward pass, are not uploaded again.
     Costs of the update itself are added by the method."""
-    forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
+    passes, forward, elements = work.passes, forward_flops(layout, work), activation_bytes(layout, work, room)
     share_kept = _kept_share(layout, streamed, work, room, plain)
-    again, extra = 1.0 - share_kept, 0
+    again = 1.0 - share_kept  # the share of the blocks that is recomputed
+    kept_bytes = 0
     if getattr(work.settings, "activations", "block") == "auto":
-        extra = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
+        kept_bytes = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
     may_record = not plain and _may_record(layout, work, room, rates, offers_compiled)
+    if may_record:
+        kept_bytes += _recording_bytes(layout, streamed, work, room, trains)
     recorded = may_record and launched_as_graphs(layout, work.tokens)
-    extra += _recording_bytes(layout, streamed, work, room, trains) if may_record else 0
-    first, last = of_forward(layout), of_backward(layout)
-    if trains:
-        last += of_gradients(layout, plain)
-    if recorded:
-        first, last = (layout.block_count * each for each in RECORDED)
-    begun = (UNRECORDED * again + 1 - again) * first
-    if recorded:
-        begun = first
-    share, kernels = (COMPILED, 1.0 if recorded else COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
-    home = met_bytes(layout, streamed, work, room)
-    expert_first, expert_last = (Launches(), Launches()) if plain else _expert_launches(layout, work)
-    begun, first = kernels * begun + expert_first, kernels * first + expert_first
-    last = kernels * last + expert_last
+    begun, recomputed, reversed_ = _reverse_launches(layout, work, again, plain, trains, recorded)
     around = Launches(called=STEP[0 if plain else 1])
-    homes = room.formats.homes(layout)
-    largest = max((homes[i] for i in streamed), default=0)
-    held = min(home, (slot_count(layout) - 1) * largest)
-    kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
-    kept = kept if getattr(work.settings, "activations", None) == "host" else 0
+    touched = passes * (COMPILED if _is_compiled(work) else 1.0) * elements
+    uploaded = _uploaded_bytes(layout, streamed, work, room)
+    inputs = _inputs_in_host_memory(layout, work, room)
     begin = StepWork(
-        products=work.passes * forward,
-        touched=work.passes * share * elements,
-        up=home - held,
-        down=float(kept),
-    ).launching(work.passes * begun + 0.5 * around)
+        products=passes * forward,
+        touched=touched,
+        up=uploaded,
+        down=float(inputs),
+    ).launching(passes * begun + 0.5 * around)
     return StepWork(
         begin=begin,
-        products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
-        touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
-        up=(1 + reverses) * (home - held) + reverses * kept,
-        down=float(kept),
-        host_bytes=kept,
-        kept_bytes=extra,
+        products=passes * forward * (1 + reverses * (again + 1 + weight_products)),
+        touched=touched * (1 + reverses * (again + BACKWARD)),
+        up=(1 + reverses) * uploaded + reverses * inputs,
+        down=float(inputs),
+        host_bytes=inputs,
+        kept_bytes=kept_bytes,
         forwards=1 + reverses * again,
         recorded=recorded,
         slots=slot_count(layout),
         plain=plain,
-    ).launching(work.passes * (begun + reverses * (again * first + last)) + around)
+    ).launching(passes * (begun + reverses * (again * recomputed + reversed_)) + around)
+
+
+def _reverse_launches(
+    layout: Layout, work: Workload, again: float, plain: bool, trains: bool, recorded: bool
+) -> tuple[Launches, Launches, Launches]:
+    """Launches of a micro-batch: (its forward pass, the recomputation of all blocks, its backward pass). again: the
+    share of the blocks that is recomputed, and so runs first without autograd's record."""
+    if recorded:
+        forward, backward = (layout.block_count * each for each in RECORDED)
+        begun = forward
+    else:
+        forward, backward = of_forward(layout), of_backward(layout)
+        begun = (UNRECORDED * again + 1 - again) * forward
+        if trains:
+            backward += of_gradients(layout, plain)
+    kernels = COMPILED_KERNELS if _is_compiled(work) and not recorded else 1.0
+    first, last = (Launches(), Launches()) if plain else _expert_launches(layout, work)  # of layers of experts
+    return kernels * begun + first, kernels * forward + first, kernels * backward + last
+
+
+def _uploaded_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
+    """Bytes that cross the link in one sweep: all but the units that slots still hold when it begins."""
+    homes, all_bytes = room.formats.homes(layout), met_bytes(layout, streamed, work, room)
+    largest = max((homes[i] for i in streamed), default=0)
+    return all_bytes - min(all_bytes, (slot_count(layout) - 1) * largest)
+
+
+def _inputs_in_host_memory(layout: Layout, work: Workload, room: Room) -> int:
+    """Bytes of the block inputs of all micro-batches, if they wait in host memory for the backward pass."""
+    if getattr(work.settings, "activations", None) != "host":
+        return 0
+    return work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
 
 
 def unpacked_bytes(unit: Unit, room: Room) -> int:

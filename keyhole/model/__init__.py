@@ -4,14 +4,21 @@ structure/   what is known of a decoder before its weights are read: blocks, fla
 weights/     where weights are stored and in which format; reading, initialising and saving them
 forward/     forward passes of the unmodified module while units are streamed
 backward/    the backward pass block by block; each gradient is handed to a sink
+model.py     Model, which ties these together
 batch.py     a batch on its way to the device
+objective.py     the loss of a batch: over tokens, or over candidates
+classification.py   models that classify a text
+attached.py  the methods that train a model: the interface to them, and updates that they have deferred
+by_hand.py   what a caller changes in the module between steps
+rank_duties.py   what one of several ranks does for a model
+
+Rows that are computed together:
+
+row_rules.py     which rows of a model may be
+packing.py   samples packed into one row: how a model is told
+best_fit.py  which samples go into which row
+apart.py     tests that packed samples do not attend to each other
 shared_rows.py   candidates that differ in their last token share a row
 joined_rows.py   short rows of candidates are put behind each other in one row
 causality.py     tests that a position depends on the tokens before it alone, without which no rows are shared or joined
-best_fit.py  which samples go into which row
-packing.py   samples packed into one row: how a model is told
-apart.py     tests that they do not attend to each other
-attached.py  the methods that train a model: the interface to them, and updates that they have deferred
-rank_duties.py   what one of several ranks does for a model
-model.py     Model, which ties these together
 """

@@ -26,7 +26,8 @@ and the two halves of its rows change places in another batch. So passes have th
 same sizes: what is left is 0 where samples are apart (measured: all such families), and 0.0004 or more where they leak.
 
 The same test decides whether users may pack (`check_packing` refuses) and whether rows are joined (joined_rows.py).
-Cost: one sweep, with four short passes. Updates that wait for their unit (zo) are not applied for it: any weights do.
+Cost: one sweep, with four short passes. The test works with any weights, so deferred updates (zo) are not applied
+before it.
 """
 
 from typing import Any

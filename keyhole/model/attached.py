@@ -94,7 +94,8 @@ class Placed(Protocol):
 class AttachedMethods:
     """The methods that were made on a model, as far as their updates are not at home yet, and the steps they made."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: "Model") -> None:
+        self.model: Model = weakref.proxy(model)  # which holds this object
         self.steps = 0  # by all methods: one that keeps a copy of the weights sees that another has changed them
         self.changes = 0  # by hand, as often as some were found: the same for them
         self.is_flushed = False  # since the last step: the caller may change weights in any way
@@ -106,11 +107,11 @@ class AttachedMethods:
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._has_graph = False  # the module was called by itself, with gradients, since the last step
 
-    def check_new(self, model: "Model", name: str) -> None:
+    def check_new(self, name: str) -> None:
         """Called before a method of this name is made: refuses one that would replace adapters, or train below them."""
-        if model.placed is not None:
-            model.placed.check_method(name)
-        if model.addon is not None:
+        if self.model.placed is not None:
+            self.model.placed.check_method(name)
+        if self.model.addon is not None:
             raise UserError(
                 f"model: it has adapters already, of a lora or lomo-lora that was made on it before, and {name} would "
                 "replace them, or train below them. Go on with that object (opt.lr = .. sets another rate, "
@@ -119,49 +120,49 @@ class AttachedMethods:
                 "adapter).merge_and_unload()). To begin again without them, load the model again"
             )
 
-    def attach(self, model: "Model", method: Attached) -> None:
+    def attach(self, method: Attached) -> None:
         """Called for a new method. Updates that other methods have deferred are applied first."""
-        check_loss(model.config)
+        check_loss(self.model.config)
         if self._attached:
-            self.take_changes(model, method)
-        if model.formats.frozen is not None and not method.keeps_base:
+            self.take_changes(method)
+        if self.model.formats.frozen is not None and not method.keeps_base:
             raise UserError(
-                f"wire: {model.formats.name} weights are frozen, and {method.name} would change them: their grid is "
-                "too coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
+                f"wire: {self.model.formats.name} weights are frozen, and {method.name} would change them: their "
+                "grid is too coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
             )
         self.apply_deferred()
-        model.engine.wait_for_homes()  # the new method may read them at once; another one may still be writing them
-        if model.factors is not None:
-            model.factors.settle()
-        model.by_hand.check_parameters(self._beside(model, method))
-        self.take_changes(model, method)
+        self.model.engine.wait_for_homes()  # the new method may read them at once; another may still be writing them
+        if self.model.factors is not None:
+            self.model.factors.settle()
+        self.model.by_hand.check_parameters(self._beside(method))
+        self.take_changes(method)
         self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # these may step on
         if method.deferred is not None:
             self._deferred.append((weakref.ref(method), method.deferred))
-        model.addon = method.addon or model.addon  # adapters stay in the module
+        self.model.addon = method.addon or self.model.addon  # adapters stay in the module
         self._attached.add(method)
-        self.trained[method] = [tensor.param.requires_grad for tensor in model.layout.tensors]
-        model.by_hand.note()
+        self.trained[method] = [tensor.param.requires_grad for tensor in self.model.layout.tensors]
+        self.model.by_hand.note()
 
-    def _beside(self, model: "Model", method: Attached | None = None) -> list[nn.Parameter]:
-        addons = [addon for addon in (model.addon, method and method.addon) if addon is not None]
+    def _beside(self, method: Attached | None = None) -> list[nn.Parameter]:
+        addons = [addon for addon in (self.model.addon, method and method.addon) if addon is not None]
         return [param for addon in addons for param in addon.params.values()]
 
-    def take_changes(self, model: "Model", new: Attached | None = None, pointed: bool = True) -> None:
+    def take_changes(self, new: Attached | None = None, pointed: bool = True) -> None:
         """Called before weights are used: takes up what the caller has changed by hand. UserError for a change that
         cannot be, once: then the weights are what they are. new: a method that is being attached; its weights beside
         the model's own are in the module already. pointed: also weights that parameters were pointed to."""
-        if self._steps_now or model.conductor is not None or model.lens is not None:
+        if self._steps_now or self.model.conductor is not None or self.model.lens is not None:
             return  # within a step or a pass
-        if self.is_flushed and model.engine.streamed:
-            model.engine.invalidate()
+        if self.is_flushed and self.model.engine.streamed:
+            self.model.engine.invalidate()
         if self._attached:
-            model.by_hand.check_parameters(self._beside(model, new))
-        changed = model.by_hand.take(pointed)
+            self.model.by_hand.check_parameters(self._beside(new))
+        changed = self.model.by_hand.take(pointed)
         if not changed:
             return
         self.changes += 1
-        model.engine.invalidate()
+        self.model.engine.invalidate()
         late = next((method.name for method in self._attached if not method.is_settled), None)
         if late is not None or self._writes:
             raise UserError(
@@ -169,7 +170,8 @@ class AttachedMethods:
                 f"{'' if late is None else ' of ' + late} was still to be written, and the two are mixed now. Call "
                 "flush() of the method before you change weights; then write them again"
             )
-        beside = set() if model.factors is None else {t.name for t in model.layout.tensors if _has_factor(model, t)}
+        factors, tensors = self.model.factors, self.model.layout.tensors
+        beside = {t.name for t in tensors if factors is not None and factors.sample(t) is not None}
         if beside & set(changed):
             raise UserError(
                 f"model: {listed(sorted(beside & set(changed)))} was changed by hand, but the low-rank factors that "
@@ -184,38 +186,38 @@ class AttachedMethods:
             if before_step_of is None or owner() is not before_step_of:
                 apply()
 
-    def used_directly(self, model: "Model", what: str) -> None:
+    def used_directly(self, what: str) -> None:
         """Called before the module's own forward or save_pretrained: its parameters must be those after the last step.
         UserError where they cannot be."""
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint is recomputed, on a GPU in autograd's thread
             self.check_turn()
-        if model.lens is not None:
+        if self.model.lens is not None:
             raise UserError(
                 f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
                 "nothing of them; compute it from model.nll(batch), model.logits(batch) or model.generate(ids)"
             )
-        if model.factors is not None and (what != "forward" or torch.is_grad_enabled()):
+        if self.model.factors is not None and (what != "forward" or torch.is_grad_enabled()):
             raise UserError(
                 f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
                 "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"
             )
-        evaluates = what == "forward" and model.is_plain and not torch.is_grad_enabled()
-        self._settle(model, pointed=not evaluates)
+        evaluates = what == "forward" and self.model.is_plain and not torch.is_grad_enabled()
+        self._settle(pointed=not evaluates)
         self._has_graph = self._has_graph or (what == "forward" and torch.is_grad_enabled())
 
-    def settle(self, model: "Model") -> None:
+    def settle(self) -> None:
         """Called before the module's own state_dict and load_state_dict: its parameters are those after the last step,
         or what the caller has pointed them to. Not within a step or a pass; nor on several ranks, where one of them may
         call alone."""
-        within = self._steps_now or model.conductor is not None or model.lens is not None
-        if self._attached and not within and not model.ranks.several and not model.sharded:
-            self._settle(model, pointed=not model.is_plain)
+        within = self._steps_now or self.model.conductor is not None or self.model.lens is not None
+        if self._attached and not within and not self.model.ranks.several and not self.model.sharded:
+            self._settle(pointed=not self.model.is_plain)
 
-    def _settle(self, model: "Model", pointed: bool) -> None:
-        self.take_changes(model, pointed=pointed)
+    def _settle(self, pointed: bool) -> None:
+        self.take_changes(pointed=pointed)
         self.apply_deferred()
-        if model.engine.gate is not None or model.engine.streamed:
-            model.engine.wait_for_homes()
+        if self.model.engine.gate is not None or self.model.engine.streamed:
+            self.model.engine.wait_for_homes()
             self._writes = False
 
     def warn_of_part(self) -> None:
@@ -226,11 +228,11 @@ class AttachedMethods:
                 "error, a gradient that is not finite), so what is saved mixes two steps; go on from a checkpoint",
             )
 
-    def step_done(self, model: "Model") -> None:
+    def step_done(self) -> None:
         """Called after a step: autograd refuses to differentiate a graph that the module built with older weights."""
         self.steps += 1
         if self._has_graph:
-            increment_version([tensor.param for tensor in model.layout.tensors])
+            increment_version([tensor.param for tensor in self.model.layout.tensors])
             self._has_graph = False
 
     def check_turn(self) -> None:
@@ -250,26 +252,22 @@ class AttachedMethods:
         self._take_turn()
         self._steps_now = True
 
-    def step_ends(self, model: "Model") -> None:
+    def step_ends(self) -> None:
         """Called after a step, also one that ended in an error."""
         self._turn.release()
         self.is_flushed = self._steps_now = False
-        self._writes = model.engine.cuda and bool(model.engine.streamed)
-        model.by_hand.note()
+        self._writes = self.model.engine.cuda and bool(self.model.engine.streamed)
+        self.model.by_hand.note()
 
-    def flushed(self, model: "Model") -> None:
+    def flushed(self) -> None:
         """Called after the flush of a method. The caller may change weights through `.data` now, of which torch does
         not tell: until the next step, nothing that was uploaded before is used. (Ranks upload together: theirs is.)"""
-        if self._steps_now or model.ranks.several or model.sharded:
+        if self._steps_now or self.model.ranks.several or self.model.sharded:
             return
-        model.engine.wait_for_homes()
+        self.model.engine.wait_for_homes()
         self.is_flushed, self._writes = True, False
 
-    def homes_written(self, model: "Model") -> None:
+    def homes_written(self) -> None:
         """Called after other code has written homes, as a caller may by hand."""
         self.changes += 1
-        model.engine.invalidate()
-
-
-def _has_factor(model: "Model", tensor: FlatTensor) -> bool:
-    return model.factors.sample(tensor) is not None
+        self.model.engine.invalidate()

@@ -2,7 +2,7 @@
 
 A model keeps more than the parameters that the module shows: streamed weights may still lie in a slot on the device,
 and a method may hold fp32 masters, or an update that is not applied yet. So the model must know of a change before it
-uses the weights again. Numbers that are compared before each step tell of it:
+uses the weights again. Before each step it looks for three kinds of change:
 
     param.copy_(..), load_state_dict, init.*      torch counts changes in place: `param._version`
     param.data = other                            the parameter no longer points to its home: the home takes its values,
@@ -152,5 +152,5 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _owners(tensor: torch.Tensor) -> int:
-    """How many tensors use its memory."""
+    """How many tensors use the memory of this one."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # less the storage object of this line

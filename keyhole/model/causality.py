@@ -19,7 +19,8 @@ model cannot run on such rows.
 Rows may be joined (joined_rows.py) if samples of one row do not see each other as well: the test of apart.py.
 
 What a few short rows cannot show: routers that drop tokens of a full batch. No model of Transformers has one.
-Cost: one sweep, with two short passes. Updates that wait for their unit (zo) are not applied for it: any weights do.
+Cost: one sweep, with two short passes. The test works with any weights, so deferred updates (zo) are not applied
+before it.
 """
 
 from typing import Any

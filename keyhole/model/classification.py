@@ -77,7 +77,7 @@ class ClassificationHead:
 
     @contextmanager
     def _without_cache(self) -> Iterator[None]:
-        """For a forward that has no such option, and reads it from the config when it begins."""
+        """A context without use_cache, for a forward that has no such argument and reads it from the config."""
         for config in self.caching:
             config.use_cache = False
         try:
@@ -87,7 +87,7 @@ class ClassificationHead:
                 config.use_cache = True
 
     def nll(self, logits_BL: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[B], in float32, differentiable."""
+        """The loss of each row [B], in float32, differentiable."""
         logits_BL = logits_BL.float()
         if self.problem == REGRESSION:
             return (logits_BL - labels.view(logits_BL.shape)).square().mean(dim=1)

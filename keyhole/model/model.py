@@ -11,6 +11,7 @@
     device_weights    a unit's weights on the device, in the dtype of compute (model/forward/device_weights.py)
     methods   the methods that train it, and the updates that they have deferred (model/attached.py)
     by_hand   what a caller has changed in the module between steps (model/by_hand.py)
+    row_rules     which rows may be computed together (model/row_rules.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
@@ -32,11 +33,9 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
-from keyhole.model.apart import check_packing, keeps_apart
 from keyhole.model.attached import Addon, Attached, AttachedMethods, Placed
-from keyhole.model.batch import Batch, DeviceBatch, as_list, hides_tokens
+from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.by_hand import ByHand
-from keyhole.model.causality import is_causal
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward import generate as generation
@@ -51,9 +50,8 @@ from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.forward.low_rank import Factors
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
-from keyhole.model.joined_rows import longest_row
 from keyhole.model.rank_duties import writes_home
-from keyhole.model.shared_rows import find_shared, is_on_host
+from keyhole.model.row_rules import RowRules
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.skeleton import is_classifier
@@ -104,7 +102,7 @@ class Model:
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
-        self.methods = AttachedMethods()
+        self.methods = AttachedMethods(self)
         self.addon: Addon | None = None
         self.factors: Factors | None = None  # low-rank factors trained beside the weights of linear layers
         self.factored: set[int] = set()  # ids of modules whose forward adds them
@@ -117,7 +115,7 @@ class Model:
         foreign = frozenset(page for page in engine.shared if not writes_home(self, page))
         self.homes = Homes(layout, engine.homes, formats, self.device, foreign, engine.parts())
         self.sharded = bool(engine.parts())
-        self.by_hand = ByHand(module, layout, self.homes)
+        self.by_hand, self.row_rules = ByHand(module, layout, self.homes), RowRules(self)
         self.call_others: Callable[[str], None] = lambda what: None  # leader: makes the other ranks write their parts
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self.device_weights = DeviceWeights(engine, self.binding, formats)
@@ -125,9 +123,6 @@ class Model:
         for unit in layout.units:
             if unit.expert is not None:
                 self._stack_pages.setdefault(unit.tensors[0].name, set()).add(unit.index)
-        self._keeps_packed_apart = False  # not tested yet
-        self._most_joined: int | None = None  # not tested yet
-        self._is_causal: dict[bool, bool] = {}  # by whether rows are padded, if it was tested
         install_hooks(self)
         self.tiles = compute_in_tiles(self)
         compute_by_expert(self)
@@ -158,8 +153,8 @@ class Model:
         return self.send(self.checked(batch, of_step))
 
     def checked(self, batch: Batch | list[Batch], of_step: bool = True) -> list[Batch]:
-        """The micro-batches of a step; UserError if they cannot be trained on. of_step: the step was planned for them;
-        evaluations have a size of their own."""
+        """The micro-batches of a step; UserError if they cannot be trained on. of_step: warns if they are larger than
+        the batches that memory was planned for; evaluations have a size of their own."""
         batches = as_list(batch)
         self.head.check(batches, self.layout.table.shape[0])
         if of_step and self.placed is not None:
@@ -169,34 +164,14 @@ class Model:
     def send(self, batches: list[Batch], shares: bool = False, joins: bool = False) -> list[DeviceBatch]:
         """Checked batches, copied to the device. For passes without a backward pass: shares: candidates may share a row
         (shared_rows.py); joins: short rows may be joined (joined_rows.py)."""
-        may = (shares or joins) and self._may_share(batches, joins)
-        most = self._longest_joined() if may and joins else 0
-        sent = [self.head.to_device(one, self.device, may and shares, most) for one in batches]
-        packed = (one.packed and "position_ids" in batch for one, batch in zip(sent, batches, strict=True))
-        if not self._keeps_packed_apart and any(packed):  # by the caller: joined rows were tested
-            self.check_packing(max(one["input_ids"].shape[1] for one in batches))
+        shares, most = self.row_rules.of(batches, shares, joins)
+        sent = [self.head.to_device(one, self.device, shares, most) for one in batches]
+        self.row_rules.check_packed(batches, sent)
         return sent
-
-    def _may_share(self, batches: list[Batch], joins: bool) -> bool:
-        """Whether rows may share hidden states or be joined; tested when rows first could, without padding and with it.
-        Not if the model is sharded: the test visits units, and ranks whose rows do not share would not take part."""
-        if self.classifies or self.sharded:
-            return False
-        for padded in {hides_tokens(one.get("attention_mask")) for one in batches if is_on_host(one)}:
-            if padded not in self._is_causal and (joins or any(find_shared(one) is not None for one in batches)):
-                self._is_causal[padded] = is_causal(self, padded)
-        return all(self._is_causal.values())
-
-    def _longest_joined(self) -> int:
-        """The most tokens of a joined row; 0 if joined rows would see each other, or the model cannot run on them."""
-        if self._most_joined is None:
-            self._most_joined = longest_row(self.config) if keeps_apart(self) else 0
-        return self._most_joined
 
     def check_packing(self, length: int | None = None) -> None:
         """UserError if samples packed into a row of `length` tokens would attend to each other; tested once."""
-        check_packing(self, length)
-        self._keeps_packed_apart = True
+        self.row_rules.check_packing(length)
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
         """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them; for a
@@ -332,48 +307,12 @@ class Model:
 
     # -- methods ---------------------------------------------------------------------------------------------------
 
-    def attach(self, method: Attached) -> None:
-        """Called by a new method. Updates that other methods have deferred are applied first."""
-        self.methods.attach(self, method)
-
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
         """Afterwards the weights at home are those after the last step of every method; with before_step_of, of every
         other method."""
         if before_step_of is None:
-            self.methods.take_changes(self)
+            self.methods.take_changes()
         self.methods.apply_deferred(before_step_of)
-
-    def used_directly(self, what: str) -> None:
-        """Called before the module's own forward or save_pretrained."""
-        self.methods.used_directly(self, what)
-
-    def settle(self) -> None:
-        """Called before the module's own state_dict and load_state_dict."""
-        self.methods.settle(self)
-
-    def step_begins(self) -> None:
-        """Called before a step of a method."""
-        self.methods.step_begins()
-
-    def step_ends(self) -> None:
-        """Called after a step, also one that ended in an error."""
-        self.methods.step_ends(self)
-
-    def check_changes(self) -> None:
-        """Takes up what the caller has changed by hand; UserError if that cannot be."""
-        self.methods.take_changes(self)
-
-    def homes_written(self) -> None:
-        """Called after weights were read into the homes of a model that methods train."""
-        self.methods.homes_written(self)
-
-    def flushed(self) -> None:
-        """Called after a method was flushed."""
-        self.methods.flushed(self)
-
-    def weights_changed(self) -> None:
-        """Called after a step that ended well."""
-        self.methods.step_done(self)
 
     @property
     def steps(self) -> int:

@@ -5,6 +5,7 @@ arena.py      host memory of exact size, page-locked                    protocol
 workers.py    host jobs in threads beside the launching thread          downlink.py   D2H copies
 stalls.py     how long the GPU waited                                   timeline.py   a trace of copies and kernels
 shards.py     pages that are sharded over ranks                         gather.py     pages that ranks upload jointly
+lending.py    memory of one stream that other streams use
 
 This package knows nothing about training: a page is flat memory with an index.
 """

@@ -10,9 +10,10 @@ agree up to rounding, and repeat bit for bit). A name that ends in _ writes in p
                 several looks: norm
     lsp/        LSP: sparse projectors, compress (X P), decompress_add_ (W + alpha P delta Q^T)
     adam/       AdamW on host memory by torch's kernel, and on the device with the same bits
-    fp8.py      weights in 8 bits: fp8_encode_, fp8_decode
+    fp8.py      weights in 8 bits: fp8_encode_, fp8_decode;  lowbit.py: frozen weights in 8 or 4 bits
     loss.py     cross entropy over chunks of the vocabulary
     gather.py   rows of a table that may be in page-locked host memory
+    masked.py   memory accesses of kernels, with a mask only where needed
     autocast.py disables a caller's autocast
     backend.py  which implementation runs, and why;  arguments.py: checks of tensors and numbers
 """

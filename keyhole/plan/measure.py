@@ -15,18 +15,19 @@
 
 Each is the best of a few rounds, the first of which warms up. The last three, the host's, are measured in bursts that
 are spread over the time of the other measurements: each is a first quartile of the rounds of BURST_S, after WARM_UP_S
-(the first call takes 1.6 times as long, and a clock needs a while to rise), and the least burst counts. A step is made
-of the host's usual rounds; its best ones are luck, and where others use the host too, the median is theirs. On a
-Neoverse N1 the best of 12 launches was 5.9 to 6.9 us in four measurements; first quartiles of 0.1 s beside two busy
-processes on two cores, in six: `launch` 6.8 to 7.1, `called` 30.3 to 30.6, `reversed` 18.2 to 18.5, while a median of
-`called` was once 128. On idle cores those of `called` and `reversed` are within 2 % of the best: constants that were
-found with the best hold. One burst is not enough: what slows a host down lasts longer than a tenth of a second. On the
-host of an H200 one of 0.1 s said 39.1 us for `called`, after steps of `sgd` that took what they take at 16 us, where
-the processes before and after it said 15 and 16 (benchmarks/plan_check_h200_2026-11-17_c.json).
+(the first call takes 1.6 times as long, and a clock needs a while to rise), and the least burst counts. A quartile,
+because the best round is faster than the usual ones that a step is made of, and the median is slowed down by other
+processes on the host. On a Neoverse N1 the best of 12 launches was 5.9 to 6.9 us in four measurements; first quartiles
+of 0.1 s beside two busy processes on two cores, in six: `launch` 6.8 to 7.1, `called` 30.3 to 30.6, `reversed` 18.2 to
+18.5, while a median of `called` was once 128. On idle cores those of `called` and `reversed` are within 2 % of the
+best: constants that were found with the best hold. One burst is not enough: what slows a host down lasts longer than a
+tenth of a second. On the host of an H200 one of 0.1 s said 39.1 us for `called`, after steps of `sgd` that took what
+they take at 16 us, where the processes before and after it said 15 and 16
+(benchmarks/plan_check_h200_2026-11-17_c.json).
 
-The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by
-GPU, CPU, cores and version of torch, written with one rename; if the file cannot be read, the machine is measured
-again; a failure to write it is ignored. `known` never measures: a run that starts uses it.
+The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by GPU, CPU, cores and version of
+torch, written with one rename; if the file cannot be read, the machine is measured again; a failure to write it is
+ignored. `known` never measures: a run that starts uses it.
 """
 
 import json

@@ -71,7 +71,8 @@ class Failures:
         return RankFailed(f"{self.named(found['rank'])}: {found['text']}", found["code"])
 
     def hear(self) -> None:
-        """Of the leader, which has an error of its own to say: others that ended too need not say theirs."""
+        """Called by the leader, which reports an error of its own: other ranks that ended too need not report
+        theirs."""
         with suppress(Exception):
             self.store.set(f"{HEARD}/{self.rank}", "1")
 

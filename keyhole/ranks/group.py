@@ -70,7 +70,8 @@ class Group(Ranks):
             self.alive.always = True
 
     def _wait_for_all(self) -> None:
-        """Those that have not come in time are named: collectives have no limit for a rank that never was."""
+        """Waits until all ranks have started; names those that have not in time. (A collective would wait for them
+        without a limit.)"""
         self.store.set(f"here/{self.rank}", "1")
         begin_s, said = time.monotonic(), False
         missing = [rank for rank in range(self.size) if rank != self.rank]
@@ -184,7 +185,7 @@ class Group(Ranks):
         return self.nccl is None or x.device.type == "cpu"
 
     def not_finite(self) -> list[int]:
-        """In the last two steps."""
+        """The ranks that sent numbers that are not finite, in the last two steps."""
         for rows in self.columns:
             bad = [rank for rank, row in enumerate(rows) if not bool(row.isfinite().all())]
             if bad:

@@ -47,12 +47,19 @@ def cells(view: View) -> list[str]:
         story.state or "-",
         f"{curves.last_step:,}" + (f" of {story.total:,}" if story.total > curves.last_step else ""),
         "-" if first is None else f"{first:.4f} -> {last:.4f}",
-        shown_metrics(curves.last("eval"), "eval") or "-",
-        shown_metrics(curves.last("test"), "test") or "-",
+        _result(view, "eval"),
+        _result(view, "test"),
         f"{curves.pace:,.0f}" if curves.pace else "-",
         f"{curves.highest['gpu_gib']:.2f}" if "gpu_gib" in curves.highest else "-",
         duration(curves.seconds),
     ]
+
+
+def _result(view: View, kind: str) -> str:
+    """The metrics of the step that is the run's result, which is named if it is not the last one."""
+    step, numbers = view.curves.result(kind)
+    told = shown_metrics(numbers, kind)
+    return f"step {step:,}: {told}" if told and step < view.curves.last_step else told or "-"
 
 
 def table(views: Sequence[View]) -> list[str]:

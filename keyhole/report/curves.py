@@ -142,3 +142,12 @@ class Curves:
         if kind == "test":
             return self.tests[max(self.tests)] if self.tests else {}
         return self.evaluations[-1][2] if self.evaluations else {}
+
+    def result(self, kind: str) -> tuple[int, dict[str, Any]]:
+        """Step and numbers of the last test, or of the evaluation at that step, whose weights are the run's result;
+        without a test, of the last evaluation."""
+        tested = max(self.tests, default=None)
+        if kind == "test":
+            return tested or 0, self.last(kind)
+        rows = [row for row in self.evaluations if row[0] == tested] or self.evaluations
+        return (rows[-1][0], rows[-1][2]) if rows else (0, {})

@@ -80,6 +80,8 @@ def lead(view: View) -> str:
         said += f", <b>{after:.4f}</b> at step {last:,}." if last > first else "."
     for kind, word in (("eval", "Dev"), ("test", "Test")):
         numbers = shown_metrics(curves.last(kind), kind)
+        if kind == "test" and curves.last_step > (step := curves.result(kind)[0]) > 0:
+            word = f"Test of step {step:,}"
         if view.by_candidates and numbers.startswith("loss "):
             numbers = numbers.replace("loss", "loss per token", 1)
         said += f" {word}: <b>{escape(numbers)}</b>." if numbers else ""
@@ -87,9 +89,12 @@ def lead(view: View) -> str:
 
 
 def shown_metrics(numbers: dict[str, float], kind: str) -> str:
-    """`loss 0.4312, accuracy 91.2 %`; of many metrics only the first."""
+    """`loss 0.4312, accuracy 91.2`; of many metrics only the first, and the mean over several tasks before theirs."""
     own = {name.removeprefix(f"{kind}_"): value for name, value in numbers.items() if name.startswith(f"{kind}_")}
     kept = [(name, value) for name, value in own.items() if name not in ("tokens", "rows", "questions")]
+    if len(kept) > 4:  # the mean is called score, or like the metric that all tasks have
+        means = [each for each in kept[1:] if each[0] == "score" or any(other.endswith(f"_{each[0]}") for other in own)]
+        kept = [*kept[:1], *means, *(each for each in kept[1:] if each not in means)]
     return ", ".join(
         f"{name} {value:.4f}" if is_plain(name) else f"{name} {100 * value:.1f}" for name, value in kept[:4]
     )

@@ -7,6 +7,7 @@ base_hash.py     the hash of the original model, computed in the background
 waiting.py       progress lines during the start
 loop.py          the loop that all methods share: step, check, evaluation, save
 crew.py          how the leader makes the other ranks take part; follow.py: the other ranks
+sameness.py      ranks that would train something else are refused
 resume.py        which settings may change when a run is resumed
 rundir.py        the output directory: whether a run may write to it, and the files in run/
 lock.py          one process per directory

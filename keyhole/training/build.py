@@ -131,70 +131,35 @@ def build_run(job: Job, lock: Lock) -> Run | Follower:
 
 
 def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follower:
-    config, origin, data, ranks = job.config, job.origin, job.data, job.parts.ranks
-    if config.packing:
-        model.check_packing(config.max_length)
-    add_end_tokens(model.module, data.end_token_ids)
-    if data.labels:
-        name_labels(model.config, data.labels, data.train.dataset.pad_token_id)
-    if data.chat_template is not None:
-        model.tokenizer.chat_template = data.chat_template  # `keyhole chat` must use the template of training
-    with job.parts.waiting.phase("making the method"):
-        method = make_method(model, config, origin)
-    if METHODS[config.method].journaled:
-        keep_directions(method, job.directory.journal, job.run_id)
+    config, origin, ranks = job.config, job.origin, job.parts.ranks
+    method = _method(job, model)
     ranks_lines = ranks.describe(model.device)
     check_names(model)
-    meet_on_disk = model.sharded or config.load_best_model_at_end
     if not ranks.is_leader:
-        if meet_on_disk:
-            same_directory(ranks, lock.path)
-        if origin.tail:
-            apply_records(method, origin.tail, job.display.line)
-        shared = {"data": data, "schedule": job.schedule, "first": origin.step, "judge": job.judge}
-        return Follower(root=job.directory.root, model=model, method=method, **shared)
-    with job.parts.waiting.phase("hashing the weights"):
-        base = job.base() if origin.state is None else origin.base
-    about = About(0, {}, flat_config(config), versions(), job.run_id, base)
-    # weights in host memory that ranks share, or hold shards of, must not change during a save
-    behind = config.background_save and not model.engine.shared and not model.sharded
-    saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
-    saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
-    machine = start_block.machine_lines(config.device, model, method)
-    shown = start_block.model_lines(model.module, model.layout, model.dtype, method.keeps_base)
-    groups = [shown, machine, data.report]
-    groups += [ranks_lines, job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
-    lines = start_block.block(config.method, config.model, groups)
+        return _follower(job, lock, model, method)
+    about = _about(job)
+    saver = _saver(job, model, method, about)
+    lines = _start_block(job, model, method, saver, ranks_lines)
     job.display.lines(lines)
     saver.refuse_full_disk()
-    machine_facts = environment()
-    rundir.open_run(job.directory, to_yaml(config), machine_facts, lock, job.run_id)
-    if meet_on_disk:
-        same_directory(ranks, lock.path)
-    job.display.log_to(job.directory.log)
-    with rundir.writing_to(job.directory.root):
-        select.rename_damaged(origin.choice.damaged)
+    machine = environment()
+    _open_directory(job, lock, model, machine)
     saver.went_on_from(origin.choice.path, origin.step)
     if origin.tail:
         seconds = apply_records(method, origin.tail, job.display.line)
         job.display.line(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
     with rundir.writing_to(job.directory.root):
-        reports = _reports(job, model, lines, machine_facts)
+        reports = _reports(job, model, lines, machine)
         opened.callback(reports.close)
         journal = _journal(job, method, about)
         opened.callback(journal.close)
     saver.flush_journal = journal.flush_up_to
-
-    def write_again() -> None:
-        rundir.write_marker(job.directory, job.run_id)
-        rundir.write_about(job.directory, to_yaml(config), machine_facts)
-
-    saver.renew = Renewal(job.directory, job.run_id, lock, write_again)
+    saver.renew = _renewal(job, lock, machine)
     return Run(
         directory=job.directory,
         display=job.display,
         reports=reports,
-        data=data,
+        data=job.data,
         schedule=job.schedule,
         first=origin.step,
         here=not origin.elsewhere,
@@ -207,6 +172,82 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         judge=job.judge,
         sample_answers=config.sample_answers,
     )
+
+
+def _method(job: Job, model: Model) -> Method:
+    """The method, on a model that has been adapted to the data: its end tokens, labels and chat template."""
+    config, data = job.config, job.data
+    if config.packing:
+        model.check_packing(config.max_length)
+    add_end_tokens(model.module, data.end_token_ids)
+    if data.labels:
+        name_labels(model.config, data.labels, data.train.dataset.pad_token_id)
+    if data.chat_template is not None:
+        model.tokenizer.chat_template = data.chat_template  # `keyhole chat` must use the template of training
+    with job.parts.waiting.phase("making the method"):
+        method = make_method(model, config, job.origin)
+    if METHODS[config.method].journaled:
+        keep_directions(method, job.directory.journal, job.run_id)
+    return method
+
+
+def _meet_on_disk(job: Job, model: Model) -> bool:
+    """Whether every rank writes to the output directory, or reads from it."""
+    return model.sharded or job.config.load_best_model_at_end
+
+
+def _follower(job: Job, lock: Lock, model: Model, method: Method) -> Follower:
+    """The part of a rank that is not the leader: no reports, no saves of its own."""
+    if _meet_on_disk(job, model):
+        same_directory(job.parts.ranks, lock.path)
+    if job.origin.tail:
+        apply_records(method, job.origin.tail, job.display.line)
+    shared = {"data": job.data, "schedule": job.schedule, "first": job.origin.step, "judge": job.judge}
+    return Follower(root=job.directory.root, model=model, method=method, **shared)
+
+
+def _about(job: Job) -> About:
+    """What checkpoints and the journal say about the run."""
+    with job.parts.waiting.phase("hashing the weights"):
+        base = job.base() if job.origin.state is None else job.origin.base
+    return About(0, {}, flat_config(job.config), versions(), job.run_id, base)
+
+
+def _saver(job: Job, model: Model, method: Method, about: About) -> Saver:
+    config = job.config
+    # weights in host memory that ranks share, or hold shards of, must not change during a save
+    behind = config.background_save and not model.engine.shared and not model.sharded
+    saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
+    return Saver(job.directory.root, model, method, saves, about, job.display.line)
+
+
+def _start_block(job: Job, model: Model, method: Method, saver: Saver, ranks_lines: list[str]) -> list[str]:
+    config = job.config
+    machine = start_block.machine_lines(config.device, model, method)
+    shown = start_block.model_lines(model.module, model.layout, model.dtype, method.keeps_base)
+    groups = [shown, machine, job.data.report]
+    groups += [ranks_lines, job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
+    return start_block.block(config.method, config.model, groups)
+
+
+def _open_directory(job: Job, lock: Lock, model: Model, machine: dict[str, Any]) -> None:
+    """Creates the output directory, or continues the run in it. machine: versions and hardware."""
+    rundir.open_run(job.directory, to_yaml(job.config), machine, lock, job.run_id)
+    if _meet_on_disk(job, model):
+        same_directory(job.parts.ranks, lock.path)
+    job.display.log_to(job.directory.log)
+    with rundir.writing_to(job.directory.root):
+        select.rename_damaged(job.origin.choice.damaged)
+
+
+def _renewal(job: Job, lock: Lock, machine: dict[str, Any]) -> Renewal:
+    """Notices that the output directory has gone, and writes what it held again."""
+
+    def write_again() -> None:
+        rundir.write_marker(job.directory, job.run_id)
+        rundir.write_about(job.directory, to_yaml(job.config), machine)
+
+    return Renewal(job.directory, job.run_id, lock, write_again)
 
 
 def _selection(job: Job, reports: Reports) -> Selection:

@@ -13,6 +13,7 @@ import torch
 
 from keyhole.checkpoint.files import method_state, split_state
 from keyhole.checkpoint.state import read_state
+from keyhole.data.loader import Loader
 from keyhole.data.run import Data
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
@@ -52,7 +53,7 @@ class Follower:
                     return argument
                 if command is Command.STEP:
                     step += 1
-                    one_update(self.method, self.schedule, step, next(self.data.train))
+                    one_update(self.method, self.schedule, step, next_batches(self.method, self.data.train))
                 elif command is Command.EVALUATE:
                     self.method.flush()
                     if evaluate(self.model, self.data.eval, self.is_asked) is not None:
@@ -73,6 +74,13 @@ class Follower:
 
     def is_asked(self) -> bool:
         return bool(self.interrupts.requested)
+
+
+def next_batches(method: Method, loader: Loader) -> list[Batch]:
+    """The batches of the next step. A method that asks for coming rows gets them first."""
+    if (asked := method.rows_ahead) is not None:
+        method.look_ahead(loader.coming(*asked))
+    return next(loader)
 
 
 def one_update(method: Method, schedule: Schedule, step: int, batches: list[Batch]) -> tuple[torch.Tensor, float]:

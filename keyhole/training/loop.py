@@ -31,7 +31,7 @@ from keyhole.training import rundir
 from keyhole.training.change_check import CHECK_STEPS, ChangeCheck
 from keyhole.training.crew import Command, Crew
 from keyhole.training.display import Display
-from keyhole.training.follow import one_update, take_weights
+from keyhole.training.follow import next_batches, one_update, take_weights
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
 from keyhole.training.page_facts import Trace, planned
@@ -141,9 +141,7 @@ class Run:
         """Queues one update; its numbers are read when the device has finished it."""
         loader = self.data.train
         self.crew.call(Command.STEP)
-        if (asked := self.method.rows_ahead) is not None:
-            self.method.look_ahead(loader.coming(*asked))
-        batches = next(loader)
+        batches = next_batches(self.method, loader)
         if self.changes is None and self.moving_steps == 0:
             self.changes = ChangeCheck(self.model, torch.cat([b["input_ids"].flatten() for b in batches]))
         self.trace.begin(step)

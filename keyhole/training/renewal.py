@@ -63,7 +63,7 @@ class Renewal:
 
 
 def _identities(directory: RunDir) -> list[Identity]:
-    """Of run/, the marker and the metrics, none of which a run replaces."""
+    """Device and inode of run/, the marker and the metrics, none of which a run replaces."""
     return [_identity(path) for path in (directory.run, directory.marker, directory.metrics)]
 
 

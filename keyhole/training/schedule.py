@@ -38,7 +38,7 @@ class Schedule:
         return math.ceil(self.total * (self.warmup_asked or self.warmup_ratio))
 
     def warmed_up_by(self, ratio: float) -> "Schedule":
-        """The same course with another warm-up, for rates that have one of their own."""
+        """This schedule with another warm-up, for rates that have a warm-up of their own."""
         return replace(self, warmup_ratio=ratio, warmup_asked=0.0)
 
     def factor(self, done: int) -> float:

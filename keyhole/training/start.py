@@ -149,8 +149,6 @@ def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
         raise UserError(
             f"method={config.method} trains in one process: start it without torchrun; on several ranks: {able}"
         )
-    if (fault := row.alone(getattr(config, row.section))) is not None:
-        raise UserError("{}: {}".format(*fault))
     if count % ranks.size:
         raise UserError(
             f"gradient_accumulation_steps={count}: it counts the micro-batches of a step over all ranks, and must be a "

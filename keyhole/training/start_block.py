@@ -112,7 +112,11 @@ def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_ep
     why = "max_steps" if config.max_steps is not None else f"num_train_epochs={config.num_train_epochs:g}"
     begun = f", {first} done" if first else ""
     kept = "all are kept" if config.save_total_limit is None else f"the newest {config.save_total_limit} are kept"
-    every = f"every {config.save_steps} steps and at the end" if config.save_steps else "at the end"
+    every = f"every {config.save_steps} steps" if config.save_steps else ""
+    if config.save_model:
+        every += " and at the end" if every else "at the end"
+    saves = f"a checkpoint {every}, {kept}" if every else "no checkpoint"
+    saves += "" if config.save_model else "; no model is saved (save_model=false)"
     peak = config.learning_rate if config.learning_rate == AUTO_RATE else f"{schedule.peak:g}"
     warm = counted_steps(schedule.warmup_steps) + " of warm-up"
     warm += ": the run ends before the peak" if schedule.warmup_steps >= schedule.total else ""
@@ -127,7 +131,7 @@ def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_ep
         *([over] if first and first >= schedule.total else []),
         f"learning rate: {schedule.kind}, peak {peak}, {warm}",
         *([learns_nothing] if 0 < schedule.total <= search else []),
-        f"output: {config.output_dir}; a checkpoint {every}, {kept}",
+        f"output: {config.output_dir}; {saves}",
     ]
 
 

@@ -29,6 +29,7 @@ from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
 from keyhole.errors import UserError
 from keyhole.eval.metrics import perplexity
 from keyhole.eval.score import Score, check_code, score
+from keyhole.machine.text import counted
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
@@ -202,7 +203,7 @@ def shown_loss(found: dict[str, Any]) -> str:
     if "eval_rows" in found:
         return f"loss {found['eval_loss']:.4f} over {found['eval_rows']:,} rows"
     numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
-    return f"{numbers} over {found['eval_tokens']:,} tokens"
+    return f"{numbers} over {counted(found['eval_tokens'], 'token')}"
 
 
 def shown(found: dict[str, Any], prefix: str) -> str:
@@ -210,7 +211,7 @@ def shown(found: dict[str, Any], prefix: str) -> str:
     own = {name.removeprefix(f"{prefix}_"): value for name, value in found.items() if name.startswith(f"{prefix}_")}
     count = own.pop("questions", 0)
     numbers = [as_published(name, value) for name, value in own.items() if name not in ("loss", "tokens", "rows")]
-    return f"{', '.join(numbers)} of {count:,} questions" if numbers and count else ""
+    return f"{', '.join(numbers)} of {counted(count, 'question')}" if numbers and count else ""
 
 
 def as_published(name: str, value: float) -> str:

@@ -62,6 +62,6 @@ def test_a_wrong_label_that_a_later_seed_draws_is_found_before_the_first_run(tmp
     text = TEXT.replace("tasks: [demo]", f"tasks: {{mine: {{task: {write(tmp_path / 'my.yaml', TASK)}}}}}")
     path, out = write(tmp_path / "c.yaml", text), tmp_path / "out"
     words = (f"task_data={tmp_path}/data", "num_train=2", "num_dev=2", "methods=adamw")
-    with pytest.raises(UserError, match="label: found 7, expected 1; 5"):
+    with pytest.raises(UserError, match="label: found 7, expected 1; 5 .`labels` of the task's file lists"):
         run(path, out, *words, "seeds=3,0")
     assert not out.exists()

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from keyhole.config.loader import parse_config
-from keyhole.config.types import Mismatch, describe, parse
+from keyhole.config.types import Mismatch, describe, parse, show
 from keyhole.errors import UserError
 from keyhole.limits import Limit
 from keyhole.machine.sizes import Bytes
@@ -93,6 +93,11 @@ def test_the_first_bad_item_of_a_list_is_named(text: str, says: str) -> None:
         with pytest.raises(Mismatch) as caught:
             parse(yaml.compose(text, Loader=yaml.SafeLoader), kind)
         assert str(caught.value) == describe(kind, full=True) + says
+
+
+def test_a_list_without_items_is_shown_as_empty() -> None:
+    """`found a list, expected text or list of text` would be no help."""
+    assert [show(yaml.compose(text, Loader=yaml.SafeLoader)) for text in ("[]", "[1]")] == ["an empty list", "a list"]
 
 
 HUGE = [

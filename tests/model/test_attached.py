@@ -35,7 +35,7 @@ class Method:
 
     def __init__(self, model: keyhole.Model, name: str) -> None:
         self.name, self.log = name, []
-        model.attach(self)
+        model.methods.attach(self)
 
     @property
     def deferred(self) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from tests.ranks.launch import train
 from tests.ranks.workers import micro_batches
 
 SETTINGS: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "refresh": 2}, "packed": {}, "experts": {}}
+SETTINGS |= {"guided": {"rank": 1, "refresh": 3, "guide": 64}}
 CASES = ["dense, auto", *(f"{name}, always" for name in SETTINGS)]
 
 

@@ -1,5 +1,6 @@
 """`keyhole train` on several ranks is `keyhole train` on one: weights, losses, journal, evaluation, resume."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,22 @@ def test_low_rank_on_ranks_is_that_of_one(make: Make, tmp_path: Path) -> None:
     alone, two = (make(name, **settings) for name in ("alone", "two"))
     assert train_alone(alone) == 0
     run(2, two, tmp_path)
+    assert_same_run(two, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fold", [True, False], ids=["merged", "kept"])
+def test_guided_directions_on_ranks_are_those_of_one(fold: bool, make: Make, tmp_path: Path) -> None:
+    """Every rank finds V from all rows. The third step begins a period; its checkpoint is lost, so ranks resume by its
+    record, with V from the leader's file."""
+    settings = ZO | {"max_steps": 4, "placement": "stream", "dtype": "bfloat16", "learning_rate": 1e-2}
+    settings |= {"zo": ZOConfig(rank=1, refresh=2, guide=8, fold=fold), "lr_scheduler_type": "constant"}
+    alone, two = (make(name, **settings) for name in ("alone", "two"))
+    assert train_alone(alone) == 0
+    run(2, replace(two, max_steps=3), tmp_path)
+    shutil.rmtree(Path(two.output_dir) / "checkpoint-3")
+    launch = run(2, two, tmp_path, "--resume")
+    assert "1 steps of the journal replayed" in launch.printed[0]
     assert_same_run(two, alone)
 
 

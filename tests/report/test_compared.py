@@ -65,6 +65,33 @@ def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert page.count('<polyline class="line c0') == page.count('<polyline class="line c1') > 0
 
 
+def test_dev_and_test_are_of_one_step(tmp_path: Path) -> None:
+    """The step that was chosen, and so tested; if there is no room for all metrics, the mean over tasks stays."""
+    run = made(tmp_path, "a", [3.0, 2.0, 1.0]) / "run"
+    entries = [
+        {"step": 1, "loss": 3.0, "tokens": 10, "seconds": 0.1},
+        {"step": 1, "eval_loss": 2.5, "eval_x_f1": 0.2, "eval_x_accuracy": 0.4, "eval_y_f1": 0.6, "eval_score": 0.4},
+        {"step": 2, "loss": 2.0, "tokens": 10, "seconds": 0.1},
+        {"step": 2, "eval_loss": 1.5, "eval_x_f1": 0.1, "eval_x_accuracy": 0.3, "eval_y_f1": 0.5, "eval_score": 0.3},
+        {"step": 1, "test_x_f1": 0.1, "test_score": 0.7, "test_questions": 8},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    told = cells(read_view(run))
+    assert told[6:8] == ["step 1: loss 2.5000, score 40.0, x_f1 20.0, x_accuracy 40.0", "step 1: x_f1 10.0, score 70.0"]
+    said = run_page.lead(read_view(run))
+    assert "Dev: <b>loss 1.5000, score 30.0" in said and "Test of step 1: <b>x_f1 10.0" in said
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries[:4]))
+    assert cells(read_view(run))[6:8] == ["loss 1.5000, score 30.0, x_f1 10.0, x_accuracy 30.0", "-"]
+
+
+def test_the_mean_over_tasks_is_shown() -> None:
+    """It comes after theirs in the file, as a score, or under the name of the metric that all tasks have."""
+    tasks = {f"eval_t{i}_accuracy": i / 10 for i in range(4)}
+    told = run_page.shown_metrics({"eval_loss": 1.5, **tasks, "eval_accuracy": 0.15, "eval_questions": 9}, "eval")
+    assert told == "loss 1.5000, accuracy 15.0, t0_accuracy 0.0, t1_accuracy 10.0"
+    assert run_page.shown_metrics({"test_macro_f1": 0.5, "test_f1": 0.2}, "test") == "macro_f1 50.0, f1 20.0"
+
+
 def test_a_learning_rate_is_drawn_as_it_was_set(tmp_path: Path) -> None:
     """A running mean would show rates that were never used where a schedule jumps, as in a run that was prolonged."""
     run = made(tmp_path, "a", [1.0] * 60) / "run"

@@ -109,9 +109,21 @@ def test_transformers_reads_the_trained_model(make: Make, family: str) -> None:
     assert found["metrics"] == {name: test[f"test_{name}"] for name in ("accuracy", "f1")}
 
 
-def test_a_journal_rebuilds_a_fresh_head(make: Make, tmp_path: Path) -> None:
+def test_guided_directions_stopped_and_streamed(make: Make, stop_after: Callable[[int], None]) -> None:
+    """V of a classifier (zo.guide), with dropout; stopped within a period."""
+    own = {"zo": ZOConfig(rank=1, refresh=3, guide=16), "model": DROPOUT, "max_steps": 7}
+    whole, stopped = make("whole", "zo", **own), make("stopped", "zo", placement="stream", **own)
+    assert train(whole) == 0
+    stop_after(5)
+    assert train(stopped) == 130
+    assert train(stopped, resume="") == 0
+    assert metrics(whole) == metrics(stopped) and same(weights(whole.output_dir), weights(stopped.output_dir))
+
+
+@pytest.mark.parametrize("own", [ZOConfig(directions=2), ZOConfig(rank=1, refresh=2, guide=16)], ids=["", "guided"])
+def test_a_journal_rebuilds_a_fresh_head(make: Make, tmp_path: Path, own: ZOConfig) -> None:
     """The base has no head: replay draws the run's own again, and names its labels."""
-    config = make("out", "zo", max_steps=3, seed=7)
+    config = make("out", "zo", max_steps=3, seed=7, zo=own)
     assert train(config) == 0
     replay(config.model, Path(config.output_dir), tmp_path / "rebuilt", device="cpu", say=lambda line: None)
     assert same(weights(tmp_path / "rebuilt"), weights(config.output_dir))

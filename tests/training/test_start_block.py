@@ -73,6 +73,11 @@ def test_says_how_long_and_how_fast() -> None:
     assert lines[0] == ("steps: 100 (max_steps), 20 done; an epoch is 10 steps of 32 samples (4 micro-batches of 8)")
     assert lines[1] == "learning rate: linear, peak 1e-06, 10 steps of warm-up"
     assert lines[2] == "output: out; a checkpoint every 50 steps and at the end, the newest 2 are kept"
+    unsaved = [
+        start.plan_lines(config(save_model=False, save_steps=n), 0, Schedule("linear", 1, 9), 1)[2] for n in (5, None)
+    ]
+    ends = ("a checkpoint every 5 steps, the newest 2 are kept", "no checkpoint")
+    assert unsaved == [f"output: out; {end}; no model is saved (save_model=false)" for end in ends]
     one = start.plan_lines(asked, 0, Schedule("linear", 1e-6, 4, warmup_asked=4), 1)
     assert "an epoch is 1 step of 32" in one[0] and one[1].endswith("4 steps of warm-up: the run ends before the peak")
     over = start.plan_lines(asked, 9, Schedule("linear", 1e-6, 5), 10)

@@ -1,1 +1,1 @@
-"""`keyhole bench lsp-bias`: how much of a model's gradients projectors lose, on your own data."""
+"""`keyhole bench lsp-bias` (run.py): how much of a model's gradients projectors lose, on your own data."""

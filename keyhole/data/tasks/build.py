@@ -80,7 +80,9 @@ def _label(value: Any, count: int, spec: TaskSpec) -> int:
     found = [i for i, words in enumerate(spellings) if spelled(value) in words]
     if not found or found[0] >= count:
         known = "; ".join(" or ".join(words) for words in spellings)
-        raise UserError(f"label: found {value!r:.60}, expected {known}")
+        raise UserError(
+            f"label: found {value!r:.60}, expected {known} (`labels` of the task's file lists the spellings)"
+        )
     return found[0]
 
 

@@ -2,7 +2,8 @@
 
 The tokenizer adds its special tokens to the texts: [CLS] a [SEP], or [CLS] a [SEP] b [SEP] with token types 0 and 1 if
 the model has types. A row that is too long loses tokens at the end; of two texts, the longer one does. Such a row may
-also be dropped or refused (`overlong`). Training and scoring use the same rows.
+also be dropped or refused (`overlong`). An empty text of a tokenizer that adds no special tokens (most decoders') is
+one token, bos or eos: a row of padding alone has no logits. Training and scoring use the same rows.
 """
 
 from collections import Counter
@@ -50,7 +51,7 @@ class TextEncoder:
     def encode(self, questions: Sequence[Question], labels: Labels) -> list[Sample | None]:
         """A row for each question; None for one that is dropped."""
         texts = [question.texts or (_prompt(question),) for question in questions]
-        whole = self._tokens(texts)
+        whole = [self._begun(question, *row) for question, row in zip(questions, self._tokens(texts), strict=True)]
         limit = self.max_length
         long = [] if limit is None else [i for i, (ids, _) in enumerate(whole) if len(ids) > limit]
         if long and self.overlong == "error":
@@ -67,6 +68,14 @@ class TextEncoder:
             None if row is None else Sample(row[0], [IGNORED] * len(row[0]), None, row[1], labels.target(question))
             for question, row in zip(questions, rows, strict=True)
         ]
+
+    def _begun(self, question: Question, ids: list[int], types: Any) -> tuple[list[int], list[int] | None]:
+        if ids:
+            return ids, types
+        first = [i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None]
+        if not first:
+            raise UserError(f"{question.where}: an empty text, and the tokenizer has no bos to stand for it")
+        return first[:1], [0] if self.has_types else None
 
     def _tokens(
         self, texts: Sequence[tuple[str, ...]], limit: int | None = None

@@ -39,7 +39,8 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
         has_labels = len({question.candidates for question in task.questions}) == 1
         if loss == CANDIDATES and task.spec.kind != CHOICE:
             raise UserError(
-                f"loss: candidates needs a choice; the answers of task {task.name} are free text: set loss=tokens"
+                f"loss: candidates needs a choice; the answers of task {task.name} are free text: set loss=tokens "
+                "(in a comparison: under the task, and not under a method, whose settings win)"
             )
         end = ends(task, how.train_end_token)
         for question, encoded in zip(task.questions, encoder.encode(task.questions, end), strict=True):

@@ -62,7 +62,8 @@ def find_labels(specs: Sequence[TaskSpec], config: Any, head_asked: bool = False
     """The labels of a classifier for these tasks, which must have the same labels. config: the model's."""
     names = class_names(specs[0], config.num_labels, head_asked)
     for other in specs[1:]:
-        if (found := class_names(other, config.num_labels, head_asked)) != names:
+        count = None if other.value is None else config.num_labels  # without a value, the task's own number
+        if (found := class_names(other, count, head_asked)) != names:
             raise UserError(
                 f"task: {specs[0].name} has the labels {listed(names)}, {other.name} has {listed(found)}; a classifier "
                 "has one list of labels: train on one of them"

@@ -17,7 +17,7 @@ LIMIT_S = 2.0  # for one text; a sensible expression takes microseconds
 
 
 class _TooLong(Exception):
-    """The alarm rang."""
+    """The time limit is over."""
 
 
 def matches(pattern: str, text: str) -> list[re.Match[str]]:

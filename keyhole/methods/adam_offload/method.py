@@ -28,10 +28,10 @@ If a gradient is not finite: with max_grad_norm (or monolithic) the step changes
 already have been updated; if any was, the run stops at once, since the weights then mix two steps. (A non-finite loss
 makes every gradient non-finite, and then nothing has changed.)
 
-The masters were made from the weights. If these change otherwise, by another method or by the caller's own code, the
-masters take over what has changed before the next step (`_follow`): the model tells of both (model/by_hand.py), and of
-a change through `.data`, of which torch does not tell, a fingerprint of the weights since the last flush, or since
-the masters were made or loaded.
+The masters were made from the weights. If another method or the caller's own code changes the weights, the masters take
+over the new values before the next step (`_follow`). The model notices such changes (model/by_hand.py), except one
+through `.data`, which torch does not count: that one is found by comparing a fingerprint of the weights with the one of
+the last flush, or of the time when the masters were made or loaded.
 
 On several ranks each keeps and updates a shard of the units: shards.py.
 """
@@ -52,8 +52,9 @@ from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state, waiting_bytes
 from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_ranges
 from keyhole.methods.adam_offload.state import AdamState, AdamStep
-from keyhole.methods.base import Method, checked_rate
+from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
@@ -97,7 +98,7 @@ class AdamOffload(Method):
             raise UserError("every parameter is frozen: there is nothing to train")
         if model.sharded:
             shards.check("adam_offload", compile, activations)
-        model.attach(self)
+        model.methods.attach(self)
         cut, slices = own_ranges(model)
         check_host_state(model.layout, model.engine.on_host, model.dtype.itemsize, loaded=True, cut=cut)
         self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)
@@ -178,7 +179,7 @@ class AdamOffload(Method):
         engine.invalidate()
 
     def _fingerprints(self) -> list[torch.Tensor] | None:
-        """Of the trained units at home. (On several ranks no program changes weights between steps.)"""
+        """The fingerprint of each trained unit at home; None on several ranks, where no caller changes weights."""
         if self.model.ranks.several:
             return None
         return [fingerprint(self.exchange.kept(unit.index)) for unit in self.state.units]
@@ -218,7 +219,8 @@ class AdamOffload(Method):
         self.current.starts[unit.index].append(tensor.start)
 
     def run_of_gradients(self, tensors: list[FlatTensor], grads: list[torch.Tensor], together: torch.Tensor) -> None:
-        """The same for adjacent tensors of a unit: one copy. (Each costs the host more than a kernel's launch.)"""
+        """Like `gradient`, for adjacent tensors of a unit: one copy. (Each costs the host more than a kernel's
+        launch.)"""
         unit = self.state.trained[tensors[0].start].unit
         for tensor, grad in zip(tensors, grads, strict=True):
             torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
@@ -286,8 +288,9 @@ class AdamOffload(Method):
         return self.exchange.is_drained
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: of the whole gradient, unclipped, on the device; host_wait_s: how long launches
-        waited for host updates; gpu_updates: share of parameters that the GPU updated in the last settled step."""
+        """Numbers of the last step. grad_norm: of the whole gradient, unclipped, on the device; host_wait_s: how long
+        launches waited for host updates; gpu_updates: share of parameters that the GPU updated in the last settled
+        step."""
         if self.current is None:
             return {}
         found = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
@@ -305,7 +308,7 @@ class AdamOffload(Method):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Views, not copies."""
+        """The state as views, not copies."""
         self.flush()
         return self.state.state_dict() | self.dropout.state_dict()
 

@@ -130,13 +130,13 @@ class AdamState:
         return [flat[at] for flat in self.flats]
 
     def _of(self, tensor: FlatTensor) -> list[torch.Tensor]:
-        """The same for a trained tensor; the chunks of a table are adjacent."""
+        """[master, exp_avg, exp_avg_sq] of a trained tensor; the chunks of a table are adjacent."""
         unit = self.trained[tensor.start].unit
         return [view(flat, tensor, unit.start - self.places[unit.index]) for flat in self.flats]
 
     def _pieces(self, tensor: FlatTensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """The same for a sharded tensor: (the index of the first element in it, flat pieces) of this rank's parts. A
-        table spans several units."""
+        """For each unit that a sharded tensor spans (a table spans several): the index in the tensor at which this
+        rank's part begins, and the part's [master, exp_avg, exp_avg_sq]."""
         for unit in (u for u in self.units if u.start < tensor.stop and tensor.start < u.stop):
             first, numel = self.kept[unit.index]
             begin, end = max(tensor.start, unit.start + first), min(tensor.stop, unit.start + first + numel)

@@ -18,9 +18,10 @@ import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError, listed
-from keyhole.methods.base import State, checked_rate
+from keyhole.methods.base import State
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.attention import exact_attention
@@ -44,7 +45,7 @@ class TorchMethod(ByTorch):
         dropout: ModelDropout | None = None,
     ) -> None:
         self._require_plain(model)
-        model.attach(self)
+        model.methods.attach(self)
         self.model, self.max_grad_norm, self.activations = model, max_grad_norm, activations
         own = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
         self.params = own if params is None else params

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from keyhole.methods.base import checked_rate
 from keyhole.methods.baselines.first_order import TorchMethod
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.own_settings import checked_rate
 from keyhole.model.model import Model
 
 

@@ -9,7 +9,8 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and writes 2 bytes more.
 launches    an update per tensor (methods/launches.py). More than that, measured in the same way
             (benchmarks/host_work.py): adalomo SUMMED operations per matrix and per vector for its sums; apollo-mini
-            SKETCHED per matrix, for norms, the sketch and its moments, and ADAM per vector. lomo-lora: its adapters'
+            SKETCHED per matrix, for norms, the sketch and its moments, and ADAM per vector; lomo-lora has those of its
+            adapters
 products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss. adalomo sums over a
             table of several chunks before it uses the first: logits and the gradient of the head are computed twice
             more
@@ -62,7 +63,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
 
 
 def _more_launches(layout: Layout, method: str) -> Launches:
-    """Of an update, beside those of LOMO's."""
+    """Launches of an update beyond those of LOMO's."""
     matrices, vectors = tensors_of_blocks(layout)
     if method == ADALOMO.name:
         return hooked(SUMMED[0] * matrices + SUMMED[1] * vectors)

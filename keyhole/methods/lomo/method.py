@@ -26,12 +26,13 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods import shards
-from keyhole.methods.base import Method, State, checked_rate
+from keyhole.methods.base import Method, State
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.shards import Shards
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
 from keyhole.methods.lomo.squares import Squares
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
@@ -76,7 +77,7 @@ class LOMO(UpdateSink, Method):
         self.rounding, self.groups, self.measures_norm = rounding, groups or [], grad_norm
         if model.sharded:
             shards.check(self.name, compile, activations, rounding)
-        model.attach(self)
+        model.methods.attach(self)
         self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
         self.dropout = ModelDropout(model, seed, model_dropout)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
@@ -246,13 +247,13 @@ class LOMO(UpdateSink, Method):
         """Sums, over the ranks, gradients of parameters beside the model's (lomo_lora.py)."""
 
     def _add_extra_squares(self) -> None:
-        """Adds the squares of these gradients."""
+        """Adds the squares of the gradients of parameters beside the model's."""
 
     def _drop_extra_gradients(self) -> None:
-        """Drops these gradients."""
+        """Drops the gradients of parameters beside the model's."""
 
     def _update_extra(self) -> None:
-        """Updates these parameters."""
+        """Updates parameters beside the model's."""
 
     def _refuse_hidden_gradients(self) -> None:
         in_blocks = {t.name for t in self.trained if t.block is not None and t.param.requires_grad}
@@ -283,7 +284,8 @@ class LOMO(UpdateSink, Method):
         self.raise_if_broken()
 
     def metrics(self) -> dict[str, torch.Tensor]:
-        """Of the last step, on the device. grad_norm: of the whole gradient, unclipped; changed: share of weights."""
+        """Numbers of the last step, on the device. grad_norm: of the whole gradient, unclipped; changed: share of
+        weights."""
         found = {} if self.norm is None else {"grad_norm": self.norm}
         if self.numbers is None and self._adds_directly(self.buffer):
             return found

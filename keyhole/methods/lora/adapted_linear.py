@@ -86,7 +86,8 @@ def adapted_forward(layer: Any, x: torch.Tensor, leave_out: bool = False) -> tor
 
 
 def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same without a graph. Not an autograd function, inside of which a pass could not wait for its next unit."""
+    """Adds the adapter to y without a graph. This is no autograd function, inside of which a pass could not wait for
+    its next unit."""
     z_Mr = _flat(x) @ a.to(y.dtype).t()
     y.view(-1, y.shape[-1]).addmm_(z_Mr, b.to(y.dtype).t(), alpha=scale)
     return y

@@ -49,7 +49,7 @@ def adapted_sides(layout: Layout, targets: str | list[str] | None = None) -> int
 
 
 def adapted_count(layout: Layout, targets: str | list[str] | None = None) -> int:
-    """The number of these layers."""
+    """The number of linear layers that get adapters."""
     return len(_adapted(layout, targets))
 
 

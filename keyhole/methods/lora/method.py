@@ -30,12 +30,13 @@ from torch import nn
 
 from keyhole.disk.tensors import tensors_hash
 from keyhole.errors import UserError
-from keyhole.methods.base import State, checked_rate
+from keyhole.methods.base import State
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
 from keyhole.methods.lora.peft_layers import Adapters, Base, adapt, check_adapters, whole_or_none
 from keyhole.methods.lora.traits import LoRAConfig
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.reverse import Reverse
@@ -80,7 +81,7 @@ class LoRA(ByTorch):
             for param in self.params.values():
                 param.data = param.data.to(model.device)
             self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.original)
-            model.attach(self)
+            model.methods.attach(self)
             self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
             decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
             self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))

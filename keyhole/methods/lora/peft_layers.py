@@ -132,7 +132,7 @@ def adapt(
 
 
 def _without_frozen(base: Base, targets: list[str]) -> list[str]:
-    """Those that `freeze` leaves: an adapter would change what a frozen layer computes."""
+    """The targets that `freeze` does not name: an adapter would change what a frozen layer computes."""
     left = [name for name in targets if not is_left_out(base.module.get_submodule(name).weight)]
     if not left:
         raise UserError(

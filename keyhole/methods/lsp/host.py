@@ -139,8 +139,8 @@ class HostAdam:
         self.timing.add("update", time.perf_counter() - begin_s)
 
     def _views(self, members: list[Target]) -> tuple[list[Target], Tensors, Tensors, Tensors]:
-        """Those targets of which this rank has numbers, and views of their staging, m and v. Kept from step to step:
-        while the worker makes views, the launching thread waits for Python's lock."""
+        """The targets of which this rank has numbers, and views of their staging, m and v. The views are kept from step
+        to step: while the worker makes views, the launching thread waits for Python's lock."""
         names = [target.name for target in members]
         kept = self.views.get(members[0].unit)
         if kept is None or kept[0] != names:

@@ -93,7 +93,8 @@ class Numbers:
         return self.bytes_of(sum(self.of[unit] for unit in on_device), max(away, default=0), clips)
 
     def bytes_of(self, on_device: int, away: int, clips: bool) -> tuple[int, int]:
-        """The same for so many numbers on the device, and the largest unit elsewhere (0: none)."""
+        """Bytes of moments and of buffers on the device. on_device: numbers whose moments are there; away: numbers of
+        the largest unit whose moments are elsewhere (0: none)."""
         moments = (12 if clips else 8) * on_device // self.ranks
         gathered = 4 * self.largest_group * (2 if away else 1)
         if self.ranks > 1:  # a unit's gradient is exchanged, and its steps are gathered
@@ -107,7 +108,7 @@ def group_of(unit: Unit) -> Hashable:
 
 
 def count_numbers(layout: Layout, work: LSPConfig) -> Numbers:
-    """From shapes alone."""
+    """The numbers that the optimizer sees, by unit, from shapes alone."""
     numels, projected = {}, 0
     for unit in layout.units:
         total = 0
@@ -179,7 +180,7 @@ def _without_moments(layout: Layout, streamed: set[int], work: Workload, room: R
 
 
 def _first_units(layout: Layout) -> set[int]:
-    """Those with the last gradients, whose weights are used first."""
+    """Units whose gradients come last and whose weights are used first."""
     return {unit.index for unit in layout.units if unit.kind in ("spine", "table")}
 
 

@@ -40,7 +40,7 @@ import torch
 from keyhole.disk.tensors import Ranges, range_of
 from keyhole.errors import UserError
 from keyhole.methods import shards
-from keyhole.methods.base import Method, checked_rate
+from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lsp.learn import Check, Learning
 from keyhole.methods.lsp.setup import check_settings, describe_targets, find_targets, place_moments
@@ -48,6 +48,7 @@ from keyhole.methods.lsp.shards import SharedCheck, SharedUpdates
 from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.traits import RULES
 from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
@@ -112,7 +113,7 @@ class LSP(Method):
         self.step_count, self.learn_s = 0, 0.0
         self.check: Check | None = None  # of this step, and its seconds
         self._is_flushed = True  # since the last step
-        model.attach(self)  # applies updates that another method has deferred, before this one sets engine.arrival
+        model.methods.attach(self)  # applies updates that another has deferred, before this one sets engine.arrival
         arrival = weakly(self.updates.arrived) if self.updates.owes else None
         model.engine.arrival = arrival or model.engine.arrival
         self._end = weakref.finalize(self, _end, self.updates.host, model.engine, arrival)
@@ -211,9 +212,9 @@ class LSP(Method):
         return self.updates.norm
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: how long launches waited for
-        updates on the host. For a step with a check, means over its matrices: bias_found, of projectors that had not
-        seen the batch; bias, of those that the step uses (in-sample if they were fitted just now); learn_s: its
+        """Numbers of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: how long launches
+        waited for updates on the host. For a step with a check, means over its matrices: bias_found, of projectors that
+        had not seen the batch; bias, of those that the step uses (in-sample if they were fitted just now); learn_s: its
         seconds."""
         found: dict[str, Any] = {} if self.norm is None else {"grad_norm": self.norm}
         if self.check is not None:

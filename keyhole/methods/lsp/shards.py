@@ -144,7 +144,7 @@ class SharedCheck(Check):
         return False
 
     def _judge_sums(self, starts: list[int]) -> None:
-        """For matrices whose gradients came as tensors."""
+        """Sums over ranks, and judges, the matrices whose gradients came as tensors."""
         ranks = self.updates.ranks
         for start in of_any_rank(ranks, starts, [start in self.complete for start in starts]):
             tensor = self.targets[start].tensor

@@ -1,11 +1,11 @@
 """Data shared by the units of one step of LSP, and whether the step was applied to all of them.
 
 Without clipping a unit is updated before the gradients of others are known. A non-finite gradient leaves its unit
-unchanged, moments included; the units of a block on the host are one in this. If that happened to some units and not to
-others, the weights mix two steps, and the run must stop. The result is known on the device (for units with moments
-there) and in the worker (for the others), both later than the host's launches: `check` reads the results that have
-arrived, and waits only on request. With clipping the global norm decides, and all units skip the step: nothing needs to
-be checked.
+unchanged, moments included; of units with moments on the host, a whole block stays unchanged. If that happened to some
+units and not to others, the weights mix two steps, and the run must stop. The result is known on the device (for units
+with moments there) and in the worker (for the others), both later than the host's launches: `check` reads the results
+that have arrived, and waits only on request. With clipping the global norm decides, and all units skip the step:
+nothing needs to be checked.
 """
 
 from collections import defaultdict

@@ -52,7 +52,7 @@ class Target:
 
     @property
     def identity(self) -> tuple[float, ...]:
-        """Differs after projectors change."""
+        """A value that changes when the projectors do."""
         places = () if self.p is None else (self.p.values_Rr.data_ptr(), self.q.values_Rr.data_ptr())
         return self.generation, self.scale, *places
 

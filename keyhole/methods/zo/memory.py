@@ -81,7 +81,7 @@ def guide_work(layout: Layout, work: Workload, own: ZOConfig, element_bytes: int
 
 
 def _guide_rows(work: Workload, own: ZOConfig) -> int:
-    """No row is used twice."""
+    """The number of rows that V is found from; no row is used twice."""
     return own.guide if work.rows is None else min(own.guide, work.rows)
 
 

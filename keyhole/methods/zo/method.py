@@ -14,8 +14,8 @@ Differences from the textbook loop (perturb in place by +1, -2, +1, then update:
     rounding errors do not accumulate.
   - c stays on the device. A non-finite loss gives an update of exactly zero.
 
-Memory beside the weights: two units and two spines per pair of looks in the dtype of compute, and the hidden states of
-the passes.
+Memory beside the weights: two copies of the largest unit, two of the spine per pair of looks, both in the dtype of
+compute, and the hidden states of the passes.
 Legend: q directions, m micro-batches; a look is a perturbed point (estimators/base.py); passes are numbered by look.
 """
 
@@ -27,13 +27,14 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, Shared, checked_rate
+from keyhole.methods.base import Method, Shared
 from keyhole.methods.dropout import dropout_rates
+from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo import passes
 from keyhole.methods.zo.closure import takes_closure
-from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS
+from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, Defaults
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts, warn_of_unused
@@ -91,16 +92,7 @@ class ZO(Method):
         fold_error: float = FOLD_ERROR,
         guide: int | None = None,
     ) -> None:
-        if estimator not in DEFAULTS:
-            raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
-        usual = DEFAULTS[estimator]
-        eps, directions = usual.eps if eps is None else eps, usual.directions if directions is None else directions
-        if not eps > 0 or directions < usual.least:
-            raise UserError(
-                f"zo: eps {eps} must be above 0 (1e-3 is usual), and directions {directions} at least {usual.least}"
-            )
-        if clip is not None and not usual.clips:
-            raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
+        usual, eps, directions = _usual(estimator, eps, directions, clip)
         low_rank = rank is not None
         if not merge and (fold or not low_rank):
             raise UserError("zo: merge=False saves factors beside the weights, which needs rank=... and fold=False")
@@ -129,25 +121,30 @@ class ZO(Method):
         self.keeps_base = self.light = low_rank and not fold
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
         self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1, blocks)
-        model.attach(self)
+        model.methods.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: for the journal
         self.projected: torch.Tensor | None = None
         model.binding.forget()
-        layout, device, dtype = model.layout, model.device, model.dtype
-        remembers = self.estimator.remembers + (0 if self.search is None else self.search.remembers)
-        pairs = [self.estimator.pairs] + ([] if self.search is None else [self.search.pairs])
-        self.memory = torch.zeros(remembers, device=device)
-        dense = max((u.numel for u in layout.units[1:] if u.index not in blocks), default=0)
-        self.plus, self.minus = (torch.empty(dense, dtype=dtype, device=device) for _ in range(2))
-        self.copies = [(self.plus, self.minus)]  # of a unit; more than one within `captured`
-        self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
+        self._allocate(blocks)
         self.factors: Factors | None = None
         if low_rank:
             how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
             how |= {"fold_periods": fold_periods, "fold_error": fold_error, "guide": guide}
             self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
-            self.update.beside = self.factors.bring_home
+            self.update.flush_elsewhere = self.factors.bring_home
         self.recorded = RecordedSteps(self)
+
+    def _allocate(self, with_factors: frozenset[int]) -> None:
+        """The estimator's memory, and buffers for perturbed weights: of one unit, and of the spine for every pair of
+        looks. with_factors: units whose directions have low rank, which are never perturbed as a whole."""
+        layout, device, dtype = self.model.layout, self.model.device, self.model.dtype
+        remembers = self.estimator.remembers + (0 if self.search is None else self.search.remembers)
+        pairs = [self.estimator.pairs] + ([] if self.search is None else [self.search.pairs])
+        self.memory = torch.zeros(remembers, device=device)
+        dense = max((u.numel for u in layout.units[1:] if u.index not in with_factors), default=0)
+        self.plus, self.minus = (torch.empty(dense, dtype=dtype, device=device) for _ in range(2))
+        self.copies = [(self.plus, self.minus)]  # of a unit; more than one within `captured`
+        self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
@@ -327,7 +324,8 @@ class ZO(Method):
         return self.update.replay(updates) if self.factors is None else factor_state.replay(self, updates)
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
-        """Of the last step: scalars on the device. `changed`: share of the weights that the update before changed."""
+        """Scalars of the last step, on the device. `changed`: share of the weights that the update before it
+        changed."""
         if self.projected is None:
             return {}
         changed, total = self.changed, self.update.trained_numel
@@ -342,7 +340,7 @@ class ZO(Method):
         return self._counts() | {"changed": int(self.changed)}
 
     def deferred_state(self) -> dict[str, Any] | None:
-        """The same without a flush, while an update waits for the next visit of the weights."""
+        """The state without a flush, while an update waits for the next visit of the weights."""
         return None if self.pending is None or self.light else self._counts()
 
     def _counts(self) -> dict[str, Any]:
@@ -386,3 +384,20 @@ class ZO(Method):
             factor_state.from_state(self.factors, state, self.step_count)
         self.changed.fill_(state.get("changed", 0))
         self.remember(state.get("memory", ()))
+
+
+def _usual(
+    estimator: str, eps: float | None, directions: int | None, clip: float | None
+) -> tuple[Defaults, float, int]:
+    """The defaults of the estimator, and eps and directions with these defaults; UserError for what it cannot use."""
+    if estimator not in DEFAULTS:
+        raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
+    usual = DEFAULTS[estimator]
+    eps, directions = usual.eps if eps is None else eps, usual.directions if directions is None else directions
+    if not eps > 0 or directions < usual.least:
+        raise UserError(
+            f"zo: eps {eps} must be above 0 (1e-3 is usual), and directions {directions} at least {usual.least}"
+        )
+    if clip is not None and not usual.clips:
+        raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
+    return usual, eps, directions

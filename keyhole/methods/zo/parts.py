@@ -12,7 +12,7 @@ from keyhole.model.batch import Batch
 
 
 def sample_count(batch: Batch) -> int:
-    """Rows, or questions."""
+    """The number of questions of a batch; of its rows, if it has none."""
     if "question" in batch:
         return int(batch["question"][-1]) + 1
     return int(batch["input_ids"].shape[0])

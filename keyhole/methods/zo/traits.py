@@ -138,11 +138,6 @@ def _low_rank_faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
         yield "wire", "fp8 weights are not rounded anew by zo.rank; set zo.fold=false, or another wire"
 
 
-def _alone(own: ZOConfig) -> Fault | None:
-    why = "several ranks are not supported, each sees its own rows only; set zo.guide=null, or start one process"
-    return None if own.guide is None else ("zo.guide", why)
-
-
 ZO = Traits(
     name="zo",
     cls="keyhole.methods.zo.method:ZO",
@@ -160,7 +155,6 @@ ZO = Traits(
     journaled=True,
     announces="pages",
     ranks="replicas",
-    alone=_alone,
     may_change=("clip", "deferred_update", "write_back_every", "fp8_steps", "merge"),
     passes=_passes,
     usual_rates=_usual_rates,

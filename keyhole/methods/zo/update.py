@@ -67,7 +67,7 @@ class Update:
         """elsewhere: units that other code updates (low_rank/)."""
         self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds this object
         self.spared, self.codec, self.elsewhere = spared, model.formats.codec, elsewhere
-        self.beside: Callable[[], None] | None = None  # flushes the units in `elsewhere`
+        self.flush_elsewhere: Callable[[], None] | None = None  # flushes the units in `elsewhere`
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
         self.write_back = WriteBack(model, every)
@@ -274,13 +274,13 @@ class Update:
             with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush"):
                 self.apply_to_rest(everywhere=True)
             self._forget()
-        if self.beside is not None:
-            self.beside()
+        if self.flush_elsewhere is not None:
+            self.flush_elsewhere()
 
     @contextmanager
     def _counting_all(self) -> Iterator[None]:
-        """A context in which each rank updates its part of the units that those of its machine share: `changed` counts
-        those of the whole machine, and so all units once, however many machines have a copy."""
+        """A context in which each rank updates its part of the units that the ranks of one machine share. `changed`
+        then counts the parts of all ranks of this machine: every unit once, however many machines have a copy."""
         if not self.model.engine.shared:
             yield
             return
@@ -293,10 +293,10 @@ class Update:
 
     @torch.no_grad()
     def replay(
-        self, updates: list[tuple[Pending, float]], beside: Callable[[Unit, torch.Tensor], None] | None = None
+        self, updates: list[tuple[Pending, float]], update_elsewhere: Callable[[Unit, torch.Tensor], None] | None = None
     ) -> Iterator[Unit]:
         """Applies known updates, each with its weight decay, and yields every unit after its last update. `changed`
-        counts the last. beside: updates a unit in `elsewhere`; None: these have no updates."""
+        counts the last. update_elsewhere: updates a unit in `elsewhere`; None: these have no updates."""
         engine = self.model.engine
         assert not self.waiting, "flush first"
         self.defer(updates[-1][0])
@@ -305,11 +305,11 @@ class Update:
             with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush"):
                 for unit in self.model.layout.units:
                     apart = unit.index in self.elsewhere
-                    if not writes_home(self.model, unit.index) or (apart and beside is None):
+                    if not writes_home(self.model, unit.index) or (apart and update_elsewhere is None):
                         continue
                     w = engine.acquire(unit.index)
                     if apart:
-                        beside(unit, w)
+                        update_elsewhere(unit, w)
                         engine.commit(unit.index)
                     else:
                         for pending, weight_decay in updates:

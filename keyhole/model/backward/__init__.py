@@ -1,9 +1,12 @@
 """The backward pass block by block; each gradient is handed to a sink, and none is kept.
 
 reverse.py            the order of a step: forward, head, blocks in reverse, embedding, spine
+hand_over.py          gradients of the current block on their way from autograd to the sink
 sink.py               the interface through which a method receives gradients
 vocabulary.py         loss, and gradients of embedding and head, in chunks of the vocabulary
 tape.py               what the forward pass keeps so that blocks can be differentiated one at a time
+block_graph.py        the autograd graph of one run of one block
+shared_objects.py     objects that a model passes to all of its blocks
 activation_store.py   block inputs in host memory between forward and backward pass
 recompute.py          recomputation of a block, whose linear layers offer their gradients as factors
 experts.py            gradients of experts that are loaded one at a time

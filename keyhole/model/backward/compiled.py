@@ -36,7 +36,7 @@ def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The same under another name: torch caches compiled code per function, and must not confuse the two."""
+    """The same function under another name: torch caches compiled code per function, and must not confuse the two."""
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
 
 

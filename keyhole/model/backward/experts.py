@@ -65,7 +65,7 @@ class ExpertGradients:
 
     @property
     def by_expert(self) -> bool:
-        return bool(self.reverse._sink.by_expert)
+        return bool(self.reverse.gradients.sink.by_expert)
 
     @contextmanager
     def held(self, experts: Experts, units: Units, sides: tuple[int, ...], expert: int) -> Iterator[list[Any]]:
@@ -89,7 +89,7 @@ class ExpertGradients:
                 engine.release(unit.index)
 
     def _stored(self, stack: nn.Parameter) -> torch.Tensor:
-        stored: torch.Tensor = self.reverse._stored.get(id(stack), stack.data)
+        stored: torch.Tensor = self.reverse.gradients.stored.get(id(stack), stack.data)
         return stored
 
     def offer(
@@ -98,26 +98,26 @@ class ExpertGradients:
         """Takes the gradient a^T b of a matrix that is on the device, and hands it over if it is complete."""
         reverse, tensor = self.reverse, self.tensor[id(stack)].expert(expert)
         once = self.calls[id(experts.module)] <= 1
-        if once and reverse._visited_once and reverse._sink.linear(tensor, w, a, b):
+        if once and reverse.gradients.visited_once and reverse.gradients.sink.linear(tensor, w, a, b):
             self.received.add(tensor.name)
             self._finish(tensor)
             return
         grad = a.t() @ b
         before = self.sums.pop(tensor.name, None)
         grad = grad if before is None else before.add_(grad)
-        if once and reverse._final:
+        if once and reverse.gradients.is_final:
             self._hand_over(tensor, w, grad)
         else:
             self.sums[tensor.name] = grad
 
     def _hand_over(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        self.reverse._sink.gradient(tensor, w, grad)
+        self.reverse.gradients.sink.gradient(tensor, w, grad)
         self.received.add(tensor.name)
         self._finish(tensor)
 
     def _finish(self, tensor: FlatTensor) -> None:
         unit = self.unit_of.get(tensor.name)
-        if unit is not None and self.reverse._sink.finished(unit):
+        if unit is not None and self.reverse.gradients.sink.finished(unit):
             self.model.engine.commit(unit.index)
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class ExpertGradients:
     def _finish_expert(self, stack: FlatTensor, expert: int) -> None:
         tensor = stack.expert(expert)
         grad = self.sums.pop(tensor.name, None)
-        if grad is None and (tensor.name in self.received or self.reverse._sink.unmet(tensor)):
+        if grad is None and (tensor.name in self.received or self.reverse.gradients.sink.unmet(tensor)):
             return
         unit, engine = self.unit_of.get(tensor.name), self.model.engine
         stored = self._stored(stack.param)[expert] if unit is None else engine.acquire(unit.index)

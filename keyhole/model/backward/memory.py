@@ -87,7 +87,7 @@ def block_numel(layout: Layout, trained: bool = True) -> float:
 
 
 def saved_numel(layout: Layout, trained: bool = True) -> float:
-    """The same between the block's forward and its backward pass: what autograd keeps."""
+    """Numbers per token that autograd keeps between the forward and the backward pass of one block."""
     found = layout.counts
     if found is None:
         return block_numel(layout)

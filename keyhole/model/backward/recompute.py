@@ -96,7 +96,7 @@ class Recompute:
         return output
 
     def run_whole(self, call: Callable[[], Any], receiver: Receiver) -> Any:
-        """The same with no product skipped, for a graph whose output is used."""
+        """Like `run`, with no product skipped, for a graph whose output is used."""
         with self._offering(receiver, None, Counts(), None):
             return call()
 

@@ -3,7 +3,7 @@
     forward    units arrive in order, all micro-batches run through each; block inputs are kept (tape.py)
     head       logits in chunks of the vocabulary: once for the loss, once more for gradients (vocabulary.py)
     reverse    units arrive in reverse order; a block is recomputed, differentiated for every micro-batch, and its
-               complete gradients are handed to a *sink* (sink.py) before the next block is loaded
+               complete gradients are handed to a *sink* (hand_over.py, sink.py) before the next block is loaded
     embedding  its gradient is a few rows, scattered into one chunk of the table at a time
     spine      norms and other small tensors that are used in many places, at the end
 
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.errors import UserError
 from keyhole.machine.settings import expandable_segments, no_stream_warning
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.attention import exact_attention
 from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.compiled_linear import offers_go_to
 from keyhole.model.backward.experts import ExpertGradients
+from keyhole.model.backward.hand_over import HandOver
 from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks
@@ -41,7 +41,7 @@ from keyhole.model.backward.refusals import check_hooks, check_loss, check_model
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.backward.tape import Tape, is_training
 from keyhole.model.backward.unit_gradients import has_room
-from keyhole.model.backward.vocabulary import HandOver, VocabularyGradients
+from keyhole.model.backward.vocabulary import TakesRows, VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.model import Model
@@ -100,15 +100,7 @@ class Reverse:
         self.hidden: list[Any] = []
         self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
         self._longest = 0  # tokens of a row in this step
-        self._handed_over = 0  # gradients of `walk`
-        self._sink: Sink | None = None
-        self._final = False  # after this visit param.grad holds the complete gradient
-        self._visited_once = False  # the current block is visited once: a product that it offers is complete
-        self._stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, for the current block
-        self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter, for the current block
-        self._chunks: dict[int, list[Unit]] = {}  # id(param) -> the units that hold its rows, during `walk`
-        self._offered: set[int] = set()  # parameters of the current block that a compiled backward has offered
-        self._tensor = {id(t.param): t for t in self.layout.tensors}
+        self.gradients = HandOver(self.layout.tensors)
         self.experts = ExpertGradients(self) if self.layout.experts else None
         self._stacks: dict[int | None, list[FlatTensor]] = {}  # stacks of experts, by block
         for tensor in self.layout.tensors:
@@ -116,7 +108,7 @@ class Reverse:
                 self._stacks.setdefault(tensor.block, []).append(tensor)
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
-                tensor.param.register_post_accumulate_grad_hook(weakly(self._accumulated))
+                tensor.param.register_post_accumulate_grad_hook(weakly(self.gradients.accumulated))
 
     @property
     def recorded(self) -> RecordedBlocks | None:
@@ -212,7 +204,8 @@ class Reverse:
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
         gathers = self.visits is not None and (self.compiled is None or self.tape.through is not None)
-        self._sink, self.last = self.visits.front_of(sink) if gathers else sink, last
+        self.gradients.begin(self.visits.front_of(sink) if gathers else sink, self.visits)
+        self.last = last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
         self._reverse_end(self.vocabulary.reverse_head(self._turns(self.layout.head_units)))
@@ -244,30 +237,27 @@ class Reverse:
         runs backward through the whole model, and each gradient is handed over as soon as it is complete. in_chunks: a
         table is also handed over in the chunks that its units hold."""
         engine, units = self.model.engine, self.layout.units
-        self._stored = {id(t.param): t.param.data for t in self.layout.tensors}
-        self._sink, self._final = sink, True
+        gradients = self.gradients
+        gradients.begin(sink, self.visits)
+        gradients.stored |= {id(t.param): t.param.data for t in self.layout.tensors}
+        gradients.is_final = True
         if in_chunks:
-            for unit in units:
-                if unit.rows is not None:
-                    self._chunks.setdefault(id(unit.tensors[0].param), []).append(unit)
+            gradients.cut_into_chunks(units)
         try:
             with engine.sweep("walk", [], learn=False):
                 for unit in units:
                     engine.acquire(unit.index)
-                self._handed_over = 0
                 with refused_losses():
                     loss.backward(retain_graph=not last)
-                check_reached(self.model, self._handed_over)
+                check_reached(self.model, gradients.count)
                 for unit in units:
                     if sink.finished(unit):
                         engine.commit(unit.index)
         finally:
-            self._stored.clear()
-            self._chunks.clear()
-            self._sink, self._final = None, False
+            gradients.end()
 
     def _reverse_blocks(self) -> None:
-        engine, stops = self.model.engine, self.tape.stops
+        gradients, stops = self.gradients, self.tape.stops
         to_come = Counter(block for stop in stops for block in {visit.block for visit in stop.values()})
         visits_of = Counter(visit.block for stop in stops for visit in stop.values())
         for i in reversed(range(len(stops))):
@@ -278,13 +268,14 @@ class Reverse:
                 for visit in stops[i - 1].values():
                     visit.prefetch()
             to_come[block] -= 1
-            self._visited_once = visits_of[block] == 1
+            gradients.visited_once = visits_of[block] == 1
             for visit in visits:
-                self._final = to_come[block] == 0 and visit is visits[-1]
+                gradients.is_final = to_come[block] == 0 and visit is visits[-1]
                 offering = nullcontext() if self.compiled is None else self.compiled.offering()
-                with offers_go_to(self._offer_at), offering:
-                    if self.visits is not None and self.visits.takes(visit, self._sink):
-                        self.visits.reverse(visit, self._sink, self._run_again, self._stored, self._accumulated)
+                with offers_go_to(gradients.offer_at), offering:
+                    if self.visits is not None and self.visits.takes(visit, gradients.sink):
+                        how = self._run_again, gradients.stored, gradients.accumulated
+                        self.visits.reverse(visit, gradients.sink, *how)
                     else:
                         visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
             if self.visits is not None:
@@ -292,19 +283,16 @@ class Reverse:
             self._release_block(block, done=to_come[block] == 0)
             if self.last:
                 stops.pop()
-        self._final = self._visited_once = False
-        assert not engine.held, "a block was not released"
+        gradients.is_final = gradients.visited_once = False
+        assert not self.model.engine.held, "a block was not released"
 
     def _acquire_block(self, block: int) -> None:
         """Loads the block's units and points its parameters to them."""
         for place, unit in enumerate(self.units_of[block]):
             stored = self.model.engine.acquire(unit.index, changes=self.trains)
             self.model.binding.bind(unit, self.model.in_compute_dtype(unit, stored, place), self.spine)
-            if not self.trains:
-                continue
-            self._stored.update(self._views(unit, stored))
-            for tensor in unit.tensors:
-                self._param_at[tensor.param.data_ptr()] = tensor.param
+            if self.trains:
+                self.gradients.enter_unit(unit, self._views(unit, stored))
 
     def _views(self, unit: Unit, stored: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """(id(param), its weights as stored) for each tensor of the unit; kept if the unit does not move."""
@@ -319,47 +307,11 @@ class Reverse:
     def _run_again(self, block: int, call: Callable[[], Any]) -> Any:
         if self.experts is not None:
             self.experts.forget_calls(block)
-        return call() if self.recompute is None else self.recompute[block].run(call, self._offer, self.experts)
+        return call() if self.recompute is None else self.recompute[block].run(call, self.gradients.offer, self.experts)
 
     def _run_whole(self, block: int, call: Callable[[], Any]) -> Any:
         """The first run of a block whose graph is kept for good: the graph must not hold this object."""
-        return call() if self.recompute is None else self.recompute[block].run_whole(call, weakly(self._offer))
-
-    @torch.no_grad()
-    def _offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:
-        w_OI = self._stored.get(id(weight))
-        offered = w_OI is not None and ((self._visited_once and used_once) or self._sink.accumulates)
-        accepted = offered and self._sink.linear(self._tensor[id(weight)], w_OI, dy_MO, x_MI)
-        if accepted and self.visits is not None:
-            self.visits.note_offer(self._tensor[id(weight)])
-        return accepted
-
-    def _offer_at(self, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
-        """Like `_offer`, for a compiled block, which identifies its weights by their addresses."""
-        param = self._param_at.get(w_OI.data_ptr())
-        if param is None:
-            raise UserError("compile: this model computes with a part or a copy of a weight; set compile=false")
-        if not self._sink.accumulates and (id(param) in self._offered or not self._visited_once):
-            raise UserError("compile: this model uses a weight twice in one pass; set compile=false")
-        self._offered.add(id(param))
-        accepted = self._sink.linear(self._tensor[id(param)], self._stored[id(param)], dy_MO, x_MI)
-        assert accepted, "a sink cannot decline what a compiled block offers"
-        if self.visits is not None:
-            self.visits.note_offer(self._tensor[id(param)])
-
-    @torch.no_grad()
-    def _accumulated(self, param: nn.Parameter) -> None:
-        """Hook: autograd has added to param.grad (or nothing, if an offer was accepted). Hands it over if complete."""
-        if self.visits is not None:
-            self.visits.note_gradient(param)
-        if self._final and id(param) in self._stored and param.grad is not None:
-            grad, param.grad = param.grad, None
-            self._handed_over += 1
-            for unit in self._chunks.get(id(param), ()):
-                first, last = unit.rows
-                self._sink.gradient(chunk(unit), self._stored[id(param)][first:last], grad[first:last])
-            if id(param) not in self._chunks:
-                self._sink.gradient(self._tensor[id(param)], self._stored[id(param)], grad)
+        return call() if self.recompute is None else self.recompute[block].run_whole(call, weakly(self.gradients.offer))
 
     def _release_block(self, block: int, done: bool) -> None:
         """done: no further gradient of the block will come."""
@@ -369,27 +321,25 @@ class Reverse:
             if done:
                 for tensor in unit.tensors:
                     if tensor.param.grad is not None:  # the last visit added nothing to it, so the hook did not run
-                        self._final = True
-                        self._accumulated(tensor.param)
-                if self._sink.finished(unit):
+                        self.gradients.is_final = True
+                        self.gradients.accumulated(tensor.param)
+                if self.gradients.sink.finished(unit):
                     self.model.engine.commit(unit.index)
             self.model.engine.release(unit.index)
-        self._stored.clear()
-        self._param_at.clear()
-        self._offered.clear()
+        self.gradients.leave_block()
 
-    def _turns(self, units: list[Unit]) -> list[HandOver]:
+    def _turns(self, units: list[Unit]) -> list[TakesRows]:
         """The functions that receive the chunks of a table, one visit of all chunks each: surveys, if there are several
         chunks and the sink needs surveys, then the hand-over."""
-        surveys = self._sink.surveys if len(units) > 1 else 0
+        surveys = self.gradients.sink.surveys if len(units) > 1 else 0
         return [*(partial(self._survey_rows, turn) for turn in range(surveys)), self._hand_over_rows]
 
     @torch.no_grad()
     def _hand_over_rows(self, unit: Unit, stored: torch.Tensor, grad_RH: torch.Tensor | None) -> None:
         """Hands a chunk of a table to the sink under a name of its own, and releases the unit."""
         if grad_RH is not None:
-            self._sink.gradient(chunk(unit), rows_view(unit, stored), grad_RH.contiguous())
-            if self._sink.finished(unit):
+            self.gradients.sink.gradient(chunk(unit), rows_view(unit, stored), grad_RH.contiguous())
+            if self.gradients.sink.finished(unit):
                 self.model.engine.commit(unit.index)
         self.model.engine.release(unit.index)
 
@@ -397,7 +347,7 @@ class Reverse:
     def _survey_rows(self, turn: int, unit: Unit, stored: torch.Tensor, grad_RH: torch.Tensor | None) -> None:
         """Passes a chunk of a table to the sink's survey, and releases the unit."""
         if grad_RH is not None:
-            self._sink.survey(chunk(unit), rows_view(unit, stored), grad_RH.contiguous(), turn)
+            self.gradients.sink.survey(chunk(unit), rows_view(unit, stored), grad_RH.contiguous(), turn)
         self.model.engine.release(unit.index)
 
     @torch.no_grad()
@@ -413,10 +363,10 @@ class Reverse:
                 grad, tensor.param.grad = tensor.param.grad, None
                 w = view(stored, tensor, unit.start)
                 found.append((tensor, w, torch.zeros_like(w) if grad is None else grad))
-        if self.visits is None or not self.visits.hand_over(self._sink, found):
+        if self.visits is None or not self.visits.hand_over(self.gradients.sink, found):
             for tensor, w, grad in found:
-                self._sink.gradient(tensor, w, grad)
-        if self._sink.finished(unit):
+                self.gradients.sink.gradient(tensor, w, grad)
+        if self.gradients.sink.finished(unit):
             engine.commit(unit.index)
         engine.release(unit.index)
 
@@ -424,8 +374,7 @@ class Reverse:
         """Drops graphs and gradients, also after an error."""
         self.tape, self.hidden = None, []
         self.vocabulary.forget()
-        self._final = self._visited_once = False
-        self._sink = None
+        self.gradients.end()
         if self.visits is not None:
             self.visits.leave()
         if self.experts is not None:

@@ -33,7 +33,7 @@ from keyhole.ops.loss import RunningNLL
 
 KEPT_BYTES = 64 * 2**20  # of logits, in float32
 
-HandOver = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
+TakesRows = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
 """(unit, its stored memory, grad_RH): receives the gradient of a chunk, if there is one, and releases the unit."""
 
 
@@ -156,7 +156,7 @@ class VocabularyGradients:
         for embedded in self.embedded:
             embedded.rows_MH.grad = None
 
-    def reverse_head(self, turns: list[HandOver]) -> list[torch.Tensor]:
+    def reverse_head(self, turns: list[TakesRows]) -> list[torch.Tensor]:
         """Gradients of the hidden states, [N, H] per pass. Gradients of an untied head are handed over on the way, and
         computed again for each further one of the turns. For a classifier: gradients of the logits."""
         if self.model.classifies:
@@ -234,7 +234,7 @@ class VocabularyGradients:
         return torch.cat(dx) if dx else None, dw, db
 
     @torch.no_grad()
-    def reverse_embedding(self, turns: list[HandOver]) -> None:
+    def reverse_embedding(self, turns: list[TakesRows]) -> None:
         """Gradients of the table, chunk by chunk, after the first block's; computed again for each of the turns."""
         if not self.layout.table.param.requires_grad:
             return

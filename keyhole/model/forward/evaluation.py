@@ -57,7 +57,7 @@ def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[An
 
 
 def swept(model: Any, batches: list[DeviceBatch], result: Result, learn: bool = True, head: bool = True) -> list[Any]:
-    """The same at the weights as they are at home. head: the result visits the head."""
+    """Like `evaluated`, without deferred updates: at the weights that are at home. head: the result visits the head."""
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
         model.binding.bind(unit, model.acquire_weights(unit) if unit else None, spine)

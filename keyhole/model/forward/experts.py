@@ -89,7 +89,7 @@ def route(top_k_index: torch.Tensor, count: int) -> list[Routed]:
 def add_up(
     experts: Experts, routed: list[Routed], weigh: Weigh, x_TH: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """y_TH."""
+    """y_TH, the weighted sum over the experts of each token."""
     y_TH = torch.zeros(x_TH.shape, dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device)
     for expert, token_M, choice_M in routed:
         hidden = activated(experts, upper(experts, expert, x_TH[token_M], weigh(0, expert)))

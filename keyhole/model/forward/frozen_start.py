@@ -7,9 +7,9 @@ one look, and its output is repeated:
     [x; x]  ->  x  ->  y  ->  [y; y]        with the lower 10 of 30 blocks and the embedding frozen, two looks:
                                             (10 + 2 * 20) / 60 = 5 / 6 of the products
 
-What comes before is seen in each pass, not concluded from names: looks part (`Factors.part`) where the rows of a
-trained embedding are looked up, at a module outside of the blocks whose vectors are trained, and at a block in which
-something is trained. From there on every block runs with all rows.
+What comes before is seen in each pass, not concluded from names. The rows of looks begin to differ (`Factors.part`)
+where the rows of a trained embedding are looked up, at a module outside of the blocks whose vectors are trained, and at
+a block in which something is trained. From there on every block runs with all rows.
 
 Rows are the first dimension of a block's arguments. A tensor could have as many entries there for another reason (a
 table by position, in a batch of as many rows as positions). So when arguments of new shapes come, their parts for the

@@ -80,7 +80,7 @@ def install_hooks(model: Any) -> None:
     def on_embed(module: nn.Module, args: tuple) -> tuple | None:
         if (conductor := conductor_of()) is None:
             if not torch.compiler.is_compiling() and (owner := model_of()) is not None:
-                owner.used_directly("forward")
+                owner.methods.used_directly("forward")
             return None
         ids = args[0]
         rows_MH = conductor.rows(conductor.current.index, ids.flatten())
@@ -92,11 +92,11 @@ def install_hooks(model: Any) -> None:
 
     def on_save() -> None:
         if (owner := model_of()) is not None:
-            owner.used_directly("save_pretrained")
+            owner.methods.used_directly("save_pretrained")
 
     def on_state_dict() -> None:
         if (owner := model_of()) is not None:
-            owner.settle()
+            owner.methods.settle()
 
     blocks = model.layout.of_kind("block")
     for unit in blocks:

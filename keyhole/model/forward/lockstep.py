@@ -89,7 +89,7 @@ def free_cores(*_: Any) -> None:
 
 
 def pin_again(*_: Any) -> None:
-    """Ends free_cores."""
+    """Pins the calling thread again, after `free_cores`."""
     if _cores.pinned is not None:
         os.sched_setaffinity(0, _cores.pinned)
 

@@ -60,7 +60,7 @@ def _described(module: nn.Module, text: str) -> Iterator[nn.Parameter]:
 
 
 def _embeddings(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Of every table, and of the head over the vocabulary; that of a classifier is no embedding."""
+    """The weights of every embedding table, and of the head over the vocabulary (not of a classifier's head)."""
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             yield from part.parameters()

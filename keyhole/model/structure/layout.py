@@ -125,7 +125,7 @@ class Layout:
         return {kind: [unit for unit in self.units if unit.kind == kind] for kind in kinds}
 
     def of_kind(self, kind: str) -> list[Unit]:
-        """Not to be changed."""
+        """The units of a kind: spine, table, block or head. The caller must not change this list."""
         return self._by_kind.get(kind, [])
 
     @property

@@ -87,7 +87,8 @@ def _grid(stored: Stored | None, shape: torch.Size) -> Grid | None:
 
 
 def forget_what_is_read(config: Any, directory: Path | None = None) -> None:
-    """The same if weights of this kind are read: as the files in a directory are, or by what the config says."""
+    """Calls forget_quantization if keyhole reads weights of this kind: as the files in a directory are, or by what the
+    config says."""
     said = getattr(config, "quantization_config", None) or {}
     method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
     known = str(getattr(method, "value", method)).lower() in READ

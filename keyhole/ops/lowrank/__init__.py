@@ -1,1 +1,6 @@
-"""Low-rank factors beside a weight: x (A V^T)^T without computing A V^T (product.py), and W + A V^T (fold.py)."""
+"""Low-rank factors beside a weight.
+
+product.py    x (A V^T)^T without computing A V^T      fold.py    W + A V^T
+compress.py   a low-rank sum in fewer terms            norm.py    norms of several looks, each with its own weight
+eigen.py, exact.py   eigenvectors and small products with the same bits on every device
+"""

@@ -1,10 +1,12 @@
 """Texts as rows of tokens with a label: special tokens, types, cutting, batches."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, LlamaConfig
 
 from keyhole.data.run import load_data, load_tokenizer, preview_data
 from keyhole.data.settings import DataSettings
@@ -14,6 +16,7 @@ from keyhole.data.tasks.question import Question
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import read_config
 from keyhole.model.structure.tokenizer import read_tokenizer
+from tests.conftest import build_tokenizer
 from tests.training.classifiers import save_encoder, write_task
 
 TWO = Labels(("bad", "good"), (0, 1))
@@ -57,6 +60,20 @@ def test_long_rows(encoders: dict[str, Path]) -> None:
         encoder(encoders["bert"], max_length=6, overlong="error").encode([long], TWO)
     with pytest.raises(UserError, match="3 leaves no room for a text beside 3 special tokens"):
         encoder(encoders["bert"], max_length=3).encode([long], TWO)
+
+
+def test_a_text_without_tokens_is_one_token() -> None:
+    """A decoder's tokenizer adds nothing to an empty text, and a row of padding alone has no logits."""
+    tokenizer, shape = build_tokenizer(), {"id2label": {0: "bad", 1: "good"}}
+    questions = [Question("ab", ("x", "y"), 0), Question("", ("x", "y"), 1, "line 2")]
+    made = TextEncoder(tokenizer, LlamaConfig(pad_token_id=1, **shape))
+    plain, empty = made.encode(questions, TWO)
+    assert plain.input_ids == tokenizer("ab").input_ids and empty.input_ids == [tokenizer.eos_token_id]
+    typed = TextEncoder(tokenizer, BertConfig(pad_token_id=1, **shape))
+    assert typed.encode(questions, TWO)[1].token_type_ids == [0]
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="line 2: an empty text, and the tokenizer has no bos"):
+        made.encode(questions, TWO)
 
 
 def settings(model: Path, tmp_path: Path, **changes: Any) -> DataSettings:
@@ -133,6 +150,17 @@ def test_positions_behind_the_padding(encoders: dict[str, Path], tmp_path: Path)
     path = tmp_path / "task" / "data" / "own" / "train.jsonl"
     path.write_text(f'{{"a": "w1", "b": "{"w2 " * 34}", "label": 1}}\n' * 5)
     with pytest.raises(UserError, match="the 38 positions the model has"):
+        load_data(made)
+
+
+def test_positions_behind_a_padding_with_another_id(encoders: dict[str, Path], tmp_path: Path) -> None:
+    """The first position is that after the padding's, whatever its id (rinna/japanese-roberta-base: 3)."""
+    config = encoders["roberta"] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 3}))
+    made = settings(encoders["roberta"], tmp_path)
+    path = tmp_path / "task" / "data" / "own" / "train.jsonl"
+    path.write_text(f'{{"a": "w1", "b": "{"w2 " * 34}", "label": 1}}\n' * 5)
+    with pytest.raises(UserError, match="the 36 positions the model has"):
         load_data(made)
 
 

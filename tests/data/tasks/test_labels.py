@@ -43,11 +43,14 @@ def test_other_names_are_refused_unless_a_head_is_asked_for() -> None:
 
 
 def test_tasks_of_one_head_have_the_same_labels() -> None:
-    """rte and qnli do, sst2 and rte do not."""
+    """rte and qnli do, sst2 and rte do not, nor do sst2 and mnli, which has three."""
     two = config("LABEL_0", "LABEL_1")
     assert find_labels([read_spec("rte"), read_spec("qnli")], two).names == ("entailment", "not_entailment")
     with pytest.raises(UserError, match="sst2 has the labels negative, positive, rte has"):
         find_labels([SST2, read_spec("rte")], two)
+    for head_asked in (False, True):  # no number of labels would help
+        with pytest.raises(UserError, match="sst2 has the labels negative, positive, mnli has entailment, neutral"):
+            find_labels([SST2, MNLI], two, head_asked)
 
 
 def test_models_that_give_several_labels_are_refused() -> None:

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 import keyhole
-from keyhole.methods.zo.low_rank import error_directions, guide
+from keyhole.methods.zo.low_rank import error_directions, guide, head_errors
 from keyhole.methods.zo.low_rank.error_directions import RIDGE, predictors, principal_errors
 from keyhole.model.forward.evaluation import swept
 from tests.methods.zo.loops import load
+from tests.model import encoders
 from tests.model.candidates import plain_candidates_loss, ragged
 from tests.model.decoders import batch, config
 
@@ -113,7 +115,8 @@ def test_directions_are_those_of_the_plain_model(
     inputs = sum(matrix.inputs for matrix in zo.factors.parts.matrices)
     monkeypatch.setattr(guide, "KEPT_BYTES", int(kept * 4 * 24 * inputs))
     made = []
-    monkeypatch.setattr(guide, "swept", lambda *args, **how: made.append(how) or swept(*args, **how))
+    for module in (guide, head_errors):
+        monkeypatch.setattr(module, "swept", lambda *args, **how: made.append(how) or swept(*args, **how))
     half = {name: x[:24] for name, x in one.items()}, {name: x[24:] for name, x in one.items()}
     half[1]["question"] = half[0]["question"].clone()
     zo.guide.renew(zo, [one] if pieces == 1 else list(half))
@@ -157,3 +160,78 @@ def test_directions_of_other_families(family: str, monkeypatch: pytest.MonkeyPat
         x_NI = inputs[matrix.tensor.name].detach().reshape(where.numel(), -1)[where.flatten()]
         expected_I = solved(x_NI, y_N) * torch.sign(solved(x_NI, y_N) @ found_I)
         assert float((found_I - expected_I).norm() / expected_I.norm()) < 1e-3, matrix.tensor.name
+
+
+CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", {}),
+    "no pooler": ("roberta", {}),
+    "two labels": ("mpnet", {"labels": 2}),
+    "a number": ("bert", {"labels": 1}),
+    "the last token": ("llama", {}),
+}
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_directions_of_classifiers(name: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V of every layer from hooks and autograd on the module of Transformers: the inputs and the error at the tokens
+    that the head reads, in one pass or several."""
+    monkeypatch.setattr(error_directions, "POWER_STEPS", 400)
+    monkeypatch.setattr(error_directions, "SOLVER_STEPS", 40)
+    family, changes = CLASSIFIERS[name]
+    made = encoders.config(family, **changes)
+    model, plain = (keyhole.load(made, init="random", seed=3, device="cpu", dtype="float32") for _ in range(2))
+    batches = [encoders.batch(rows=24 // pieces, seed=i, labels=made.num_labels) for i in range(pieces)]
+    zo = keyhole.ZO(model, 1e-3, **GUIDED)
+    zo.guide.renew(zo, batches)
+    inputs, errors = zip(*(read_by_plain_head(plain, one) for one in batches), strict=True)
+    d_NH = torch.cat(errors)
+    assert len(d_NH) == 24
+    y_N = d_NH @ torch.linalg.svd(d_NH, full_matrices=False)[2][0]
+    for matrix in zo.factors.parts.matrices:
+        (found_I,) = zo.factors.rows(zo.factors.v, matrix.v)
+        expected_I = solved(torch.cat([of_batch[matrix.tensor.name] for of_batch in inputs]), y_N)
+        expected_I = expected_I * torch.sign(expected_I @ found_I)
+        assert float((found_I - expected_I).norm() / expected_I.norm()) < 1e-3, matrix.tensor.name
+
+
+def read_by_plain_head(model: keyhole.Model, one: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
+    """By the name of a weight, its inputs at the tokens that the head reads: those where the output of the last block
+    has a gradient; and this gradient."""
+    module, inputs, outputs = model.module, {}, []
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, n=name: inputs.update({f"{n}.weight": args[0]}))
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    ]
+
+    def keep(_: Any, args: Any, output: Any) -> None:
+        outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+        outputs[-1].retain_grad()
+
+    handles.append(model.blocks[-1].register_forward_hook(keep))
+    with torch.enable_grad():
+        (encoders.plain_loss(module, [one]) * len(one["labels"])).backward()
+    for handle in handles:
+        handle.remove()
+    read = outputs[0].grad.any(dim=-1)
+    return {n: x.detach()[read] for n, x in inputs.items() if x.shape[:-1] == read.shape}, outputs[0].grad[read]
+
+
+def test_a_head_that_reads_all_tokens_has_some_at_equal_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ModernBERT with mean pooling."""
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    made = hf.ModernBertConfig(**size, vocab_size=99, pad_token_id=1, classifier_pooling="mean", num_labels=2)
+    made.architectures = ["ModernBertForSequenceClassification"]
+    for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
+        setattr(made, name, 2)
+    model = keyhole.load(made, init="random", seed=3, device="cpu", dtype="float32")
+    sent = model.send([encoders.batch(rows=5, seed=seed, labels=2) for seed in (1, 2)])
+    tokens = [int(batch.inputs["attention_mask"].sum()) for batch in sent]
+    with torch.no_grad():
+        every, errors = head_errors.class_errors(model, sent, 10_000)
+        some, fewer = head_errors.class_errors(model, sent, 20)
+    assert list(map(len, every)) == tokens
+    for all_N, d_NH, at_N, part in zip(every, errors, some, fewer, strict=True):
+        distance = -(-len(all_N) // 10)
+        assert torch.equal(at_N, all_N[::distance]) and torch.equal(part, d_NH[::distance])

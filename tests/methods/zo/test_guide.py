@@ -1,13 +1,11 @@
 """Runs whose directions follow the error: streamed as resident, resumed, planned, and what is refused."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import keyhole
-from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Room, Workload
@@ -15,10 +13,10 @@ from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.memory import device_bytes
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.freeze import freeze
-from keyhole.training.start import check_ranks
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import load
+from tests.model import encoders
 from tests.model.candidates import ragged
 from tests.model.decoders import batch, config
 
@@ -42,6 +40,26 @@ def test_streamed_equals_resident(fold: bool, kept_bytes: int, monkeypatch: pyte
     assert resident[0] == away[0] and all(map(torch.equal, resident[1], away[1]))
     if kept_bytes:
         assert resident[0] != run(how | {"guide": None}, device="cpu", dtype="float32")[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_classifiers_streamed_equal_resident(family: str, device: str) -> None:
+    """And other directions than without a guide."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+    def trained(**how: Any) -> tuple[list[float], list[torch.Tensor]]:
+        own = encoders.config(family)
+        model = keyhole.load(own, init="random", seed=3, device=device, dtype="float32", placement=how.pop("placement"))
+        zo = keyhole.ZO(model, 1e-2, **GUIDED | how)
+        losses = [float(zo.step([encoders.batch(6, seed=i), encoders.batch(3, seed=9 + i)])) for i in range(5)]
+        zo.flush()
+        return losses, [model.home(tensor).float().cpu() for tensor in model.layout.tensors]
+
+    resident, away = (trained(placement=where) for where in ("resident", "stream"))
+    assert resident[0] == away[0] and all(map(torch.equal, resident[1], away[1]))
+    assert resident[0] != trained(placement="resident", guide=None)[0]
 
 
 @pytest.mark.gpu
@@ -266,14 +284,6 @@ def test_what_does_not_go_together_is_refused(wrong: dict[str, Any], said: str) 
     how = {"lr": 1e-3} | GUIDED | wrong
     with pytest.raises(UserError, match=said):
         keyhole.ZO(load("llama"), **how)
-
-
-def test_several_ranks_are_refused_before_anything_is_loaded() -> None:
-    several = SimpleNamespace(several=True, size=2)
-    own = {"method": "zo", "gradient_accumulation_steps": 2, "output_dir": "x", "model": "demo"}
-    check_ranks(TrainConfig(**own, zo=ZOConfig(rank=1)), several)
-    with pytest.raises(UserError, match=r"zo\.guide: several ranks"):
-        check_ranks(TrainConfig(**own, zo=ZOConfig(rank=1, guide=8)), several)
 
 
 def test_it_learns_more_than_random_directions() -> None:

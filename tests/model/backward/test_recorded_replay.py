@@ -31,7 +31,7 @@ class Graph:
         self.graph = self
 
     def replay(self) -> None:
-        sink, offering = self.recorded.owner._sink, self.recorded.owner.visits._offering
+        sink, offering = self.recorded.owner.gradients.sink, self.recorded.owner.visits._offering
         mark = sink.mark() if hasattr(sink, "mark") else None
         self.result = self.run()
         self.recorded.owner.visits._offering = offering

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from keyhole import ops
 from keyhole.errors import UserError
@@ -94,19 +95,19 @@ class Factors:
         self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(self.parts.matrices)}
         self.readers = readers(self.parts.matrices)
         self.leaders: dict[int, int] = {}  # by the start of a group's v: the layer that is called first
-        self.by_owner: dict[int, list[Vector]] = {}
+        self.by_owner: dict[int, list[Vector]] = {}  # vectors of modules without a matrix, by module
         for vector in self.parts.vectors:
             vector_at(self.now, vector).copy_(model.home(vector.tensor))
             if id(vector.owner) not in self.by_layer:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
-        spine = {id(t.param): t for t in model.layout.spine.tensors}
         self.in_spine: dict[int, dict[str, FlatTensor]] = {}  # by module and name of the parameter
-        inside = model.module if model.classifies else model.head.decoder
-        owners = [m for m in inside.modules() if id(m) not in self.by_layer]
-        for owner in owners:
-            if own := {name: spine[id(p)] for name, p in owner._parameters.items() if id(p) in spine}:
-                self.in_spine[id(owner)] = own
-        owners = [m for m in owners if id(m) in self.in_spine.keys() | self.by_owner.keys()]
+        self._install(model)
+        model.factors = self
+
+    def _install(self, model: Model) -> None:
+        """Makes the module's forward ask for the factors: in linear layers, in a ReLU whose output such a layer reads,
+        in blocks before the first trained weight, and in other modules with vectors of their own."""
+        owners = self._find_owners(model)
         plain = not model.classifies and not model.head.transforms
         self.together = plain and not any(any(owner.children()) for owner in owners)
         install(model, [m.layer for m in self.parts.matrices])
@@ -118,7 +119,16 @@ class Factors:
         if model.blocks and id(model.blocks[0]) not in self.trained_blocks:
             install_once(model, model.blocks)
         install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner], self)
-        model.factors = self
+
+    def _find_owners(self, model: Model) -> list[nn.Module]:
+        """Modules other than layers with factors that have vectors of their own: in a block, or in the spine."""
+        spine = {id(t.param): t for t in model.layout.spine.tensors}
+        inside = model.module if model.classifies else model.head.decoder
+        others = [m for m in inside.modules() if id(m) not in self.by_layer]
+        for owner in others:
+            if own := {name: spine[id(p)] for name, p in owner._parameters.items() if id(p) in spine}:
+                self.in_spine[id(owner)] = own
+        return [m for m in others if id(m) in self.in_spine.keys() | self.by_owner.keys()]
 
     # -- noise and updates -----------------------------------------------------------------------------------------
 

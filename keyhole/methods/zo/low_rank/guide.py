@@ -5,16 +5,19 @@ At the start of each period, before its first step, `zo.guide` rows pass the mod
     1. the inputs of every trained linear layer are kept, at the positions that predict a trained token (with the loss
        over tokens, at MOST_POSITIONS of them)
     2. after the head, the gradient of the loss with respect to the hidden states before it, D: the head alone is
-       reversed
+       reversed (head_errors.py)
     3. from both, V of every layer (error_directions.py), for layers of one width at once
 
 If the inputs take more than KEPT_BYTES (those that several layers read count once), they are given up, and computed
-again in a second sweep, in which V of a layer follows as soon as all passes have left it. A layer whose input is
+again in a second sweep, in which V of a layer follows as soon as all passes have left it. A classifier always has two:
+which positions its head reads is known after the first. A layer whose input is
 something else than tokens in the order of the batch keeps its random V, and so does a column for which there is no
 error: a rank above the number of its components has random directions beside those that follow the error.
 
 The rows are those of the coming steps (the training loop looks ahead; their order is a function of the seed, so a
-resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself.
+resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself. Of several
+ranks, each passes all of them, as one process would, and takes the leader's V, since kernels of another machine may
+round otherwise.
 
 V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and with a journal each period's
 V is a file beside it (direction_files.py), which is on the disk before the first record of the period is: with these a
@@ -37,8 +40,8 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.looks import compacted
 from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
 from keyhole.methods.zo.low_rank.error_directions import predictors, principal_errors
+from keyhole.methods.zo.low_rank.head_errors import class_errors, token_errors
 from keyhole.methods.zo.low_rank.parts import ALIGN
-from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.forward.evaluation import swept
 
@@ -56,10 +59,8 @@ class Guide:
 
     def __init__(self, factors: Factors, rows: int) -> None:
         model = factors.model
-        if model.classifies or model.head.transforms:
-            raise UserError("zo.guide: needs a causal language model, whose head is a matrix; set zo.guide=null")
-        if model.ranks.several:
-            raise UserError("zo.guide: several ranks are not supported, each sees its own rows only; set zo.guide=null")
+        if not model.classifies and model.head.transforms:
+            raise UserError("zo.guide: needs a head that is a matrix, or a classifier; set zo.guide=null")
         self.factors, self.rows = weakref.proxy(factors), rows
         self.files: DirectionFiles | None = None
         self.ahead: list[Batch] = []
@@ -95,21 +96,28 @@ class Guide:
                 "look_ahead(batches) before a step, if rows_ahead is not None"
             )
         self.ahead = []
-        v = self._find(zo, rows, period)
-        if self.files is not None:
+        v, ranks = self._find(zo, rows, period), zo.model.ranks
+        if ranks.several:
+            v = ranks.from_leader(v.cpu).to(v.device)
+        if self.files is not None and ranks.is_leader:
             self.files.write(v, period)
         self.factors.take_v(v, period)
 
     def _find(self, zo: ZO, batches: list[Batch], period: int) -> torch.Tensor:
         model, factors = zo.model, self.factors
         zo.update.flush()
-        sent = _thinned(model.send(batches, **compacted(batches)))
-        positions = [torch.unique(batch.index_N, return_inverse=True) for batch in sent]
-        self.inputs = inputs = _Inputs(factors, sent, [at for at, _ in positions])
+        sent = model.send(batches, **compacted(batches))
+        sent = sent if model.classifies else _thinned(sent)
+        self.inputs = inputs = _Inputs(factors, sent)
         try:
-            inputs.keeps = may_keep(inputs.bytes)
-            errors = _head_errors(model, sent)
-            d_NH = torch.cat([_summed(d, places, len(at)) for d, (at, places) in zip(errors, positions, strict=True)])
+            if model.classifies:
+                inputs.at, errors = class_errors(model, sent, MOST_POSITIONS)
+            else:
+                positions = [torch.unique(batch.index_N, return_inverse=True) for batch in sent]
+                inputs.at = [at_N for at_N, _ in positions]
+                inputs.keeps = may_keep(inputs.bytes)
+                errors = token_errors(model, sent, positions)
+            d_NH = torch.cat(errors)
             where = {"offset": _after(factors), "step": period, "device": model.device}
             start_Nr = ops.draw_noise(len(d_NH) * factors.rank, **where, **factors.noise).view(len(d_NH), factors.rank)
             inputs.drawn, inputs.found = factors.draw_v(period), factors.draw_v(period)
@@ -159,27 +167,6 @@ def _thinned(sent: list[DeviceBatch]) -> list[DeviceBatch]:
     return [replace(b, **few, token_count=few["index_N"].numel()) for b, few in zip(sent, fewer, strict=True)]
 
 
-def _head_errors(model: Any, sent: list[DeviceBatch]) -> list[torch.Tensor]:
-    """[N, H] float32, per batch: the gradient of the summed loss with respect to the hidden states before the head, for
-    each trained token."""
-    head = VocabularyGradients(model)
-    swept(model, sent, lambda hidden, spine: [head.loss(hidden, sent, spine, loss_count=1)], learn=False)
-    units = [unit.index for unit in model.layout.head_units]
-    with model.engine.sweep("guide", units, learn=False):
-        try:
-            head.spine = model.acquire_weights(model.layout.spine)
-            head.restart(1.0)
-            return head.hidden_grads()
-        finally:
-            model.binding.bind_homes()
-
-
-def _summed(d_NH: torch.Tensor, place_N: torch.Tensor, count: int) -> torch.Tensor:
-    """The errors of each of `count` positions: candidates of one token behind the same prompt share theirs, and their
-    errors are opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
-    return d_NH if count == len(d_NH) else torch.nn.functional.one_hot(place_N, count).float().t() @ d_NH
-
-
 def _after(factors: Factors) -> int:
     """The first index of noise after that of all V."""
     return factors.parts.v_start + -(-factors.parts.v_numel // ALIGN) * ALIGN
@@ -190,8 +177,9 @@ class _Inputs:
     unless they become too many; else, once the errors y_Nr are known, V of a layer is computed as soon as all its
     inputs are there."""
 
-    def __init__(self, factors: Factors, sent: list[DeviceBatch], at: list[torch.Tensor]) -> None:
-        self.factors, self.at = factors, at
+    def __init__(self, factors: Factors, sent: list[DeviceBatch]) -> None:
+        self.factors = factors
+        self.at: list[torch.Tensor] = []
         self.tokens = [batch.inputs["input_ids"].numel() for batch in sent]
         self.keeps, self.y_Nr = False, torch.empty(0)
         self.kept_bytes = 0
