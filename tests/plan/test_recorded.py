@@ -252,16 +252,19 @@ LORAS = "lora", "lomo", "lomo-lora"
 
 
 def test_a_whole_step_of_zo_is_one_graph_if_there_is_room() -> None:
-    """It launches nothing and holds the weights three times while it is captured; with a budget, on a small GPU, for
-    long batches, or with units in host memory it is not captured. It never decides whether a model fits."""
+    """It launches nothing and holds the weights three times while it is captured, with a budget too; on a small GPU or
+    in a small budget, for long batches, or with units in host memory it is not captured. It never decides whether a
+    model fits."""
     short = replace(work("zo"), tokens=512, length=512, passes=2)
     zo = METHODS["zo"]
     found = zo.planned_work(opt(), set(), short, ROOM, H200)
     planned = zo.planned_bytes(opt(), set(), short, ROOM)
     assert found.kernels == found.called == 0 and found.nodes == 2 * 24 * 12 and found.kept_bytes >= 2 * planned.homes
+    assert zo.planned_work(opt(), set(), short, replace(ROOM, is_budget=True), H200) == found
+    small = planned.total + 4 * planned.homes - 1
     for asked, streamed, room in (
-        (short, set(), replace(ROOM, is_budget=True)),
-        (short, set(), replace(ROOM, limit_bytes=planned.total + 4 * planned.homes - 1)),
+        (short, set(), replace(ROOM, limit_bytes=small)),
+        (short, set(), replace(ROOM, limit_bytes=small, is_budget=True)),
         (replace(short, tokens=8192), set(), ROOM),
         (short, {unit.index for unit in opt().of_kind("block")}, ROOM),
     ):

@@ -22,9 +22,10 @@ With low-rank directions (low_rank/) a step is captured as well, except for the 
 factors are kept, they are at the same addresses for several periods; then all recordings are dropped and made anew.
 
 These also run eagerly: the first steps of a shape, steps while a checkpoint watches the weights or a module has a hook
-of the user's, streamed units, runs with a budget, several ranks. Bytes: the activations of one step, in a memory pool
-that all graphs share; during capture, the weights that a step changes twice. With low-rank directions these are those
-outside of blocks; blocks, which must stay as they are, are compared by a sum of their bits.
+of the user's, streamed units, several ranks, and shapes for which a budget has no room beside the step that was
+planned. Bytes: the activations of one step, in a memory pool that all graphs share; during capture, the weights that a
+step changes twice. With low-rank directions these are those outside of blocks; blocks, which must stay as they are, are
+compared by a sum of their bits.
 """
 
 import weakref
@@ -39,6 +40,7 @@ from keyhole.machine.collector import no_collector
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.update import Pending
+from keyhole.model.attached import Placed
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
@@ -84,9 +86,7 @@ class RecordedSteps:
 
     def __init__(self, method: "ZO") -> None:
         self.method, model = weakref.proxy(method), method.model  # the method holds a reference to this object
-        placed = model.placed
-        budgeted = placed is not None and placed.budget_bytes is not None
-        self.possible = model.graphs is not None and not (budgeted or model.engine.streamed or model.sharded)
+        self.possible = model.graphs is not None and not (model.engine.streamed or model.sharded)
         self.possible = self.possible and method.deferred_update and not model.classifies and model.ranks.size == 1
         self.possible = self.possible and model.formats.codec is None
         self.recordings: dict[Hashable, Recording | None] = {}  # None: runs eagerly
@@ -232,7 +232,7 @@ class RecordedSteps:
 
     def _branch(self, pairs: int) -> None:
         """Makes streams and copies for this number of pairs, or for one pair."""
-        method, (free_bytes, _) = self.method, torch.cuda.mem_get_info(self.method.model.device)
+        method, free_bytes = self.method, self._free_bytes()
         if 2 * (pairs - 1) * method.plus.nbytes > SHARE * free_bytes or method.factors is not None:
             pairs = 1
         self.branches = Branches(method.model.device, pairs)
@@ -260,8 +260,21 @@ class RecordedSteps:
         tokens = max(batch.inputs["input_ids"].numel() for batch in looks.passes)
         count = len(looks.batches) if self.method.factors is not None else 1  # of looks that pass a block together
         moving = activation_bytes(model.layout, tokens * count, len(looks.passes) // count, model.dtype.itemsize)
-        free_bytes, _ = torch.cuda.mem_get_info(model.device)
-        return ROOM * sum(home.nbytes for home in homes) + 2 * moving <= free_bytes
+        return ROOM * sum(home.nbytes for home in homes) + 2 * moving <= self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        """Of the device, or of the budget."""
+        device, placed = self.method.model.device, self.method.model.placed
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return left_of(placed, free_bytes, torch.cuda.memory_reserved(device))
+
+
+def left_of(placed: Placed | None, free_bytes: int, reserved_bytes: int) -> int:
+    """Bytes that recordings may take. A budget must also hold the largest step that was planned, eagerly, which may
+    still come."""
+    if placed is None or placed.budget_bytes is None:
+        return free_bytes
+    return min(free_bytes, placed.budget_bytes - max(reserved_bytes, placed.device_bytes.total))
 
 
 def is_short(layout: Layout, tokens: int, looks: int, low_rank: bool) -> bool:

@@ -71,7 +71,7 @@ def _as_one_graph(
     """The same with the whole step as one CUDA graph, if it is captured (recorded_step.py): the host launches nothing
     per block; while it is captured, the device holds the weights of before and after the step beside its own. Pairs of
     looks that run beside each other have copies of a unit of their own."""
-    if streamed or room.is_budget or room.limit_bytes is None or rates.gpu_bytes is None or room.formats.codec:
+    if streamed or room.limit_bytes is None or rates.gpu_bytes is None or room.formats.codec:
         return found
     own: ZOConfig = work.settings or ZOConfig()
     planned = device_bytes(layout, streamed, work, room)

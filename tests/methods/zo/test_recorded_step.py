@@ -5,13 +5,18 @@ On a CPU a graph is imitated by running the passes again, on the static tensors 
 
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import keyhole
-from keyhole.methods.zo.recorded_step import RecordedSteps, Recording, is_short
+from keyhole.methods.zo.recorded_step import RecordedSteps, Recording, is_short, left_of
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.forward.branches import Branches
 from keyhole.model.structure.freeze import freeze
 from tests.matrix import in_every_run
@@ -155,6 +160,45 @@ def test_weights_that_stay_are_not_copied_but_compared() -> None:
         trained(Writes, METHODS["low rank"], two_lengths, device="cpu", dtype="float32")
     model = keyhole.load(config("llama"), init="random", device="cpu")
     assert [home.numel() for home in copied] == [u.numel for u in model.layout.units if u.kind != "block"]
+
+
+@given(
+    st.integers(0, 100), st.integers(0, 100), st.none() | st.integers(0, 100), st.integers(0, 100), st.integers(0, 100)
+)
+def test_recordings_leave_room_for_the_planned_step(
+    free: int, reserved: int, budget: int | None, planned: int, takes: int
+) -> None:
+    """Whatever a recording takes of what is left: beside it, the largest planned step and all that is reserved fit the
+    budget; without a budget, what is free is left."""
+    left = left_of(SimpleNamespace(budget_bytes=budget, device_bytes=SimpleNamespace(total=planned)), free, reserved)
+    assert left_of(None, free, reserved) == free
+    assert left <= free and (budget is not None or left == free)
+    if budget is not None and takes <= left:
+        assert takes + planned <= budget and takes + reserved <= budget
+
+
+def within(budget: int | None, how: dict[str, Any]) -> tuple[list[float], int, int, int]:
+    """In a process of its own, because a budget counts all that the process holds: losses, replays, the bytes of the
+    planned step, and the largest number of bytes reserved."""
+    work = keyhole.Workload("zo", 4 * 9, 2, ZOConfig(**how))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "placement": "resident", "workload": work}
+    losses, _, method = trained(None, how, lambda step: [batch(4, 9, step)], **options, gpu_memory=budget)
+    planned = method.model.placed.device_bytes.total
+    return losses, method.recorded.replays, planned, torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.parametrize("how", [{}, {"rank": 2, "refresh": 50}], ids=["dense", "rank 2"])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_budget_with_room_records_and_one_without_does_not(how: dict) -> None:
+    """On a GPU: the same bits in both, and as without a budget; both keep their budget."""
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        expected, replays, planned, _ = pool.apply(within, (None, how))
+        roomy, recorded, _, of_roomy = pool.apply(within, (2**30, how))
+        tight, eager, _, of_tight = pool.apply(within, (planned, how))
+    assert recorded == replays >= 2 and eager == 0
+    assert expected == roomy == tight
+    assert of_roomy <= 2**30 and of_tight <= planned
 
 
 def choices(step: int, shared: bool) -> list[dict]:
