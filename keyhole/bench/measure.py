@@ -145,7 +145,10 @@ def clean_up(device: torch.device) -> None:
 
 
 def clear_device(device: torch.device) -> None:
-    """The same after a model is closed; removes its memory limit too."""
+    """The same after a model is closed; also removes its memory limit, and the workspaces that cuBLAS keeps for every
+    stream on which a CUDA graph was captured."""
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
     clean_up(device)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device.index)  # None: the current one; "cuda" is refused

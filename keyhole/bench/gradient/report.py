@@ -7,6 +7,8 @@ Floors:
     link       bytes that crossed per step: each way at the rate of that way alone, and bytes that went both ways at
                the duplex rate of the same run; the longest of the three (zo/floors.py)
     compute    the resident step of the same method, or its products
+    own        the same products as the step's, of the same shapes and without a pause, timed directly after the steps
+               (own_products.py); beside "products", which is never reached by them
 
 A resident step is compared with the larger of products and updates, a streamed one with max(compute, link). GPU GiB:
 the allocator's peaks of allocated and of reserved memory.
@@ -81,7 +83,9 @@ class GradientReport(Report):
         super().__init__(name, out, command, quick)
         self.baselines = list(dict.fromkeys(t.options["optimizer"] for t in trials if t.system == NATIVE))
         self.header = ["trial", "s/step", "+-", "tok/s", *(f"vs {optimizer}" for optimizer in self.baselines)]
-        self.header += "floor s|vs floor|bound by|GPU GiB (reserved)|planned|weights GiB|host GiB".split("|")
+        self.header += (
+            "floor s|vs floor|bound by|own products s|vs own|GPU GiB (reserved)|planned|weights GiB|host GiB".split("|")
+        )
 
     def find(self, fits: Callable[[dict[str, Any]], bool]) -> Record | None:
         """The record of a trial that satisfies `fits`, if it was measured."""
@@ -100,7 +104,7 @@ class GradientReport(Report):
             return [trial["name"], f"{r['status']}: {r['error']}", *[""] * (len(self.header) - 2)]
         ratios = [self.native(trial, optimizer) for optimizer in self.baselines]
         floor_s, bound = self.floor(r)
-        device, planned = r["device"], r["planned_bytes"]
+        device, planned, own_s = r["device"], r["planned_bytes"], r.get("own_products_s")
         return [
             trial["name"],
             f"{r['step_s']:.4f}",
@@ -110,6 +114,8 @@ class GradientReport(Report):
             f"{floor_s:.4f}" if floor_s else "",
             f"{r['step_s'] / floor_s:.2f}x" if floor_s else "",
             bound,
+            f"{own_s:.4f}" if own_s else "",
+            f"{r['step_s'] / own_s:.2f}x" if own_s else "",
             f"{device['allocated_bytes'] / GIB:.2f} ({device['reserved_bytes'] / GIB:.2f})",
             f"{planned / GIB:.2f}" if planned else "",
             f"{r['weights_bytes'] / GIB:.2f}",

@@ -16,6 +16,7 @@ import torch
 import keyhole
 from keyhole.bench import measure
 from keyhole.bench.gradient.native import Native
+from keyhole.bench.gradient.own_products import own_products_s
 from keyhole.bench.gradient.parts import step_parts, updates_alone_s
 from keyhole.bench.gradient.trials import NATIVE, Trial
 from keyhole.bench.link import measure_link
@@ -75,6 +76,8 @@ class GradientWorker:
         found["planned_bytes"] = model.placed.device_bytes.total if planned else None
         found["decided"] = model.describe() + method.describe()
         found["updates_alone_s"] = updates_alone_s(method)
+        rounds = self.job.warm_up, self.job.timed
+        found["own_products_s"] = own_products_s(dataclasses.asdict(trial), model.module, trial.batch * length, *rounds)
         model.close()
         return found
 

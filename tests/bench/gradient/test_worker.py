@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from keyhole.bench import process
+from keyhole.bench.gradient.own_products import own_products_s
 from keyhole.bench.gradient.report import GradientReport, product_flop
 from keyhole.bench.gradient.run import bench_gradient
 from keyhole.bench.gradient.trials import Trial, read_trials
@@ -146,3 +150,21 @@ def test_the_link_s_floor_is_the_time_of_the_bytes_that_crossed(tmp_path: Path) 
     resident, streamed = (process.record(trial, "ok", tokens=1, updates_alone_s=None, step_s=0.3) for trial in trials)
     report.records = [resident, streamed | moved]
     assert report.floor(report.records[1]) == (0.4, "link")  # 20 GB at 50 GB/s; 10 GB both ways take 0.25 s
+
+
+@pytest.mark.parametrize("activations", ["none", "block"])
+def test_own_products_have_the_operations_of_the_floor(activations: str) -> None:
+    trial, tokens = asdict(Trial("one", shape="7B", system="lomo", options={"activations": activations})), 64
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(llama_config("7B", quick=False), dtype=torch.bfloat16)
+    with FlopCounterMode(display=False) as counter:
+        assert own_products_s(trial, module, tokens, warm_up=0, rounds=1) > 0
+    assert counter.get_total_flops() == product_flop(trial, tokens)
+
+
+def test_own_products_are_timed_where_all_weights_are_on_the_device(tmp_path: Path) -> None:
+    names = ["7B native sgd", "7B lomo", "7B lomo streamed 4GiB"]
+    records, page = run(shortened("lomo.yaml", tmp_path, names), tmp_path)
+    found = {name: record["own_products_s"] for name, record in records.items()}
+    assert found["7B native sgd"] > 0 and found["7B lomo"] > 0 and found["7B lomo streamed 4GiB"] is None
+    assert "vs own" in page
