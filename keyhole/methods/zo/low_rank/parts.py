@@ -165,8 +165,8 @@ def waiting(blocks: list[nn.Module], matrices: list[Matrix]) -> set[int]:
     (model/forward/pending.py). Their outputs go
 
         to a ReLU               the layer before it, if the layer after it has factors
-        to the residual stream  the last linear layer of a module (out_proj, fc2; o_proj, down_proj; c_proj, dense, wo),
-                                if it has as many outputs as the first layer of the block has inputs
+        to the residual stream  the last linear layer of a module with as many outputs as the first layer of the block
+                                has inputs (out_proj, fc2; o_proj, down_proj; c_proj, dense, wo)
 
     A wrong guess costs nothing but the time of the host. It depends on the model's structure alone, so that all runs
     have the same bits. Not: experts (which see some of the rows, and whose outputs are weighed), and layers with a bias
@@ -177,10 +177,9 @@ def waiting(blocks: list[nn.Module], matrices: list[Matrix]) -> set[int]:
         if (reader := relu_reader(block)) and id(reader[1]) in index:
             found.append(relu_pair(block)[0])
         linear = list(called_layers([block]))
-        kinds, last = {id(layer) for layer in linear}, []
+        fits = {id(layer) for layer in linear if _width(layer, 1) == _width(linear[0], 0)}
         for part in _outside_of_lists(block):
-            last += [child for child in part.children() if id(child) in kinds][-1:]
-        found += [layer for layer in last if _width(layer, 1) == _width(linear[0], 0)]
+            found += [child for child in part.children() if id(child) in fits][-1:]
     chosen = {index[id(layer)] for layer in found if id(layer) in index}
     return {i for i in chosen if matrices[i].bias is not None or getattr(matrices[i].layer, "bias", None) is None}
 
