@@ -37,6 +37,7 @@ LEAST = 16  # minimum number of columns of tl.dot
 FEW = 4  # ranks up to this are summed without tl.dot, which would multiply by twelve columns of zeros
 FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 2
 CORRECTED_ROWS, CORRECTED_DEPTH, CORRECTED_WARPS = 4, 1024, 4  # the same where x lacks p B_l^T + b_l
+CORRECTED_AT_ONCE = True  # B is loaded once for all rows of a program, if they belong to one look
 ROWS_OUT, COLUMNS, WARPS_OUT = 16, 512, 4  # of a tile of y; above a rank of 2, half the rows and twice the columns
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -218,7 +219,7 @@ def _launch_few(
         assert p_LMr.shape[0] * p_LMr.shape[1] == rows and b_LrO.shape[2] == width, (p_LMr.shape, b_LrO.shape)
         sizes = p_LMr.shape[1], p_LMr.stride(1), b_LrO.stride(0), 0 if bias_LO is None else bias_LO.stride(0)
         high, deep, warps, own = CORRECTED_ROWS, CORRECTED_DEPTH, CORRECTED_WARPS, p_LMr.shape[2]
-    flags = {"ROWS": high, "DEPTH": deep, "RANK": rank, "LACKS": own, "ONE": sizes[0] % high == 0}
+    flags = {"ROWS": high, "DEPTH": deep, "RANK": rank, "LACKS": own, "ONE": CORRECTED_AT_ONCE and sizes[0] % high == 0}
     with on_device(x_MI):
         flags |= {"num_warps": warps, "enable_fp_fusion": False}
         _narrow_few_kernel[(-(-rows // high),)](x_MI, v_rI, p_Mr, relu_MI, *small, rows, width, rank, *sizes, **flags)
