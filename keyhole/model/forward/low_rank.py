@@ -8,7 +8,7 @@ what to add, in every pass: of a step, an evaluation or a generation. Without fa
 previous forward is called.
 
 x W^T is the model's own product, with the weights that are currently bound: a slot, a home, a tile of rows
-(row_tiles.py).
+(row_tiles.py). Where an addition to the residual stream or a ReLU reads y, its kernel adds the rest (pending.py).
 
 Modules other than linear layers use their parameters directly, and one pass carries the rows of several looks. So a
 module with vectors (learned positions, an odd norm) is called once per look, with the rows and the parameters of that
