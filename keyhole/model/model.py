@@ -105,7 +105,7 @@ class Model:
         self.methods = AttachedMethods(self)
         self.addon: Addon | None = None
         self.factors: Factors | None = None  # low-rank factors trained beside the weights of linear layers
-        self.factored: set[int] = set()  # ids of modules whose forward adds them
+        self.factored: set[Any] = set()  # ids of modules whose forward adds them, or is prepared for those that do
         self._lockstep = Lockstep(self.device)
         self._lockstep.expect = weakly(self.expect)
         weakref.finalize(self, self._lockstep.close)

@@ -6,7 +6,7 @@ agree up to rounding, and repeat bit for bit). A name that ends in _ writes in p
     zo/         zeroth-order update and perturbation: zo_flat_, zo_packed_ (8 bits), zo_rows (of an embedding table)
     sgd.py      LOMO: SGD of one tensor from its gradient, sgd_update_; the gradient's sum of squares, sum_squares_
     adalomo/    AdaLOMO: the same with a factored second moment, adalomo_update_
-    lowrank/    x (A V^T)^T without computing A V^T: narrow, narrow_relu, widen; W + A V^T: fold_; norms of
+    lowrank/    x (A V^T)^T without computing A V^T: narrow, narrow_relu, widen, correct; W + A V^T: fold_; norms of
                 several looks: norm
     lsp/        LSP: sparse projectors, compress (X P), decompress_add_ (W + alpha P delta Q^T)
     adam/       AdamW on host memory by torch's kernel, and on the device with the same bits
@@ -22,6 +22,7 @@ from keyhole.ops.adalomo.matrix import adalomo_state, adalomo_update_
 from keyhole.ops.backend import describe, use_kernel
 from keyhole.ops.fp8 import fp8_decode, fp8_encode_
 from keyhole.ops.gather import gather_rows
+from keyhole.ops.lowrank.correct import correct
 from keyhole.ops.lowrank.fold import fold_
 from keyhole.ops.lowrank.norm import norm
 from keyhole.ops.lowrank.product import narrow, narrow_relu, widen
@@ -41,6 +42,7 @@ __all__ = [
     "adalomo_state",
     "adalomo_update_",
     "compress",
+    "correct",
     "decompress_add_",
     "describe",
     "draw_noise",

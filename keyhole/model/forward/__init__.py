@@ -14,6 +14,7 @@ memory.py       the device bytes of forward passes
 Several looks of a zeroth-order step at once:
 
 low_rank.py     linear layers with low-rank factors         sketches.py    x V, once for all layers that read x
+pending.py      what factors add to an output, added by the kernel that reads it
 norms.py        which norm a module computes                branches.py    a stream per look
 frozen_start.py     blocks before the first trained weight, once for all looks
 """

@@ -8,7 +8,7 @@ what to add, in every pass: of a step, an evaluation or a generation. Without fa
 previous forward is called.
 
 x W^T is the model's own product, with the weights that are currently bound: a slot, a home, a tile of rows
-(row_tiles.py).
+(row_tiles.py). Where an addition to the residual stream or a ReLU reads y, its kernel adds the rest (pending.py).
 
 Modules other than linear layers use their parameters directly, and one pass carries the rows of several looks. So a
 module with vectors (learned positions, an odd norm) is called once per look, with the rows and the parameters of that
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from keyhole import ops
+from keyhole.model.forward import pending
 from keyhole.model.forward.norms import Known, find_norm
 from keyhole.model.forward.row_tiles import RowTiles
 from keyhole.model.forward.sketches import Readers, sketch, sketching_relu
@@ -43,7 +44,7 @@ class NotByRows(Exception):
 @dataclass(frozen=True)
 class Added:
     """What a layer's product adds. earlier: (a, v) that all looks share; transposed: the weight is stored as [I, O];
-    readers: other layers that may read the same input."""
+    readers: other layers that may read the same input; waits: what reads the output adds the rest (pending.py)."""
 
     v_rI: torch.Tensor
     b_LrO: torch.Tensor
@@ -51,6 +52,7 @@ class Added:
     earlier: tuple[torch.Tensor, torch.Tensor] | None = None
     transposed: bool = False
     readers: Readers | None = None
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
         owner = model()
         factors = None if owner is None or torch.is_grad_enabled() else owner.factors
         added = None if factors is None else factors.added_to(layer)
+        x = pending.finished(x)
         if added is None:
             return ordinary(x)
         factors.see(layer, x)
@@ -163,7 +166,7 @@ def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], nn.
         added = None if factors is None else factors.added_to(layer())
         readers = None if added is None else added.readers
         if readers is None or (x.shape[-1], x.dtype) != (readers.v_kI.shape[1], readers.v_kI.dtype):
-            return ordinary(x)
+            return ordinary(pending.finished(x))
         if getattr(x, "keyhole_rectified", False):  # the layer before has no factors (fused_relu.py)
             return x
         return sketching_relu(x, readers)
@@ -187,6 +190,7 @@ def _by_look(model: Callable[[], Any], module: nn.Module, known: Known | None) -
     def forward(*args: Any, **kwargs: Any) -> Any:
         owner = model()
         factors = None if owner is None or torch.is_grad_enabled() else owner.factors
+        args, kwargs = pending.finished(args), pending.finished(kwargs)
         if factors is None:
             return ordinary(*args, **kwargs)
         share = factors.running
@@ -242,17 +246,24 @@ def _together(outputs: list[Any], share: Share) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, layer: nn.Module, added: Added, tiles: RowTiles | None = None) -> torch.Tensor:
-    """The layer's output, with its factors added."""
+    """The layer's output, with its factors added, or waiting for what reads it (pending.py)."""
     looks, _, outputs = added.b_LrO.shape
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()
     p_LMr = sketch(x, added.v_rI, added.readers).unflatten(0, (looks, -1))
-    y_MO = ops.widen(p_LMr, added.b_LrO, added.bias_LO, x.dtype).view(-1, outputs)
+    waits = added.waits and pending.may_wait()
+    if waits:
+        y_MO = torch.empty(len(x_MI), outputs, dtype=x.dtype, device=x.device)
+    else:
+        y_MO = ops.widen(p_LMr, added.b_LrO, added.bias_LO, x.dtype).view(-1, outputs)
+    beta = 0 if waits else 1  # 0: what is there is not read
     if added.earlier is not None:
         a_kO, v_kI = added.earlier
-        y_MO.addmm_(x_MI @ v_kI.t(), a_kO)
+        y_MO.addmm_(x_MI @ v_kI.t(), a_kO, beta=beta)
+        beta = 1
     if tiles is None:
-        y_MO.addmm_(x_MI, layer.weight if added.transposed else layer.weight.t())
+        y_MO.addmm_(x_MI, layer.weight if added.transposed else layer.weight.t(), beta=beta)
     else:
         for i, (first, last) in enumerate(tiles.rows):
-            y_MO[:, first:last].addmm_(x_MI, tiles.weight(i).t())
-    return y_MO.view(*x.shape[:-1], outputs)
+            y_MO[:, first:last].addmm_(x_MI, tiles.weight(i).t(), beta=beta)
+    shape = *x.shape[:-1], outputs
+    return pending.wait(y_MO, (p_LMr, added.b_LrO, added.bias_LO), shape) if waits else y_MO.view(shape)

@@ -40,12 +40,13 @@ from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.merge import Fold
-from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, readers, vector_at
+from keyhole.methods.zo.low_rank.parts import Parts, Vector, find_parts, readers, vector_at, waiting
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.rate_search import rate_share
 from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.frozen_start import install_once
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_relu
+from keyhole.model.forward.pending import install_ends
 from keyhole.model.forward.sketches import Readers
 from keyhole.model.model import Model
 from keyhole.model.structure.find import relu_reader
@@ -94,6 +95,7 @@ class Factors:
         self.spines: torch.Tensor | None = None
         self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(self.parts.matrices)}
         self.readers = readers(self.parts.matrices)
+        self.waiting = waiting(model.blocks, self.parts.matrices)
         self.leaders: dict[int, int] = {}  # by the start of a group's v: the layer that is called first
         self.by_owner: dict[int, list[Vector]] = {}  # vectors of modules without a matrix, by module
         for vector in self.parts.vectors:
@@ -115,6 +117,7 @@ class Factors:
         for index in (self.by_layer[id(layer)] for _, layer in relus):
             self.readers.setdefault(index, self.parts.matrices[index].v)
         install_relu(model, relus)
+        install_ends(model, model.blocks)
         self.trained_blocks = {id(b) for b in model.blocks if any(p.requires_grad for p in b.parameters())}
         if model.blocks and id(model.blocks[0]) not in self.trained_blocks:
             install_once(model, model.blocks)
@@ -343,7 +346,8 @@ class Factors:
             bias = layer.bias[None].expand(flat.shape[0], -1)
         earlier = self.kept.rooms[index] if self.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (self.rank, matrix.outputs))
-        return Added(self.rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed, self._readers(index))
+        how = matrix.transposed, self._readers(index), index in self.waiting
+        return Added(self.rows(self.v, matrix.v), b_LrO, bias, earlier, *how)
 
     def _readers(self, index: int) -> Readers | None:
         """The layers that may read the input of this one, in the passes of a step."""

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from keyhole.errors import UserError
 from keyhole.model.model import Model
+from keyhole.model.structure.find import relu_pair, relu_reader
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.reach import reads_inside
 
@@ -157,6 +158,44 @@ def readers(matrices: list[Matrix]) -> dict[int, slice]:
         if len({matrices[i].outputs for i in members}) < len(members) and columns <= MOST_COLUMNS:
             found |= dict.fromkeys(members, slice(matrices[members[0]].v.start, matrices[members[-1]].v.stop))
     return found
+
+
+def waiting(blocks: list[nn.Module], matrices: list[Matrix]) -> set[int]:
+    """Indices of the matrices whose output is likely to be read next by a kernel that can add their small part
+    (model/forward/pending.py). Their outputs go
+
+        to a ReLU               the layer before it, if the layer after it has factors
+        to the residual stream  the last linear layer of a module with as many outputs as the first layer of the block
+                                has inputs (out_proj, fc2; o_proj, down_proj; c_proj, dense, wo)
+
+    A wrong guess costs nothing but the time of the host. It depends on the model's structure alone, so that all runs
+    have the same bits. Not: experts (which see some of the rows, and whose outputs are weighed), and layers with a bias
+    that is not trained (which may be in a slot, and gone when it is needed)."""
+    index = {id(matrix.layer): i for i, matrix in enumerate(matrices)}
+    found = []
+    for block in blocks:
+        if (reader := relu_reader(block)) and id(reader[1]) in index:
+            found.append(relu_pair(block)[0])
+        linear = list(called_layers([block]))
+        fits = {id(layer) for layer in linear if _width(layer, 1) == _width(linear[0], 0)}
+        for part in _outside_of_lists(block):
+            found += [child for child in part.children() if id(child) in fits][-1:]
+    chosen = {index[id(layer)] for layer in found if id(layer) in index}
+    return {i for i in chosen if matrices[i].bias is not None or getattr(matrices[i].layer, "bias", None) is None}
+
+
+def _outside_of_lists(part: nn.Module) -> Iterator[nn.Module]:
+    """A module and all in it, but for lists of modules (of experts, say) and what is in them."""
+    if not isinstance(part, nn.ModuleList):
+        yield part
+        for child in part.children():
+            yield from _outside_of_lists(child)
+
+
+def _width(layer: nn.Module, side: int) -> int:
+    """Number of inputs (side 0) or outputs; the parameter of a packed unit is empty."""
+    own = ("nx", "nf") if isinstance(layer, Conv1D) else ("in_features", "out_features")
+    return getattr(layer, own[side])
 
 
 def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:

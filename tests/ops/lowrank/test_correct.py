@@ -1,0 +1,164 @@
+"""What a product lacks, added by the kernel that reads its output: against float64, the reference, and in place."""
+
+import pytest
+import torch
+
+from keyhole.ops.backend import force
+from keyhole.ops.lowrank import product
+from keyhole.ops.lowrank.correct import correct, correct_reference
+from keyhole.ops.lowrank.product import narrow, narrow_relu, narrow_relu_reference, widen
+from tests.matrix import in_every_run
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def problem(
+    device: torch.device, dtype: torch.dtype, looks: int, rows: int, width: int, rank: int, bias: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, tuple]:
+    """y, a residual, and what y lacks: p are columns of a wider array, B and the bias parts of a larger one."""
+    draw = torch.Generator().manual_seed(100 * rank + width)
+    y, residual = (torch.randn(looks * rows, width, generator=draw).to(device, dtype) for _ in range(2))
+    p = torch.randn(looks, rows, rank + 3, generator=draw).to(device)[:, :, 2 : 2 + rank]
+    store = torch.randn(looks, rank * width + width + 9, generator=draw).to(device)
+    b = store[:, 5 : 5 + rank * width].unflatten(1, (rank, width))
+    return y, residual, (p, b, store[:, -width:] if bias else None)
+
+
+def in_float64(y: torch.Tensor, lacks: tuple) -> torch.Tensor:
+    p, b, bias = lacks
+    small = p.double() @ b.double() + (0 if bias is None else bias.double()[:, None])
+    return y.double() + small.view(y.shape)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, roundings: int = 1) -> None:
+    """Up to some roundings of the dtype, and in float32 of the sum's terms."""
+    limit = roundings * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=limit, atol=max(8 * limit, 1e-5))
+
+
+@pytest.mark.parametrize("choice", ["reference", "kernel"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", range(1, 10))
+def test_equals_float64(kernel_device: torch.device, choice: str, dtype: torch.dtype, rank: int) -> None:
+    """Shapes that no tile divides, 1 to 3 looks, with and without a bias and a residual."""
+    looks = 1 + rank % 3
+    for width, bias in ((70, True), (1030, False)) if rank < 4 else ((70, rank % 2 == 0),):
+        y, residual, lacks = problem(kernel_device, dtype, looks, 19, width, rank, bias)
+        before = y.clone()
+        with force(choice):
+            plain, added = correct(y, *lacks), correct(y, *lacks, residual)
+        expected = in_float64(y, lacks)
+        assert torch.equal(y, before) and plain.dtype == added.dtype == dtype
+        close(plain, expected)
+        close(added, expected + residual.double(), 2)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("rank", [1, 2, 3, 6])
+def test_the_kernel_equals_the_reference(kernel_device: torch.device, dtype: torch.dtype, rank: int) -> None:
+    """Up to the order of a sum of few terms: in 16 bit few numbers round to the other side."""
+    y, residual, lacks = problem(kernel_device, dtype, 2, 19, 70, rank)
+    for other in (None, residual):
+        with force("kernel"):
+            found = correct(y, *lacks, other)
+        expected = correct_reference(y, *lacks, other)
+        limit = max(2e-6, 2 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(found, expected, rtol=limit, atol=4 * limit)
+        assert dtype == torch.float32 or float((found == expected).float().mean()) > 0.97
+
+
+@pytest.mark.parametrize("choice", ["reference", "kernel"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [2, 5])
+def test_where_it_is_added_changes_no_bit(
+    kernel_device: torch.device, choice: str, dtype: torch.dtype, rank: int
+) -> None:
+    """In place and then read, or on the way: the same sums, ReLU and sketch."""
+    y, residual, lacks = problem(kernel_device, dtype, 2, 19, 70, rank)
+    v = torch.randn(rank, 70, generator=torch.Generator().manual_seed(0)).to(kernel_device, dtype)
+    with force(choice):
+        added, rectified = correct(y, *lacks, residual), narrow_relu(y, v, lacks)
+        assert correct(y, *lacks, out=y) is y
+        assert torch.equal(added, residual + y)
+        assert torch.equal(rectified[0], torch.relu(y))
+        torch.testing.assert_close(rectified[1], narrow(torch.relu(y), v), rtol=1e-6, atol=1e-5)
+
+
+@in_every_run(lambda dtype, rank, looks, rows: dtype == torch.bfloat16 or rank == 2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [1, 2, 4, 6])
+@pytest.mark.parametrize("looks, rows", [(1, 19), (2, 8), (3, 5)])
+def test_a_relu_of_a_product_that_lacks_something(
+    kernel_device: torch.device, dtype: torch.dtype, rank: int, looks: int, rows: int
+) -> None:
+    """Programs with the rows of one look and of several. A nan stays a nan; the sketch is that of rounded numbers."""
+    draw = torch.Generator().manual_seed(rank)
+    x, _, lacks = problem(kernel_device, dtype, looks, rows, 1030 if rank == 2 else 70, rank, bias=rank != 1)
+    v = torch.randn(rank, x.shape[1], generator=draw).to(kernel_device, dtype)
+    expected, p_expected = narrow_relu_reference(x, v, lacks)
+    with force("kernel"):
+        y, p = narrow_relu(x, v, lacks)
+        close(y, torch.relu(in_float64(x, lacks)))
+        torch.testing.assert_close(p, narrow(y, v), rtol=1e-6, atol=1e-4)
+        assert float((y == expected).float().mean()) > (0.97 if dtype == torch.bfloat16 else 0.4)
+        limit = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(p, p_expected, rtol=limit, atol=limit * float(p_expected.abs().max()))
+        x[3, 5] = torch.nan
+        y, p = narrow_relu(x, v, lacks)
+    assert y[3, 5].isnan() and int(y.isnan().sum()) == 1 and p[3].isnan().all() and int(p.isnan().sum()) == rank
+
+
+@pytest.mark.parametrize("tile", [(2, 64, 1), (8, 2048, 4)])
+def test_tiles_change_no_bit_of_the_relu(
+    kernel_device: torch.device, tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one look in a program, or of two: B is loaded once for all rows, or for each."""
+    x, _, lacks = problem(kernel_device, torch.bfloat16, 2, 6, 300, 2)
+    v = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)).to(kernel_device, torch.bfloat16)
+    with force("kernel"):
+        expected, p_expected = narrow_relu(x, v, lacks)
+        names = ("CORRECTED_ROWS", "CORRECTED_DEPTH", "CORRECTED_WARPS")
+        for name, value in zip(names, tile, strict=True):
+            monkeypatch.setattr(product, name, value)
+        y, p = narrow_relu(x, v, lacks)
+    assert torch.equal(y, expected)
+    torch.testing.assert_close(p, p_expected, rtol=1e-5, atol=1e-4)
+
+
+def test_the_small_part_is_that_of_widen(kernel_device: torch.device) -> None:
+    """y = 0, corrected in float32, has the bits of `widen`."""
+    for rank in (2, 5):
+        y, _, lacks = problem(kernel_device, torch.float32, 2, 19, 70, rank)
+        with force("kernel"):
+            assert torch.equal(correct(y.zero_(), *lacks), widen(*lacks, torch.float32).view(y.shape))
+
+
+def test_no_rows(kernel_device: torch.device) -> None:
+    y, residual, lacks = problem(kernel_device, torch.float32, 2, 0, 8, 2)
+    with force("kernel"):
+        assert correct(y, *lacks, residual).shape == (0, 8)
+        assert narrow_relu(y, torch.randn(2, 8), lacks)[0].shape == (0, 8)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    y, residual, lacks = problem(torch.device("cpu"), torch.float32, 2, 4, 8, 2)
+    for wrong in ((y[:-1], *lacks), (y.t(), *lacks), (y, *lacks, residual.double()), (y, *lacks, residual[:, :4])):
+        with pytest.raises(AssertionError):
+            correct(*wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows, width", [(1024, 5120), (300, 576), (77, 20480)])
+def test_on_the_gpu(cuda: torch.device, rank: int, rows: int, width: int) -> None:
+    """Compiled, at the sizes of models: against float64; where it is added changes no bit; all launches have the same
+    bits."""
+    y, residual, lacks = problem(cuda, torch.bfloat16, 2, rows, width, rank)
+    v = torch.randn(rank, width, device=cuda, dtype=torch.bfloat16)
+    added, (x, p) = correct(y, *lacks, residual), narrow_relu(y, v, lacks)
+    close(added, in_float64(y, lacks) + residual.double(), 2)
+    assert all(torch.equal(correct(y, *lacks, residual), added) for _ in range(3))
+    assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(narrow_relu(y, v, lacks), (x, p), strict=True))
+    correct(y, *lacks, out=y)
+    assert torch.equal(residual + y, added) and torch.equal(torch.relu(y), x)
+    torch.testing.assert_close(p, narrow(x, v), rtol=1e-4, atol=1e-2)
