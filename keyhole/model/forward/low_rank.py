@@ -161,12 +161,12 @@ def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], nn.
     ordinary = activation.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        owner = model()
+        owner, x = model(), pending.finished(x)
         factors = None if owner is None or torch.is_grad_enabled() else owner.factors
         added = None if factors is None else factors.added_to(layer())
         readers = None if added is None else added.readers
         if readers is None or (x.shape[-1], x.dtype) != (readers.v_kI.shape[1], readers.v_kI.dtype):
-            return ordinary(pending.finished(x))
+            return ordinary(x)
         if getattr(x, "keyhole_rectified", False):  # the layer before has no factors (fused_relu.py)
             return x
         return sketching_relu(x, readers)

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from keyhole import ops
-from keyhole.model.forward.pending import rows_and_lack
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,8 @@ def sketch(x: torch.Tensor, v_rI: torch.Tensor, readers: Readers | None) -> torc
 
 
 def sketching_relu(x: torch.Tensor, readers: Readers) -> torch.Tensor:
-    """max(x, 0), on which the sketch for these layers is left. x may be a Pending, and stays one."""
-    x_MI, lacks = rows_and_lack(x)
-    y_MI, p_Mk = ops.narrow_relu(x_MI, readers.v_kI, lacks)
+    """max(x, 0), on which the sketch for these layers is left."""
+    y_MI, p_Mk = ops.narrow_relu(x.reshape(-1, x.shape[-1]).contiguous(), readers.v_kI)
     y = y_MI.view(x.shape)
     if not y.is_inference() and not readers.v_kI.is_inference():
         _leave(y, p_Mk, readers)

@@ -3,8 +3,8 @@
     y_l = x_l W^T + p_l B_l^T + b_l          p_l = x_l V,  l = 1 .. L looks, one below the other (product.py)
 
 `widen` writes p B_l^T + b_l as y, and the product reads it again to add to it: 4 M O bytes in 16 bit that bear no
-information, since the output is read once more anyway, by the addition to the residual stream (or by a ReLU). So the
-product is made without the small part, and
+information, since the output is read once more anyway, by the addition to the residual stream. So the product is made
+without the small part, and
 
     correct    h = round(residual + round(y + p B_l^T + b_l))     reads y and the residual, writes h, as an addition
                y = round(y + p B_l^T + b_l)                       in place, where something else reads y
@@ -26,8 +26,11 @@ import torch
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.rounding.round import round_nearest
 
+Small = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""(p [L, M, r], B [L, r, O], b [L, O]): what a product lacks, p B_l^T + b_l."""
+
 UNROLLED = 4  # ranks up to this have a loop without a counter, so that all loads are issued at once
-ROWS, COLUMNS, WARPS = 16, 512, 4  # of a tile of y; above a rank of 2, half the rows and twice the columns
+ROWS, COLUMNS, WARPS = 8, 256, 2  # of a tile of y; above a rank of 2, half the rows and twice the columns
 
 
 def correct_reference(

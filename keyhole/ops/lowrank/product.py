@@ -12,12 +12,10 @@ Where a ReLU made x, its kernel can compute p on the way, from numbers that it h
 
     narrow_relu    x = max(x', 0), p = x V     reads x' and writes x, as a ReLU does; narrow would read x once more
 
-The product before that ReLU may lack its own small part (correct.py): x = max(round(x' + p' B_l^T + b_l), 0) then, and
-that layer's `widen` is not needed. For 2048 x 20480 in 16 bit 168 MB less; B_l and b_l come from the L2 cache.
-
-So beside the product y is written and read once more, and x read once more: for O = I = 5120 and 2048 rows in 16 bit
-63 MB, against 107 GFLOP (21 MB, where what reads y adds the small part: correct.py). y holds the small part before the
-large one is added to it in float32. (The textbook computes W + B_l V^T for each l: 2 O I written and read per l.)
+Where the addition to the residual stream reads y, its kernel can add the small part instead, and `widen` is not needed
+(correct.py). Otherwise y is written and read once more beside the product, and x read once more: for O = I = 5120 and
+2048 rows in 16 bit 63 MB, against 107 GFLOP. y holds the small part before the large one is added to it in float32, and
+the sum is rounded once. (The textbook computes W + B_l V^T for each l: 2 O I written and read per l.)
 
 Sums differ from the reference's by rounding; the order of a sum is the same in every launch.
 Legend: L looks, M rows of each, I inputs, O outputs, r rank.
@@ -26,18 +24,13 @@ Legend: L looks, M rows of each, I inputs, O outputs, r rank.
 import torch
 
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
-from keyhole.ops.lowrank.correct import check_small_part, correct, correct_reference, small_part
+from keyhole.ops.lowrank.correct import check_small_part, small_part
 from keyhole.ops.rounding.round import round_nearest
-
-Small = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""(p [L, M, r], B [L, r, O], b [L, O]): what a product lacks, p B_l^T + b_l (correct.py)."""
 
 ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs, so each must have many loads in flight
 LEAST = 16  # minimum number of columns of tl.dot
 FEW = 4  # ranks up to this are summed without tl.dot, which would multiply by twelve columns of zeros
 FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 2
-CORRECTED_ROWS, CORRECTED_DEPTH, CORRECTED_WARPS = 4, 1024, 4  # the same where x lacks p B_l^T + b_l
-CORRECTED_AT_ONCE = True  # B is loaded once for all rows of a program, if they belong to one look
 ROWS_OUT, COLUMNS, WARPS_OUT = 16, 512, 4  # of a tile of y; above a rank of 2, half the rows and twice the columns
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -56,11 +49,8 @@ def widen_reference(
     return y_LMO.to(dtype)
 
 
-def narrow_relu_reference(
-    x_MI: torch.Tensor, v_rI: torch.Tensor, lacks: Small | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(x, 0), and its product with V in float32. lacks: what is added to x before."""
-    x_MI = x_MI if lacks is None else correct_reference(x_MI, *lacks)
+def narrow_relu_reference(x_MI: torch.Tensor, v_rI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """max(x, 0), and its product with V in float32."""
     return (y_MI := torch.relu(x_MI)), narrow_reference(y_MI, v_rI)
 
 
@@ -85,50 +75,19 @@ def _narrow_kernel(
 
 @jit()
 def _narrow_few_kernel(
-    x_ptr, v_ptr, p_ptr, relu_ptr, lacks_ptr, b_ptr, bias_ptr, M, width, r, look_rows, lacks_stride, b_stride,
-    bias_stride, ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, LACKS: tl.constexpr, ONE: tl.constexpr,
+    x_ptr, v_ptr, p_ptr, relu_ptr, M, width, r, ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr
 ):  # fmt: skip
     """The same for a rank of 1 to 4: a sum per row and column; each element of x is used when it is read. relu_ptr:
     None, or where max(x, 0) is written, which then takes the place of x. (Stores come after loads, because the compiler
-    cannot move a load above a store.)
-
-    LACKS: the rank of what is added to x before, p (lacks_ptr) times B and a bias; 0: nothing. look_rows: of each look.
-    ONE: the rows of a program belong to one look, so that each number of B is loaded once for all of them."""
+    cannot move a load above a store.)"""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row.to(tl.int64)[:, None] * width
     sum_0 = tl.zeros([ROWS, DEPTH], tl.float32)
     sum_1, sum_2, sum_3 = sum_0, sum_0, sum_0
-    if LACKS > 0:
-        p_0 = tl.load(lacks_ptr + row * lacks_stride, row < M, 0.0)[:, None]
-        p_1, p_2, p_3 = p_0, p_0, p_0
-        if LACKS > 1:
-            p_1 = tl.load(lacks_ptr + row * lacks_stride + 1, row < M, 0.0)[:, None]
-        if LACKS > 2:
-            p_2 = tl.load(lacks_ptr + row * lacks_stride + 2, row < M, 0.0)[:, None]
-        if LACKS > 3:
-            p_3 = tl.load(lacks_ptr + row * lacks_stride + 3, row < M, 0.0)[:, None]
-        if ONE:
-            look = (tl.program_id(0) * ROWS // look_rows).to(tl.int64)
-        else:
-            look = (row // look_rows).to(tl.int64)[:, None]
     for start in range(0, width, DEPTH):
         i = start + tl.arange(0, DEPTH)
         inside = (row < M)[:, None] & (i < width)[None, :]
         x = tl.load(x_ptr + at + i[None, :], inside, 0.0).to(tl.float32)
-        if LACKS > 0:
-            there = (i < width)[None, :] if ONE else inside
-            b_at = b_ptr + look * b_stride + i[None, :]
-            small = tl.zeros([ROWS, DEPTH], tl.float32)
-            if bias_ptr is not None:
-                small += tl.load(bias_ptr + look * bias_stride + i[None, :], there, 0.0).to(tl.float32)
-            small += p_0 * tl.load(b_at, there, 0.0)
-            if LACKS > 1:
-                small += p_1 * tl.load(b_at + width, there, 0.0)
-            if LACKS > 2:
-                small += p_2 * tl.load(b_at + 2 * width, there, 0.0)
-            if LACKS > 3:
-                small += p_3 * tl.load(b_at + 3 * width, there, 0.0)
-            x = round_nearest(x + small, relu_ptr.dtype.element_ty).to(tl.float32)
         if relu_ptr is not None:
             x = tl.where(x < 0, 0.0, x)  # a nan stays
         sum_0 += x * tl.load(v_ptr + i, i < width, 0.0).to(tl.float32)[None, :]
@@ -185,44 +144,26 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
     return p_Mr
 
 
-def narrow_relu(
-    x_MI: torch.Tensor, v_rI: torch.Tensor, lacks: Small | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max(x, 0), its product with V as float32 [M, r]). x, v: contiguous, of one dtype. lacks: what is added to x
-    before, which is rounded then; x itself stays as it is."""
+def narrow_relu(x_MI: torch.Tensor, v_rI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(max(x, 0), its product with V as float32 [M, r]). x, v: contiguous, of one dtype."""
     (rows, width), rank = x_MI.shape, v_rI.shape[0]
     assert x_MI.is_contiguous() and v_rI.is_contiguous() and v_rI.shape[1] == width, (x_MI.shape, v_rI.shape)
     assert x_MI.dtype == v_rI.dtype, (x_MI.dtype, v_rI.dtype)
     if not use_kernel(x_MI.device) or not rows:
-        return narrow_relu_reference(x_MI, v_rI, lacks)
-    if rank > FEW or (lacks is not None and lacks[0].shape[2] > FEW):
-        y_MI = torch.relu(x_MI) if lacks is None else correct(x_MI, *lacks).relu_()
-        return y_MI, narrow(y_MI, v_rI)
+        return narrow_relu_reference(x_MI, v_rI)
+    if rank > FEW:
+        return (y_MI := torch.relu(x_MI)), narrow(y_MI, v_rI)
     y_MI, p_Mr = torch.empty_like(x_MI), torch.empty(rows, rank, device=x_MI.device)
-    _launch_few(x_MI, v_rI, p_Mr, y_MI, lacks)
+    _launch_few(x_MI, v_rI, p_Mr, y_MI)
     return y_MI, p_Mr
 
 
-def _launch_few(
-    x_MI: torch.Tensor,
-    v_rI: torch.Tensor,
-    p_Mr: torch.Tensor,
-    relu_MI: torch.Tensor | None,
-    lacks: Small | None = None,
-) -> None:
+def _launch_few(x_MI: torch.Tensor, v_rI: torch.Tensor, p_Mr: torch.Tensor, relu_MI: torch.Tensor | None) -> None:
     (rows, width), rank = x_MI.shape, v_rI.shape[0]
-    small, sizes, own = (None, None, None), (rows, 0, 0, 0), 0
-    high, deep, warps = FEW_ROWS, FEW_DEPTH, FEW_WARPS
-    if lacks is not None:
-        small, (p_LMr, b_LrO, bias_LO) = lacks, lacks
-        check_small_part(*lacks)
-        assert p_LMr.shape[0] * p_LMr.shape[1] == rows and b_LrO.shape[2] == width, (p_LMr.shape, b_LrO.shape)
-        sizes = p_LMr.shape[1], p_LMr.stride(1), b_LrO.stride(0), 0 if bias_LO is None else bias_LO.stride(0)
-        high, deep, warps, own = CORRECTED_ROWS, CORRECTED_DEPTH, CORRECTED_WARPS, p_LMr.shape[2]
-    flags = {"ROWS": high, "DEPTH": deep, "RANK": rank, "LACKS": own, "ONE": CORRECTED_AT_ONCE and sizes[0] % high == 0}
+    flags = {"ROWS": FEW_ROWS, "DEPTH": FEW_DEPTH, "RANK": rank, "num_warps": FEW_WARPS}
     with on_device(x_MI):
-        flags |= {"num_warps": warps, "enable_fp_fusion": False}
-        _narrow_few_kernel[(-(-rows // high),)](x_MI, v_rI, p_Mr, relu_MI, *small, rows, width, rank, *sizes, **flags)
+        grid = (-(-rows // FEW_ROWS),)
+        _narrow_few_kernel[grid](x_MI, v_rI, p_Mr, relu_MI, rows, width, rank, **flags, enable_fp_fusion=False)
 
 
 def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

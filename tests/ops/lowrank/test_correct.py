@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from keyhole.ops.backend import force
-from keyhole.ops.lowrank import product
 from keyhole.ops.lowrank.correct import correct, correct_reference
-from keyhole.ops.lowrank.product import narrow, narrow_relu, narrow_relu_reference, widen
-from tests.matrix import in_every_run
+from keyhole.ops.lowrank.product import widen
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -73,56 +71,12 @@ def test_the_kernel_equals_the_reference(kernel_device: torch.device, dtype: tor
 def test_where_it_is_added_changes_no_bit(
     kernel_device: torch.device, choice: str, dtype: torch.dtype, rank: int
 ) -> None:
-    """In place and then read, or on the way: the same sums, ReLU and sketch."""
+    """In place and then read, or on the way."""
     y, residual, lacks = problem(kernel_device, dtype, 2, 19, 70, rank)
-    v = torch.randn(rank, 70, generator=torch.Generator().manual_seed(0)).to(kernel_device, dtype)
     with force(choice):
-        added, rectified = correct(y, *lacks, residual), narrow_relu(y, v, lacks)
+        added = correct(y, *lacks, residual)
         assert correct(y, *lacks, out=y) is y
         assert torch.equal(added, residual + y)
-        assert torch.equal(rectified[0], torch.relu(y))
-        torch.testing.assert_close(rectified[1], narrow(torch.relu(y), v), rtol=1e-6, atol=1e-5)
-
-
-@in_every_run(lambda dtype, rank, looks, rows: dtype == torch.bfloat16 or rank == 2)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rank", [1, 2, 4, 6])
-@pytest.mark.parametrize("looks, rows", [(1, 19), (2, 8), (3, 5)])
-def test_a_relu_of_a_product_that_lacks_something(
-    kernel_device: torch.device, dtype: torch.dtype, rank: int, looks: int, rows: int
-) -> None:
-    """Programs with the rows of one look and of several. A nan stays a nan; the sketch is that of rounded numbers."""
-    draw = torch.Generator().manual_seed(rank)
-    x, _, lacks = problem(kernel_device, dtype, looks, rows, 1030 if rank == 2 else 70, rank, bias=rank != 1)
-    v = torch.randn(rank, x.shape[1], generator=draw).to(kernel_device, dtype)
-    expected, p_expected = narrow_relu_reference(x, v, lacks)
-    with force("kernel"):
-        y, p = narrow_relu(x, v, lacks)
-        close(y, torch.relu(in_float64(x, lacks)))
-        torch.testing.assert_close(p, narrow(y, v), rtol=1e-6, atol=1e-4)
-        assert float((y == expected).float().mean()) > (0.97 if dtype == torch.bfloat16 else 0.4)
-        limit = 1e-4 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(p, p_expected, rtol=limit, atol=limit * float(p_expected.abs().max()))
-        x[3, 5] = torch.nan
-        y, p = narrow_relu(x, v, lacks)
-    assert y[3, 5].isnan() and int(y.isnan().sum()) == 1 and p[3].isnan().all() and int(p.isnan().sum()) == rank
-
-
-@pytest.mark.parametrize("tile", [(2, 64, 1), (8, 2048, 4)])
-def test_tiles_change_no_bit_of_the_relu(
-    kernel_device: torch.device, tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of one look in a program, or of two: B is loaded once for all rows, or for each."""
-    x, _, lacks = problem(kernel_device, torch.bfloat16, 2, 6, 300, 2)
-    v = torch.randn(2, 300, generator=torch.Generator().manual_seed(0)).to(kernel_device, torch.bfloat16)
-    with force("kernel"):
-        expected, p_expected = narrow_relu(x, v, lacks)
-        names = ("CORRECTED_ROWS", "CORRECTED_DEPTH", "CORRECTED_WARPS")
-        for name, value in zip(names, tile, strict=True):
-            monkeypatch.setattr(product, name, value)
-        y, p = narrow_relu(x, v, lacks)
-    assert torch.equal(y, expected)
-    torch.testing.assert_close(p, p_expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_small_part_is_that_of_widen(kernel_device: torch.device) -> None:
@@ -137,7 +91,6 @@ def test_no_rows(kernel_device: torch.device) -> None:
     y, residual, lacks = problem(kernel_device, torch.float32, 2, 0, 8, 2)
     with force("kernel"):
         assert correct(y, *lacks, residual).shape == (0, 8)
-        assert narrow_relu(y, torch.randn(2, 8), lacks)[0].shape == (0, 8)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -154,11 +107,8 @@ def test_on_the_gpu(cuda: torch.device, rank: int, rows: int, width: int) -> Non
     """Compiled, at the sizes of models: against float64; where it is added changes no bit; all launches have the same
     bits."""
     y, residual, lacks = problem(cuda, torch.bfloat16, 2, rows, width, rank)
-    v = torch.randn(rank, width, device=cuda, dtype=torch.bfloat16)
-    added, (x, p) = correct(y, *lacks, residual), narrow_relu(y, v, lacks)
+    added = correct(y, *lacks, residual)
     close(added, in_float64(y, lacks) + residual.double(), 2)
     assert all(torch.equal(correct(y, *lacks, residual), added) for _ in range(3))
-    assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(narrow_relu(y, v, lacks), (x, p), strict=True))
     correct(y, *lacks, out=y)
-    assert torch.equal(residual + y, added) and torch.equal(torch.relu(y), x)
-    torch.testing.assert_close(p, narrow(x, v), rtol=1e-4, atol=1e-2)
+    assert torch.equal(residual + y, added)
