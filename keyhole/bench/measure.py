@@ -157,12 +157,13 @@ def clear_device(device: torch.device) -> None:
 def device_memory(device: torch.device) -> dict[str, int]:
     """Peaks since clean_up, and the memory in use on the whole device (CUDA context included)."""
     if device.type != "cuda":
-        return {"reserved_bytes": 0, "allocated_bytes": 0, "in_use_bytes": 0}
+        return {"reserved_bytes": 0, "allocated_bytes": 0, "in_use_bytes": 0, "alloc_retries": 0}
     free, total = torch.cuda.mem_get_info(device)
     return {
         "reserved_bytes": torch.cuda.max_memory_reserved(device),
         "allocated_bytes": torch.cuda.max_memory_allocated(device),
         "in_use_bytes": total - free,
+        "alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),  # each waits for the device
     }
 
 
