@@ -58,7 +58,7 @@ def zo(
 ) -> None:
     """Zeroth-order: textbook, resident and streamed steps.
 
-    Tables: judged, sizes, ablation, wire (AMP), batches, compiled, lengths, budgets, giant, bloom.
+    Tables: judged, sizes, ablation, wire (AMP), batches, compiled, lengths, short, budgets, giant, bloom.
     """
     from keyhole.bench.rows import TABLES
     from keyhole.bench.zo.run import bench_zo

@@ -80,7 +80,7 @@ class ZoWorker:
         return ZO.planned_bytes(model.layout, model.engine.streamed, workload(case), room).total
 
     def batch(self, case: Case) -> dict[str, torch.Tensor]:
-        length = case.length // QUICK_SHRINK if self.job.quick else case.length
+        length = max(4, case.length // QUICK_SHRINK) if self.job.quick else case.length
         return measure.random_batch(case.batch, length, self.models.model.config.vocab_size)
 
 

@@ -79,7 +79,7 @@ def test_the_sizes_are_all_of_them() -> None:
     assert cases == {(m, d, s) for m in SHAPES for d in ("fp32", "fp16", "bf16") for s in SYSTEMS}
 
 
-@pytest.mark.parametrize("table", ["ablation", "wire", "batches", "lengths"])
+@pytest.mark.parametrize("table", ["ablation", "wire", "batches", "lengths", "short"])
 def test_a_table_runs_on_other_models(table: str) -> None:
     """The cases of the table once for each, and their floors with them; a slip is told."""
     found = for_models(TABLES, ["2.7B", "BLOOM-176B"])[table].cases
