@@ -52,8 +52,8 @@ METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_in
 VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
 SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 NO_MEMORY = (
-    "If the tensor is the output y of a linear layer: with zo.rank it lacks a part until a PyTorch function reads it, and "
-    "this code reads its memory. Give it y.contiguous()"
+    "If the tensor is the output y of a linear layer: with zo.rank it lacks a part until a PyTorch function reads it, "
+    "and this code reads its memory. Give it y.contiguous()"
 )
 DROPOUTS = {F.dropout: ("input", "p", "training"), torch.dropout: ("input", "p", "train")}
 
