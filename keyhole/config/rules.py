@@ -116,6 +116,10 @@ def _method_faults(config: TrainConfig) -> Iterator[Finding]:
     if config.learning_rate == AUTO_RATE and not row.search_passes:
         finds = ", ".join(other.name for other in METHODS.values() if other.search_passes)
         yield Finding("learning_rate", f"{config.method} cannot find a rate ({finds} can); set a number, or null")
+    one_row = config.batch_size * config.gradient_accumulation_steps == 1
+    if config.learning_rate == AUTO_RATE and row.search_passes and one_row:
+        why = "auto compares two halves of a step's rows, and this step has one"
+        yield Finding("learning_rate", f"{why}; raise batch_size or gradient_accumulation_steps, or set a number")
     if config.dtype == "float16" and not row.underflow_safe:
         why = f"{config.method} has no loss scaling, and float16 gradients underflow without"
         yield Finding("dtype", f"{why}; use bfloat16 or float32, or null to let it be chosen")

@@ -98,9 +98,8 @@ def test_auto_may_become_a_number_and_not_the_reverse(make: Make) -> None:
 
 def test_one_row_has_no_halves(make: Make) -> None:
     """auto compares two halves of a step's rows."""
-    config = make("one", **settings("auto") | {"batch_size": 1, "gradient_accumulation_steps": 1})
     with pytest.raises(UserError, match=r"learning_rate: auto .* this step has one; raise batch_size"):
-        train(config)
+        train(make("one", **settings("auto") | {"batch_size": 1, "gradient_accumulation_steps": 1}))
 
 
 def test_long_runs_in_8_bits_are_wanted_by_somebody(make: Make, capsys: pytest.CaptureFixture) -> None:

@@ -44,7 +44,9 @@ class _Adapted(torch.autograd.Function):
         ctx.save_for_backward(x_MI, z_Mr)
         ctx.a, ctx.b, ctx.layer, ctx.scale, ctx.apart = a, b, layer, scale, dropped is not None
         if layer is None:
-            return torch.addmm(_flat(y), z_Mr, b_Or.t(), alpha=scale).view(y.shape)
+            out = y.new_empty(y.shape)  # not a view: Falcon writes into it
+            torch.addmm(_flat(y), z_Mr, b_Or.t(), alpha=scale, out=out.view(-1, y.shape[-1]))
+            return out
         ctx.mark_dirty(y)
         y.view(-1, y.shape[-1]).addmm_(z_Mr, b_Or.t(), alpha=scale)
         return y

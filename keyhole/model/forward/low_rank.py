@@ -144,6 +144,9 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
         factors.see(layer, x)
         if (share := factors.running) is not None and share.count > 1:
             share.check(x)
+        if torch.is_autocast_enabled(x.device.type):  # computed in the model's dtype, returned in that of the region
+            y = product(x.to(added.v_rI.dtype), layer, added, tiles)
+            return y.to(torch.get_autocast_dtype(x.device.type))
         return product(x, layer, added, tiles)
 
     return forward

@@ -18,7 +18,8 @@ hook that looks at y changes no number, and a layer whose output is used in anot
 otherwise: y is written and read once more.
 
 A Pending has no memory of its own, so code that goes past PyTorch's functions to the bytes of a tensor (a C++
-extension) finds none, instead of wrong numbers. Its `data_ptr()` is that of y, after y was finished.
+extension) raises an error, instead of computing with wrong numbers. Its `data_ptr()` is that of y, after y was
+finished.
 
 B_l and b_l are those of a running pass, and change after it. So what is still alive when a block's forward returns (a
 hook has kept it) is finished there, and a block's own output is never a Pending. Outside of a block's forward nothing
@@ -28,13 +29,15 @@ Legend: L looks, M rows of all looks together, O outputs, r rank.
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from keyhole import ops
 from keyhole.ops.lowrank.correct import Small
@@ -48,6 +51,10 @@ METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Te
 METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference}
 VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
 SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+NO_MEMORY = (
+    "If the tensor is the output y of a linear layer: with zo.rank it lacks a part until a PyTorch function reads it, "
+    "and this code reads its memory. Give it y.contiguous()"
+)
 DROPOUTS = {F.dropout: ("input", "p", "training"), torch.dropout: ("input", "p", "train")}
 
 
@@ -63,8 +70,21 @@ class _Product:
     def finish(self) -> None:
         if self.lacks is not None:
             lacks, self.lacks = self.lacks, None
-            with torch.no_grad():
+            with torch.no_grad(), _outside() if _traced() else nullcontext():
                 ops.correct(self.y_MO, *lacks, out=self.y_MO)
+
+
+def _traced() -> bool:
+    """Whether the running code is transformed (torch.func: vmap, grad, jvp) or recorded (make_fx). Its tensors may have
+    no memory, it must not write to those that it did not make, and what it computes may be computed again."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """A context that no transformation sees."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
 
 
 class Pending(torch.Tensor):
@@ -78,18 +98,19 @@ class Pending(torch.Tensor):
         like = {"strides": view.stride(), "dtype": view.dtype, "device": view.device}
         made = Tensor._make_wrapper_subclass(cls, view.shape, **like)  # type: ignore[attr-defined]
         made.keyhole_product, made.keyhole_view = product, view
+        torch._C._set_throw_on_mutable_data_ptr(made)  # otherwise C++ code is given a null pointer
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
-            return func(*map(_as_it_is, args), **kwargs)
+            return func(*map(_as_it_is, args), **{name: _as_it_is(value) for name, value in kwargs.items()})
         if func in SUMS and (made := _sum(args, kwargs)) is not None:
             return made
         if func in DROPOUTS and _does_nothing(given := dict(zip(DROPOUTS[func], args, strict=False)) | kwargs):
             return given["input"]
-        if func in VIEWS and isinstance(args[0], Pending):
+        if func in VIEWS and args and isinstance(args[0], Pending):
             return _view(args[0], func(_as_it_is(args[0]), *args[1:], **kwargs))
         return func(*finished(args), **finished(kwargs))
 
@@ -120,7 +141,7 @@ def _does_nothing(given: dict[str, Any]) -> bool:
 
 def _sum(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """The sum of a Pending and another tensor in one kernel; None: this is something else."""
-    if len(args) != 2 or kwargs or torch.is_grad_enabled():
+    if len(args) != 2 or kwargs or torch.is_grad_enabled() or _traced():
         return None
     mine, other = args if isinstance(args[0], Pending) else args[::-1]
     other, product, y = finished(other), mine.keyhole_product, mine.keyhole_view
@@ -198,7 +219,9 @@ def _forward(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             output = finished(ordinary(*args, **kwargs))
             _finish(made)
             return output
-        except BaseException:
+        except BaseException as error:
+            if "access data pointer" in str(error):
+                error.add_note(NO_MEMORY)
             with suppress(Exception):  # the device may be what failed
                 _finish(made)
             raise

@@ -41,7 +41,8 @@ def correct_reference(
     residual_MO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """residual + (y + p B^T + b)."""
-    small_LMO = torch.bmm(p_LMr, b_LrO)
+    with torch.autocast(y_MO.device.type, enabled=False):
+        small_LMO = torch.bmm(p_LMr, b_LrO)
     small_LMO = small_LMO if bias_LO is None else small_LMO + bias_LO[:, None, :].float()
     y_MO = (y_MO.float() + small_LMO.view(y_MO.shape)).to(y_MO.dtype)
     return y_MO if residual_MO is None else residual_MO + y_MO

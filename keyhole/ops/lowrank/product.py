@@ -38,15 +38,18 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 def narrow_reference(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
     """x V, in float32."""
-    return x_MI.float() @ v_rI.float().t()
+    with torch.autocast(x_MI.device.type, enabled=False):
+        return x_MI.float() @ v_rI.float().t()
 
 
 def widen_reference(
     p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """p B^T + b."""
-    y_LMO = torch.bmm(p_LMr, b_LrO) if bias_LO is None else torch.baddbmm(bias_LO[:, None, :].float(), p_LMr, b_LrO)
-    return y_LMO.to(dtype)
+    with torch.autocast(p_LMr.device.type, enabled=False):
+        if bias_LO is None:
+            return torch.bmm(p_LMr, b_LrO).to(dtype)
+        return torch.baddbmm(bias_LO[:, None, :].float(), p_LMr, b_LrO).to(dtype)
 
 
 def narrow_relu_reference(x_MI: torch.Tensor, v_rI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,3 +85,17 @@ def test_without_a_graph_the_same_bits_come_out() -> None:
     with torch.no_grad():
         plain = adapted_forward(block.up, x)
     assert torch.equal(plain, adapted_forward(block.up, x).detach())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_output_may_be_written_to(frozen: bool) -> None:
+    """By the code after it, as in Falcon's blocks, whose layers are not plain ones."""
+    block, x = adapted(frozen), torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(1))
+    use_products(block.up)
+    y, changed = block.up(x), block.up(x)
+    changed += 2 * x.mean()
+    found, expected = (
+        torch.autograd.grad(out.square().sum(), block.up.lora_B[ADAPTER].weight)[0]
+        for out in (changed, y + 2 * x.mean())
+    )
+    assert torch.equal(found, expected)

@@ -187,3 +187,19 @@ def test_on_the_gpu_looks_at_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert train(away, 6, lr=1e-3, **LOW) == found and equal(weights(resident), weights(away))
     monkeypatch.setattr(low_rank, "find_norm", lambda *args: None)
     assert train(load(name, device="cuda"), 6, lr=1e-3, **LOW) == pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize("where", ["blocks", "mlp"])
+def test_regions_of_autocast(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model's own code: layers take what is there, return the dtype of the region, and learn what they learn
+    elsewhere, up to rounding."""
+
+    def losses(autocast: bool) -> list[float]:
+        model = load("llama")
+        for module in model.blocks if where == "blocks" else [block.mlp for block in model.blocks]:
+            around = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+            monkeypatch.setattr(module, "forward", around(module.forward))
+        return train(model, 4, lr=1e-2, **LOW)
+
+    found, expected = losses(True), losses(False)
+    assert found != expected and found == pytest.approx(expected, rel=1e-3)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -63,6 +64,17 @@ def set_item(y: torch.Tensor, r: torch.Tensor) -> None:
     y[0] = r[1]
 
 
+def in_bfloat16(y: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return y + r, y @ r.transpose(1, 2)
+
+
+@torch.jit.script
+def scripted(y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    y.mul_(0.5)
+    return y.view(-1, y.size(-1)) + r.view(-1, r.size(-1))
+
+
 def in_place_sum(y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     y += r
     return y
@@ -100,6 +112,8 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "view": lambda y, r: y.view(-1, 8),
     "view, +": lambda y, r: y.view(10, 8) + r.view(10, 8),
     "reshape, +": lambda y, r: r + torch.reshape(y, (1, 10, 8)).reshape(SHAPE),
+    "reshape, input=": lambda y, r: torch.reshape(input=y, shape=(10, 8)),
+    "numel, input=": lambda y, r: (torch.numel(input=y), torch.is_floating_point(input=y)),
     "heads": lambda y, r: y.view(2, 5, 2, 4).transpose(1, 2),
     "flat": lambda y, r: y.view(-1),
     "bits": lambda y, r: y.view(torch.uint8),
@@ -147,6 +161,16 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "aten": lambda y, r: torch.ops.aten.mul.Tensor(y, r),
     "C++": lambda y, r: past_torch_function(y),
     "Function": lambda y, r: Doubled.apply(y),
+    "autocast": lambda y, r: in_bfloat16(y, r),
+    "script": lambda y, r: scripted(y, r),
+    "vmap": lambda y, r: torch.vmap(torch.add)(y, r),
+    "within vmap": lambda y, r: torch.vmap(lambda one: (y + one).sum())(torch.stack([r, r])),
+    "jvp": lambda y, r: torch.func.jvp(torch.sin, (y,), (r,)),
+    "within jvp": lambda y, r: torch.func.jvp(lambda one: one + y, (r,), (r,)),
+    "within grad": lambda y, r: torch.func.grad(lambda one: (one + y).square().sum())(r),
+    "within jacrev": lambda y, r: torch.func.jacrev(lambda one: (one + y).sum(-1))(r),
+    "recorded": lambda y, r: make_fx(lambda one: y * one)(r)(r),
+    "recorded sum": lambda y, r: make_fx(lambda one: y + one)(r)(r),
     "type": lambda y, r: y.type(torch.float64),
     "new": lambda y, r: y.new_ones(3),
     "shape": lambda y, r: (y.shape, y.size(-1), len(y), y.dim(), y.dtype, y.device, y.stride(), y.is_contiguous()),
@@ -284,6 +308,16 @@ def test_data_ptr_is_that_of_the_whole() -> None:
     y, whole = made()
     y.data_ptr()
     assert y.keyhole_product.lacks is None and same(y.keyhole_product.y_MO.view(SHAPE), whole)
+
+
+def test_code_past_torch_is_told() -> None:
+    """It finds no memory, and the error says what to do: not a null pointer, which it would read."""
+    read = torch.utils.dlpack.to_dlpack
+    (y, whole), block = made(), pending._forward(lambda y: read(y))
+    with pytest.raises(RuntimeError, match="access data pointer") as error:
+        block(y)
+    assert error.value.__notes__ == [pending.NO_MEMORY]
+    assert same(torch.from_dlpack(read(y.contiguous())), whole)
 
 
 def test_with_gradients_it_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
