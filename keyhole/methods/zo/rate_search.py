@@ -64,16 +64,21 @@ class RateSearch:
     def __init__(self, estimator: Estimator, rank: int | None = None) -> None:
         self.estimator, self.rank, self.taken = estimator, rank, 0
         self.found: float | None = None
+        self.first_pieces: int | None = None  # micro-batches of the first half; None: the step has no halves
         self.why = ""
         self.lines: list[str] = []
 
     def halves(self, batches: list[Batch]) -> list[Batch]:
-        """The rows of a step in two halves, one after the other."""
+        """The rows of a step in two halves, one after the other. A step of one row, such as the last of an epoch, has
+        none, and is not counted."""
         if sum(map(sample_count, batches)) < 2:
-            raise UserError(
-                "learning_rate: auto compares two halves of a step's rows, and this step has one; raise batch_size or "
-                "gradient_accumulation_steps, or set a number"
-            )
+            if not self.taken:  # the first step is as large as most
+                raise UserError(
+                    "learning_rate: auto compares two halves of a step's rows, and this step has one; raise batch_size "
+                    "or gradient_accumulation_steps, or set a number"
+                )
+            self.first_pieces = None
+            return batches
         first, second = split(batches, 2)
         self.first_pieces = len(first)
         return first + second
@@ -85,22 +90,24 @@ class RateSearch:
         eps, pieces = self.estimator.eps, len(batches)
         looks = [nll[i : i + pieces] for i in range(0, len(nll), pieces)]
         rows = [[loss_rows(x, b) for x, b in zip(look, batches, strict=True)] for look in looks]
+        count = max(1, sum(b.loss_count for b in batches))
+        plus_R, minus_R, clean_R = (torch.cat(look) for look in rows)
+        losses = torch.stack([plus_R.sum(), minus_R.sum(), clean_R.sum()]) / count
+        if self.first_pieces is None:
+            return losses, tally
         halves = []
         for part in (slice(None, self.first_pieces), slice(self.first_pieces, None)):
-            count = max(1, sum(b.loss_count for b in batches[part]))
+            own = max(1, sum(b.loss_count for b in batches[part]))
             plus, minus, _ = (torch.cat(look[part]).sum() for look in rows)
-            halves.append((plus - minus) / (2 * eps * count))
-        plus_R, minus_R, clean_R = (torch.cat(look) for look in rows)
-        count = max(1, sum(b.loss_count for b in batches))
-        losses = torch.stack([plus_R.sum(), minus_R.sum(), clean_R.sum()]) / count
+            halves.append((plus - minus) / (2 * eps * own))
         g = (losses[0] - losses[1]) / (2 * eps)
         of_row = plus_R.numel() / count  # a row's share of a mean over tokens is its sum over its own tokens
         h_R = (plus_R + minus_R - 2 * clean_R) / eps**2 * of_row
         return losses, tally + torch.stack([torch.ones_like(g), halves[0] * halves[1], g * g, h_R.square().mean()])
 
     def note(self, tally: torch.Tensor) -> None:
-        """Counts a step of the search. The last one reads the sums (steps with a non-finite loss are not in them, and
-        are repeated)."""
+        """Counts a step of the search. The last one reads the sums (steps of one row or with a non-finite loss are not
+        in them, and others take their place)."""
         self.taken += 1
         if self.taken >= STEPS:
             self.read(tally)

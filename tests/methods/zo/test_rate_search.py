@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.errors import UserError
 from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
@@ -133,3 +134,28 @@ def test_nothing_moves_until_a_rate_is_found_by_which_it_learns(
     assert equal(before, weights(model)) and opt.rate > 0 and len(opt.news()) == 1 and not opt.news()
     losses = [float(opt.step(one)) for _ in range(10)]
     assert sum(losses[-3:]) < sum(losses[:3])
+
+
+@pytest.mark.parametrize("stopped", [1, 2, 3, 4])
+def test_steps_of_one_row_are_not_counted(stopped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the last of an epoch: other steps take their place, in a resumed run too."""
+    monkeypatch.setattr(rate_search, "STEPS", 3)
+    rows = [batch(rows=4, seed=i) if i % 2 == 0 else batch(rows=1, seed=i) for i in range(5)]
+    whole = keyhole.ZO(load(), "auto", eps=EPS)
+    found = []
+    for one in rows:
+        whole.step(one)
+        found.append(whole.search.found)
+    assert found[:4] == [None] * 4 and found[4] > 0
+    first, second = keyhole.ZO(load(), "auto", eps=EPS), keyhole.ZO(load(), "auto", eps=EPS)
+    for one in rows[:stopped]:
+        first.step(one)
+    second.load_state_dict(first.state_dict())
+    for one in rows[stopped:]:
+        second.step(one)
+    assert second.search.found == found[4]
+
+
+def test_a_first_step_of_one_row_is_refused() -> None:
+    with pytest.raises(UserError, match="two halves of a step's rows, and this step has one"):
+        keyhole.ZO(load(), "auto", eps=EPS).step(batch(rows=1))
