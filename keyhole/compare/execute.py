@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -331,9 +332,7 @@ class Execution:
     def _write(self) -> OSError | None:
         """Writes the tables so far; returns the error if that fails."""
         cells = self.cells()
-        settings = {
-            f"{group.method} on {group.task}": asdict(next(iter(group.trials.values())).config) for group in self.groups
-        }
+        settings = {f"{group.method} on {group.task}": _settings_of(group) for group in self.groups}
         try:
             write_text(self.root / "table.json", to_json(self.comparison, cells, self.environment))
             write_text(self.root / "table.md", to_markdown(self.comparison, cells))
@@ -341,6 +340,16 @@ class Execution:
         except OSError as error:
             return error
         return None
+
+
+def _settings_of(group: Group) -> dict[str, Any]:
+    """The settings of a group's runs; of a grid, all values of the setting."""
+    values = asdict(next(iter(group.trials.values())).config)
+    for name in dict(group.points[0]) if len(group.points) > 1 else ():
+        *section, key = name.split(".")
+        place = values[section[0]] if section else values
+        place[key] = " | ".join(dict.fromkeys(dict(point)[name] for point in group.points))
+    return values
 
 
 def _one_line(text: str) -> str:

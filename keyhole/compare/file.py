@@ -88,16 +88,17 @@ def find_comparison(name: str) -> Path:
     stem = name.removesuffix(".yaml")
     if stem in comparisons():
         return comparisons()[stem]
-    raise UserError(
-        f"{name}: no such comparison file{nearest(stem, comparisons())}; shipped: {', '.join(comparisons())}"
-    )
+    shipped = ", ".join(comparisons())
+    if near := nearest(stem, comparisons()):
+        raise UserError(f"{name}: no such comparison file{near} Shipped are {shipped}")
+    raise UserError(f"{name}: no such comparison file; shipped are {shipped}")
 
 
 def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
     """The comparison of a file, with `key=value` arguments of the command line; reports all faults at once."""
     faults: list[Finding] = []
     text = read_text(path)
-    root = compose(text, str(path))
+    root = compose(text, str(path), "start from a shipped comparison: `keyhole compare` lists them")
     nodes: dict[str, LocatedNode] = {}
     for key, node in root.value:
         where = f"line {key.start_mark.line + 1}"
@@ -182,6 +183,12 @@ def _words(node: yaml.Node) -> list[str] | None:
     return found if found and len(found) == len(items) else None
 
 
+def _odd_item(node: yaml.Node) -> str:
+    """` whose item 2 is a mapping`: the first item of a list that is no text."""
+    items = node.value if isinstance(node, yaml.SequenceNode) else []
+    return next((f" whose item {i} is {show(item)}" for i, item in enumerate(items, 1) if word(item) is None), "")
+
+
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
 
@@ -234,7 +241,9 @@ def _named(
             check_names(key, [_called(key, name) for name in words], entry.where, faults)
             known = {_called(key, name): _file_entry(key, name) for name in words}
         else:
-            faults.append(Finding(key, f"found {show(entry.node)}, expected names", entry.where))
+            found = f"{show(entry.node)}{_odd_item(entry.node)}"
+            wanted = "a list of names, or a mapping with a line `name: {settings}` for each"
+            faults.append(Finding(key, f"found {found}, expected {wanted}", entry.where))
     asked = _split(picked.get(key, ""))
     check_names(key, [_called(key, name) for name in asked], COMMAND_LINE, faults)
     for name in asked if not may_add else []:

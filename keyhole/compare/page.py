@@ -251,7 +251,7 @@ def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, enviro
 
 
 def _told(values: dict[str, Any]) -> str:
-    """The settings that differ from the defaults; for a grid, those of its first point."""
+    """The settings that differ from the defaults."""
     table, flat = settings(), {}
     for key, value in values.items():
         flat |= {f"{key}.{name}": each for name, each in value.items()} if key in sections() else {key: value}

@@ -57,7 +57,7 @@ def score(
         model = kept.load(config.model, dtype=config.dtype or "auto", workload=work, **where)
         try:
             made.tests = finite_tests(judge.test_metrics(model, lambda: False) or {})
-            dev = judge.dev_metrics(model, lambda: False) or {}
+            dev = judge.dev_metrics(model, lambda: False, has_loss=False) or {}
         finally:
             model.close()
         made.test, made.dev = made.tests.get(f"test_{made.test_metric}"), finite(dev.get(f"eval_{made.dev_metric}"))

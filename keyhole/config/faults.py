@@ -84,6 +84,10 @@ def suggest_key(key: str) -> str:
         return f"; here it is `{ELSEWHERE[key.lower()]}`"
     if parent in table:
         return f"; `{parent}` is a value, not a section"
+    inside = [name.removeprefix(f"{parent}.") for name in table if parent and name.startswith(f"{parent}.")]
+    if inside and tail not in table:
+        close = difflib.get_close_matches(tail.replace("-", "_"), inside, n=1)
+        return f"; did you mean `{parent}.{close[0]}`?" if close else f"; `{parent}` has {', '.join(inside)}"
     same = [name for name in table if name.rpartition(".")[2] == tail]
     if same:
         return "; did you mean " + " or ".join(f"`{name}`" for name in same) + "?"

@@ -130,7 +130,8 @@ def build_config(
     return config, [str(_placed(warning, entries)) for warning in warnings]
 
 
-def compose(text: str, source: str) -> yaml.MappingNode:
+def compose(text: str, source: str, empty: str = "start from a recipe: keyhole config ls") -> yaml.MappingNode:
+    """The mapping of a YAML text. empty: what to do where there is none."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -140,7 +141,7 @@ def compose(text: str, source: str) -> yaml.MappingNode:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{source}: not valid YAML: {str(error) or type(error).__name__}") from None
     if root is None or is_null(root):
-        raise UserError(f"{source}: the config is empty; start from a recipe: keyhole config ls")
+        raise UserError(f"{source}: the file is empty; {empty}")
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{source}: expected `key: value` lines, found {show(root)}")
     return root

@@ -86,14 +86,23 @@ def parse(node: yaml.Node, kind: Any) -> Any:
 
 
 def _bad_item(node: yaml.Node, kind: Any) -> str:
-    """`; item 2 is -1`: the first item of a list that does not fit; "" if the list as a whole does not."""
+    """`; item 2 is -1`: the first item of a list or mapping that does not fit; "" if it does not fit as a whole."""
     lists = [arm for arm in (kind, *typing.get_args(kind)) if typing.get_origin(arm) is list]
+    mappings = [arm for arm in (kind, *typing.get_args(kind)) if typing.get_origin(arm) is dict]
     if lists and isinstance(node, yaml.SequenceNode):
         for i, item in enumerate(node.value, 1):
             try:
                 _value(item, typing.get_args(lists[0])[0])
             except (*UNFIT, Twice):
                 return f"; item {i} is {show(item)}"
+    if mappings and isinstance(node, yaml.MappingNode):
+        for key, item in node.value:
+            try:
+                _value(key, str)
+                _value(item, typing.get_args(mappings[0])[1])
+            except (*UNFIT, Twice):
+                joined = isinstance(key, yaml.ScalarNode) and is_null(item) and ":" in key.value
+                return f"; {show(key)} is {show(item)}" + "; write a space after the colon" * joined
     return ""
 
 

@@ -135,12 +135,14 @@ class Judge:
         if metric is not None and metric.removeprefix("eval_") not in (known := self.names(classifies)):
             raise UserError(f"metric_for_best_model={metric}: an evaluation here gives {', '.join(known)}")
 
-    def dev_metrics(self, model: Model, stop: Callable[[], bool], keep: Keep = _forget) -> dict[str, Any] | None:
+    def dev_metrics(
+        self, model: Model, stop: Callable[[], bool], keep: Keep = _forget, *, has_loss: bool = True
+    ) -> dict[str, Any] | None:
         """eval_<metric> of the dev questions; None if `stop` returned True midway. keep: called with every task and its
-        score."""
+        score. has_loss: the loss of the dev questions is computed elsewhere, and with it a perplexity."""
         tasks = self.chosen_by
         only_loss = len(tasks) == 1 and tasks[0].spec is not None and tasks[0].spec.kind == LIKELIHOOD
-        return {} if only_loss else self._score(model, tasks, EVAL, stop, keep)
+        return {} if only_loss and has_loss else self._score(model, tasks, EVAL, stop, keep)
 
     def test_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """test_<metric> of the test questions; None if `stop` returned True midway."""

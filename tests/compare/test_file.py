@@ -115,6 +115,11 @@ def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
         (("  adamw:", "  [adamw]:"), "line 5: methods: a name must be a word, found a list"),
         (("models: [demo]", "models: [a/m, ./a/m]"), "line 2: models: `a/m` and `./a/m` are one model"),
         (("tasks: [demo]", "tasks: [demo, demo]"), "line 3: tasks: `demo` is named twice"),
+        (
+            ("tasks: [demo]", "tasks: [demo, {sst2: {num_train: 3}}]"),
+            "line 3: tasks: found a list whose item 2 is a mapping, expected a list of names, or a mapping with a line",
+        ),
+        (("tasks: [demo]", "tasks:"), "line 3: tasks: found null, expected a list of names"),
         (("  lomo:", "  adamw:"), "methods: `adamw` is named twice"),
         (("models: [demo]", 'models: {"a\\e[31m": demo}'), r"models: the name 'a\\x1b\[31m' .* control characters"),
         (("tasks: [demo]", 'tasks: {"a\\u202e": {task: demo}}'), r"tasks: the name 'a\\u202e' .* control characters"),
@@ -284,3 +289,17 @@ def test_the_output_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("~nosuchuser/out", "$NO_SUCH_VARIABLE/out"):
         with pytest.raises(UserError, match="output_dir: found .*, which stands for no directory here"):
             read_comparison(path, (f"output_dir={name}",))
+
+
+def test_an_empty_file_is_sent_to_the_shipped_comparisons(tmp_path: Path) -> None:
+    """Not to the recipes of single runs."""
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    with pytest.raises(UserError, match="the file is empty; start from a shipped comparison: `keyhole compare` lists"):
+        read_comparison(tmp_path / "a.yaml")
+
+
+def test_an_unknown_name_has_the_nearest_and_all_shipped() -> None:
+    with pytest.raises(UserError, match="did you mean `smollm2-sst2`. Shipped are lomo-table3, "):
+        find_comparison("smolm2-sst2")
+    with pytest.raises(UserError, match="no such comparison file; shipped are lomo-table3, "):
+        find_comparison("elsewhere/q.yaml")

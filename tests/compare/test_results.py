@@ -148,3 +148,20 @@ def test_a_torn_result_is_no_result(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "a.json").write_text(json.dumps({"id": "a"})[:-3])
     assert read_result(tmp_path, "a") is None
+
+
+def test_an_untrained_model_has_a_dev_perplexity(tmp_path: Path) -> None:
+    """That of a run whose steps change nothing: curves of perplexity begin there."""
+    rows = [json.dumps({"text": f"{i} and", "more": f" {i + 1} make {2 * i + 1}"}) + "\n" for i in range(24)]
+    for name, part in (("train", rows[:16]), ("validation", rows[16:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    columns = "{text: text, more: more}"
+    (tmp_path / "sums.yaml").write_text(
+        f'columns: {columns}\nprompt: "{{{{ text }}}}"\nanswer: "{{{{ more }}}}"\nmetric: perplexity\n'
+    )
+    text = f"models: [demo]\ntasks: {{{tmp_path}/sums.yaml: {{task_data: {tmp_path}}}}}\n"
+    text += "methods: {lomo: {learning_rate: 1e-12}}\ncommon: {max_steps: 1, batch_size: 4, num_dev: 6, device: cpu}\n"
+    assert run(write(tmp_path / "a.yaml", text), tmp_path / "out") == 0
+    untrained, trained = cell(tmp_path / "out", "zero-shot"), cell(tmp_path / "out", "lomo")
+    assert untrained["dev_metric"] == trained["dev_metric"] == "perplexity"
+    assert untrained["dev_mean"] == pytest.approx(trained["dev_mean"], rel=1e-4)

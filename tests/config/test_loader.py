@@ -190,6 +190,7 @@ def test_missing_keys_are_named_with_their_meaning() -> None:
         ("lr", "learning_rate"),
         ("per_device_train_batch_size", "batch_size"),
         ("eps", "did you mean `zo.eps` or `"),
+        ("lora.rank", "`lora` has r, "),
         ("zo.learning_rate", "`learning_rate`"),
         ("momentum", "`sgd.momentum`"),
         ("train_data.0", "is a value, not a section"),

@@ -95,6 +95,23 @@ def test_the_first_bad_item_of_a_list_is_named(text: str, says: str) -> None:
         assert str(caught.value) == describe(kind, full=True) + says
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{train: null}", "; `train` is null"),
+        ("{train: a, test: [b]}", "; `test` is a list"),
+        ("{train:a}", "; `train:a` is null; write a space after the colon"),
+        ("{}", ""),
+    ],
+)
+def test_the_first_bad_item_of_a_mapping_is_named(text: str, says: str) -> None:
+    """`found a mapping, expected mapping of names to text` would be no help."""
+    for kind in (dict[str, str], dict[str, str] | None):
+        with pytest.raises(Mismatch) as caught:
+            parse(yaml.compose(text, Loader=yaml.SafeLoader), kind)
+        assert str(caught.value) == describe(kind, full=True) + says
+
+
 def test_a_list_without_items_is_shown_as_empty() -> None:
     """`found a list, expected text or list of text` would be no help."""
     assert [show(yaml.compose(text, Loader=yaml.SafeLoader)) for text in ("[]", "[1]")] == ["an empty list", "a list"]

@@ -75,8 +75,8 @@ def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: 
     if training:
         raise UserError(
             f"task_data: task {spec.name} has rows to be judged by ({places['test']}), and none to train on: add a "
-            f"file train.jsonl, or divide the one there is: task_splits: {places['test'].divided}; to be judged by it "
-            f"only: test_task={spec.name}"
+            f"file train.jsonl, or divide the one there is: task_splits: {places['test'].divided()}; to be judged by "
+            f"it only: test_task={spec.name}"
         )
     return test
 
@@ -108,10 +108,9 @@ def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
             counts = [len(read_split(spec, Split(names), Counter())) for names in files]
             shared = {row for count in counts for row in set(first.rows(count)) & set(second.rows(count))}
         if shared:
-            advice = second.divided.replace("train:", f"{one}:").replace("test:", f"{other}:")
             raise UserError(
                 f"task_splits: task {spec.name}: {one} ({first}) and {other} ({second}) share rows; name different "
-                f"files, or parts without a common row: {advice}"
+                f"files, or parts without a common row: {second.divided(one, other)}"
             )
 
 
@@ -144,16 +143,16 @@ def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
         if line := latin_line(path):
             note += f"; {path.name} is read as Latin-1, because line {line} is not UTF-8 and no other letter is"
     if not records:
-        raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}{_why(spec, place)}")
+        raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}{_why(spec, place, left_out)}")
     return records, note
 
 
-def _why(spec: TaskSpec, place: Split) -> str:
-    """Why a split has no rows: because of its slice, or of its files."""
+def _why(spec: TaskSpec, place: Split, left_out: Counter[str]) -> str:
+    """Why a split has no rows: because of its slice, or of its files; "" where the rows left out say it."""
     if count := len(read_split(spec, Split(place.names), Counter())):
         low, high = place.start, place.stop
         aside = f" (its last {-high:,} are set aside for another split)" if isinstance(high, int) and high < 0 else ""
-        advice = f"divide them in another way: task_splits: {place.divided}" if count > 1 else "add rows"
+        advice = f"divide them in another way: task_splits: {place.divided()}" if count > 1 else "add rows"
         files = f"the file has {count:,}" if len(place.names) == 1 else f"the files have {count:,}"
         slice_text = f"[{'' if low is None else low}:{'' if high is None else high}]"
         return f"; {files}, of which {slice_text} takes none{aside}: {advice}"
@@ -161,7 +160,7 @@ def _why(spec: TaskSpec, place: Split) -> str:
     if sizes and not any(sizes):
         return "; the file is empty (0 bytes): was its download or its copy cut off?"
     tables = [name for name in place.names if suffix_of(Path(name)) in (".tsv", ".csv")]
-    return "; it has a header line at most, and no row below it" if tables else ""
+    return "; it has a header line at most, and no row below it" if tables and not left_out.total() else ""
 
 
 def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split, note: str) -> Task:

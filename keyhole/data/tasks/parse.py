@@ -154,10 +154,12 @@ class _Loader(yaml.BaseLoader):
     """Reads every scalar as text; a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if len(set(keys)) < len(keys):
-            twice, _ = Counter(keys).most_common(1)[0]
-            raise ValueError(f"line {node.start_mark.line + 1}: {twice} is given twice")
+        first: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in first:
+                raise ValueError(f"line {line}: {key.value} is given twice, also in line {first[key.value]}")
+            first[key.value] = line
         return super().construct_mapping(node, deep=True)
 
 

@@ -50,11 +50,10 @@ class Split:
         """The rows of the slice, out of `count` rows."""
         return range(*slice(_row(self.start, count), _row(self.stop, count)).indices(count))
 
-    @property
-    def divided(self) -> str:
-        """A value of task_splits that divides the files between train and test, for any number of rows."""
+    def divided(self, one: str = "train", other: str = "test") -> str:
+        """A value of task_splits that divides the files between two splits, for any number of rows."""
         base = "+".join(Path(name).name if Path(name).is_file() else name.rpartition(":")[2] for name in self.names)
-        return f'{{train: "{base}[:80%]", test: "{base}[80%:]"}}'
+        return f'{{{one}: "{base}[:80%]", {other}: "{base}[80%:]"}}'
 
     def __str__(self) -> str:
         files = listed([Path(name).name for name in self.names], 3)
@@ -104,10 +103,22 @@ def _advice(folder: Path, missing: list[str], there: dict[str, Split]) -> str:
     free = sorted(path for path in folder.iterdir() if suffix_of(path) and path.is_file() and str(path) not in taken)
     told = "; or say which is which: task_splits: "
     if len(free) >= len(missing):
-        named = ", ".join(f"{split}: {path.name}" for split, path in zip(missing, free, strict=False))
+        named = ", ".join(f"{split}: {path.name}" for split, path in _by_name(missing, free).items())
         return f"{told}{{{named}}}"
     whole = there.get("train") or (Split((str(free[0]),)) if free else None)
-    return f"; or divide the one there is: task_splits: {whole.divided}" if whole else ""
+    return f"; or divide the one there is: task_splits: {whole.divided()}" if whole else ""
+
+
+def _by_name(splits: list[str], files: list[Path]) -> dict[str, Path]:
+    """A file for each split: the first with a name of the split in its own (my_dev_set.csv for test), else any."""
+    words = {"train": ("train",), "dev": ("val", "dev"), "test": ("val", "dev", "test")}
+    rest, found = list(files), {}
+    for split in splits:
+        fits = [path for word in words[split] for path in rest if word in path.name.lower()]
+        if fits:
+            found[split] = fits[0]
+            rest.remove(fits[0])
+    return {split: found.get(split) or rest.pop(0) for split in splits}
 
 
 def read_split(spec: TaskSpec, split: Split, left_out: Counter[str]) -> list[Record]:

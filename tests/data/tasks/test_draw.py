@@ -180,6 +180,13 @@ def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
         load_task("mnli", str(tmp_path), Numbers(), training=False)
 
 
+def test_a_table_of_unlabelled_rows_is_not_called_a_header(tmp_path: Path) -> None:
+    """The rows left out say why the table has none."""
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\ngood\t-1\n")
+    with pytest.raises(UserError, match="no row that could be used; 1 without a label left out$"):
+        load_task("sst2", str(tmp_path), Numbers(), training=False)
+
+
 @pytest.mark.parametrize("name", ["sst-2", "SST2", "SST_2"])
 def test_names_as_folders_have_them(folder: Path, name: str) -> None:
     """A task is found under every name that its folder may have, also in task_splits."""
@@ -237,3 +244,9 @@ def test_splits_that_share_rows_are_refused(folder: Path, splits: dict[str, str]
     with pytest.raises(UserError, match="share rows"):
         load_task("sst2", str(folder), Numbers(), splits)
     load_task("sst2", str(folder), Numbers(), {"train": "validation[:12]", "test": "validation[-8:]"})
+
+
+def test_the_advice_for_shared_rows_names_both_splits(folder: Path) -> None:
+    """Each of the two once."""
+    with pytest.raises(UserError, match=r'{test: "[^"]*\[:80%\]", dev: "[^"]*\[80%:\]"}'):
+        load_task("sst2", str(folder), Numbers(), {"dev": "validation"})

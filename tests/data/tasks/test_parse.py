@@ -19,7 +19,7 @@ metric: accuracy
 WRONG = [
     ("prompt: x", "columns, metric is missing"),
     (GOOD + "promt: x", "unknown key promt; a task file may have title, columns"),
-    (GOOD + "title: again", "line 2: title is given twice"),
+    (GOOD + "title: again", "line 8: title is given twice, also in line 2"),
     (GOOD.replace("accuracy", "acuracy"), "metric: found acuracy, expected accuracy, f1"),
     (GOOD.replace("accuracy", "[accuracy, exact_match]"), "do not go together"),
     (GOOD.replace("accuracy", "token_f1"), "token_f1 is for answers in free text, and there are candidates"),
