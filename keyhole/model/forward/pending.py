@@ -77,7 +77,8 @@ class _Product:
 def _traced() -> bool:
     """Whether the running code is transformed (torch.func: vmap, grad, jvp) or recorded (make_fx). Its tensors may have
     no memory, it must not write to those that it did not make, and what it computes may be computed again."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
+    recorder = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return torch._C._functorch.peek_interpreter_stack() is not None or recorder is not None
 
 
 @contextmanager
