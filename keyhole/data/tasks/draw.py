@@ -30,7 +30,7 @@ from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.pattern import matches
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Question, Task
-from keyhole.data.tasks.spec import GENERATED, TaskSpec
+from keyhole.data.tasks.spec import GENERATED, OWN_SPLITS, TaskSpec
 from keyhole.data.tasks.tables import latin_line, suffix_of
 from keyhole.errors import UserError, listed
 
@@ -69,7 +69,7 @@ def load_task(
 def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: bool) -> dict[str, Task]:
     if training:
         _check_disjoint(spec, places)
-    test = {"test": _test(spec, places["test"], numbers)}
+    test = {"test": _test(spec, places, numbers)}
     if training and "train" in places:
         return _compared(_train(spec, places, numbers) | test)
     if training:
@@ -130,12 +130,13 @@ def _train(spec: TaskSpec, places: dict[str, Split], numbers: Numbers) -> dict[s
     }
 
 
-def _test(spec: TaskSpec, place: Split, numbers: Numbers) -> Task:
-    records, note = _read(spec, place)
+def _test(spec: TaskSpec, places: dict[str, Split], numbers: Numbers) -> Task:
+    place, three = places["test"], spec.splits is OWN_SPLITS and "dev" in places
+    records, note = _read(spec, place, "; to be judged by the dev file: task_splits: {test: validation}" * three)
     return _task(spec, records, np.sort(order(len(records), TEST_SEED, 0)[: numbers.test]), place, note)
 
 
-def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
+def _read(spec: TaskSpec, place: Split, advice: str = "") -> tuple[list[Record], str]:
     left_out: Counter[str] = Counter()
     records = read_split(spec, place, left_out)
     note = "".join(f"; {count:,} {why} left out" for why, count in left_out.items() if count)
@@ -143,7 +144,8 @@ def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
         if line := latin_line(path):
             note += f"; {path.name} is read as Latin-1, because line {line} is not UTF-8 and no other letter is"
     if not records:
-        raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}{_why(spec, place, left_out)}")
+        why = f"{note}{_why(spec, place, left_out)}{advice}"
+        raise UserError(f"task {spec.name}: {place} holds no row that could be used{why}")
     return records, note
 
 

@@ -7,6 +7,7 @@ Scalars are read as text: YAML's conversions (`no` is False, `1.0` a number) wou
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from keyhole.data.tasks.spec import (
     LIBRARY,
     LIKELIHOOD,
     METRICS,
+    OWN_SPLITS,
     SPLITS,
+    USUAL_SPLITS,
     TaskSpec,
     is_task_file,
     is_task_name,
@@ -34,9 +37,11 @@ OF_ANSWERS = ("answer", "references", "extract", "stop", "max_new_tokens")  # ke
 
 
 def read_spec(name: str) -> TaskSpec:
-    """The task with this name, or from this file."""
+    """The task with this name, or from this file. The test files of public tasks have no labels, so such tasks are
+    judged by the validation set; a user's own task by its test file, where there are three."""
     path, is_file = _path(name)
-    return parse_spec(read_text(name), path.stem, str(path) if is_file else name)
+    spec = parse_spec(read_text(name), path.stem, str(path) if is_file else name)
+    return replace(spec, splits=OWN_SPLITS) if is_file and spec.splits is USUAL_SPLITS else spec
 
 
 def read_text(name: str) -> str:

@@ -27,7 +27,7 @@ from keyhole.assets import TRAIN
 from keyhole.data.files import only_files, read_hub, saved_files
 from keyhole.data.readers import Record
 from keyhole.data.tasks.columns import pick_all
-from keyhole.data.tasks.spec import TaskSpec, plain
+from keyhole.data.tasks.spec import OWN_SPLITS, TaskSpec, plain
 from keyhole.data.tasks.tables import read_rows, suffix_of
 from keyhole.errors import UserError, listed
 
@@ -76,6 +76,10 @@ def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | N
         return _hub_splits(spec, given or {})
     folder = _folder(spec, Path(os.path.expanduser(task_data)))
     layouts = [{**layout, **{split: (name,) for split, name in (given or {}).items()}} for layout in spec.splits]
+    if spec.splits is OWN_SPLITS:
+        three = {split: _find(folder, names, split) for split, names in layouts.pop(0).items()}
+        if all(three.values()) and not {"dev", "test"} & (given or {}).keys():
+            return three
     looked_for: dict[str, dict[str, None]] = {}
     there: dict[str, Split] = {}
     for layout in layouts:

@@ -56,6 +56,7 @@ METRICS = {
 LOWER_IS_BETTER = ("perplexity",)
 SPLITS = ("train", "dev", "test")
 USUAL_SPLITS = ({"train": ("train",), "test": ("validation",)}, {"train": ("train",), "test": ("test",)})
+OWN_SPLITS = ({"train": ("train",), "dev": ("validation",), "test": ("test",)}, *USUAL_SPLITS)  # of a user's own task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import find_splits, read_split
 from keyhole.errors import UserError
@@ -246,3 +247,61 @@ def test_the_suggested_splits_follow_the_names(tmp_path: Path, names: tuple[str,
     with pytest.raises(UserError) as caught:
         find_splits(read_spec("sst2"), str(tmp_path))
     assert str(caught.value).endswith(f"task_splits: {advice}")
+
+
+OWN = """
+columns: {sentence: sentence, label: label}
+prompt: "{{ sentence }}"
+candidates: [" bad", " good"]
+labels: [[0], [1]]
+metric: accuracy
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "expected"),
+    [
+        (("train", "dev", "test"), {}, {"train": "train", "dev": "dev", "test": "test"}),
+        (("train", "dev", "test"), {"test": "validation"}, {"train": "train", "test": "dev"}),
+        (
+            ("train", "dev", "test"),
+            {"dev": "validation", "test": "test"},
+            {"train": "train", "dev": "dev", "test": "test"},
+        ),
+        (("train", "dev", "test", "more"), {"train": "more"}, {"train": "more", "dev": "dev", "test": "test"}),
+        (("train", "dev"), {}, {"train": "train", "test": "dev"}),
+        (("train", "test"), {}, {"train": "train", "test": "test"}),
+        (("test",), {}, {"test": "test"}),
+    ],
+)
+def test_three_files_of_a_task_of_one_s_own(
+    tmp_path: Path, names: tuple[str, ...], given: dict[str, str], expected: dict[str, str]
+) -> None:
+    """Each is what its name says; the public tasks are judged by the validation file."""
+    (tmp_path / "my.yaml").write_text(OWN)
+    files_of(tmp_path / "my", *(f"{name}.jsonl" for name in names))
+    found = find_splits(read_spec(str(tmp_path / "my.yaml")), str(tmp_path), given)
+    assert {split: Path(place.names[0]).stem for split, place in found.items()} == expected
+
+
+def test_splits_in_a_task_file_decide(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(OWN + "splits: {train: train, test: validation}\n")
+    files_of(tmp_path / "my", "train.jsonl", "dev.jsonl", "test.jsonl")
+    found = find_splits(read_spec(str(tmp_path / "my.yaml")), str(tmp_path))
+    assert {split: Path(place.names[0]).stem for split, place in found.items()} == {"train": "train", "test": "dev"}
+
+
+def test_a_test_file_without_labels(tmp_path: Path) -> None:
+    """The message says how to be judged by the other file, and that works."""
+    (tmp_path / "my.yaml").write_text(OWN)
+    files_of(tmp_path / "my", "train.jsonl", "dev.jsonl", "test.jsonl")
+    (tmp_path / "my" / "train.jsonl").write_text(
+        "".join(json.dumps({"sentence": f"{i}", "label": i % 2}) + "\n" for i in range(9))
+    )
+    (tmp_path / "my" / "test.jsonl").write_text(json.dumps({"sentence": "so so", "label": None}) + "\n")
+    asked = str(tmp_path / "my.yaml"), str(tmp_path), Numbers()
+    with pytest.raises(
+        UserError, match=r"test.jsonl holds no row .* without a label left out; .* \{test: validation\}"
+    ):
+        load_task(*asked)
+    assert len(load_task(*asked, {"test": "validation"})["test"].questions) == 1
