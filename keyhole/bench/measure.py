@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.free_memory import free_memory
 from keyhole.offload.engine import Engine
 
 _can_reset_host_peak = True
@@ -145,10 +146,8 @@ def clean_up(device: torch.device) -> None:
 
 
 def clear_device(device: torch.device) -> None:
-    """The same after a model is closed; also removes its memory limit, and the workspaces that cuBLAS keeps for every
-    stream on which a CUDA graph was captured."""
-    if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
+    """The same after a model is closed; frees workspaces of its graphs and removes its memory limit too."""
+    free_memory()
     clean_up(device)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device.index)  # None: the current one; "cuda" is refused

@@ -29,7 +29,7 @@ import torch
 from keyhole.checkpoint import select
 from keyhole.compare import directory, zero_shot
 from keyhole.compare.file import Comparison
-from keyhole.compare.kept import Kept, free_memory
+from keyhole.compare.kept import Kept
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.page import make_page
 from keyhole.compare.plan import Group, Trial, plan, with_data
@@ -59,6 +59,7 @@ from keyhole.config.data import data_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.files import remove, write_text
 from keyhole.errors import UserError
+from keyhole.machine.free_memory import free_memory
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.probe import environment
 from keyhole.machine.text import counted, duration, without_controls

@@ -11,13 +11,10 @@ layers) is cheaper than making sure that they are gone.
 """
 
 import copy
-import gc
 import hashlib
 import json
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from keyhole.data.run import Data, load_data
 from keyhole.data.settings import DataSettings
@@ -83,12 +80,3 @@ def questions(data: Data) -> list[list[str]]:
 def short_hash(told: Any) -> str:
     """A hash, 8 hex digits, of any JSON value."""
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=4).hexdigest()
-
-
-def free_memory() -> None:
-    """Frees the memory of the last run, if it is no longer referenced. cuBLAS keeps a workspace for every stream on
-    which a CUDA graph was captured; it would count as memory of the next run."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
