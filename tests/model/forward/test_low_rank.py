@@ -13,7 +13,7 @@ from keyhole.model.forward import fused_relu, low_rank
 from keyhole.model.forward.low_rank import Share
 from keyhole.model.forward.sketches import Readers, sketch
 from keyhole.ops.backend import TRITON_MISSING
-from keyhole.ops.lowrank import correct, norm, product
+from keyhole.ops.lowrank import correct, norm, product, relu
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import equal, load, train, weights
 from tests.model.decoders import LAYERS, batch
@@ -169,7 +169,7 @@ def test_kernels_streamed_equal_resident(name: str, monkeypatch: pytest.MonkeyPa
     small = [batch(rows=2, length=5)]
     resident, cut = load(name), streamed(load(name), max_unit_numel=1, slot_count=2, chaos=random.Random(1))
     expected = train(load(name), 2, small, **LOW)
-    for module in (correct, norm, product):
+    for module in (correct, norm, product, relu):
         monkeypatch.setattr(module, "use_kernel", lambda device: True)
     found = train(resident, 2, small, **LOW)
     assert train(cut, 2, small, **LOW) == found and equal(weights(resident), weights(cut))

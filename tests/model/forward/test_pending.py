@@ -25,6 +25,8 @@ from keyhole.methods.zo.low_rank.parts import find_parts, waiting
 from keyhole.model.forward import low_rank, pending
 from keyhole.model.forward.low_rank import Added, product
 from keyhole.model.forward.pending import Pending, finished
+from keyhole.model.forward.sketches import Readers, sketching_relu
+from keyhole.ops.backend import INTERPRETED, TRITON_MISSING, force
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import equal, load, train, weights
 from tests.model.decoders import LAYERS, batch
@@ -180,12 +182,12 @@ def residual(dtype: torch.dtype) -> torch.Tensor:
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, name: str = "correct") -> list[bool]:
-    """Of each call: whether it had a residual."""
+    """Of each call: whether it had a residual (or another op, whether its input lacked something)."""
     calls: list[bool] = []
-    call = getattr(ops, name)
+    call, at = getattr(ops, name), 4 if name == "correct" else 2
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(len(args) > 4 and args[4] is not None)
+        calls.append(len(args) > at and args[at] is not None)
         return call(*args, **kwargs)
 
     monkeypatch.setattr(ops, name, noted)
@@ -292,6 +294,23 @@ def test_with_gradients_it_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.enable_grad():
         (r + y).square().sum().backward()
     assert torch.equal(r.grad, 2 * (r.detach() + whole)) and not y.requires_grad
+
+
+@pytest.mark.parametrize("choice", ["reference", "kernel"])
+@pytest.mark.parametrize("rank", [2, 6])
+def test_the_relu_of_a_pair(rank: int, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds what its input lacks, leaves the sketch of the result, and does not finish its input."""
+    if choice == "kernel" and (TRITON_MISSING or not INTERPRETED):
+        pytest.skip("needs interpreted kernels")
+    with force(choice):
+        (y, whole), share = made(torch.bfloat16), object()
+        readers = Readers(torch.randn(rank, 8).bfloat16(), 0, True, share)
+        calls = calls_of(monkeypatch, "narrow_relu")
+        x, expected = sketching_relu(y, readers), sketching_relu(whole, readers)
+        assert calls == [True, False] and type(x) is torch.Tensor and y.keyhole_product.lacks is not None
+        assert same(x, expected) and torch.equal(x.keyhole_sketch.p_Mk, expected.keyhole_sketch.p_Mk)
+        assert same(y.clone(), whole) and torch.equal(sketching_relu(y, readers), x)
+        assert torch.equal(sketching_relu(y.view(10, 8), readers), x.view(10, 8))
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -427,14 +446,15 @@ def test_waiting_changes_no_bit(name: str, dtype: str, monkeypatch: pytest.Monke
     assert train(whole, 4, batches, **options) == pytest.approx(found, rel=limit)
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "phi3"])
-def test_what_a_step_adds_on_the_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sums per block and pass; nothing is finished in place, and no other layer waits."""
-    corrected, widened = calls_of(monkeypatch), calls_of(monkeypatch, "widen")
+@pytest.mark.parametrize("name, sums, relus", [("opt", 2, 1), ("llama", 2, 0), ("gpt2", 2, 0), ("phi3", 2, 0)])
+def test_what_a_step_adds_on_the_way(name: str, sums: int, relus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per block and pass; nothing is finished in place, and no other layer waits."""
+    corrected, rectified = calls_of(monkeypatch), calls_of(monkeypatch, "narrow_relu")
+    widened = calls_of(monkeypatch, "widen")
     model = load(name)
     train(model, 2, **LOW)
-    assert corrected == [True] * 2 * LAYERS * 2
-    assert len(widened) == 2 * (len(model.factors.parts.matrices) - LAYERS * 2)
+    assert corrected == [True] * 2 * LAYERS * sums and rectified == [True] * 2 * LAYERS * relus
+    assert len(widened) == 2 * (len(model.factors.parts.matrices) - LAYERS * (sums + relus))
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -522,8 +542,8 @@ def test_evaluation_and_direct_use(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_layers_wait() -> None:
     """By structure alone: not those whose bias is frozen, and no experts."""
     expected = {
-        "opt": "self_attn.out_proj fc2",
-        "opt_projected": "self_attn.out_proj fc2",
+        "opt": "self_attn.out_proj fc1 fc2",
+        "opt_projected": "self_attn.out_proj fc1 fc2",
         "llama": "self_attn.o_proj mlp.down_proj",
         "gpt2": "attn.c_proj mlp.c_proj",
         "gpt_neox": "attention.dense mlp.dense_4h_to_h",
