@@ -25,7 +25,8 @@ from keyhole.ops.gather import gather_rows
 from keyhole.ops.lowrank.correct import correct
 from keyhole.ops.lowrank.fold import fold_
 from keyhole.ops.lowrank.norm import norm
-from keyhole.ops.lowrank.product import narrow, narrow_relu, widen
+from keyhole.ops.lowrank.product import narrow, widen
+from keyhole.ops.lowrank.relu import narrow_relu
 from keyhole.ops.lsp.compress import compress
 from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector

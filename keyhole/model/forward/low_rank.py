@@ -153,7 +153,8 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
 
 
 def install_relu(model: Any, pairs: list[tuple[nn.ReLU, nn.Module]]) -> None:
-    """Makes each ReLU compute the sketch of the layer after it (sketches.py). Once per model and ReLU."""
+    """Makes each ReLU add what its input lacks, and compute the sketch of the layer after it (sketches.py). Once per
+    model and ReLU."""
     for activation, layer in pairs:
         if id(activation) not in model.factored:
             model.factored.add(id(activation))
@@ -164,12 +165,12 @@ def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], nn.
     ordinary = activation.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        owner, x = model(), pending.finished(x)
+        owner = model()
         factors = None if owner is None or torch.is_grad_enabled() else owner.factors
         added = None if factors is None else factors.added_to(layer())
         readers = None if added is None else added.readers
         if readers is None or (x.shape[-1], x.dtype) != (readers.v_kI.shape[1], readers.v_kI.dtype):
-            return ordinary(x)
+            return ordinary(pending.finished(x))
         if getattr(x, "keyhole_rectified", False):  # the layer before has no factors (fused_relu.py)
             return x
         return sketching_relu(x, readers)

@@ -3,17 +3,18 @@
     y = x W^T + p B_l^T + b_l        p = x V: a layer with low-rank factors (low_rank.py)
 
 The small part costs one write and one read of y, if it is made first and the product is added to it. Where an addition
-to the residual stream reads y, its kernel can add the small part on the way (ops/lowrank/correct.py). But the model's
-code decides what reads y. So the layer returns a `Pending`: a tensor to all code, which knows what its numbers lack. It
-looks at every PyTorch function that it is given to:
+to the residual stream or a ReLU reads y, its kernel can add the small part on the way (ops/lowrank/correct.py,
+relu.py). But the model's code decides what reads y. So the layer returns a `Pending`: a tensor to all code, which knows
+what its numbers lack. It looks at every PyTorch function that it is given to:
 
     shape, dtype, device, ..                     answered; nothing is computed
     view, reshape that keep the last dimension   a Pending of the same memory
     dropout that does nothing                    the same Pending
     + a tensor of the same shape                 one kernel: residual + y + p B_l^T + b_l
+    the ReLU of a pair (sketches.py)             one kernel: max(y + p B_l^T + b_l, 0)
     anything else, and + of other things         the small part is first added in place, once (`finished`)
 
-Results are plain tensors, with the same bits in all cases: both kernels round y + p B_l^T + b_l before they go on. So a
+Results are plain tensors, with the same bits in all cases: all kernels round y + p B_l^T + b_l before they go on. So a
 hook that looks at y changes no number, and a layer whose output is used in another way costs what it would cost
 otherwise: y is written and read once more.
 
@@ -170,6 +171,14 @@ def finished(value: Any) -> Any:
     if all(new is part for new, part in zip(parts, value, strict=True)):
         return value
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def rows_and_lack(x: Tensor) -> tuple[Tensor, Small | None]:
+    """[M, O] contiguous rows of x, and what they lack."""
+    if isinstance(x, Pending) and (product := x.keyhole_product).lacks is not None:
+        return product.y_MO, product.lacks
+    x = finished(x)
+    return x.reshape(-1, x.shape[-1]).contiguous(), None
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     y_l = x_l W^T + p_l B_l^T + b_l          p_l = x_l V,  l = 1 .. L looks, one below the other (product.py)
 
 `widen` writes p B_l^T + b_l as y, and the product reads it again to add to it: 4 M O bytes in 16 bit that bear no
-information, since the output is read once more anyway, by the addition to the residual stream. So the product is made
-without the small part, and
+information, since the output is read once more anyway, by the addition to the residual stream, or by a ReLU (relu.py).
+So the product is made without the small part, and
 
     correct    h = round(residual + round(y + p B_l^T + b_l))     reads y and the residual, writes h, as an addition
                y = round(y + p B_l^T + b_l)                       in place, where something else reads y

@@ -8,14 +8,11 @@ x_1 .. x_L are the rows of L looks, one below the other, so x W^T is one product
     narrow    p = x V              [M, r] float32     reads x once: M I numbers
     widen     y = p B_l^T + b_l    [M, O]             writes y once; the product then adds to it in place
 
-Where a ReLU made x, its kernel can compute p on the way, from numbers that it has in registers:
-
-    narrow_relu    x = max(x', 0), p = x V     reads x' and writes x, as a ReLU does; narrow would read x once more
-
-Where the addition to the residual stream reads y, its kernel can add the small part instead, and `widen` is not needed
-(correct.py). Otherwise y is written and read once more beside the product, and x read once more: for O = I = 5120 and
-2048 rows in 16 bit 63 MB, against 107 GFLOP. y holds the small part before the large one is added to it in float32, and
-the sum is rounded once. (The textbook computes W + B_l V^T for each l: 2 O I written and read per l.)
+Where a ReLU made x, its kernel can compute p on the way, from numbers that it has in registers (relu.py). Where a ReLU
+or the addition to the residual stream reads y, its kernel can add the small part instead, and `widen` is not needed
+(relu.py, correct.py). Otherwise y is written and read once more beside the product, and x read once more: for O = I =
+5120 and 2048 rows in 16 bit 63 MB, against 107 GFLOP. y holds the small part before the large one is added to it in
+float32, and the sum is rounded once. (The textbook computes W + B_l V^T for each l: 2 O I written and read per l.)
 
 Sums differ from the reference's by rounding; the order of a sum is the same in every launch.
 Legend: L looks, M rows of each, I inputs, O outputs, r rank.
@@ -52,11 +49,6 @@ def widen_reference(
         return torch.baddbmm(bias_LO[:, None, :].float(), p_LMr, b_LrO).to(dtype)
 
 
-def narrow_relu_reference(x_MI: torch.Tensor, v_rI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(x, 0), and its product with V in float32."""
-    return (y_MI := torch.relu(x_MI)), narrow_reference(y_MI, v_rI)
-
-
 @jit()
 def _narrow_kernel(
     x_ptr, v_ptr, p_ptr, M, width, r,
@@ -78,11 +70,9 @@ def _narrow_kernel(
 
 @jit()
 def _narrow_few_kernel(
-    x_ptr, v_ptr, p_ptr, relu_ptr, M, width, r, ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr
+    x_ptr, v_ptr, p_ptr, M, width, r, ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr
 ):  # fmt: skip
-    """The same for a rank of 1 to 4: a sum per row and column; each element of x is used when it is read. relu_ptr:
-    None, or where max(x, 0) is written, which then takes the place of x. (Stores come after loads, because the compiler
-    cannot move a load above a store.)"""
+    """The same for a rank of 1 to 4: a sum per row and column; each element of x is used when it is read."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row.to(tl.int64)[:, None] * width
     sum_0 = tl.zeros([ROWS, DEPTH], tl.float32)
@@ -91,8 +81,6 @@ def _narrow_few_kernel(
         i = start + tl.arange(0, DEPTH)
         inside = (row < M)[:, None] & (i < width)[None, :]
         x = tl.load(x_ptr + at + i[None, :], inside, 0.0).to(tl.float32)
-        if relu_ptr is not None:
-            x = tl.where(x < 0, 0.0, x)  # a nan stays
         sum_0 += x * tl.load(v_ptr + i, i < width, 0.0).to(tl.float32)[None, :]
         if RANK > 1:
             sum_1 += x * tl.load(v_ptr + width + i, i < width, 0.0).to(tl.float32)[None, :]
@@ -100,8 +88,6 @@ def _narrow_few_kernel(
             sum_2 += x * tl.load(v_ptr + 2 * width + i, i < width, 0.0).to(tl.float32)[None, :]
         if RANK > 3:
             sum_3 += x * tl.load(v_ptr + 3 * width + i, i < width, 0.0).to(tl.float32)[None, :]
-        if relu_ptr is not None:
-            tl.store(relu_ptr + at + i[None, :], x.to(relu_ptr.dtype.element_ty), inside)
     tl.store(p_ptr + row * r, tl.sum(sum_0, axis=1), row < M)
     if RANK > 1:
         tl.store(p_ptr + row * r + 1, tl.sum(sum_1, axis=1), row < M)
@@ -136,7 +122,10 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
         return narrow_reference(x_MI, v_rI)
     p_Mr = torch.empty(rows, rank, device=x_MI.device)
     if rank <= FEW:
-        _launch_few(x_MI, v_rI, p_Mr, None)
+        flags = {"ROWS": FEW_ROWS, "DEPTH": FEW_DEPTH, "RANK": rank, "num_warps": FEW_WARPS}
+        with on_device(x_MI):
+            grid = (-(-rows // FEW_ROWS),)
+            _narrow_few_kernel[grid](x_MI, v_rI, p_Mr, rows, width, rank, **flags, enable_fp_fusion=False)
         return p_Mr
     wide = max(LEAST, 1 << (rank - 1).bit_length())
     depth = DEPTH if x_MI.element_size() == 2 else DEPTH // 2
@@ -145,28 +134,6 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
         options = {"num_warps": 4, "num_stages": STAGES, "enable_fp_fusion": False}
         _narrow_kernel[(-(-rows // ROWS_IN),)](x_MI, v_rI, p_Mr, rows, width, rank, **flags, **options)
     return p_Mr
-
-
-def narrow_relu(x_MI: torch.Tensor, v_rI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max(x, 0), its product with V as float32 [M, r]). x, v: contiguous, of one dtype."""
-    (rows, width), rank = x_MI.shape, v_rI.shape[0]
-    assert x_MI.is_contiguous() and v_rI.is_contiguous() and v_rI.shape[1] == width, (x_MI.shape, v_rI.shape)
-    assert x_MI.dtype == v_rI.dtype, (x_MI.dtype, v_rI.dtype)
-    if not use_kernel(x_MI.device) or not rows:
-        return narrow_relu_reference(x_MI, v_rI)
-    if rank > FEW:
-        return (y_MI := torch.relu(x_MI)), narrow(y_MI, v_rI)
-    y_MI, p_Mr = torch.empty_like(x_MI), torch.empty(rows, rank, device=x_MI.device)
-    _launch_few(x_MI, v_rI, p_Mr, y_MI)
-    return y_MI, p_Mr
-
-
-def _launch_few(x_MI: torch.Tensor, v_rI: torch.Tensor, p_Mr: torch.Tensor, relu_MI: torch.Tensor | None) -> None:
-    (rows, width), rank = x_MI.shape, v_rI.shape[0]
-    flags = {"ROWS": FEW_ROWS, "DEPTH": FEW_DEPTH, "RANK": rank, "num_warps": FEW_WARPS}
-    with on_device(x_MI):
-        grid = (-(-rows // FEW_ROWS),)
-        _narrow_few_kernel[grid](x_MI, v_rI, p_Mr, relu_MI, rows, width, rank, **flags, enable_fp_fusion=False)
 
 
 def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

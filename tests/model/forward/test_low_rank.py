@@ -9,11 +9,11 @@ import torch
 
 from keyhole import ops
 from keyhole.methods.zo.low_rank import factors
-from keyhole.model.forward import fused_relu, low_rank
+from keyhole.model.forward import fused_relu, low_rank, pending
 from keyhole.model.forward.low_rank import Share
 from keyhole.model.forward.sketches import Readers, sketch
 from keyhole.ops.backend import TRITON_MISSING
-from keyhole.ops.lowrank import correct, norm, product
+from keyhole.ops.lowrank import correct, norm, product, relu
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import equal, load, train, weights
 from tests.model.decoders import LAYERS, batch
@@ -164,16 +164,20 @@ def test_a_relu_within_its_product_is_left_alone(monkeypatch: pytest.MonkeyPatch
 @in_every_run(lambda name: name == "opt")
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_kernels_streamed_equal_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted: cut to single matrices, slots poisoned, the same losses and weights to the bit; and those of the
-    references up to rounding."""
+    """Interpreted: cut to single matrices, slots poisoned, or with every product finished where it is made, the same
+    losses and weights to the bit; and those of the references up to rounding."""
     small = [batch(rows=2, length=5)]
     resident, cut = load(name), streamed(load(name), max_unit_numel=1, slot_count=2, chaos=random.Random(1))
     expected = train(load(name), 2, small, **LOW)
-    for module in (correct, norm, product):
+    for module in (correct, norm, product, relu):
         monkeypatch.setattr(module, "use_kernel", lambda device: True)
+    monkeypatch.setattr(relu, "COLUMNS", 32)  # several parts of a sketch
     found = train(resident, 2, small, **LOW)
     assert train(cut, 2, small, **LOW) == found and equal(weights(resident), weights(cut))
     assert found == pytest.approx(expected, rel=1e-5)
+    plain, wait = load(name), pending.wait
+    monkeypatch.setattr(pending, "wait", lambda *args: pending.finished(wait(*args)))
+    assert train(plain, 2, small, **LOW) == found and equal(weights(resident), weights(plain))
 
 
 @pytest.mark.gpu

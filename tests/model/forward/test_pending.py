@@ -22,6 +22,8 @@ from keyhole import ops
 from keyhole.model.forward import pending
 from keyhole.model.forward.low_rank import Added, product
 from keyhole.model.forward.pending import Pending, finished
+from keyhole.model.forward.sketches import Readers, sketching_relu
+from keyhole.ops.backend import INTERPRETED, TRITON_MISSING, force
 from tests.model.forward.op_calls import calls_of
 
 SHAPE = (2, 5, 8)
@@ -304,6 +306,23 @@ def test_with_gradients_it_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.enable_grad():
         (r + y).square().sum().backward()
     assert torch.equal(r.grad, 2 * (r.detach() + whole)) and not y.requires_grad
+
+
+@pytest.mark.parametrize("choice", ["reference", "kernel"])
+@pytest.mark.parametrize("rank", [2, 6])
+def test_the_relu_of_a_pair(rank: int, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds what its input lacks, leaves the sketch of the result, and does not finish its input."""
+    if choice == "kernel" and (TRITON_MISSING or not INTERPRETED):
+        pytest.skip("needs interpreted kernels")
+    with force(choice):
+        (y, whole), share = made(torch.bfloat16), object()
+        readers = Readers(torch.randn(rank, 8).bfloat16(), 0, True, share)
+        calls = calls_of(monkeypatch, "narrow_relu")
+        x, expected = sketching_relu(y, readers), sketching_relu(whole, readers)
+        assert calls == [True, False] and type(x) is torch.Tensor and y.keyhole_product.lacks is not None
+        assert same(x, expected) and torch.equal(x.keyhole_sketch.p_Mk, expected.keyhole_sketch.p_Mk)
+        assert same(y.clone(), whole) and torch.equal(sketching_relu(y, readers), x)
+        assert torch.equal(sketching_relu(y.view(10, 8), readers), x.view(10, 8))
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

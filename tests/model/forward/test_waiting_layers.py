@@ -51,14 +51,15 @@ def test_waiting_changes_no_bit(name: str, dtype: str, monkeypatch: pytest.Monke
     assert train(whole, 4, batches, **options) == pytest.approx(found, rel=limit)
 
 
-@pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "phi3"])
-def test_what_a_step_adds_on_the_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sums per block and pass; nothing is finished in place, and no other layer waits."""
-    corrected, widened = calls_of(monkeypatch), calls_of(monkeypatch, "widen")
+@pytest.mark.parametrize("name, sums, relus", [("opt", 2, 1), ("llama", 2, 0), ("gpt2", 2, 0), ("phi3", 2, 0)])
+def test_what_a_step_adds_on_the_way(name: str, sums: int, relus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per block and pass; nothing is finished in place, and no other layer waits."""
+    corrected, rectified = calls_of(monkeypatch), calls_of(monkeypatch, "narrow_relu")
+    widened = calls_of(monkeypatch, "widen")
     model = load(name)
     train(model, 2, **LOW)
-    assert corrected == [True] * 2 * LAYERS * 2
-    assert len(widened) == 2 * (len(model.factors.parts.matrices) - LAYERS * 2)
+    assert corrected == [True] * 2 * LAYERS * sums and rectified == [True] * 2 * LAYERS * relus
+    assert len(widened) == 2 * (len(model.factors.parts.matrices) - LAYERS * (sums + relus))
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -147,8 +148,8 @@ def test_evaluation_and_direct_use(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_layers_wait() -> None:
     """By structure alone: not those whose bias is frozen, and no experts."""
     expected = {
-        "opt": "self_attn.out_proj fc2",
-        "opt_projected": "self_attn.out_proj fc2",
+        "opt": "self_attn.out_proj fc1 fc2",
+        "opt_projected": "self_attn.out_proj fc1 fc2",
         "llama": "self_attn.o_proj mlp.down_proj",
         "gpt2": "attn.c_proj mlp.c_proj",
         "gpt_neox": "attention.dense mlp.dense_4h_to_h",

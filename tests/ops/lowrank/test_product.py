@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keyhole.ops.backend import force
-from keyhole.ops.lowrank.product import narrow, narrow_relu, narrow_relu_reference, widen
+from keyhole.ops.lowrank.product import narrow, widen
 
 
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
@@ -37,24 +37,6 @@ def test_columns_of_a_wider_sketch(kernel_device: torch.device, choice: str) -> 
             y = widen(p[:, first : first + 2].unflatten(0, (2, 7)), b, None, torch.float32)
             own = narrow(x, v[first : first + 2]).unflatten(0, (2, 7))
             torch.testing.assert_close(y, widen(own, b, None, torch.float32), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank", [1, 4, 6])
-def test_a_relu_on_the_way(kernel_device: torch.device, dtype: torch.dtype, rank: int) -> None:
-    """The bits of the ReLU, a nan included; the sketch is that of its result, and the reference's up to rounding."""
-    draw = torch.Generator().manual_seed(rank)
-    x, v = (torch.randn(shape, generator=draw).to(kernel_device, dtype) for shape in ((19, 70), (rank, 70)))
-    expected, p_expected = narrow_relu_reference(x, v)
-    with force("kernel"):
-        y, p = narrow_relu(x, v)
-        assert torch.equal(y, expected)
-        torch.testing.assert_close(p, narrow(y, v), rtol=1e-6, atol=1e-5)
-        torch.testing.assert_close(p, p_expected, rtol=1e-5, atol=1e-4)
-        x[3, 5] = torch.nan
-        y, p = narrow_relu(x, v)
-    assert y[3, 5].isnan() and p[3].isnan().all() and int(p.isnan().sum()) == rank
-    assert torch.equal(y.nan_to_num(), torch.relu(x).nan_to_num())
 
 
 def test_no_bias() -> None:

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from keyhole.errors import UserError
 from keyhole.model.model import Model
+from keyhole.model.structure.find import relu_pair, relu_reader
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.reach import reads_inside
 
@@ -160,9 +161,12 @@ def readers(matrices: list[Matrix]) -> dict[int, slice]:
 
 
 def waiting(blocks: list[nn.Module], matrices: list[Matrix]) -> set[int]:
-    """Indices of the matrices whose output is likely to be added to the residual stream, by a kernel that can add their
-    small part as well (model/forward/pending.py): the last linear layer of a module with as many outputs as the first
-    layer of the block has inputs (out_proj, fc2; o_proj, down_proj; c_proj, dense, wo).
+    """Indices of the matrices whose output is likely to be read next by a kernel that can add their small part
+    (model/forward/pending.py). Their outputs go
+
+        to a ReLU               the layer before it, if the layer after it has factors
+        to the residual stream  the last linear layer of a module with as many outputs as the first layer of the block
+                                has inputs (out_proj, fc2; o_proj, down_proj; c_proj, dense, wo)
 
     A wrong guess costs nothing but the time of the host. It depends on the model's structure alone, so that all runs
     have the same bits. Not: experts (which see some of the rows, and whose outputs are weighed), and layers with a bias
@@ -170,6 +174,8 @@ def waiting(blocks: list[nn.Module], matrices: list[Matrix]) -> set[int]:
     index = {id(matrix.layer): i for i, matrix in enumerate(matrices)}
     found = []
     for block in blocks:
+        if (reader := relu_reader(block)) and id(reader[1]) in index:
+            found.append(relu_pair(block)[0])
         linear = list(called_layers([block]))
         fits = {id(layer) for layer in linear if _width(layer, 1) == _width(linear[0], 0)}
         for part in _outside_of_lists(block):
