@@ -10,7 +10,7 @@ A ReLU has every x in a register, so q costs no read of x; and y is read anyway,
     product, narrow_relu           y; y, x                        3       252 MB
 
 One program has a tile of y: ROWS x COLUMNS. It reads y and writes x once, and reads B_l, b_l and V for its columns from
-the L2 cache: 4 r + 4 + 2 r bytes per column, beside 4 ROWS of y and x (16 to 32 for r = 2 and 8 rows). With 256 columns
+the L2 cache: 4 r + 4 + 2 r bytes per column, beside 4 ROWS of y and x (16 each for r = 2). With 256 columns
 for each warp, a thread has 8 adjacent columns of all rows: it loads their B_l, b_l and V once, into registers, and all
 its loads are issued before it waits for one. (If warps share columns, the compiler moves B_l, b_l and V through shared
 memory, one after the other. If a program has whole rows, it has few of them, and B_l alone is as many bytes as y: that
@@ -37,7 +37,7 @@ from keyhole.ops.lowrank.correct import UNROLLED, Small, check_small_part, corre
 from keyhole.ops.lowrank.product import FEW, narrow, narrow_reference
 from keyhole.ops.rounding.round import round_nearest
 
-ROWS, COLUMNS, WARPS = 8, 512, 2  # of a tile of y; all ranks have the same, so that q does not depend on what y lacks
+ROWS, COLUMNS, WARPS = 4, 512, 2  # of a tile of y; all ranks have the same, so that q does not depend on what y lacks
 NUMBERS, ADD_WARPS = 64, 2  # of q, per program that adds parts
 AT_ONCE = 16  # parts whose loads are issued together; the order of the sum does not depend on it
 
