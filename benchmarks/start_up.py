@@ -32,7 +32,7 @@ from pathlib import Path
 from keyhole.machine.probe import versions
 
 ALLOWED_S = 5.0  # step 1 beyond the imports
-IMPORTS = "import torch, transformers; import transformers.modeling_utils; from transformers import AutoTokenizer"
+IMPORTS = "import torch, transformers.modeling_utils; from transformers import AutoModelForCausalLM, AutoTokenizer"
 SHAPE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 SHAPE |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 8192}
 ROWS = {"train": 67349, "dev": 872}

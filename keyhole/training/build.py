@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers.modeling_utils  # noqa: F401  every model needs it, so its import is timed with the others
+import transformers.modeling_utils  # every model needs these two, so they are timed with the other imports
+import transformers.models.auto.modeling_auto  # noqa: F401
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import About
