@@ -205,6 +205,11 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         f"rte-{name}": ("rte", [0], how | RTE.get(name, {}) | first_order(20 if name == "lomo" else 10) | TOKENS)
         for name, how in FIRST_ORDER.items()
     },
+    "rte-adam-offload-rates": (  # of 10 epochs the fourth was the best
+        "rte",
+        [0],
+        FIRST_ORDER["adam-offload"] | first_order(5) | TOKENS | {"learning_rate": [2e-5, 3e-5, 5e-5], "num_dev": 500},
+    ),
     **{
         f"{task}-{name}": (task, [0], FIRST_ORDER[name] | first_order(10, steps))
         for task, steps in (("cb", 13), ("copa", 19), ("boolq", 63))
