@@ -6,8 +6,9 @@ no synchronisation before the last, so the upload of step t + 1 may begin in ste
 steps, waiting at the end for every stream, is reported beside the median of the events.
 
 What else a slow step may be due to is counted over the timed steps: the CPU's seconds of all threads, those in which a
-thread was ready and had no core (Linux counts them), how often one was taken off its core, and how often the allocator
-had to give memory back or ask the driver for more. Threads that are pinned to one core (model/forward/lockstep.py)
+thread was ready and had no core (Linux counts them), those in which the host of a virtual machine gave its cores to
+others, how often a thread was taken off its core, and how often the allocator had to give memory back or ask the driver
+for more. Threads that are pinned to one core (model/forward/lockstep.py)
 cannot leave it to another process.
 
 Device memory is the peak that PyTorch's allocator reserved and allocated from the first step on (memory for making
@@ -15,6 +16,7 @@ random weights is freed before). Host memory is the peak resident set of the pro
 """
 
 import gc
+import os
 import resource
 import statistics
 import time
@@ -67,6 +69,13 @@ def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, t
     }
 
 
+def _stolen_s() -> float:
+    """Seconds, of all cores since the machine began, in which the hypervisor ran something else on them."""
+    with suppress(OSError, IndexError, ValueError):
+        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
 def _used(device: torch.device) -> dict[str, float]:
     """Since the process began: seconds on a core and in wait of one, of all threads that are alive; switches that no
     thread asked for; and what the allocator asked of the driver."""
@@ -74,7 +83,7 @@ def _used(device: torch.device) -> dict[str, float]:
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError, IndexError, ValueError):
             waited += int(path.read_text().split()[1]) / 1e9
-    counts = {"cpu_s": time.process_time(), "without_core_s": waited}
+    counts = {"cpu_s": time.process_time(), "without_core_s": waited, "stolen_s": _stolen_s()}
     counts["switches"] = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
