@@ -205,6 +205,14 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         f"rte-{name}": ("rte", [0], how | RTE.get(name, {}) | first_order(20 if name == "lomo" else 10) | TOKENS)
         for name, how in FIRST_ORDER.items()
     },
+    "rte-adam-offload-plain": (  # as a plain loop: one rate throughout, and the weights of the last step
+        "rte",
+        [0, 1, 2],
+        FIRST_ORDER["adam-offload"]
+        | TOKENS
+        | {"max_steps": 600, "eval_steps": 600, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+        | {"load_best_model_at_end": False},
+    ),
     "rte-adam-offload-rates": (  # of 10 epochs the fourth was the best
         "rte",
         [0],
