@@ -21,6 +21,7 @@ from keyhole.bench.zo.floors import Line, cases_of, line_of
 from keyhole.machine.sizes import GIB
 
 HOST_FACTOR, HOST_SLACK_BYTES = 1.03, 2 * GIB
+FLOORS, SHORT_FLOORS = 1.10, 1.15  # a step over max(compute, link); of short batches
 SNAPSHOTS = 0.97  # of the tokens per second without
 
 
@@ -36,14 +37,17 @@ class Row:
 
 
 def judge_zo(records: list[Record]) -> list[Row]:
-    """Every target of zeroth-order steps: speed, budgets, memory, and what holds for any streamed case."""
-    found = cases_of(records)
-    lines = {case.name: line_of(case, found) for case in read_tables()["judged"].cases}
+    """Every target of zeroth-order steps: speed, budgets, memory, and what holds for any streamed case. Short batches
+    have a table of their own, which is judged where it was run."""
+    found, tables = cases_of(records), read_tables()
+    lines = {case.name: line_of(case, found) for case in tables["judged"].cases}
+    short = [line_of(case, found) for case in tables["short"].cases if case.name in found]
     return [
         *_speed(lines),
         *_budgets(lines),
         *_memory(lines),
-        *[row for line in lines.values() if line.case.system == "streamed" for row in _every_streamed(line)],
+        *[row for line in lines.values() if line.case.system == "streamed" for row in _every_streamed(line, FLOORS)],
+        *[row for line in short if line.case.system == "streamed" for row in _every_streamed(line, SHORT_FLOORS)],
     ]
 
 
@@ -115,9 +119,9 @@ def _memory(lines: dict[str, Line]) -> list[Row]:
     ]
 
 
-def _every_streamed(line: Line) -> list[Row]:
-    """What holds for any streamed case."""
-    rows = [_at_most("step against max(compute, link)", line, line.to_floor, 1.10, "x")]
+def _every_streamed(line: Line, floors: float) -> list[Row]:
+    """What holds for any streamed case. floors: how many times max(compute, link) its step may take."""
+    rows = [_at_most("step against max(compute, link)", line, line.to_floor, floors, "x")]
     if line.ok:
         record = line.record
         limit_gib = (HOST_FACTOR * record["weights_bytes"] + HOST_SLACK_BYTES) / GIB

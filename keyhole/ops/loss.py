@@ -47,8 +47,9 @@ class RunningNLL:
         """Overwrites these logits with the gradient of sum(scale * nll) with respect to them; call after all chunks.
 
         scale: a number, or float32 on the device, a scalar or [N]. In float32 on the CPU, with one chunk of all rows,
-        this is torch's gradient of cross_entropy(reduction="sum") * scale bit for bit; several chunks, or the kernel,
-        differ from it by the rounding of the sum of exponentials.
+        this is torch's gradient of cross_entropy(reduction="sum") * scale: bit for bit, except in builds of torch with
+        two functions exp (MKL), where last bits differ. Several chunks, or the kernel, differ from it by the rounding
+        of the sum of exponentials.
         """
         if logits_NR.numel() == 0:
             return logits_NR

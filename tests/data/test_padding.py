@@ -92,7 +92,10 @@ def class_batch(width: int) -> Batch:
 
 @pytest.mark.parametrize("kind", ["tokens", "candidates", "encoder"])
 def test_padding_changes_neither_loss_nor_gradient(kind: str, tiny_model: Path, tmp_path: Path) -> None:
-    """A decoder by tokens and by candidates, an encoder by labels: loss and every gradient agree to 1e-6 in fp32."""
+    """A decoder by tokens and by candidates, an encoder by labels: loss and every gradient agree to rounding in fp32.
+
+    Products of another width add up in another order: 2^-24 for each of 32 positions.
+    """
     make = {"tokens": text_batch, "candidates": candidate_batch, "encoder": class_batch}[kind]
     how = {"head": "classification", "num_labels": 2} if kind == "encoder" else {}
     source = save_encoder("bert", tmp_path / "bert") if kind == "encoder" else tiny_model
@@ -111,7 +114,7 @@ def test_padding_changes_neither_loss_nor_gradient(kind: str, tiny_model: Path, 
     assert max(float(grad.abs().max()) for grad in grads.values()) > 1e-3
     for name, grad in grads.items():
         scale = max(1.0, float(grad.abs().max()))
-        assert float((grad - padded_grads[name]).abs().max()) < 1e-6 * scale, name
+        assert float((grad - padded_grads[name]).abs().max()) < 2e-6 * scale, name
 
 
 def test_a_loader_pads_as_it_is_told() -> None:

@@ -30,8 +30,8 @@ def test_equals_cross_entropy(choice: str, dtype: torch.dtype, tokens: int, voca
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_gradient_of_one_chunk_is_torchs(scale: float) -> None:
-    """In float32 on the CPU, all rows in one chunk: the bits of torch's gradient (the last may differ at the target,
-    where torch's build decides whether the subtraction is fused)."""
+    """In float32 on the CPU, all rows in one chunk: torch's gradient to the last bits (builds of torch with MKL have two
+    functions exp, and other builds decide whether the subtraction at the target is fused)."""
     generator = torch.Generator().manual_seed(0)
     for tokens, vocabulary in [(40, 99), (7, 1003), (3, 32_000)]:
         logits = (5 * torch.randn(tokens, vocabulary, generator=generator)).requires_grad_()
@@ -41,8 +41,6 @@ def test_gradient_of_one_chunk_is_torchs(scale: float) -> None:
         running.add(made, 0)
         assert running.grad_(made, 0, scale) is made
         torch.testing.assert_close(made, logits.grad, rtol=3e-7, atol=0)
-        others = torch.ones_like(made, dtype=torch.bool).scatter_(1, targets[:, None], False)
-        assert torch.equal(made[others], logits.grad[others])
 
 
 @pytest.mark.parametrize("choice", ["reference", kernel])

@@ -60,7 +60,8 @@ def adamw_reference_(tensors: tuple[torch.Tensor, ...], n: dict[str, float | Non
         v_new = _fma(n["beta2"], v, scaled * g)
     else:
         v_new = _fma(scaled.double(), g, v * n["beta2"])
-    w_new = w_new + (m_new * n["move"]) / (v_new.sqrt() / n["root"] + n["eps"])
+    root = v_new.double().sqrt().float()  # torch's sqrt of float32 is the library MKL's on some CPUs: often one bit off
+    w_new = w_new + (m_new * n["move"]) / (root / n["root"] + n["eps"])
     for target, value in ((w, w_new), (m, m_new), (v, v_new), (weight, w_new)):
         target.copy_(value)
 
