@@ -30,8 +30,8 @@ def test_equals_cross_entropy(choice: str, dtype: torch.dtype, tokens: int, voca
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_gradient_of_one_chunk_is_torchs(scale: float) -> None:
-    """In float32 on the CPU, all rows in one chunk: torch's gradient to the last bits (builds of torch with MKL have two
-    functions exp, and other builds decide whether the subtraction at the target is fused)."""
+    """In float32 on the CPU, all rows in one chunk: torch's gradient to the last bits (some builds of torch have two
+    functions exp, and some fuse the subtraction at the target)."""
     generator = torch.Generator().manual_seed(0)
     for tokens, vocabulary in [(40, 99), (7, 1003), (3, 32_000)]:
         logits = (5 * torch.randn(tokens, vocabulary, generator=generator)).requires_grad_()
