@@ -19,20 +19,9 @@ from itertools import chain
 from pathlib import Path
 
 from keyhole.data.delimited import read_cells
-from keyhole.data.readers import (
-    MOST_ROW_BYTES,
-    TABLES,
-    Record,
-    bounded_lines,
-    check_header,
-    is_lines,
-    kind_of,
-    load_json,
-    open_bytes,
-    open_text,
-    read_file,
-    told,
-)
+from keyhole.data.opened import MOST_ROW_BYTES, TABLES, bounded_lines, kind_of, open_bytes, open_text, told
+from keyhole.data.readers import is_lines, load_json, read_file
+from keyhole.data.record import Record, check_header
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.errors import UserError, listed
 
