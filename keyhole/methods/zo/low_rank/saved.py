@@ -16,6 +16,7 @@ from keyhole.disk.read_json import read_json
 from keyhole.disk.tensors import MethodState
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.low_rank.state import from_state
 from keyhole.methods.zo.traits import ZO, ZOConfig, filled
 from keyhole.model.model import Model
@@ -45,6 +46,7 @@ class SavedFactors:
         how = {"rank": self.own.rank, "refresh": self.own.refresh, "fold": self.own.fold, "rounding": self.own.rounding}
         try:
             factors = Factors(model, noise, **how, pairs=1)
+            FactoredLayers(model, factors)
             from_state(factors, MethodState({}, self.directory / TENSORS), self.steps)
         except (KeyError, ValueError, RuntimeError, OSError, StopIteration) as error:
             model.factors = None
