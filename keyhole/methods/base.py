@@ -56,6 +56,8 @@ class Method:
     lr: float
     keeps_base: bool = False
     """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
+    params: dict[str, torch.nn.Parameter] | None = None
+    """What an optimizer of torch trains for it, by name; None: the model's own parameters that require gradients."""
     may_freeze: bool = True
     """Whether parameters may be frozen between its steps: it trains what gets a gradient."""
     _is_made: bool = False
