@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keyhole.methods.torch_optimizer import TorchOptimizer
     from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
-    from keyhole.model.forward.low_rank import Factors
+    from keyhole.model.forward.low_rank import LowRank
     from keyhole.model.model import Model
     from keyhole.model.structure.layout import Unit
 
@@ -209,7 +209,7 @@ class Method:
         """Registers a callback that runs before an update changes weights (traits: announces = "step")."""
         raise NotImplementedError  # abstract: only if the traits say so
 
-    def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
+    def learned_beside(self, state: Mapping[str, Any]) -> LowRank | None:
         """From a saved state: the factors that must be merged into a model's files before other programs can use them;
         None if there are none."""
         return None

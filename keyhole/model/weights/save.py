@@ -87,7 +87,7 @@ def write_files(model: Any, path: Path, merged: bool = True) -> None:
                 file.seek(place.offset)
                 for piece in pieces(tensor.detach()):
                     file.write(piece)
-    for beside in (model.addon, model.factors):
+    for beside in (model.addon, model.low_rank):
         if beside is not None:
             beside.write_files(path)
 
@@ -100,7 +100,7 @@ def _write_by_transformers(model: Any, path: Path, merged: bool = True) -> None:
         model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_BYTES)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(path)
-    for beside in (model.addon, model.factors):
+    for beside in (model.addon, model.low_rank):
         if beside is not None:
             beside.write_files(path)
 

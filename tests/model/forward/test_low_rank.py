@@ -84,7 +84,7 @@ def test_layers_that_read_one_input_share_a_sketch(name: str, narrows: int, monk
         assert calls[0] == 3 * len(batches) * LAYERS * narrows
         assert train(cut, 3, batches, lr=1e-2, **LOW) == found and equal(weights(model), weights(cut))
         assert calls[0] == 2 * 3 * len(batches) * LAYERS * narrows
-    assert bool(model.factors.readers) == (name not in ("gpt2", "bloom"))  # those have one matrix for q, k and v
+    assert bool(model.low_rank.readers) == (name not in ("gpt2", "bloom"))  # those have one matrix for q, k and v
     monkeypatch.setattr(layers, "readers", lambda matrices: {})
     assert train(load(name), 3, batches, lr=1e-2, **LOW) == pytest.approx(found, rel=1e-5)
 

@@ -42,7 +42,7 @@ def test_waiting_changes_no_bit(name: str, dtype: str, monkeypatch: pytest.Monke
     options: dict[str, Any] = {"lr": 1e-2, "directions": 2, **LOW}
     batches = [batch(seed=1), batch(seed=2, length=6)]
     found = train(model, 4, batches, **options)
-    assert model.factors.waiting and train(cut, 4, batches, **options) == found and equal(weights(model), weights(cut))
+    assert model.low_rank.waiting and train(cut, 4, batches, **options) == found and equal(weights(model), weights(cut))
     with monkeypatch.context() as patch:
         at_once(patch)
         assert train(plain, 4, batches, **options) == found and equal(weights(model), weights(plain))
@@ -59,7 +59,7 @@ def test_what_a_step_adds_on_the_way(name: str, sums: int, relus: int, monkeypat
     model = load(name)
     train(model, 2, **LOW)
     assert corrected == [True] * 2 * LAYERS * sums and rectified == [True] * 2 * LAYERS * relus
-    assert len(widened) == 2 * (len(model.factors.factors.parts.matrices) - LAYERS * (sums + relus))
+    assert len(widened) == 2 * (len(model.low_rank.factors.parts.matrices) - LAYERS * (sums + relus))
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -58,7 +58,7 @@ class FactoredLayers:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
         self.in_spine: dict[int, dict[str, FlatTensor]] = {}  # by module and name of the parameter
         self._install(model)
-        model.factors = self
+        model.low_rank = self
 
     def _install(self, model: Model) -> None:
         """Makes the module's forward ask for the factors: in linear layers, in a ReLU whose output such a layer reads,
@@ -110,7 +110,7 @@ class FactoredLayers:
 
     def perturb(self, perturbations: list[dict[str, Any]]) -> None:
         """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
-        if self.model.factors is not self:
+        if self.model.low_rank is not self:
             raise UserError(
                 "zo.rank: another method was made on this model since, and what the factors had learned was merged "
                 "into its weights: the layers do not see them any more. Make a new ZO to train on"

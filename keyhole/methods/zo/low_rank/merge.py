@@ -93,7 +93,7 @@ def settle(factors: Factors) -> None:
     """Merges everything that was learned into the weights at home, also within a period, and ends."""
     model = factors.model
     if factors.steps == 0:
-        model.factors = None
+        model.low_rank = None
         return
     bring_home(factors)
     index = {id(matrix): i for i, matrix in enumerate(factors.parts.matrices)}
@@ -112,7 +112,7 @@ def settle(factors: Factors) -> None:
                     _add(factors, matrix, _inside(unit, w, matrix), a, v, factors.steps, first)
             model.engine.commit(unit.index)
             model.engine.release(unit.index)
-    model.factors = None
+    model.low_rank = None
 
 
 def _inside(unit: Unit, w: torch.Tensor, matrix: Matrix) -> torch.Tensor:
