@@ -29,7 +29,7 @@ from keyhole.model.structure.layout import Unit
 @dataclass(frozen=True)
 class Carried:
     """A pass: its batch, the looks [first, first + count) that it carries, and the number that the pass of each look
-    would have in a dense step (looks.py)."""
+    would have in a dense step (../looks.py)."""
 
     batch: DeviceBatch
     first: int
