@@ -218,7 +218,7 @@ def main() -> None:
             method.flush()
             del method
         if where == "resident" and not args.no_textbook:
-            model.factors.settle()  # what was learned goes into the weights, and the layers are ordinary again
+            model.low_rank.settle()  # what was learned goes into the weights, and the layers are ordinary again
             take_weights(model)
             textbook = Textbook(model.module, LR, eps=EPS)
             measure.clean_up(device)

@@ -70,7 +70,7 @@ from keyhole.model.weights.format import Wire
 from keyhole.offload.engine import Engine
 from keyhole.plan.costs import Costs
 from keyhole.plan.fit import fit
-from keyhole.plan.measure import ADAM_BYTES, HostRates, _adam, _host_memory
+from keyhole.plan.measure import ADAM_BYTES, HostRates, adam_rate, host_memory_rate
 from keyhole.plan.measure import measure as measure_rates
 from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile
@@ -219,8 +219,8 @@ class Bursts:
         if host_alone:
             return
         if self.updates:
-            found["adam"] = _adam()
-            found["host_memory"] = max(_host_memory(), ADAM_BYTES * found["adam"])
+            found["adam"] = adam_rate()
+            found["host_memory"] = max(host_memory_rate(), ADAM_BYTES * found["adam"])
         if self.copies:
             with suppress(torch.OutOfMemoryError):  # a tight budget: the rates of the run stand
                 link = link_speed()

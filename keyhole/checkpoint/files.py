@@ -28,8 +28,9 @@ from keyhole.checkpoint.state import STATE, State, dump
 from keyhole.disk.crc import Span
 from keyhole.disk.files import checksums, flush_all, staged
 from keyhole.disk.tensors import MethodState, Ranges, write_tensors
-from keyhole.model.weights.save import write_files, write_small_files
+from keyhole.model.weights.save import write_files
 from keyhole.model.weights.save_parts import write_state_parts
+from keyhole.model.weights.saved_files import write_small_files
 
 TENSORS = "optimizer.safetensors"
 OWN_FILES = {STATE, TENSORS}

@@ -1,6 +1,7 @@
 """From files to batches: formats, templates and masks, packing, a resumable loader.
 
 files, listing                   sources as files; what is remarkable about them
+opened, record                   a file, opened within bounds; one row of it, and its place
 readers, columns, delimited      rows of JSON, Parquet and Arrow, CSV; count.py: roughly how many
 documents                        plain text files
 formats, turns, row_template     rows as chats or plain text; texts from the columns of a row

@@ -1,8 +1,10 @@
 """Rows of files that are stored by column: Parquet, and Arrow as Hugging Face's `save_to_disk` writes it.
 
-The size of a batch of 64 rows is estimated before it becomes Python objects: its bytes, where texts in dictionaries
-count as often as they occur. A large batch is converted row by row, and a row above 16 MiB is refused. A file whose
-rows so far are a hundred times larger than the file is refused too: it stores a text once and uses it 10^4 times.
+A file may hold far more data than its size: a page that repeats one long text. So texts are read as dictionaries, which
+store a repeated text once, and a file whose metadata claim a thousand times its size is refused. The size of a batch of
+64 rows is estimated before it becomes Python objects: its bytes, where texts in dictionaries count as often as they
+occur. A large batch is converted row by row, and a row above 16 MiB is refused. A file whose rows so far are a hundred
+times larger than the file is refused too: it stores a text once and uses it 10^4 times.
 """
 
 from collections import Counter
@@ -10,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keyhole.data.readers import GROWTH_FROM, MOST_GROWTH, MOST_ROW_BYTES, ROWS_AT_ONCE, Record, check_header
+from keyhole.data.opened import GROWTH_FROM, MOST_GROWTH, MOST_ROW_BYTES
+from keyhole.data.record import Record, check_header
 from keyhole.errors import UserError, printable
 
+ROWS_AT_ONCE = 64
 MOST_VALUES_PER_BYTE, ROWS_GROWTH = 16, 100
 
 

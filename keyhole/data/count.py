@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from keyhole.data.readers import kind_of
+from keyhole.data.opened import kind_of
 
 PIECE_BYTES = 2**22
 HEADERS = {".jsonl": 0, ".ndjson": 0, ".csv": 1, ".tsv": 1}  # header lines

@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from keyhole.data.readers import MOST_ROW_BYTES, bounded_lines, kind_of, open_bytes, open_text
+from keyhole.data.opened import MOST_ROW_BYTES, bounded_lines, kind_of, open_bytes, open_text
 from keyhole.errors import UserError
 
 TAB = "\t"

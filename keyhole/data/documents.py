@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from keyhole.data.readers import Record, check_line, open_text
+from keyhole.data.opened import check_line, open_text
+from keyhole.data.record import Record
 
 SEPARATOR = "<|endoftext|>"
 PIECE_CHARACTERS = 2**20

@@ -21,7 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from keyhole.data.listing import data_files
-from keyhole.data.readers import SUFFIXES, Record, kind_of, read_file
+from keyhole.data.opened import SUFFIXES, kind_of
+from keyhole.data.readers import read_file
+from keyhole.data.record import Record
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError, listed, printable
 

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from keyhole.data.readers import PLAIN, SUFFIXES, kind_of, open_text
+from keyhole.data.opened import PLAIN, SUFFIXES, kind_of, open_text
 from keyhole.errors import listed
 
 PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")

@@ -145,10 +145,18 @@ class Loader:
     """An endless iterator of steps, each a list of micro-batches."""
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, gradient_accumulation_steps: int = 1, seed: int = 0,
-        shuffle: bool = True, pad_to_multiple_of: int = BEFORE, about: dict[str, Any] | None = None,
-        pad_to_most: int | None = None, stratified: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        gradient_accumulation_steps: int = 1,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        pad_to_multiple_of: int = BEFORE,
+        pad_to_most: int | None = None,
+        about: dict[str, Any] | None = None,
+        stratified: bool = False,
+    ) -> None:
         """stratified: each step has the classes of the whole data set (strata.py). about: further facts about the data
         that a resumed run needs; kept in the state."""
         assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0

@@ -18,7 +18,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from keyhole.data.readers import Record
+from keyhole.data.record import Record
 from keyhole.errors import UserError, listed
 
 PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")

@@ -99,7 +99,7 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
         train,
         settings.batch_size,
         settings.gradient_accumulation_steps,
-        settings.seed,
+        seed=settings.seed,
         about=about | {"padding": [asked, *padding]},
         pad_to_multiple_of=padding.multiple,
         pad_to_most=padding.most,

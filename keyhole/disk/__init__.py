@@ -3,7 +3,7 @@
 files.py          durable writes: temporary names, flushes, renames; links are not followed
 append.py         appends records to a file, and keeps them in memory while the disk is full
 crc.py            the checksum of a file from the checksums of its pieces
-tensors.py        safetensors files, tensor by tensor
+tensors.py        safetensors files, tensor by tensor; header.py: what is in a file, without torch
 weight_files.py   the weight files of a model directory: safetensors, .bin or GGUF
 gguf.py           GGUF files; gguf_blocks.py: their quantised blocks as numbers
 quantized.py      bitsandbytes, GPTQ and AWQ in safetensors

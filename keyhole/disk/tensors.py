@@ -15,15 +15,14 @@ Peak host memory: PIECE_BYTES for tensors on a GPU when writing; one tensor when
 import copy
 import json
 import math
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keyhole.disk.weights_hash import hash_of, read_header
+from keyhole.disk.header import read_header
 
 PIECE_BYTES = 64 * 2**20
 SHARD_BYTES = 2 * 10**9
@@ -121,17 +120,6 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.reshape(-1)
     for piece in flat.split(PIECE_BYTES // flat.element_size()):
         yield memoryview(piece.cpu().view(torch.uint8).numpy())
-
-
-def tensors_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The content_hash (weights_hash.py) of a file with these tensors, which may be on any device."""
-    lines = []
-    for name, tensor in tensors:
-        crc = 0
-        for piece in pieces(tensor.detach()):
-            crc = zlib.crc32(piece, crc)
-        lines.append(f"{name} {DTYPES[tensor.dtype]} {list(tensor.shape)} {crc:08x}")
-    return hash_of(lines)
 
 
 @dataclass(frozen=True)

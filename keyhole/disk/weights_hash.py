@@ -6,32 +6,35 @@ The lines do not name files, so the same weights in other shards have the same h
 hash detects a wrong directory, not a deliberate forgery. Tensors are read in parallel (zlib releases the GIL): a few
 GB/s, and right after a load mostly from the page cache.
 
-For a GGUF file a line has the type in the file (Q4_1), and the CRC of the bytes in the file.
+For a GGUF file a line has the type in the file (Q4_1), and the CRC of the bytes in the file. Weights in .bin files have
+the hash of the same tensors in safetensors. This file does not import torch, unless a hash of tensors is asked for.
 """
 
 import hashlib
 import json
-import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keyhole.disk.gguf import GGUFShard, gguf_files
-from keyhole.disk.weight_files import is_pickled
+from keyhole.disk.header import read_header
+from keyhole.disk.weight_files import is_pickled, open_shard, stored_tensors
 from keyhole.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OWN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 PIECE_BYTES = 8 * 2**20
-HEADER_BYTES = 100 * 10**6  # limit of the safetensors library
 READERS = min(16, os.cpu_count() or 1)
 
 
-def weight_files(directory: Path) -> list[Path]:
+def _safetensors_files(directory: Path) -> list[Path]:
     """The safetensors files of the model."""
     if (directory / INDEX).exists():
         names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
@@ -51,34 +54,6 @@ def stored_weights(directory: Path) -> set[str]:
     return {name for name in names if (directory / name).is_file()}
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """(name -> dtype, shape, data_offsets; where the data begin) of a safetensors file. ValueError if it is
-    impossible: a header longer than the file, or data outside of it."""
-    size_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(HEADER_BYTES, size_bytes - 8):
-            raise ValueError(f"{path.name} has {size_bytes} bytes, its header says {length}")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            for name, about in header.items():
-                _check_entry(name, about)
-                if about["data_offsets"][1] > size_bytes - 8 - length:
-                    raise ValueError(f"{path.name} ends before the data of {name}")
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path.name} has a header that cannot be read: {error!r}") from None
-    return header, 8 + length
-
-
-def _check_entry(name: str, about: dict[str, Any]) -> None:
-    first, last = about["data_offsets"]
-    bits = int(re.sub(r"\D", "", about["dtype"].partition("_")[0]) or 8)  # F32, BF16, U8, F8_E4M3, BOOL
-    whole = all(type(number) is int and number >= 0 for number in (first, last, *about["shape"]))
-    if not whole or (last - first) * 8 != math.prod(about["shape"]) * bits:
-        raise ValueError(f"the header's entry of {name} cannot be true: {about}")
-
-
 class Stopped(Exception):
     """The computation of the hash was cancelled."""
 
@@ -86,20 +61,33 @@ class Stopped(Exception):
 def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> str:
     """The hash of the weights in a directory, 64 hex digits. stop: called now and then; True raises Stopped."""
     if is_pickled(directory):
-        return hash_of(_pickled_lines(directory))
+        return tensors_hash(_pickled(directory))
     try:
         parts = _gguf_parts(directory)
-        for path in weight_files(directory) if not parts else []:
+        for path in _safetensors_files(directory) if not parts else []:
             header, begin = read_header(path)
             parts += [(path, begin, name, about) for name, about in header.items()]
         with ThreadPoolExecutor(READERS) as pool:
             lines = list(pool.map(lambda part: _line(part, stop), parts))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
-    return hash_of(lines)
+    return _hash_of(lines)
 
 
-def hash_of(lines: Iterable[str]) -> str:
+def tensors_hash(tensors: "Iterable[tuple[str, torch.Tensor]]") -> str:
+    """The content_hash of a file with these tensors, which may be on any device."""
+    from keyhole.disk.tensors import DTYPES, pieces  # here, because it imports torch
+
+    lines = []
+    for name, tensor in tensors:
+        crc = 0
+        for piece in pieces(tensor.detach()):
+            crc = zlib.crc32(piece, crc)
+        lines.append(f"{name} {DTYPES[tensor.dtype]} {list(tensor.shape)} {crc:08x}")
+    return _hash_of(lines)
+
+
+def _hash_of(lines: Iterable[str]) -> str:
     """The hash of lines in any order."""
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
@@ -116,23 +104,14 @@ def _gguf_parts(directory: Path) -> list[tuple[Path, int, str, dict[str, Any]]]:
     return parts
 
 
-def _pickled_lines(directory: Path) -> list[str]:
-    """The lines of weights in .bin files: the same as those of the same tensors in safetensors."""
-    from keyhole.disk.tensors import DTYPES, pieces
-    from keyhole.disk.weight_files import open_shard, stored_tensors
-
+def _pickled(directory: Path) -> "Iterator[tuple[str, torch.Tensor]]":
+    """The tensors in .bin files."""
     shards: dict[str, list[str]] = {}
     for name, stored in stored_tensors(directory).items():
         shards.setdefault(stored.file, []).append(name)
-    lines = []
     for file, names in shards.items():
         shard = open_shard(directory / file)
-        for name in names:
-            tensor, crc = shard.get_tensor(name), 0
-            for piece in pieces(tensor.contiguous()):
-                crc = zlib.crc32(piece, crc)
-            lines.append(f"{name} {DTYPES[tensor.dtype]} {list(tensor.shape)} {crc:08x}")
-    return lines
+        yield from ((name, shard.get_tensor(name)) for name in names)
 
 
 def _line(part: tuple[Path, int, str, dict[str, Any]], stop: Callable[[], bool]) -> str:

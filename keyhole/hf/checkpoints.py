@@ -54,7 +54,7 @@ def save_method(directory: Path, method: Method, step: int, own: Any, trained: l
     for name in (STATE, TENSORS, *LAST):  # of an earlier checkpoint of this step
         (directory / name).unlink(missing_ok=True)
     tensors, scalars = split_state(method.state_dict())
-    if method.model.factors is not None:  # factors are part of the state, so that a run resumes within a period
+    if method.model.low_rank is not None:  # factors are part of the state, so that a run resumes within a period
         save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, tensors)

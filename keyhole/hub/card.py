@@ -17,7 +17,7 @@ from typing import Any
 import keyhole
 from keyhole.config.dump import dump
 from keyhole.config.fields import sections, settings
-from keyhole.data.readers import kind_of
+from keyhole.data.opened import kind_of
 from keyhole.errors import UserError
 from keyhole.hub.run_files import Unusable, read_entries, read_environment, read_object, read_settings
 from keyhole.methods import METHODS

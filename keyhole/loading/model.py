@@ -37,7 +37,7 @@ from keyhole.model.structure.source import has_adapter
 from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
-from keyhole.model.weights.save import no_progress_bars
+from keyhole.model.weights.saved_files import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.gather import WAYS, GatheringEngine
 from keyhole.ops.autocast import with_gradients

@@ -14,10 +14,14 @@ import time
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keyhole
 from keyhole.machine.host import cpu_count, host_memory, read_text
+from keyhole.machine.rates import WORKSPACE_BYTES, WORKSPACE_BYTES_9
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets")
 LINK_PROBE_BYTES = 64 * 2**20
@@ -51,6 +55,15 @@ def gpus() -> list[dict[str, Any]]:
         row = {"name": p.name, "capability": f"{p.major}.{p.minor}"}
         rows.append(row | {"total_bytes": total_bytes, "free_bytes": free_bytes})
     return rows
+
+
+def workspace_bytes(device: "torch.device") -> int:
+    """The workspace that cuBLAS reserves per thread."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    return WORKSPACE_BYTES_9 if torch.cuda.get_device_capability(device)[0] >= 9 else WORKSPACE_BYTES
 
 
 def cuda_versions() -> dict[str, str | None]:
@@ -115,7 +128,7 @@ def environment(*, measure_link: bool = False) -> dict[str, Any]:
     return {
         "versions": versions(),
         "os": platform.platform(),
-        "cpu": {"name": _cpu_name(), "cores": cpu_count()},
+        "cpu": {"name": cpu_name(), "cores": cpu_count()},
         "host_memory": asdict(host_memory()),
         "cuda": cuda_versions(),
         "gpus": found_gpus,
@@ -124,7 +137,8 @@ def environment(*, measure_link: bool = False) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The model of the CPU."""
     for line in read_text(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

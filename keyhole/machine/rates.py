@@ -24,6 +24,7 @@ from keyhole.machine.sizes import GIB, MIB
 
 FP32_SHARE = 1 / 12  # of the 16-bit rate of products, on GPUs, if it was not measured
 VERSION = 1  # of the saved file
+WORKSPACE_BYTES, WORKSPACE_BYTES_9 = 8 * MIB + 128 * 1024, 32 * MIB  # of cuBLAS; from compute capability 9.0 on
 CALLED, REVERSED = 3.3, 3.4  # launches that such an operation takes, if it was not measured: as on the host of an H200
 
 
@@ -44,7 +45,7 @@ class Rates:
     host_memory: float
     adam: float
     launch: float
-    workspace_bytes: int = 8 * MIB + 128 * 1024
+    workspace_bytes: int = WORKSPACE_BYTES
     called: float = 0.0
     reversed: float = 0.0
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from keyhole.methods.torch_optimizer import TorchOptimizer
     from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
-    from keyhole.model.forward.low_rank import Factors
+    from keyhole.model.forward.low_rank import LowRank
     from keyhole.model.model import Model
     from keyhole.model.structure.layout import Unit
 
@@ -56,6 +56,8 @@ class Method:
     lr: float
     keeps_base: bool = False
     """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
+    params: dict[str, torch.nn.Parameter] | None = None
+    """What an optimizer of torch trains for it, by name; None: the model's own parameters that require gradients."""
     may_freeze: bool = True
     """Whether parameters may be frozen between its steps: it trains what gets a gradient."""
     _is_made: bool = False
@@ -207,7 +209,7 @@ class Method:
         """Registers a callback that runs before an update changes weights (traits: announces = "step")."""
         raise NotImplementedError  # abstract: only if the traits say so
 
-    def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
+    def learned_beside(self, state: Mapping[str, Any]) -> LowRank | None:
         """From a saved state: the factors that must be merged into a model's files before other programs can use them;
         None if there are none."""
         return None

@@ -36,9 +36,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     """An Optimizer interface for a method."""
 
     def __init__(self, method: Method) -> None:
-        params = [t.param for t in method.model.layout.tensors if t.param.requires_grad]
-        own = getattr(method, "params", None)
-        params = list(own.values()) if isinstance(own, dict) and own else params
+        params = list((method.params or {}).values())
+        params = params or [t.param for t in method.model.layout.tensors if t.param.requires_grad]
         super().__init__([{"params": params}], {"lr": method.lr})
         self.method, self.seen = method, method.lr
         self._trained = list(map(id, params))

@@ -248,6 +248,7 @@ def reverse_work(
     work: Workload,
     room: Room,
     rates: Rates,
+    *,
     weight_products: float = 1.0,
     reverses: int = 1,
     plain: bool = False,

@@ -132,8 +132,8 @@ class AttachedMethods:
             )
         self.apply_deferred()
         self.model.engine.wait_for_homes()  # the new method may read them at once; another may still be writing them
-        if self.model.factors is not None:
-            self.model.factors.settle()
+        if self.model.low_rank is not None:
+            self.model.low_rank.settle()
         self.model.by_hand.check_parameters(self._beside(method))
         self.take_changes(method)
         self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # these may step on
@@ -170,7 +170,7 @@ class AttachedMethods:
                 f"{'' if late is None else ' of ' + late} was still to be written, and the two are mixed now. Call "
                 "flush() of the method before you change weights; then write them again"
             )
-        factors, tensors = self.model.factors, self.model.layout.tensors
+        factors, tensors = self.model.low_rank, self.model.layout.tensors
         beside = {t.name for t in tensors if factors is not None and factors.sample(t) is not None}
         if beside & set(changed):
             raise UserError(
@@ -196,7 +196,7 @@ class AttachedMethods:
                 f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
                 "nothing of them; compute it from model.nll(batch), model.logits(batch) or model.generate(ids)"
             )
-        if self.model.factors is not None and (what != "forward" or torch.is_grad_enabled()):
+        if self.model.low_rank is not None and (what != "forward" or torch.is_grad_enabled()):
             raise UserError(
                 f"module.{what}: the weights lack the low-rank factors that were trained beside them; use "
                 "model.save_pretrained to save, and torch.no_grad() or model.nll(batch) to evaluate"

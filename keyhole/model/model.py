@@ -10,6 +10,7 @@
     head      batches -> hidden states -> logits (model/forward/head.py), or -> logits of classes (classification.py)
     device_weights    a unit's weights on the device, in the dtype of compute (model/forward/device_weights.py)
     methods   the methods that train it, and the updates that they have deferred (model/attached.py)
+    low_rank  factors that are trained beside the weights of linear layers (model/forward/low_rank.py), if any
     by_hand   what a caller has changed in the module between steps (model/by_hand.py)
     row_rules     which rows may be computed together (model/row_rules.py)
 
@@ -47,7 +48,7 @@ from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, install_hooks
 from keyhole.model.forward.lockstep import Lockstep
-from keyhole.model.forward.low_rank import Factors
+from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.rank_duties import writes_home
@@ -104,7 +105,7 @@ class Model:
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
         self.methods = AttachedMethods(self)
         self.addon: Addon | None = None
-        self.factors: Factors | None = None  # low-rank factors trained beside the weights of linear layers
+        self.low_rank: LowRank | None = None  # factors trained beside the weights of linear layers
         self.factored: set[Any] = set()  # ids of modules whose forward adds them, or is prepared for those that do
         self._lockstep = Lockstep(self.device)
         self._lockstep.expect = weakly(self.expect)
@@ -330,8 +331,8 @@ class Model:
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             home = self.home(tensor)
-            if self.factors is not None:
-                home = self.factors.as_saved(tensor, home, merged)
+            if self.low_rank is not None:
+                home = self.low_rank.as_saved(tensor, home, merged)
             yield tensor.name, home if self.addon is None else self.addon.as_saved(tensor, home)
 
     def own_tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""How fast this machine is, measured in a few seconds and kept.
+"""How fast this machine is, measured in a few seconds (kept_rates.py keeps the result).
 
     products        [rows, 4096] x [4096, 8192] in bf16 for a few numbers of rows, and one in fp32; smaller on a CPU. On
                     a GPU in rounds of ROUND_S: its clock falls under load, within a few milliseconds
@@ -24,96 +24,30 @@ best: constants that were found with the best hold. One burst is not enough: wha
 tenth of a second. On the host of an H200 one of 0.1 s said 39.1 us for `called`, after steps of `sgd` that took what
 they take at 16 us, where the processes before and after it said 15 and 16
 (benchmarks/plan_check_h200_2026-11-17_c.json).
-
-The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by GPU, CPU, cores and version of
-torch, written with one rename; if the file cannot be read, the machine is measured again; a failure to write it is
-ignored. `known` never measures: a run that starts uses it.
 """
 
-import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from keyhole.disk.files import make_directories, replacing
-from keyhole.disk.read_json import read_json
-from keyhole.disk.user_cache import cache_directory
-from keyhole.errors import UserError
 from keyhole.machine.host import cpu_count, host_memory
-from keyhole.machine.probe import _cpu_name, link_speed
-from keyhole.machine.rates import VERSION, Rates
+from keyhole.machine.probe import cpu_name, link_speed, workspace_bytes
+from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import MIB
 from keyhole.model.structure.block_counts import block_counts
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.reach import SHORT, call_of
 from keyhole.ops.adam.host import host_adamw_
-from keyhole.plan.profiles import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05
 WARM_UP_S, BURST_S = 0.03, 0.05
 LAUNCHES = 200
 ADAM_BYTES = 28  # per parameter (ops/adam/host.py)
-LIMIT_BYTES = 2**20
-
-
-def cache_file() -> Path | None:
-    """The file with kept measurements; None if the user has no cache directory."""
-    directory = cache_directory("rates")
-    return None if directory is None else directory / "rates.json"
-
-
-def key_of(device: torch.device) -> str:
-    """The key of a measurement: GPU, CPU, cores, version of torch."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
-    return f"{VERSION} | {gpu} | {_cpu_name()} | {cpu_count()} cores | torch {torch.__version__}"
-
-
-def known(device: torch.device) -> Rates | None:
-    """The rates measured here before, or the profile of this GPU; None if there is neither."""
-    kept = _read().get(key_of(device))
-    if kept is not None:
-        with suppress(ValueError):
-            return Rates.from_dict(kept)
-    return profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def rates_of(device: torch.device, again: bool = False, say: Callable[[str], None] = lambda text: None) -> Rates:
-    """The rates of this machine: kept, or measured now. again: measure in any case."""
-    kept = None if again else _read().get(key_of(device))
-    if kept is not None:
-        with suppress(ValueError):
-            return Rates.from_dict(kept)
-    say("measuring this machine (once, a few seconds) ...")
-    found = measure(device)
-    _keep(key_of(device), found, say)
-    return found
-
-
-def _read() -> dict[str, Any]:
-    path = cache_file()
-    try:
-        return {} if path is None else read_json(path, "rates", LIMIT_BYTES)
-    except UserError:
-        return {}
-
-
-def _keep(key: str, found: Rates, say: Callable[[str], None]) -> None:
-    path = cache_file()
-    if path is None:
-        return
-    try:
-        make_directories(path.parent)
-        with replacing(path) as file:
-            file.write(json.dumps(_read() | {key: found.to_dict()}, indent=1).encode())
-    except OSError as error:
-        say(f"the measurement could not be kept in {path}: {error.strerror or error}")
 
 
 def measure(device: torch.device) -> Rates:
@@ -123,9 +57,9 @@ def measure(device: torch.device) -> Rates:
     limit = memory.cgroup_limit_bytes or memory.total_bytes
     host = HostRates(device)
     host.burst()
-    host_rate = _host_memory()
+    host_rate = host_memory_rate()
     host.burst()
-    adam = _adam()
+    adam = adam_rate()
     host.burst()
     link = {"host_to_device": host_rate / 2e9, "device_to_host": host_rate / 2e9, "both_ways": host_rate / 2e9}
     if cuda:
@@ -139,7 +73,7 @@ def measure(device: torch.device) -> Rates:
             link = {way: max(rate, link[way]) for way, rate in link_speed().items()}
     try:
         return Rates(
-            name=torch.cuda.get_device_name(device) if cuda else f"{_cpu_name()}, {cpu_count()} cores",
+            name=torch.cuda.get_device_name(device) if cuda else f"{cpu_name()}, {cpu_count()} cores",
             measured=True,
             gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
             host_bytes=min(limit, memory.total_bytes),
@@ -154,17 +88,11 @@ def measure(device: torch.device) -> Rates:
             host_memory=max(host_rate, ADAM_BYTES * adam),
             adam=adam,
             **host.found,
-            workspace_bytes=_workspace(device),
+            workspace_bytes=workspace_bytes(device),
         )
     finally:
         if cuda:
             torch.cuda.empty_cache()
-
-
-def _workspace(device: torch.device) -> int:
-    from keyhole.plan.placement import workspace_bytes
-
-    return workspace_bytes(device)
 
 
 def _best_s(run: Callable[[], Any], device: torch.device, rounds: int = 4, repeat: int = 1) -> float:
@@ -208,13 +136,15 @@ def _device_memory(device: torch.device) -> float:
     return 6.0 * a.numel() / _best_s(lambda: torch.add(a, b, out=out), device)
 
 
-def _host_memory() -> float:
+def host_memory_rate() -> float:
+    """Bytes/s of a copy by all threads."""
     a = torch.zeros(256 * MIB, dtype=torch.uint8)
     b = torch.zeros_like(a)
     return 2.0 * a.numel() / _best_s(lambda: b.copy_(a), torch.device("cpu"), rounds=3)
 
 
-def _adam() -> float:
+def adam_rate() -> float:
+    """Parameters/s of the CPU's AdamW."""
     w, m, v = (torch.zeros(32 * MIB) for _ in range(3))
     grad = torch.zeros(32 * MIB, dtype=torch.bfloat16)
     seconds = _best_s(lambda: host_adamw_(w, m, v, grad, grad, step=1, lr=1e-5), torch.device("cpu"), rounds=3)

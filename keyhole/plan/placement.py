@@ -18,6 +18,7 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
+from keyhole.machine.probe import workspace_bytes
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
 from keyhole.methods.traits import imported
@@ -142,14 +143,6 @@ def _place(
     _check_state(layout, placed, costs)
     placed.reasons = _reasons(module, layout, placed, placement, costs, device)
     return layout, placed
-
-
-def workspace_bytes(device: torch.device) -> int:
-    """The workspace that cuBLAS reserves per thread: 32 MiB from compute capability 9.0 on, 8 MiB and a little
-    before."""
-    if device.type != "cuda":
-        return 0
-    return 32 * MIB if torch.cuda.get_device_capability(device)[0] >= 9 else 8 * MIB + 128 * 1024
 
 
 def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) -> int | None:

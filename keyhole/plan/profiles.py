@@ -11,8 +11,8 @@ benchmarks/ (16 cores of a Xeon). All of them are estimates: another board, cool
 """
 
 from keyhole.errors import UserError
-from keyhole.machine.rates import Rates
-from keyhole.machine.sizes import GIB, MIB
+from keyhole.machine.rates import WORKSPACE_BYTES, WORKSPACE_BYTES_9, Rates
+from keyhole.machine.sizes import GIB
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768)
 FP32_SHARE = {"laptop": 0.4, "3060": 0.5, "4080": 0.45, "4090": 0.45, "a10": 0.4}
@@ -48,7 +48,7 @@ def _machine(
         host_memory=host * 1e9,
         adam=adam * 1e9,
         launch=7e-6,
-        workspace_bytes=32 * MIB if hopper else 8 * MIB + 128 * 1024,
+        workspace_bytes=WORKSPACE_BYTES_9 if hopper else WORKSPACE_BYTES,
     )
 
 

@@ -17,42 +17,45 @@ seconds is added, and UNIT_S for every streamed unit, which the host waits for, 
 
 The host launches while the device is busy, but here and there the device waits for a small kernel: hence the last term
 of the sum. Of plain autograd's launches AHEAD counts instead of HIDDEN, because each of its passes begins with an idle
-device: `adamw` on OPT-1.3B took 7, 10, 11, 14, 19 and 20 ms longer than the device was busy with 39, 46, 49, 48, 65 and
-58 ms of launches (benchmarks/plan_check_h200_2026-11-17_c.json to _h.json). Copies are issued by the host too, as it
-goes through the units, and slots let it be only a few units ahead of the link. Units differ in size and in their
-launches, so if both take about as long, each waits for the other at times; if one is much faster, or if there are many
-slots, it is always ahead. A step through n slots takes at least
+device.
+
+Slots. Copies are issued by the host too, as it goes through the units, and slots let it be only a few units ahead of
+the link. Units differ in size and in their launches, so if both take about as long, each waits for the other at times;
+if one is much faster, or if there are many slots, it is always ahead. A step through n slots takes at least
 
     (link^p + launches^p)^(1/p) + HIDDEN busy        p = max(2.7, n / 2)
 
-which decides on short batches. Streamed `lomo` on a Llama-3.5B with 512 tokens (5 slots; link 0.215 s, host 0.131,
-device 0.045) took 0.257 s, and on a faster host (0.213, 0.104) 0.236; this gives 0.239 and 0.228. `zo` in 4 GiB
-(3 slots; 0.065, 0.035) took 0.065 s; on a slower host, where it wrote back in every step, 0.099 (0.069, 0.061: 0.087
-planned) (benchmarks/plan_check_h200_2026-11-16_b.json, _c.json). `lora` on an 8B in 4 GiB (11 slots; 0.55, 0.29) took
-0.567.
+which decides on short batches.
 
-HIDDEN = 0.1 fits streamed `zo` (link 0.457 s, compute 0.207 s, step 0.485 s) on an H200
-(benchmarks/zo_h200_2026-11-16.md).
-
-A backward pass begins when the forward pass has ended, and slots hold only a few units, so neither can use the other's
-idle link: compute and link are overlapped within each of the two, and the sum of both takes the place of compute and
-link above,
+Two phases. A backward pass begins when the forward pass has ended, and slots hold only a few units, so neither can use
+the other's idle link: compute and link are overlapped within each of the two, and the sum of both takes the place of
+compute and link above,
 
     max(compute, link) of the forward pass + max(compute, link) of the backward pass
-
-`lomo` on Llama-7B in 4 GiB uploads for 0.22 s in its forward pass, which computes for 0.1, and computes for 0.37 s in
-its backward pass, which uploads for 0.24: 0.59 s, measured 0.574 (benchmarks/lomo_h200_2026-11-16.md); compiled 0.51
-and 0.507.
 
 Updates of adam-offload overlap with the backward pass alone; its lane's copies are part of its updates, so they are not
 counted as hidden once more (methods/adam_offload/memory.py).
 
-A whole step that is one CUDA graph costs the host nothing, but its small kernels do not fill the GPU, start and drain:
-NODE_S for each. `zo` on OPT-1.3B with 512 tokens has some 580 and takes 10.7 ms, of which products and bytes explain 8
-(benchmarks/plan_check_h200_2026-11-17_e.json to _i.json).
+Graphs. A whole step that is one CUDA graph costs the host nothing, but its small kernels do not fill the GPU, start and
+drain: NODE_S for each.
 
-DUTY: products of a step run at higher clocks than products alone, one after the other, as the rate is measured. In a
-profile of `lomo` on a Llama-3.5B they took 136 ms where that rate gives 150.
+What the constants were fitted to, on an H200 (files in benchmarks/):
+
+    HIDDEN   streamed `zo`: link 0.457 s, compute 0.207 s, step 0.485 s (zo_h200_2026-11-16.md)
+    AHEAD    `adamw` on OPT-1.3B took 7, 10, 11, 14, 19 and 20 ms longer than the device was busy, with 39, 46, 49, 48,
+             65 and 58 ms of launches (plan_check_h200_2026-11-17_c.json to _h.json)
+    DUTY     products of a step run at higher clocks than products alone, one after the other, as the rate is measured:
+             in a profile of `lomo` on a Llama-3.5B they took 136 ms where that rate gives 150
+    NODE_S   `zo` on OPT-1.3B with 512 tokens has some 580 kernels and takes 10.7 ms, of which products and bytes
+             explain 8 (plan_check_h200_2026-11-17_e.json to _i.json)
+    slots    streamed `lomo` on a Llama-3.5B with 512 tokens (5 slots; link 0.215 s, host 0.131, device 0.045) took
+             0.257 s, and on a faster host (0.213, 0.104) 0.236; this gives 0.239 and 0.228. `zo` in 4 GiB (3 slots;
+             0.065, 0.035) took 0.065 s; on a slower host, where it wrote back in every step, 0.099 (0.069, 0.061: 0.087
+             planned) (plan_check_h200_2026-11-16_b.json, _c.json). `lora` on an 8B in 4 GiB (11 slots; 0.55, 0.29)
+             took 0.567
+    phases   `lomo` on Llama-7B in 4 GiB uploads for 0.22 s in its forward pass, which computes for 0.1, and computes
+             for 0.37 s in its backward pass, which uploads for 0.24: 0.59 s, measured 0.574 (lomo_h200_2026-11-16.md);
+             compiled 0.51 and 0.507
 """
 
 from dataclasses import dataclass
@@ -69,9 +72,7 @@ NODE_S = 4.5e-6
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The parts of a step, and the whole. phases: compute and link, overlapped within the forward and the backward
-    pass; None for a step of one phase; alone: the first of them, if updates do not overlap with it; host: the
-    hidden part of launches; late: the least that copies issued by the host take."""
+    """The parts of a step, and the whole."""
 
     compute: float
     link: float
@@ -79,10 +80,10 @@ class StepSeconds:
     units: float
     bound_by: str
     exposed: float = 0.0
-    phases: float | None = None
-    host: float = 0.0
-    alone: float = 0.0
-    late: float = 0.0
+    phases: float | None = None  # compute and link, overlapped within each phase; None: the step has one phase
+    alone: float = 0.0  # the first phase, if updates do not overlap with it
+    host: float = 0.0  # the hidden part of launches
+    late: float = 0.0  # the least that copies issued by the host take
 
     @property
     def total(self) -> float:
@@ -96,13 +97,13 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
     """rows: tokens per pass; units: those that cross the link, counted once per sweep."""
     busy, launching = _device_seconds(work, rates, rows, itemsize)
     link = rates.link_seconds(work.up, work.down)
-    late = work.exposed_adam / work.adam if work.adam else 0.0
+    unhidden = work.exposed_adam / work.adam if work.adam else 0.0
     updates = work.adam / rates.adam
-    exposed = late * updates + work.exposed_bytes * (1 / rates.up + 1 / rates.down)
+    exposed = unhidden * updates + work.exposed_bytes * (1 / rates.up + 1 / rates.down)
     parts = {
         "compute": max(busy, launching),
         "link": link,
-        "CPU": (1 - late) * updates,
+        "CPU": (1 - unhidden) * updates,
     }
     phases, alone = None, 0.0
     if work.begin is not None:
@@ -119,16 +120,16 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, unit
     if bound == "compute" and launching > busy:
         bound = "CPU"
     return StepSeconds(
-        parts["compute"],
-        link,
-        parts["CPU"],
-        units * UNIT_S,
-        bound,
-        exposed,
-        phases,
-        host,
-        alone,
-        copied,
+        compute=parts["compute"],
+        link=link,
+        cpu=parts["CPU"],
+        units=units * UNIT_S,
+        bound_by=bound,
+        exposed=exposed,
+        phases=phases,
+        alone=alone,
+        host=host,
+        late=copied,
     )
 
 

@@ -1,6 +1,7 @@
 """The training loop and its parts.
 
 start.py         how a run starts, and all checks before torch is imported: config, directory, resume point, data paths
+request.py       what a run is asked to do, as start.py hands it to build.py
 build.py         builds data, model, method, journal and loop
 model_and_method.py   the model and the method as the config says, and the workload that memory is planned for
 base_hash.py     the hash of the original model, computed in the background

@@ -45,13 +45,13 @@ from keyhole.training.metrics import MetricsFile
 from keyhole.training.model_and_method import dry_lines, load_model, make_method, total_steps, weights_source
 from keyhole.training.renewal import Renewal
 from keyhole.training.reports import Reports
+from keyhole.training.request import Parts, Request
 from keyhole.training.resume import flat_config
 from keyhole.training.run_page import RunPage, begin_curves, begin_story
 from keyhole.training.sameness import same_directory, same_everywhere, same_weights
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
-from keyhole.training.start import Parts, Request
 from keyhole.training.trackers.behind import Behind, wait_until_open
 from keyhole.training.validation import Judge
 

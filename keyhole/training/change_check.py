@@ -41,7 +41,7 @@ class ChangeCheck:
                     yield tensor.name, sample(part)
             elif tensor.param.requires_grad:
                 found = sample(self.model.home(tensor), self.rows_R if tensor is table else None)
-                beside = None if self.model.factors is None else self.model.factors.sample(tensor)
+                beside = None if self.model.low_rank is None else self.model.low_rank.sample(tensor)
                 yield tensor.name, found if beside is None else torch.cat([found.long(), sample(beside).long()])
         for name, param in ({} if self.model.addon is None else self.model.addon.params).items():
             yield name, sample(param.data)

@@ -99,5 +99,5 @@ def take_weights(model: Model, method: Method, path: Path) -> None:
         with rewriting_shared(model):
             fill_from(model, path, model.dtype)
         model.engine.invalidate()
-    if model.addon is not None or model.factors is not None:
+    if model.addon is not None or model.low_rank is not None:
         method.load_state_dict(method_state(path, read_state(path)))

@@ -3,7 +3,7 @@
 The arguments have been checked before (plan_request.py). The machine is, in this order:
 
     --machine NAME   an estimate (plan/profiles.py)
-    here             if there is a GPU: measured once and kept (plan/measure.py)
+    here             if there is a GPU: measured once and kept (plan/kept_rates.py)
     --gpu SIZE       without a GPU here: the smallest known machine that has this much GPU memory
     here             the CPU alone
 """
@@ -33,7 +33,7 @@ from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.format import Wire
 from keyhole.model.weights.published import forget_what_is_read
 from keyhole.plan.dtype import AUTO, NAMES, choose_dtype
-from keyhole.plan.measure import known, rates_of
+from keyhole.plan.kept_rates import known, rates_of
 from keyhole.plan.profiles import PROFILES
 from keyhole.plan.seconds import StepSeconds, step_seconds
 from keyhole.plan.table import Question, process_bytes

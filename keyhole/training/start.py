@@ -7,19 +7,14 @@ Importing torch and transformers takes seconds, so this file imports neither, di
 not need them are made first (tests/training/test_start.py checks which modules are imported at that moment).
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from keyhole.checkpoint.journal.resume_point import Origin, check_base, check_original, find_origin
+from keyhole.checkpoint.journal.resume_point import check_base, check_original, find_origin
 from keyhole.config import TrainConfig, resolve
 from keyhole.config.data import data_settings
-from keyhole.data.settings import DataSettings
 from keyhole.data.sources import check_sources
 from keyhole.disk.weight_files import weight_files
 from keyhole.errors import UserError
@@ -29,43 +24,13 @@ from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
 from keyhole.training import rundir, trackers
 from keyhole.training.base_hash import BaseHash, model_hash
-from keyhole.training.display import Display, open_missing_streams
+from keyhole.training.display import open_missing_streams
 from keyhole.training.lock import Lock, locked
+from keyhole.training.request import Parts, Request
 from keyhole.training.resume import resume_lines
 from keyhole.training.waiting import Waiting
 
 IMPORTS, HEAVY = "importing torch and transformers", "transformers"
-
-if TYPE_CHECKING:
-    from keyhole.data.run import Data
-    from keyhole.model.model import Model
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Parts that several runs of one process may share (keyhole/compare does), and permissions. None: the default of a
-    single run."""
-
-    load_data: Callable[[DataSettings], Data] | None = None
-    load: Callable[..., Model] | None = None
-    display: Callable[[int, int], Display] = Display
-    model_hash: Callable[[str], str | None] | None = None
-    waiting: Waiting = field(default_factory=Waiting)
-    allow_code_execution: bool = False
-    ranks: Ranks = field(default_factory=Ranks)
-
-
-@dataclass(frozen=True)
-class Request:
-    """The request, checked as far as possible without reading data and model."""
-
-    config: TrainConfig
-    directory: rundir.RunDir
-    origin: Origin
-    notes: list[str]
-    settings: DataSettings
-    parts: Parts
-    base: Callable[[], str | None]  # the hash of the original model of a new run
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False, parts: Parts | None = None) -> int:

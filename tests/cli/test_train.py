@@ -23,7 +23,7 @@ def calls(monkeypatch: Any) -> list[Any]:
         seen.append((config, resume, dry_run))
         return 130 if dry_run else 0
 
-    monkeypatch.setitem(sys.modules, "keyhole.training.start", SimpleNamespace(train=train, Parts=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "keyhole.training.start", SimpleNamespace(train=train))
     return seen
 
 

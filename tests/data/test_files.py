@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from keyhole.data.files import Record, read, resolve
 from keyhole.data.formats import detect
+from keyhole.data.opened import TABLES
 from keyhole.data.prepare import prepare
-from keyhole.data.readers import TABLES
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.errors import UserError
 from tests.data.chats import tokenizer

@@ -31,7 +31,7 @@ SIZES = {"count": st.integers(1, 30), "batch_size": st.integers(1, 5), "steps": 
 @given(**SIZES, seed=st.integers(0, 2**63), shuffle=st.booleans())
 def test_every_sample_once_an_epoch(count: int, batch_size: int, steps: int, seed: int, shuffle: bool) -> None:
     """An epoch is steps_per_epoch steps and every row exactly once; only its last step may be smaller."""
-    loader = Loader(dataset(count), batch_size, steps, seed, shuffle)
+    loader = Loader(dataset(count), batch_size, steps, seed=seed, shuffle=shuffle)
     for epoch in range(2):
         taken = [loader.next_step() for _ in range(loader.steps_per_epoch)]
         assert sorted(i for step in taken for i in seen(step)) == list(range(count))
@@ -45,10 +45,10 @@ def test_every_sample_once_an_epoch(count: int, batch_size: int, steps: int, see
 def test_resume_is_exact(count: int, batch_size: int, steps: int, before: int, after: int, seed: int) -> None:
     """N + M steps are N steps, a state through JSON, a new loader, and M steps, tensor for tensor."""
     data = dataset(count)
-    straight = Loader(data, batch_size, steps, seed)
+    straight = Loader(data, batch_size, steps, seed=seed)
     for _ in range(before):
         straight.next_step()
-    resumed = Loader(data, batch_size, steps, seed)
+    resumed = Loader(data, batch_size, steps, seed=seed)
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
     assert resumed.epoch == straight.epoch
     for _ in range(after):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from keyhole.data.prepare import prepare
-from keyhole.data.readers import Record
+from keyhole.data.record import Record
 from keyhole.data.row_template import RowTemplate
 from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError

@@ -41,7 +41,7 @@ def train(opt: Any, first: int, last: int) -> list[float]:
 
 def trained(opt: Any) -> dict[str, torch.Tensor]:
     """What the method has trained: weights, or adapters."""
-    own = {name: p.detach().clone() for name, p in getattr(opt, "params", {}).items()}
+    own = {name: p.detach().clone() for name, p in (opt.params or {}).items()}
     return weights(opt.model) | own
 
 

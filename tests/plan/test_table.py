@@ -21,7 +21,7 @@ from keyhole.methods.workload import Workload
 from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan import changes, measure, placement, recommend
+from keyhole.plan import changes, kept_rates, placement, recommend
 from keyhole.plan.page import make_page
 from keyhole.plan.profiles import PROFILES, profile_of
 from keyhole.plan.seconds import step_seconds
@@ -225,12 +225,12 @@ def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pyt
     """The second time is read; a damaged file is measured again; `known` never measures."""
     monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path))
     calls = []
-    monkeypatch.setattr(measure, "measure", lambda device: calls.append(device) or PROFILES["laptop"])
+    monkeypatch.setattr(kept_rates, "measure", lambda device: calls.append(device) or PROFILES["laptop"])
     cpu = torch.device("cpu")
-    assert measure.known(cpu) is None
-    assert measure.rates_of(cpu) == measure.rates_of(cpu) == measure.known(cpu) and len(calls) == 1
-    measure.cache_file().write_text("{torn")
-    assert measure.rates_of(cpu) and len(calls) == 2
+    assert kept_rates.known(cpu) is None
+    assert kept_rates.rates_of(cpu) == kept_rates.rates_of(cpu) == kept_rates.known(cpu) and len(calls) == 1
+    kept_rates.cache_file().write_text("{torn")
+    assert kept_rates.rates_of(cpu) and len(calls) == 2
     assert [path.name for path in (tmp_path / "rates").iterdir()] == ["rates.json"]
 
 

@@ -13,7 +13,7 @@ from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.work import experts_share
-from keyhole.plan import measure
+from keyhole.plan import kept_rates
 from keyhole.plan.profiles import PROFILES
 from keyhole.training.plan_request import Asked, check_plan
 from keyhole.training.planning import ask
@@ -93,7 +93,7 @@ def test_planned_and_measured_pace_stand_side_by_side(
     """After a few steps, where the rates of the machine are known."""
     monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path / "cache"))
     cpu = torch.device("cpu")
-    measure._keep(measure.key_of(cpu), PROFILES["laptop"], print)
+    kept_rates._keep(kept_rates.key_of(cpu), PROFILES["laptop"], print)
     text = {
         "model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(tmp_path / "out"),
         "max_steps": 4, "batch_size": 2, "device": "cpu", "save_model": False,

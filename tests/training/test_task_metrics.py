@@ -17,8 +17,9 @@ from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
 from keyhole.eval.score import score
 from keyhole.training import loop
+from keyhole.training.request import Parts
 from keyhole.training.selection import Selection
-from keyhole.training.start import Parts, train
+from keyhole.training.start import train
 from keyhole.training.validation import as_published, common_metric
 from tests.matrix import in_every_run
 from tests.training.runs import metrics, same, weights

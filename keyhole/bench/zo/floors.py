@@ -56,7 +56,7 @@ def companion(case: Case, system: str) -> str:
 
 
 def link_seconds(up_bytes: float, down_bytes: float, link: dict[str, float]) -> float:
-    """The least time of the link (rates in GB/s, link.py)."""
+    """The least time of the link (rates in GB/s, ../link.py)."""
     both_bytes = min(up_bytes, down_bytes)
     return max(up_bytes / link["up"], down_bytes / link["down"], both_bytes / link["duplex"]) / 1e9
 

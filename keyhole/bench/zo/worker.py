@@ -12,10 +12,10 @@ from keyhole.bench.shapes import QUICK_SHRINK
 from keyhole.bench.zo.cases import ELEMENT_BYTES, Case
 from keyhole.bench.zo.model_cache import ModelCache, streamed_homes, workload
 from keyhole.bench.zo.textbook import Textbook
+from keyhole.machine.probe import workspace_bytes
 from keyhole.methods.workload import Room
 from keyhole.methods.zo.traits import ZO
 from keyhole.model.weights.format import Wire
-from keyhole.plan.placement import workspace_bytes
 
 LR, EPS = 1e-7, 1e-3
 

@@ -32,7 +32,7 @@ from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
-from keyhole.model.weights.save import create_files, names_on_disk, plan_files, small_files
+from keyhole.model.weights.saved_files import create_files, names_on_disk, plan_files, small_files
 
 SLACK_BYTES = 2**30  # host memory that is left free
 

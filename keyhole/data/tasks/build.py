@@ -8,7 +8,7 @@ the model would learn the opposite.
 import math
 from typing import Any
 
-from keyhole.data.readers import Record
+from keyhole.data.record import Record
 from keyhole.data.render import check_text
 from keyhole.data.row_template import no_text
 from keyhole.data.tasks.columns import spelled

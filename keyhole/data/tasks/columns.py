@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from keyhole.data.readers import Record
+from keyhole.data.record import Record
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.errors import UserError, listed
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from keyhole.data.loader import order
-from keyhole.data.readers import Record
+from keyhole.data.record import Record
 from keyhole.data.tasks.build import build, number_of
 from keyhole.data.tasks.cache import kept
 from keyhole.data.tasks.names import own_splits

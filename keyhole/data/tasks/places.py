@@ -25,7 +25,7 @@ from pathlib import Path
 
 from keyhole.assets import TRAIN
 from keyhole.data.files import only_files, read_hub, saved_files
-from keyhole.data.readers import Record
+from keyhole.data.record import Record
 from keyhole.data.tasks.columns import pick_all
 from keyhole.data.tasks.spec import OWN_SPLITS, TaskSpec, plain
 from keyhole.data.tasks.tables import read_rows, suffix_of

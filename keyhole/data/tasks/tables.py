@@ -1,13 +1,13 @@
 """Reads the rows of a task's files in the formats of the original downloads, which differ from training data.
 
     .tsv .txt    cells between tabs. A quotation mark is a plain character, as in GLUE's files, unless the file shows
-                 that its cells are quoted (delimited.py)
+                 that its cells are quoted (../delimited.py)
     .csv         quoted cells between commas, semicolons or tabs; a quotation mark that is never closed is refused
     no header    recognised by a first line without any known column, if the task file names the cells (`header`)
     .txt .label  without a tab: the columns `line` and `file` (its name, the label of Subj's sentences); read as
                  Latin-1 if its special characters are not UTF-8 (TREC), which is reported
     .json        a list of rows, or one object with all of them (SQuAD, DROP), which `rows` of the task file expands
-    others       as in readers.py; .gz for all text formats
+    others       as in ../readers.py; .gz for all text formats
 
 A few lines of GLUE's files have a wrong number of cells. They are left out and counted, as is common; a file with more
 than one such line in a hundred is refused.
@@ -19,20 +19,9 @@ from itertools import chain
 from pathlib import Path
 
 from keyhole.data.delimited import read_cells
-from keyhole.data.readers import (
-    MOST_ROW_BYTES,
-    TABLES,
-    Record,
-    bounded_lines,
-    check_header,
-    is_lines,
-    kind_of,
-    load_json,
-    open_bytes,
-    open_text,
-    read_file,
-    told,
-)
+from keyhole.data.opened import MOST_ROW_BYTES, TABLES, bounded_lines, kind_of, open_bytes, open_text, told
+from keyhole.data.readers import is_lines, load_json, read_file
+from keyhole.data.record import Record, check_header
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.errors import UserError, listed
 

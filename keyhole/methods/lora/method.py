@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.disk.tensors import tensors_hash
+from keyhole.disk.weights_hash import tensors_hash
 from keyhole.errors import UserError
 from keyhole.methods.base import State
 from keyhole.methods.by_torch import ByTorch

@@ -1,12 +1,11 @@
-"""From gradients to updated weights: the sink of LSP's reverse sweep.
+"""From complete gradients to updated weights: what follows when the sink (sink.py) has all gradients of a unit.
 
-    linear, gradient      compressed gradients are accumulated in the unit's buffer (gradient_buffers.py)
-    finished              a unit's gradient is complete. Then, depending on where its moments are:
+Depending on where the moments of the unit are,
 
-        device (adam.py)     the weights are updated at once, while the unit is on the device
-        host (host.py)       the gradients of a block are sent to the host, and the step returns. A resident unit is
-                             updated as soon as it has arrived, at the latest at its use in the next forward pass; a
-                             streamed unit is updated at that use
+    device (adam.py)     the weights are updated at once, while the unit is on the device
+    host (host.py)       the gradients of a block are sent to the host, and the step returns. A resident unit is updated
+                         as soon as it has arrived, at the latest at its use in the next forward pass; a streamed unit
+                         is updated at that use
 
 Each unit has its moments in one of the two places (memory.py chooses); nothing else differs, so every mixture of places
 computes the same mathematics, and a state saved from one can be loaded into another.
@@ -21,7 +20,6 @@ clipping the global norm decides.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -30,6 +28,7 @@ from keyhole.methods.lsp.gradient_buffers import ALL, GradientBuffers, Share, Ta
 from keyhole.methods.lsp.host import DecidingNorm, HostAdam
 from keyhole.methods.lsp.memory import group_of
 from keyhole.methods.lsp.schedule import UpdateOrder
+from keyhole.methods.lsp.sink import GradientSink
 from keyhole.methods.lsp.step import LSPStep, UncheckedSteps
 from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.timing import Timing
@@ -37,7 +36,7 @@ from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.homes import view
 from keyhole.ops.arguments import Number
 
@@ -61,12 +60,9 @@ class OwedUpdate:
     step: LSPStep
 
 
-class SubspaceUpdates:
+class SubspaceUpdates(GradientSink):
     """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: for updates on the CPU;
     share: this rank's part of the moments (shards.py)."""
-
-    by_factors, by_expert, update_key = True, False, None
-    accumulates, surveys = True, 0  # S sums every product of a linear layer (model/backward/sink.py)
 
     def __init__(
         self,
@@ -82,19 +78,18 @@ class SubspaceUpdates:
         self.numbers = None if recorded is None else StepNumbers(model.device)
         self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, at fixed addresses for CUDA graphs
         self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, read by CUDA graphs
-        self.units = units
-        self.targets = {target.tensor.start: target for members in units.values() for target in members}
-        self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
-        self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
-        self.lengths, self.timing = assign_places(units, share), Timing(model.device.type == "cuda")
+        self.units, lengths = units, assign_places(units, share)
+        self.timing = Timing(model.device.type == "cuda")
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
         host_units = {unit: members for unit, members in units.items() if unit not in on_device}
-        self.device = DeviceAdam(device_units, self.lengths, model.device, rule.adam, self.clips, share)
         groups = {unit: group_of(model.layout.units[unit]) for unit in units}
-        self.host = self._host(host_units, groups, threads) if host_units else None
         waiting, buffers = partial(self.timing.of, "exposed down"), 2 if host_units else 1
-        self.gradients = GradientBuffers(self.lengths, groups, model.device, buffers, waiting)
-        self.current, self.unchecked = LSPStep(), UncheckedSteps()
+        device = DeviceAdam(device_units, lengths, model.device, rule.adam, self.clips, share)
+        super().__init__(units, lengths, GradientBuffers(lengths, groups, model.device, buffers, waiting), device)
+        self.host = self._host(host_units, groups, threads) if host_units else None
+        self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
+        self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
+        self.unchecked = UncheckedSteps()
         self.owed: dict[int, OwedUpdate] = {}
         self.complete: dict[int, tuple[OwedUpdate, torch.Tensor]] = {}  # gradients for the host that are not sent yet
         self.norm: torch.Tensor | None = None
@@ -123,7 +118,7 @@ class SubspaceUpdates:
         """Whether updates may be deferred until a unit's next use."""
         return self.host is not None or self.clips
 
-    # -- gradients arrive ------------------------------------------------------------------------------------------
+    # -- gradients are complete ------------------------------------------------------------------------------------
 
     def begin(self, number: int, lr: float) -> None:
         """Called before a backward pass."""
@@ -135,68 +130,6 @@ class SubspaceUpdates:
             self.rates_K2.copy_(torch.tensor(rates, pin_memory=self.rates_K2.is_cuda), non_blocking=True)
         if self.host is not None:
             self.current.host_norms = self.host.down.numbers(len(self.model.layout.units) + 1)
-
-    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """Adds the compressed product to S."""
-        target = self.targets.get(tensor.start)
-        if target is not None:
-            target.add(*self._sum_of(target, w_OI), dy_MO, x_MI)
-        return True
-
-    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Takes a gradient that does not come from a linear layer, or that was not offered."""
-        target = self.targets.get(tensor.start)
-        if target is not None:
-            target.add_gradient(*self._sum_of(target, w), grad)
-
-    def updated(self, tensors: list[FlatTensor]) -> None:
-        """Not used: updates are captured here, not by the reverse sweep."""
-
-    # -- Recordable (model/backward/sink.py) -----------------------------------------------------------------------
-
-    def state(self, units: list[Unit]) -> Hashable | None:
-        """None if buffers alternate because gradients go to the host: then nothing is captured."""
-        pages = [unit.index for unit in units if unit.index in self.lengths]
-        if any(self.place_of(page) is self.host for page in pages):
-            return None
-        targets = [t for unit in units for t in unit.tensors if t.start in self.targets]
-        numbers = tuple(self.targets[tensor.start].identity for tensor in targets)
-        received = tuple(tuple(self.current.received[page]) for page in pages)
-        return numbers, received, tuple(self.buffer(page).data_ptr() for page in pages)
-
-    def memory(self, units: list[Unit]) -> list[torch.Tensor]:
-        return [self.buffer(unit.index) for unit in units if unit.index in self.lengths]
-
-    def mark(self) -> Any:
-        return {page: dict(received) for page, received in self.current.received.items()}, dict(self.current.weights)
-
-    def rewind(self, mark: Any) -> None:
-        received, weights = mark
-        self.current.received.clear()
-        self.current.received |= {page: dict(targets) for page, targets in received.items()}
-        self.current.weights = dict(weights)
-
-    def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
-        for tensor, w in offers:
-            target = self.targets.get(tensor.start)
-            if target is not None:
-                self.current.received[target.unit][target.name] = target
-                self.current.weights[target.name] = w
-
-    # --------------------------------------------------------------------------------------------------------------
-
-    def buffer(self, unit: int) -> torch.Tensor:
-        """The buffer in which the unit's gradient is accumulated."""
-        waiting = self.device.waiting.get(unit)
-        return self.gradients.of(unit) if waiting is None else waiting
-
-    def _sum_of(self, target: Target, w: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The place where the target's gradient is accumulated, and whether it is still empty."""
-        received = self.current.received[target.unit]
-        first = target.name not in received
-        received[target.name] = target
-        self.current.weights[target.name] = w
-        return view_in(self.buffer(target.unit), target), first
 
     @torch.no_grad()
     def finished(self, unit: Unit) -> bool:
@@ -233,12 +166,6 @@ class SubspaceUpdates:
             step.skips.append(skip)
             self.gradients.done(page)
         return moves
-
-    def _complete(self, unit: Unit) -> tuple[list[Target], list[torch.Tensor]]:
-        """The targets of a unit that have a gradient, and their weights."""
-        step = self.current
-        targets = sorted(step.received.pop(unit.index, {}).values(), key=lambda target: target.begin)
-        return targets, [step.weights.pop(target.name) for target in targets]
 
     def _total(self, page: int) -> torch.Tensor:
         """The part of a unit's gradient that this rank's optimizer updates."""

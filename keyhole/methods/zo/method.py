@@ -7,7 +7,8 @@ For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-
 
 Differences from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
-  - All passes of a step run in one sweep, in which each unit is read once, updated and perturbed (passes.py).
+  - All passes of a step run in one sweep (passes.py), in which each unit is read once, updated and perturbed
+    (perturbed.py).
   - The update of a step needs c, which is known only at its end; so it is applied when the unit is visited at t + 1
     (update.py). Over the link: each unit once H2D, and at most once D2H per step (write_back.py).
   - z is a function of (seed, t, i, element), never stored. Perturbed weights are computed from the unperturbed ones, so
@@ -21,7 +22,8 @@ Legend: q directions, m micro-batches; a look is a perturbed point (estimators/b
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,25 +35,26 @@ from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo import passes
-from keyhole.methods.zo.closure import takes_closure
+from keyhole.methods.zo.closure import Closure, losses_at_looks
 from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, Defaults
 from keyhole.methods.zo.estimators import ESTIMATORS
-from keyhole.methods.zo.estimators.base import Estimate, Pair
+from keyhole.methods.zo.estimators.base import Estimate
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts, warn_of_unused
+from keyhole.methods.zo.low_rank import merge as factor_merge
 from keyhole.methods.zo.low_rank import state as factor_state
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
+from keyhole.methods.zo.low_rank.layers import FactoredLayers
+from keyhole.methods.zo.perturbed import PerturbedWeights
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
-from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
-from keyhole.ops.arguments import Count
 from keyhole.ranks import Ranks
 
 USUAL = "usual"
@@ -103,7 +106,6 @@ class ZO(Method):
                 f"zo: rank {rank} needs compile=False and weight_decay=0: a direction of low rank leaves the weights "
                 "alone within a period"
             )
-        self.block_at_once = bool(compile)  # compiled code cannot stop inside a block
         if compile:
             compile_forward(model, compile if isinstance(compile, str) else "inductor")
         self.model, self.eps, self.directions = model, eps, directions
@@ -111,12 +113,10 @@ class ZO(Method):
         self.search = RateSearch(self.estimator, rank) if lr == AUTO_RATE else None
         self.lr = 1.0 if lr == AUTO_RATE else checked_rate(usual.learning_rate if lr == USUAL else lr)
         self.weight_decay, self.deferred_update = weight_decay, deferred_update
-        self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
+        self.noise: dict[str, Any] = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count, self.fp8_steps = 0, fp8_steps
         self._has_split = False
-        self._now: Count | None = None  # the step on the device, within `captured`
-        self.branches = Branches()  # streams for looks, within `captured`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         self.keeps_base = self.light = low_rank and not fold
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
@@ -125,26 +125,20 @@ class ZO(Method):
         self.latest: Pending | None = None  # the update of the last step, applied or not: for the journal
         self.projected: torch.Tensor | None = None
         model.binding.forget()
-        self._allocate(blocks)
+        rules = [self.estimator] if self.search is None else [self.estimator, self.search]
+        pairs = max(len(rule.pairs) for rule in rules)
+        self.memory = torch.zeros(sum(rule.remembers for rule in rules), device=model.device)
+        self.perturbed = PerturbedWeights(model, self.update, eps, pairs, block_at_once=bool(compile))
         self.factors: Factors | None = None
+        self.guide: Guide | None = None  # finds the directions of each period; None: they are random
         if low_rank:
             how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
-            how |= {"fold_periods": fold_periods, "fold_error": fold_error, "guide": guide}
-            self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
-            self.update.flush_elsewhere = self.factors.bring_home
-        self.recorded = RecordedSteps(self)
-
-    def _allocate(self, with_factors: frozenset[int]) -> None:
-        """The estimator's memory, and buffers for perturbed weights: of one unit, and of the spine for every pair of
-        looks. with_factors: units whose directions have low rank, which are never perturbed as a whole."""
-        layout, device, dtype = self.model.layout, self.model.device, self.model.dtype
-        remembers = self.estimator.remembers + (0 if self.search is None else self.search.remembers)
-        pairs = [self.estimator.pairs] + ([] if self.search is None else [self.search.pairs])
-        self.memory = torch.zeros(remembers, device=device)
-        dense = max((u.numel for u in layout.units[1:] if u.index not in with_factors), default=0)
-        self.plus, self.minus = (torch.empty(dense, dtype=dtype, device=device) for _ in range(2))
-        self.copies = [(self.plus, self.minus)]  # of a unit; more than one within `captured`
-        self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
+            how |= {"fold_periods": fold_periods, "fold_error": fold_error, "guided": guide is not None}
+            self.factors = Factors(model, self.noise, **how, pairs=pairs)
+            self.guide = None if guide is None else Guide(self.factors, guide)
+            self.perturbed.layers = FactoredLayers(model, self.factors, self.guide)
+            self.update.flush_elsewhere = partial(factor_merge.bring_home, self.factors)
+        self.recorded = RecordedSteps(self.perturbed, deferred_update)
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
@@ -154,22 +148,25 @@ class ZO(Method):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    @takes_closure
     @torch.no_grad()
-    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
-        """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, on the device."""
+    def step(self, batch: Batch | list[Batch] | Closure) -> torch.Tensor:
+        """One step on one batch or its micro-batches, or on the losses that a closure returns (closure.py). Returns the
+        mean loss of the perturbed passes, on the device."""
+        self.perturbed.step = self.step_count
+        if callable(batch) and not isinstance(batch, Mapping):
+            return self._step_by_closure(batch)
         searches = self.search is not None and self.search.found is None
         batches = self.model.checked(batch)
         looks = self._look(batches, searches)
         self.model.apply_deferred(before_step_of=self)
         if self.guide is not None:
-            self.guide.renew(self, batches)
+            self.guide.renew(self.update, batches)
         if self.step_count == self.fp8_steps and self.model.formats.codec is not None and not self.light:
             warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # in a user's own loop
         self.update.begin()
         if searches:
             with nullcontext() if self.factors is None else self.factors.another_v(self.step_count):
-                nll = self.run_passes(looks)
+                nll = passes.run(self.perturbed, looks)
         else:
             nll = self.recorded.run(looks)
         loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
@@ -177,21 +174,20 @@ class ZO(Method):
             self.flush()
         return loss
 
-    def run_passes(self, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
-        """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses."""
-        return passes.run(self, looks, steady)
-
-    @contextmanager
-    def captured(
-        self, step: Count, branches: Branches, more: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Iterator[None]:
-        """A context in which directions are those of a step whose number is on the device, and looks have streams.
-        more: copies of a unit, for further pairs of looks."""
-        self._now, self.branches, self.copies = step, branches, [*self.copies, *more]
-        try:
-            yield
-        finally:
-            self._now, self.branches, self.copies = None, Branches(), self.copies[:1]
+    def _step_by_closure(self, closure: Closure) -> torch.Tensor:
+        """One step; returns its loss, as the estimator computes it."""
+        if self.estimator.splits or self.search is not None:
+            why = "a search for a rate" if self.search is not None else f"estimator {self.estimator.name}"
+            raise UserError(f"closure: {why} needs the rows of a batch; use estimator=mezo or fzoo, and give a rate")
+        self.model.apply_deferred()
+        if self.guide is not None:
+            self.guide.renew(self.update, [])
+        losses = losses_at_looks(closure, self.perturbed, self.estimator.pairs)
+        found = self.estimator.estimate(losses, self.memory)
+        self.defer(found, losses, found.memory, self.rate)
+        if not self.deferred_update:
+            self.flush()
+        return self.estimator.loss(losses)
 
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
         """The looks of this step: each on all rows, or each pair on its part of them."""
@@ -203,12 +199,6 @@ class ZO(Method):
             self._has_split = True
             return look_at_parts(self.model, self.estimator, batches, self.model.ranks)
         return look_at_all(self.model, self.estimator.pairs, batches, self.model.ranks)
-
-    def perturbation(self, pair: Pair) -> dict[str, Any]:
-        """The step, eps and direction of a pair, as arguments of ops."""
-        eps = self.eps * pair.scale
-        step = self.step_count if self._now is None else self._now
-        return {"step": step, "eps": eps, "direction": pair.direction, "beside": pair.beside}
 
     def _estimate(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
         """Computes the pending update from the losses of the passes; returns the loss of the step."""
@@ -244,13 +234,8 @@ class ZO(Method):
         if self.factors is not None:
             self.factors.update(self.latest)
             if self.model.engine.shared:  # all ranks together, while none uploads
-                self.factors.bring_home()
+                factor_merge.bring_home(self.factors)
         self.step_count += 1
-
-    @property
-    def guide(self) -> Guide | None:
-        """What finds the directions of each period; None: they are random."""
-        return None if self.factors is None else self.factors.guide
 
     @property
     def rows_ahead(self) -> tuple[int, int] | None:
@@ -298,7 +283,8 @@ class ZO(Method):
         drops = dropout_rates(self.model.module)
         off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
         search = [] if self.search is None else self.search.describe()
-        blocks = self.update.write_back.describe() if self.factors is None else self.factors.describe()
+        low_rank = self.perturbed.layers
+        blocks = self.update.write_back.describe() if low_rank is None else low_rank.describe()
         return [self._rule(), *blocks, *off, *search]
 
     def _rule(self) -> str:
@@ -321,7 +307,9 @@ class ZO(Method):
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
         """Applies known updates, each with its weight decay, and yields every unit after its last update."""
-        return self.update.replay(updates) if self.factors is None else factor_state.replay(self, updates)
+        if self.factors is None:
+            return self.update.replay(updates)
+        return factor_state.replay(self.factors, self.guide, self.update, updates)
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """Scalars of the last step, on the device. `changed`: share of the weights that the update before it
@@ -348,9 +336,10 @@ class ZO(Method):
         counts |= {"memory": self.memory.tolist()} if self.memory.numel() else {}
         return counts if self.factors is None else counts | factor_state.to_state(self.factors)
 
-    def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
+    def learned_beside(self, state: Mapping[str, Any]) -> FactoredLayers | None:
         """The factors of a checkpoint, if its weights lack them."""
-        return None if self.factors is None else factor_state.saved(self.factors, state)
+        saved = None if self.factors is None else factor_state.saved(self.factors, state)
+        return None if saved is None else self.perturbed.layers.with_factors(saved)
 
     def journal_update(self) -> torch.Tensor | None:
         """[lr, c_1 .. c_q] of the last step, applied or not, and the estimator's memory after it."""
@@ -378,7 +367,7 @@ class ZO(Method):
                 "zo.rank: the state has learned low-rank factors, which would be lost; zo.rank must be as it was"
             )
         if self.factors is not None:
-            factor_state.check_guide(self.factors, state)
+            factor_state.check_guide(self.factors, state, guided=self.guide is not None)
         self.step_count = int(state["step_count"])
         if self.factors is not None:
             factor_state.from_state(self.factors, state, self.step_count)

@@ -15,67 +15,63 @@ With low-rank directions units are not copied: low_rank/passes.py runs the block
 Legend: M tokens looked up, N trained tokens, H width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from keyhole import ops
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.low_rank import passes as shared_passes
+from keyhole.methods.zo.perturbed import PerturbedWeights
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
-if TYPE_CHECKING:
-    from keyhole.methods.zo.method import ZO
 
-
-def run(zo: ZO, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
+def run(perturbed: PerturbedWeights, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
     """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses."""
-    with zo.model.sweep("train", of_all=True):
-        _perturb_spine(zo, looks)
-        if zo.factors is not None:
-            hidden = shared_passes.run(zo, looks, steady)
+    with perturbed.model.sweep("train", of_all=True):
+        _perturb_spine(perturbed, looks)
+        if perturbed.factors is not None:
+            hidden = shared_passes.run(perturbed, looks, steady)
         else:
-            serve, rows = _server(zo, looks), _rows(zo, looks)
-            how = {"steady": steady, "block_at_once": zo.block_at_once}
-            how["streams"] = zo.branches.of_passes([by_look for _, _, by_look in looks.visits])
-            hidden = zo.model.lockstep(looks.passes, serve, rows, **how)
-        nll = _nll(zo, hidden, looks)
-        zo.update.apply_to_rest()
-        if zo.factors is not None:
-            shared_passes.fold_rest(zo)
+            serve, rows = _server(perturbed, looks), _rows(perturbed, looks)
+            how = {"steady": steady, "block_at_once": perturbed.block_at_once}
+            how["streams"] = perturbed.branches.of_passes([by_look for _, _, by_look in looks.visits])
+            hidden = perturbed.model.lockstep(looks.passes, serve, rows, **how)
+        nll = _nll(perturbed, hidden, looks)
+        perturbed.update.apply_to_rest()
+        if perturbed.factors is not None:
+            shared_passes.fold_rest(perturbed)
     return nll
 
 
-def _perturb_spine(zo: ZO, looks: Looks) -> None:
-    spine = zo.model.layout.spine
-    w = zo.model.engine.acquire(spine.index)
+def _perturb_spine(perturbed: PerturbedWeights, looks: Looks) -> None:
+    spine = perturbed.model.layout.spine
+    w = perturbed.model.engine.acquire(spine.index)
     for p, pair, _ in looks.visits:
-        how = zo.perturbation(pair)
-        zo.update.perturb(spine, w, zo.spines[p, 0], zo.spines[p, 1], how, arrived=p == looks.first)
+        how = perturbed.perturbation(pair)
+        perturbed.update.perturb(
+            spine, w, perturbed.spines[p, 0], perturbed.spines[p, 1], how, arrived=p == looks.first
+        )
 
 
-def _server(zo: ZO, looks: Looks) -> Callable[[Unit | None, Callable[[int], None]], None]:
+def _server(perturbed: PerturbedWeights, looks: Looks) -> Callable[[Unit | None, Callable[[int], None]], None]:
     """The function called at each unit: it loads, updates and perturbs the unit, and resumes every pass."""
-
-    copies = _Copies(zo, looks)
-    apart = len(zo.copies) >= len(looks.visits)  # every pair has copies of its own
+    copies = _Copies(perturbed, looks)
+    apart = len(perturbed.copies) >= len(looks.visits)  # every pair has copies of its own
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-        for pair, sides in enumerate(_arrive(zo, unit, looks, copies)):
+        for pair, sides in enumerate(_arrive(perturbed, unit, looks, copies)):
             for side, (passes, weights, spine) in enumerate(sides):
-                zo.model.binding.bind(unit, weights, spine)
-                zo.branches.fork(pair, side)
+                perturbed.model.binding.bind(unit, weights, spine)
+                perturbed.branches.fork(pair, side)
                 for index in passes:
                     resume(index)
                 if unit is None:
-                    zo.branches.join()
+                    perturbed.branches.join()
             if not apart:
-                zo.branches.join()
-        zo.branches.join()
+                perturbed.branches.join()
+        perturbed.branches.join()
 
     return serve
 
@@ -83,9 +79,9 @@ def _server(zo: ZO, looks: Looks) -> Callable[[Unit | None, Callable[[int], None
 class _Copies:
     """Views of the perturbed copies, which units of the same size share: made once per sweep."""
 
-    def __init__(self, zo: ZO, looks: Looks) -> None:
-        self.spines = {p: zo.spines[p].unbind() for p, _, _ in looks.visits}
-        self._whole, self._views = zo.copies, dict[tuple[int, int], list[torch.Tensor]]()
+    def __init__(self, perturbed: PerturbedWeights, looks: Looks) -> None:
+        self.spines = {p: perturbed.spines[p].unbind() for p, _, _ in looks.visits}
+        self._whole, self._views = perturbed.copies, dict[tuple[int, int], list[torch.Tensor]]()
 
     def of(self, unit: Unit, visit: int) -> list[torch.Tensor]:
         """plus and minus of a unit. visit: the number of the pair among those that are visited."""
@@ -95,26 +91,26 @@ class _Copies:
         return self._views[key]
 
 
-def _arrive(zo: ZO, unit: Unit | None, looks: Looks, copies: _Copies) -> Any:
+def _arrive(perturbed: PerturbedWeights, unit: Unit | None, looks: Looks, copies: _Copies) -> Any:
     """Yields, per pair, (passes of a look, perturbed weights of a unit, perturbed spine) of its looks; releases the
     unit's slot as early as possible."""
     if not looks.visits:
         return
-    engine, last = zo.model.engine, looks.visits[-1][0]
+    engine, last = perturbed.model.engine, looks.visits[-1][0]
     w = None if unit is None else engine.acquire(unit.index)
     for i, (p, pair, by_look) in enumerate(looks.visits):
         weights: Sequence[torch.Tensor | None] = (None, None)
         if unit is not None:
             weights = plus, minus = copies.of(unit, i)
-            zo.update.perturb(unit, w, plus, minus, zo.perturbation(pair), arrived=p == looks.first)
+            perturbed.update.perturb(unit, w, plus, minus, perturbed.perturbation(pair), arrived=p == looks.first)
             if p == last:
                 engine.release(unit.index)
         yield zip(by_look, weights, copies.spines[p], strict=False)  # a pair may have one look
 
 
-def _rows(zo: ZO, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
+def _rows(perturbed: PerturbedWeights, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
     """Rows of the table for a pass: both looks of a pair are computed at once; the second waits for its pass."""
-    table = zo.model.layout.table
+    is_trained = perturbed.model.layout.table.param.requires_grad
     waiting: dict[int, torch.Tensor] = {}
     pairs = {index: pair for _, pair, (first, *_) in looks.visits for index in first}
     partner = {}
@@ -126,14 +122,11 @@ def _rows(zo: ZO, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
         if index in waiting:
             return waiting.pop(index)
         other = partner.get(index)
-        stale_MH = zo.model.table_rows(ids_M)
-        if not table.param.requires_grad:
-            plus_MH = minus_MH = stale_MH.to(zo.model.dtype)
+        stale_MH = perturbed.model.table_rows(ids_M)
+        if not is_trained:
+            plus_MH = minus_MH = stale_MH.to(perturbed.model.dtype)
         else:
-            decays = id(table.param) not in zo.update.spared
-            update = zo.update.fused(zo.pending, decays) if zo.pending else {}
-            step = ops.ZOStep(table.start, **zo.noise, **zo.perturbation(pairs[index]), **update)
-            plus_MH, minus_MH = ops.zo_rows(stale_MH, ids_M, step, zo.model.dtype)
+            plus_MH, minus_MH = perturbed.rows(stale_MH, ids_M, pairs[index])
         if other is not None:
             waiting[other] = minus_MH
         return plus_MH
@@ -141,24 +134,24 @@ def _rows(zo: ZO, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
     return rows
 
 
-def _nll(zo: ZO, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
+def _nll(perturbed: PerturbedWeights, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
     """The losses of the trained tokens (for a classifier: of the rows), per pass."""
-    if not zo.model.classifies:
-        return _visit_head(zo, hidden, looks)
-    nll = [zo.model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
-    zo.model.binding.bind_homes()
+    if not perturbed.model.classifies:
+        return _visit_head(perturbed, hidden, looks)
+    nll = [perturbed.model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
+    perturbed.model.binding.bind_homes()
     return nll
 
 
-def _visit_head(zo: ZO, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
+def _visit_head(perturbed: PerturbedWeights, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
     """The nll of every trained token, per pass: each chunk of the head is visited once, for all passes."""
     running = [RunningNLL(batch.target_N) for batch in looks.passes]
-    copies = _Copies(zo, looks)
-    for unit in zo.model.layout.head_units:
-        for sides in _arrive(zo, unit, looks, copies):
+    copies = _Copies(perturbed, looks)
+    for unit in perturbed.model.layout.head_units:
+        for sides in _arrive(perturbed, unit, looks, copies):
             for passes, weights, spine in sides:
-                zo.model.binding.bind_head(unit, weights, spine)
+                perturbed.model.binding.bind_head(unit, weights, spine)
                 for index in passes:
-                    zo.model.head.add_nll(running[index], hidden[index], unit.rows[0])
-    zo.model.binding.bind_homes()
+                    perturbed.model.head.add_nll(running[index], hidden[index], unit.rows[0])
+    perturbed.model.binding.bind_homes()
     return [state.nll_N() for state in running]

@@ -28,17 +28,18 @@ step changes twice. With low-rank directions these are those outside of blocks; 
 compared by a sum of their bits.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from keyhole.machine.collector import no_collector
 from keyhole.methods.step_numbers import StepNumbers
+from keyhole.methods.zo import passes
 from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.perturbed import PerturbedWeights
 from keyhole.methods.zo.update import Pending
 from keyhole.model.attached import Placed
 from keyhole.model.batch import DeviceBatch
@@ -48,9 +49,6 @@ from keyhole.model.forward.masks import is_plain, left_out, noted
 from keyhole.model.forward.memory import activation_bytes, launched_as_graphs
 from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.structure.layout import Layout
-
-if TYPE_CHECKING:
-    from keyhole.methods.zo.method import ZO
 
 SIGHTS = 3  # a shape is captured at this step: libraries choose kernels in the first ones
 MAX_RECORDINGS = 32
@@ -82,12 +80,13 @@ class Recording:
 
 
 class RecordedSteps:
-    """Runs the passes of a method's steps, as CUDA graphs if possible."""
+    """Runs the passes of a method's steps, as CUDA graphs if possible. deferred_update: every step leaves its update to
+    the next."""
 
-    def __init__(self, method: "ZO") -> None:
-        self.method, model = weakref.proxy(method), method.model  # the method holds a reference to this object
+    def __init__(self, perturbed: PerturbedWeights, deferred_update: bool) -> None:
+        self.perturbed, self.update, model = perturbed, perturbed.update, perturbed.model
         self.possible = model.graphs is not None and not (model.engine.streamed or model.sharded)
-        self.possible = self.possible and method.deferred_update and not model.classifies and model.ranks.size == 1
+        self.possible = self.possible and deferred_update and not model.classifies and model.ranks.size == 1
         self.possible = self.possible and model.formats.codec is None
         self.recordings: dict[Hashable, Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
@@ -106,17 +105,17 @@ class RecordedSteps:
         self._drop_outdated()
         key = self._key(looks) if self._is_usual(looks) else None
         if key is None or not self._is_due(key):
-            return self.method.run_passes(looks)
+            return passes.run(self.perturbed, looks)
         if key not in self.recordings:
             return self._record(key, looks)
         recording = self.recordings[key]
         if recording is None:
-            return self.method.run_passes(looks)
+            return passes.run(self.perturbed, looks)
         recording.take(looks)
         self._set_numbers()
         recording.graph.replay()
         self.replays += 1
-        update = self.method.update
+        update = self.update
         update.at_home, update.counted = [1] * len(update.at_home), set(recording.counted)
         return recording.nll
 
@@ -126,32 +125,31 @@ class RecordedSteps:
         """Whether every unit lacks exactly the last update, and no checkpoint, gate or timeline observes the step."""
         if not self.possible or self.hooks.any():
             return False
-        engine, update = self.method.model.engine, self.method.update
+        engine, update = self.perturbed.model.engine, self.update
         watched = engine.watch is not None or engine.gate is not None or engine.timeline.enabled
-        if (factors := self.method.factors) is not None and not factors.is_steady:
+        if (factors := self.perturbed.factors) is not None and not factors.is_steady:
             return False
         usual = len(update.waiting) == 1 and not any(update.at_home) and not update.counted
         tokens = max((batch.inputs["input_ids"].numel() for batch in looks.passes), default=0)
-        small = is_short(self.method.model.layout, tokens, len(looks.batches), factors is not None)
+        small = is_short(self.perturbed.model.layout, tokens, len(looks.batches), factors is not None)
         return usual and not watched and 0 < tokens and small
 
     def _key(self, looks: Looks) -> Hashable:
         """Equal for steps that one graph can serve."""
         number = {id(batch): i for i, batch in enumerate(looks.passes)}
-        method = self.method
-        addresses = tuple(home.data_ptr() for home in method.model.engine.homes)
-        settings = (method.eps, *method.decay.items(), *method.noise.items())
+        addresses = tuple(home.data_ptr() for home in self.perturbed.model.engine.homes)
+        settings = (self.perturbed.eps, *self.update.decay.items(), *self.update.noise.items())
         shapes = tuple((number[id(batch)], signature_of(batch)) for batch in looks.passes)
         return tuple(looks.pairs), tuple(map(len, looks.batches)), shapes, addresses, settings
 
     def _drop_outdated(self) -> None:
         """Frees the recordings that read kept factors from memory that is used no more."""
-        factors = self.method.factors
+        factors = self.perturbed.factors
         if factors is None or factors.kept.number == self.kept:
             return
         self.kept = factors.kept.number
         if self.stream is not None:  # the last replay may be running
-            torch.cuda.synchronize(self.method.model.device)
+            torch.cuda.synchronize(self.perturbed.model.device)
         self.recordings.clear()
         self.seen.clear()
 
@@ -164,17 +162,17 @@ class RecordedSteps:
 
     def _record(self, key: Hashable, looks: Looks) -> list[torch.Tensor]:
         """Runs a step eagerly, and captures it; keeps the graph if it gives the same bits."""
-        update, (homes, still) = self.method.update, self._divided()
+        update, (homes, still) = self.update, self._divided()
         self.recordings[key] = None
         if not self._has_room(homes, looks):
             self.why = "there is not enough free memory"
-            return self.method.run_passes(looks)
+            return passes.run(self.perturbed, looks)
         self._set_numbers()
         before, changed_before, pending = [home.clone() for home in homes], update.changed.clone(), update.pending
         sums = list(map(sum_of_bits, still))
-        blocks = self.method.model.blocks if is_plain(looks.passes) else []
+        blocks = self.perturbed.model.blocks if is_plain(looks.passes) else []
         with noted(blocks) as without_mask:
-            expected = self.method.run_passes(looks)
+            expected = passes.run(self.perturbed, looks)
         after, changed = [home.clone() for home in homes], update.changed.clone()
         books = update.at_home, update.counted
         recording = Recording(looks)
@@ -204,7 +202,7 @@ class RecordedSteps:
 
     def _capture(self, recording: Recording) -> None:
         """Enqueues the step on a capturing stream; nothing is computed."""
-        method, model = self.method, self.method.model
+        perturbed, model = self.perturbed, self.perturbed.model
         graph = torch.cuda.CUDAGraph()
         if self.stream is None:  # one for all, because cuBLAS keeps a workspace per stream
             self.stream = torch.cuda.Stream(model.device)
@@ -217,11 +215,11 @@ class RecordedSteps:
             with (
                 torch.cuda.stream(self.stream),
                 no_collector(),
-                method.captured(self.now.step, self.branches, self.more),
+                perturbed.captured(self.now.step, self.branches, self.more),
             ):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
-                    recording.nll = method.run_passes(recording.looks, steady=False)
+                    recording.nll = passes.run(perturbed, recording.looks, steady=False)
                 finally:
                     graph.capture_end()
             recording.graph = graph
@@ -232,39 +230,39 @@ class RecordedSteps:
 
     def _branch(self, pairs: int) -> None:
         """Makes streams and copies for this number of pairs, or for one pair."""
-        method, free_bytes = self.method, self._free_bytes()
-        if 2 * (pairs - 1) * method.plus.nbytes > SHARE * free_bytes or method.factors is not None:
+        perturbed, free_bytes = self.perturbed, self._free_bytes()
+        if 2 * (pairs - 1) * perturbed.plus.nbytes > SHARE * free_bytes or perturbed.factors is not None:
             pairs = 1
-        self.branches = Branches(method.model.device, pairs)
-        self.more = [(torch.empty_like(method.plus), torch.empty_like(method.minus)) for _ in range(pairs - 1)]
+        self.branches = Branches(perturbed.model.device, pairs)
+        self.more = [(torch.empty_like(perturbed.plus), torch.empty_like(perturbed.minus)) for _ in range(pairs - 1)]
 
     def _set_numbers(self) -> None:
         """Writes the pending update and the step numbers to the device."""
-        pending = self.method.update.pending
+        pending = self.update.pending
         if self.coef is None:
             self.coef = torch.empty_like(pending.coef)
         self.coef.copy_(pending.coef)
         self.before.set(0.0, pending.step)
-        self.now.set(0.0, self.method.step_count)
+        self.now.set(0.0, self.perturbed.step)
 
     def _divided(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The homes that a step changes, and those that it leaves as they are."""
-        model, low_rank = self.method.model, self.method.factors is not None
+        model, low_rank = self.perturbed.model, self.perturbed.factors is not None
         blocks = {unit.index for unit in model.layout.of_kind("block")} if low_rank else set()
         homes = list(enumerate(model.engine.homes))
         return [home for i, home in homes if i not in blocks], [home for i, home in homes if i in blocks]
 
     def _has_room(self, homes: list[torch.Tensor], looks: Looks) -> bool:
         """homes: those that a step changes."""
-        model = self.method.model
+        model = self.perturbed.model
         tokens = max(batch.inputs["input_ids"].numel() for batch in looks.passes)
-        count = len(looks.batches) if self.method.factors is not None else 1  # of looks that pass a block together
+        count = len(looks.batches) if self.perturbed.factors is not None else 1  # of looks that pass a block together
         moving = activation_bytes(model.layout, tokens * count, len(looks.passes) // count, model.dtype.itemsize)
         return ROOM * sum(home.nbytes for home in homes) + 2 * moving <= self._free_bytes()
 
     def _free_bytes(self) -> int:
         """Of the device, or of the budget."""
-        device, placed = self.method.model.device, self.method.model.placed
+        device, placed = self.perturbed.model.device, self.perturbed.model.placed
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return left_of(placed, free_bytes, torch.cuda.memory_reserved(device))
 

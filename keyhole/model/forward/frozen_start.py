@@ -7,7 +7,7 @@ one look, and its output is repeated:
     [x; x]  ->  x  ->  y  ->  [y; y]        with the lower 10 of 30 blocks and the embedding frozen, two looks:
                                             (10 + 2 * 20) / 60 = 5 / 6 of the products
 
-What comes before is seen in each pass, not concluded from names. The rows of looks begin to differ (`Factors.part`)
+What comes before is seen in each pass, not concluded from names. The rows of looks begin to differ (`LowRank.part`)
 where the rows of a trained embedding are looked up, at a module outside of the blocks whose vectors are trained, and at
 a block in which something is trained. From there on every block runs with all rows.
 
@@ -70,7 +70,7 @@ def _forward(model: Callable[[], Any], block: nn.Module, same: dict[tuple, bool]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         owner = model()
-        factors = None if owner is None or torch.is_grad_enabled() else owner.factors
+        factors = None if owner is None or torch.is_grad_enabled() else owner.low_rank
         share = None if factors is None else factors.running
         if share is None or share.count == 1:
             return ordinary(*args, **kwargs)

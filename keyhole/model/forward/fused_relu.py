@@ -10,7 +10,7 @@ and pass, and 320 MiB more at the peak). cuBLAS adds b and takes the maximum bef
 This is done in lockstep passes without gradients: zeroth-order steps and evaluation. Elsewhere both layers run unfused:
 on the CPU, whose product has no such option; in compiled code, where the compiler decides; in a layer that is computed
 in tiles (row_tiles.py); and if there is code between the two layers: an adapter that wraps the linear layer and adds to
-its output (lora.py), or a forward hook on it.
+its output (methods/lora/), or a forward hook on it.
 
 Applying a ReLU twice changes nothing, but leaving it out gives wrong results. So only the product decides: it marks its
 output, and the activation skips exactly the outputs with that mark.

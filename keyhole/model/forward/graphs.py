@@ -87,8 +87,8 @@ class BlockGraphs:
             if inputs is None:
                 return ordinary(*args, **kwargs)
             key = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
-            if self.model.factors is not None:
-                added = self.model.factors.graph_key()
+            if self.model.low_rank is not None:
+                added = self.model.low_rank.graph_key()
                 if added is None:
                     return ordinary(*args, **kwargs)
                 key = (*key, unit.index, added)
@@ -101,12 +101,12 @@ class BlockGraphs:
 
     def _is_small(self, unit: Unit, hidden: Any) -> bool:
         """Large products keep the GPU busy for longer than their launch takes, so a graph gains nothing."""
-        limit = SMALL_FLOP if self.model.factors is None else SMALL_FLOP_WITH_FACTORS
+        limit = SMALL_FLOP if self.model.low_rank is None else SMALL_FLOP_WITH_FACTORS
         return 2 * unit.numel * hidden.numel() // hidden.shape[-1] <= limit
 
     def _must_wait(self, key: tuple) -> bool:
         self.seen[key] = self.seen.get(key, 0) + 1
-        own = self.model.factors is not None
+        own = self.model.low_rank is not None
         full = key not in self.recorded and len(self.recorded) >= (MAX_OWN_GRAPHS if own else MAX_GRAPHS)
         return full or self.seen[key] <= (WARM_UP_STEPS if own else self.warm_up_calls)
 

@@ -3,7 +3,7 @@
     y = x W^T + (x V) B_l^T + b_l        for the rows of look l = 1 .. L, one below the other (ops/lowrank/product.py)
 
 A *look* is one perturbed version of the weights, at which a zeroth-order step evaluates its loss. A method that trains
-low-rank factors (methods/zo/low_rank/) sets them as `Model.factors`. The forward of each layer then asks this object
+low-rank factors (methods/zo/low_rank/) sets them as `Model.low_rank`. The forward of each layer then asks this object
 what to add, in every pass: of a step, an evaluation or a generation. Without factors, and with gradients, the layer's
 previous forward is called.
 
@@ -72,7 +72,7 @@ class Share:
             raise NotByRows(f"an input of {tuple(x.shape)} for {self.rows} rows and {self.tokens} tokens")
 
 
-class Factors(Protocol):
+class LowRank(Protocol):
     """What the layers of a model need from the method that trains low-rank factors beside their weights."""
 
     trained_blocks: set[int]  # ids of the blocks in which something is trained
@@ -136,7 +136,7 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         owner = model()
-        factors = None if owner is None or torch.is_grad_enabled() else owner.factors
+        factors = None if owner is None or torch.is_grad_enabled() else owner.low_rank
         added = None if factors is None else factors.added_to(layer)
         x = pending.finished(x)
         if added is None:
@@ -166,7 +166,7 @@ def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], nn.
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         owner = model()
-        factors = None if owner is None or torch.is_grad_enabled() else owner.factors
+        factors = None if owner is None or torch.is_grad_enabled() else owner.low_rank
         added = None if factors is None else factors.added_to(layer())
         readers = None if added is None else added.readers
         if readers is None or (x.shape[-1], x.dtype) != (readers.v_kI.shape[1], readers.v_kI.dtype):
@@ -178,7 +178,7 @@ def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], nn.
     return forward
 
 
-def install_by_look(model: Any, modules: list[nn.Module], factors: Factors) -> None:
+def install_by_look(model: Any, modules: list[nn.Module], factors: LowRank) -> None:
     """Makes these modules, which own vectors, use those of each look of a pass: norms at once, others one look after
     the other. Once per model and module."""
     for module in modules:
@@ -193,7 +193,7 @@ def _by_look(model: Callable[[], Any], module: nn.Module, known: Known | None) -
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         owner = model()
-        factors = None if owner is None or torch.is_grad_enabled() else owner.factors
+        factors = None if owner is None or torch.is_grad_enabled() else owner.low_rank
         args, kwargs = pending.finished(args), pending.finished(kwargs)
         if factors is None:
             return ordinary(*args, **kwargs)
@@ -217,7 +217,7 @@ def _by_look(model: Callable[[], Any], module: nn.Module, known: Known | None) -
     return forward
 
 
-def _norm_at_once(x: Any, module: nn.Module, known: Known, factors: Factors, share: Share) -> torch.Tensor | None:
+def _norm_at_once(x: Any, module: nn.Module, known: Known, factors: LowRank, share: Share) -> torch.Tensor | None:
     """The norm of the rows of all looks; None if x is something else than rows."""
     if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[0] not in (share.rows, share.tokens):
         return None

@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 
 from keyhole.errors import UserError
-from keyhole.model.structure.tokenizer import TOKENIZER_FILES
 
+TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
 PICKLED_PATTERNS = ["pytorch_model*.bin"]
 NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*.safetensors"]  # never downloaded

@@ -19,8 +19,8 @@ from typing import Any
 
 from keyhole.disk.read_json import LIMIT_BYTES, read_json
 from keyhole.errors import UserError
+from keyhole.model.structure.source import TOKENIZER_FILES, is_local
 
-TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
 OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 READ_WITH_IT = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja")
 
@@ -28,8 +28,6 @@ READ_WITH_IT = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templa
 def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a directory (without a request) or a hub id; None if a directory has none."""
     from transformers import AutoTokenizer
-
-    from keyhole.model.structure.source import is_local
 
     path = Path(model)
     if path.is_dir() and not any(file for name in TOKENIZER_FILES for file in path.glob(name)):

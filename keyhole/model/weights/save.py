@@ -18,27 +18,32 @@ copied: that takes no time, and no disk space.
 
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from keyhole.disk.files import flush, flush_all, replace_directory, staged
-from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
+from keyhole.disk.tensors import SHARD_BYTES, pieces
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
 from keyhole.model.structure.generation_file import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.structure.source import OF_ADAPTER
 from keyhole.model.weights.finite import first_bad_tensor
-from keyhole.model.weights.format import PACKED
+from keyhole.model.weights.save_parts import write_parts
+from keyhole.model.weights.saved_files import (
+    create_files,
+    names_on_disk,
+    no_progress_bars,
+    plan_files,
+    weight_specs,
+    write_small_files,
+)
 
 CONFIG = "config.json"
 
@@ -66,8 +71,6 @@ def _staged_for(path: Path) -> AbstractContextManager[Path]:
 def write_files(model: Any, path: Path, merged: bool = True) -> None:
     """Writes the files themselves: weights, config, generation config, tokenizer."""
     if model.sharded:
-        from keyhole.model.weights.save_parts import write_parts
-
         write_parts(model, path)
         return
     names = names_on_disk(model)
@@ -84,22 +87,9 @@ def write_files(model: Any, path: Path, merged: bool = True) -> None:
                 file.seek(place.offset)
                 for piece in pieces(tensor.detach()):
                     file.write(piece)
-    for beside in (model.addon, model.factors):
+    for beside in (model.addon, model.low_rank):
         if beside is not None:
             beside.write_files(path)
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """A context in which Hugging Face shows no progress bars."""
-    bars = transformers.utils.logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()
 
 
 @no_progress_bars()
@@ -110,72 +100,9 @@ def _write_by_transformers(model: Any, path: Path, merged: bool = True) -> None:
         model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_BYTES)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(path)
-    for beside in (model.addon, model.factors):
+    for beside in (model.addon, model.low_rank):
         if beside is not None:
             beside.write_files(path)
-
-
-def names_on_disk(model: Any) -> dict[str, str] | None:
-    """Name in the module -> name in the files; None if the two differ in more than names."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
-    owners = {id(tensor): name for name, tensor in tensors.items()}
-    try:
-        stored = revert_weight_conversion(model.module, dict(tensors))
-    except Exception:  # the conversion needs more than shapes: renaming is not enough
-        return None
-    names = {owners.get(id(tensor)): name for name, tensor in stored.items()}
-    return names if names.keys() == tensors.keys() else None
-
-
-def weight_specs(model: Any) -> list[Spec]:
-    """The tensors in a model directory: parameters (a tied one once), and the saved buffers."""
-    left_out = set(model.module._keys_to_ignore_on_save or ())
-
-    def stored(dtype: torch.dtype) -> torch.dtype:
-        return model.formats.saved if dtype == PACKED else dtype
-
-    homes = model.engine.homes
-    units = {t.name: unit for unit in reversed(model.layout.units) for t in unit.tensors}
-    specs = [Spec(t.name, stored(homes[units[t.name].index].dtype), tuple(t.shape)) for t in model.layout.tensors]
-    specs += [Spec(name, b.dtype, tuple(b.shape)) for name, b in saved_buffers(model.module).items()]
-    return [spec for spec in specs if spec.name not in left_out]
-
-
-def plan_files(model: Any, names: dict[str, str]) -> Files:
-    """How the weights are split into files; names: in the module -> in the files."""
-    specs = [replace(spec, name=names[spec.name]) for spec in weight_specs(model)]
-    return lay_out(specs, limit_bytes=SHARD_BYTES)
-
-
-def create_files(files: Files, path: Path) -> None:
-    """Empty weight files of their final size, and their index."""
-    for name, header in files.headers.items():
-        (path / name).write_bytes(header)
-        os.truncate(path / name, files.size_bytes[name])
-    if files.index is not None:
-        (path / INDEX).write_bytes(files.index)
-
-
-@no_progress_bars()
-def small_files(model: Any) -> dict[str, bytes]:
-    """Everything but the weights, as Transformers writes it: relative name -> content."""
-    make_writable(getattr(model.module, "generation_config", None))
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place)
-        model.module.save_pretrained(path, state_dict={"nothing": torch.zeros(1)})
-        (path / "model.safetensors").unlink()
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(path)
-        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-
-
-def write_small_files(model: Any, path: Path) -> None:
-    """Everything but the weights."""
-    for name, content in small_files(model).items():
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(content)
 
 
 def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:

@@ -1,8 +1,8 @@
 """The weights of a sharded model on disk: every rank writes its own byte ranges of the same Hugging Face files.
 
-The leader creates the files at their final size (save.py), with everything except the weights; then each rank writes
-its own elements at their places and flushes them; the leader writes what all ranks have (table, spine, buffers). No
-rank needs more memory for the model than before. All ranks must see one file system.
+The leader creates the files at their final size (saved_files.py), with everything except the weights; then each rank
+writes its own elements at their places and flushes them; the leader writes what all ranks have (table, spine, buffers).
+No rank needs more memory for the model than before. All ranks must see one file system.
 
 Tensors of a method's state that are split over ranks (disk/tensors.py) are written in the same way, into one file.
 
@@ -20,7 +20,7 @@ from keyhole.disk.tensors import Place, Ranges, Spec, lay_out, pieces
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.finite import first_bad_tensor
-from keyhole.model.weights.save import create_files, names_on_disk, plan_files, small_files
+from keyhole.model.weights.saved_files import create_files, names_on_disk, plan_files, write_small_files
 
 
 def check_names(model: Any) -> None:
@@ -52,9 +52,7 @@ def write_parts(model: Any, path: Path | None) -> None:
     files = plan_files(model, names)
 
     def make() -> None:
-        for name, content in small_files(model).items():
-            (path / name).parent.mkdir(exist_ok=True)
-            (path / name).write_bytes(content)
+        write_small_files(model, path)
         create_files(files, path)
         if model.addon is not None:
             model.addon.write_files(path)

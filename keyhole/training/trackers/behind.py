@@ -3,7 +3,7 @@
 The library is imported and the tracker is created in that thread too; the start waits for it OPEN_S seconds at most.
 Entries wait in a queue (a server may be away for a while; a million of them take some hundred MiB). At the end of a run
 the tracker has CLOSE_S seconds for the remaining entries. The first error ends the tracker: the next `write`, or
-`close`, raises it, so that it is reported (reports.py), and no more entries are passed on.
+`close`, raises it, so that it is reported (training/reports.py), and no more entries are passed on.
 """
 
 import queue

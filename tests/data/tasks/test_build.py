@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.readers import Record
+from keyhole.data.record import Record
 from keyhole.data.tasks.build import build
 from keyhole.data.tasks.columns import NO_LABEL, pick_all, spelled
 from keyhole.data.tasks.draw import Numbers, load_task

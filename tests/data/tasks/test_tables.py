@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.data.readers import MOST_ROW_BYTES, read_file
+from keyhole.data.opened import MOST_ROW_BYTES
+from keyhole.data.readers import read_file
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.tables import read_rows

@@ -250,7 +250,7 @@ def test_no_more_memory_than_two_units_and_the_spines() -> None:
     """As the plan counts them."""
     for estimator, pairs in (("mezo", 3), ("fzoo", 2), ("grzo", 3), ("meazo", 3)):
         opt = keyhole.ZO(load(), estimator=estimator, directions=3)
-        assert opt.spines.shape[0] == pairs == DEFAULTS[estimator].pairs(3) == len(opt.estimator.pairs)
+        assert opt.perturbed.spines.shape[0] == pairs == DEFAULTS[estimator].pairs(3) == len(opt.estimator.pairs)
         assert DEFAULTS[estimator].passes(3) == sum(pair.looks for pair in opt.estimator.pairs)
 
 

@@ -106,7 +106,7 @@ def test_rows_without_a_trained_token_add_nothing(kept_bytes: int, monkeypatch: 
 
     def found(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         zo = keyhole.ZO(load("llama"), 1e-3, **GUIDED)
-        zo.guide.renew(zo, batches)
+        zo.guide.renew(zo.update, batches)
         return zo.factors.v
 
     drawn = keyhole.ZO(load("llama"), 1e-3, **GUIDED).factors.v
@@ -120,7 +120,7 @@ def test_layers_that_see_other_tokens_are_told() -> None:
     model = keyhole.load(tiny_config("cpmant"), init="random", device="cpu", dtype="float32")
     zo = keyhole.ZO(model, 1e-3, rank=1, refresh=1, guide=8)
     drawn = zo.factors.v.clone()
-    zo.guide.renew(zo, [batch(seed=1)])
+    zo.guide.renew(zo.update, [batch(seed=1)])
     count = len(zo.factors.parts.matrices)
     assert torch.equal(zo.factors.v, drawn)
     (line,) = zo.news()
@@ -144,7 +144,7 @@ def test_a_layer_that_is_called_twice_keeps_its_random_direction(
     zo = keyhole.ZO(model, 1e-3, **GUIDED)
     drawn = zo.factors.v.clone()
     monkeypatch.setattr(mlp, "forward", lambda x: mlp.down_proj(mlp.gate_proj(x) * mlp.gate_proj(x) * mlp.up_proj(x)))
-    zo.guide.renew(zo, [ragged()])
+    zo.guide.renew(zo.update, [ragged()])
     twice = [m for m in zo.factors.parts.matrices if torch.equal(zo.factors.v[m.v], drawn[m.v])]
     assert [m.layer for m in twice] == [mlp.gate_proj]
 
@@ -157,7 +157,7 @@ def test_an_error_that_is_no_number_leaves_the_directions_random(poison: float) 
     with torch.no_grad():
         model.home(next(t for t in model.layout.tensors if "norm" in t.name)).fill_(poison)
     model.engine.invalidate()
-    zo.guide.renew(zo, [ragged()])
+    zo.guide.renew(zo.update, [ragged()])
     assert torch.equal(zo.factors.v, drawn)
 
 
@@ -168,7 +168,7 @@ def test_directions_beyond_float16_stay_random(scale: float, monkeypatch: pytest
     model = keyhole.load(config("llama"), init="random", seed=3, device="cpu", dtype="float16")
     zo = keyhole.ZO(model, 1e-3, **GUIDED)
     drawn = zo.factors.v.clone()
-    zo.guide.renew(zo, [ragged()])
+    zo.guide.renew(zo.update, [ragged()])
     assert torch.equal(zo.factors.v, drawn)
 
 

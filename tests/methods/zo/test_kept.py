@@ -104,7 +104,7 @@ def test_streamed_equals_resident(name: str, dtype: str) -> None:
     away = streamed(resident, chaos=random.Random(0))
     expected = train(resident, 8, lr=1e-2, **FOLDED)
     assert train(away, 8, lr=1e-2, **FOLDED) == expected and equal(weights(resident), weights(away))
-    assert resident.factors.kept.last.steps == 6
+    assert resident.low_rank.factors.kept.last.steps == 6
 
 
 @in_every_run(lambda stop: stop != 5)
@@ -123,7 +123,7 @@ def test_goes_on_before_and_after_a_fold(stop: int) -> None:
         method.lr = 1e-2 * (1 - t / 40)
         method.step([batch(seed=t)])
     assert equal(weights(once), weights(second.model))
-    kept, expected = second.factors.kept, once.factors.kept
+    kept, expected = second.factors.kept, once.low_rank.factors.kept
     assert kept.last == expected.last and kept.lost == expected.lost
     for ours, theirs in zip(kept.here + kept.sums, expected.here + expected.sums, strict=True):
         assert all(map(torch.equal, ours, theirs))
@@ -155,5 +155,5 @@ def test_the_plan_counts_kept_terms_to_the_end_of_the_run() -> None:
         most = 2 * kept_terms(model.layout, own, steps)
         assert held <= most and (held == most or every is not None)
         assert factor_bytes(model.layout, own, 1, 2, steps) - factor_bytes(model.layout, own, 1, 2, 0) == most
-        model.factors = None
+        model.low_rank = None
     assert most == 2 * sum(kept_module.room_for(20 + min(20, *side)) * sum(side) for side in sides.values())

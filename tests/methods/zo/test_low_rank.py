@@ -77,7 +77,7 @@ def test_equals_lozo(name: str, q: int) -> None:
     book, ours, before = load(name), load(name), load(name)
     lozo(book, 5, q)
     opt = keyhole.ZO(ours, 1e-2, eps=EPS, seed=SEED, directions=q, **LOW)
-    assert opt.factors.together
+    assert opt.perturbed.layers.together
     for t in range(5):
         opt.step(batch(seed=t))
     for (tensor, found), expected, was in zip(ours.named_tensors(), weights(book), weights(before), strict=True):
@@ -139,7 +139,7 @@ def test_looks_in_one_pass_equal_passes_of_their_own() -> None:
     losses = []
     for together in (True, False):
         opt = keyhole.ZO(load("opt"), 1e-3, eps=EPS, seed=SEED, directions=2, **LOW)
-        opt.factors.together = together
+        opt.perturbed.layers.together = together
         losses.append([float(opt.step([batch(seed=t), batch(seed=9, length=6)])) for t in range(4)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -166,7 +166,7 @@ def test_goes_on_in_the_middle_of_a_period(fold: bool, dtype: str) -> None:
         opt.lr = 1e-2 * (1 - t / 40)
         opt.step([batch(seed=t)])
     assert equal(weights(once), weights(second))
-    assert torch.equal(once.factors.now, second.factors.now)
+    assert torch.equal(once.low_rank.factors.now, second.low_rank.factors.now)
 
 
 def test_kept_factors_leave_the_weights_alone() -> None:
@@ -212,7 +212,7 @@ def test_another_method_finds_all_in_the_weights() -> None:
     train(model, 4, lr=1e-2, **LOW)
     expected = weights(model)
     keyhole.LOMO(model, 1e-3)
-    assert model.factors is None and equal(weights(model), expected)
+    assert model.low_rank is None and equal(weights(model), expected)
 
 
 def test_factors_that_were_merged_are_not_trained_on() -> None:
@@ -286,7 +286,7 @@ def test_a_model_that_mixes_rows_gets_passes_of_their_own(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Share, "check", refuse)
     expected = train(resident, 4, lr=1e-2, **LOW)
-    assert not resident.factors.together and train(away, 4, lr=1e-2, **LOW) == expected
+    assert not resident.low_rank.together and train(away, 4, lr=1e-2, **LOW) == expected
     assert equal(weights(resident), weights(away))
 
 

@@ -5,7 +5,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.zo import rate_search
+from keyhole.methods.zo import passes, rate_search
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, REACH, chosen_rate, rate_share
@@ -95,8 +95,8 @@ def test_every_step_of_a_search_has_a_v_of_its_own(monkeypatch: pytest.MonkeyPat
     the period is back, which what is kept of the period belongs to."""
     monkeypatch.setattr(rate_search, "STEPS", 3)
     opt, seen = keyhole.ZO(load(), "auto", rank=2, refresh=2, fold=False), []
-    run = opt.run_passes
-    monkeypatch.setattr(opt, "run_passes", lambda looks: (seen.append(opt.factors.v.clone()), run(looks))[1])
+    run = passes.run
+    monkeypatch.setattr(passes, "run", lambda *step: (seen.append(opt.factors.v.clone()), run(*step))[1])
     for step in range(3):
         opt.step(batch(rows=4))
         assert torch.equal(opt.factors.v, opt.factors.draw_v((step + 1) // 2))

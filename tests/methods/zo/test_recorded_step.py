@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
+from keyhole.methods.zo import passes
 from keyhole.methods.zo.recorded_step import RecordedSteps, Recording, is_short, left_of
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.forward.branches import Branches
@@ -42,12 +43,12 @@ class Again:
         self.steps, self.recording = steps, recording
 
     def replay(self) -> None:
-        method, update = self.steps.method, self.steps.method.update
+        perturbed, update = self.steps.perturbed, self.steps.update
         books = update.at_home, update.counted, update.waiting[-1]
         update.at_home, update.counted = [0] * len(books[0]), set()
         update.waiting[-1] = type(books[2])(self.steps.coef, self.steps.before.step)
-        with method.captured(self.steps.now.step, Branches(), self.steps.more):
-            self.recording.nll = method.run_passes(self.recording.looks)
+        with perturbed.captured(self.steps.now.step, Branches(), self.steps.more):
+            self.recording.nll = passes.run(perturbed, self.recording.looks)
         update.at_home, update.counted, update.waiting[-1] = books
 
 
@@ -55,24 +56,26 @@ class Imitated(RecordedSteps):
     """Recordings without a GPU."""
 
     def __init__(self, method: Any, breaks: bool = False) -> None:
-        super().__init__(method)
+        super().__init__(method.perturbed, deferred_update=True)
         self.possible, self.breaks = True, breaks
-        self.more = [(torch.empty_like(method.plus), torch.empty_like(method.minus))]
+        self.more = [tuple(map(torch.empty_like, self.perturbed.copies[0]))]
 
     def _has_room(self, homes: Any, looks: Any) -> bool:
         return True
 
     def _capture(self, recording: Recording) -> None:
-        with self.method.captured(self.now.step, Branches(), self.more):
-            recording.nll = self.method.run_passes(recording.looks)  # for what Python notes; computed again by replay
-        for home, old in zip(self.method.model.engine.homes, self.weights, strict=True):
+        with self.perturbed.captured(self.now.step, Branches(), self.more):
+            recording.nll = passes.run(
+                self.perturbed, recording.looks
+            )  # for what Python notes; computed again by replay
+        for home, old in zip(self.perturbed.model.engine.homes, self.weights, strict=True):
             home.copy_(old)
-        self.method.update.changed.zero_()
+        self.update.changed.zero_()
         if not self.breaks:
             recording.graph = Again(self, recording)
 
     def _record(self, key: Any, looks: Any) -> list[torch.Tensor]:
-        self.weights = [home.clone() for home in self.method.model.engine.homes]
+        self.weights = [home.clone() for home in self.perturbed.model.engine.homes]
         return super()._record(key, looks)
 
 
@@ -153,8 +156,8 @@ def test_weights_that_stay_are_not_copied_but_compared() -> None:
         def _capture(self, recording: Recording) -> None:
             super()._capture(recording)
             copied.extend(self._divided()[0])
-            block = self.method.model.layout.of_kind("block")[-1]
-            self.method.model.engine.homes[block.index][:1] += 1
+            block = self.perturbed.model.layout.of_kind("block")[-1]
+            self.perturbed.model.engine.homes[block.index][:1] += 1
 
     with pytest.raises(RuntimeError, match="changed weights of blocks"):
         trained(Writes, METHODS["low rank"], two_lengths, device="cpu", dtype="float32")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.methods.zo.low_rank import factors
+from keyhole.methods.zo.low_rank import layers
 from keyhole.model.forward.frozen_start import _alike, blocks_run_once
 from keyhole.model.forward.low_rank import Share
 from keyhole.model.structure.freeze import freeze
@@ -60,7 +60,7 @@ def test_frozen_start_equals_all_rows(name: str, dtype: str, monkeypatch: pytest
     with rows_seen(model) as seen:
         found = train(model, 4, directions=2, **LOW)
     assert max(seen[0]) * (1 if name in ALIBI else 4) == max(seen[-1]), seen
-    monkeypatch.setattr(factors, "install_once", lambda *args: None)
+    monkeypatch.setattr(layers, "install_once", lambda *args: None)
     with rows_seen(plain) as seen:
         expected = train(plain, 4, directions=2, **LOW)
     assert seen[0] == seen[-1]
@@ -125,7 +125,7 @@ def test_as_many_rows_as_positions(name: str, monkeypatch: pytest.MonkeyPatch) -
     """Two looks of 5 rows of 10 tokens."""
     model, plain, rows = lower(load(name)), lower(load(name)), batch(rows=5, length=10, seed=1)
     found = train(model, 2, [rows], **LOW)
-    monkeypatch.setattr(factors, "install_once", lambda *args: None)
+    monkeypatch.setattr(layers, "install_once", lambda *args: None)
     assert found == pytest.approx(train(plain, 2, [rows], **LOW), rel=1e-5)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keyhole import ops
-from keyhole.methods.zo.low_rank import factors
+from keyhole.methods.zo.low_rank import layers
 from keyhole.model.forward import fused_relu, low_rank, pending
 from keyhole.model.forward.low_rank import Share
 from keyhole.model.forward.sketches import Readers, sketch
@@ -84,8 +84,8 @@ def test_layers_that_read_one_input_share_a_sketch(name: str, narrows: int, monk
         assert calls[0] == 3 * len(batches) * LAYERS * narrows
         assert train(cut, 3, batches, lr=1e-2, **LOW) == found and equal(weights(model), weights(cut))
         assert calls[0] == 2 * 3 * len(batches) * LAYERS * narrows
-    assert bool(model.factors.readers) == (name not in ("gpt2", "bloom"))  # those have one matrix for q, k and v
-    monkeypatch.setattr(factors, "readers", lambda matrices: {})
+    assert bool(model.low_rank.readers) == (name not in ("gpt2", "bloom"))  # those have one matrix for q, k and v
+    monkeypatch.setattr(layers, "readers", lambda matrices: {})
     assert train(load(name), 3, batches, lr=1e-2, **LOW) == pytest.approx(found, rel=1e-5)
 
 
@@ -124,7 +124,7 @@ def test_a_relu_sketches_for_the_layer_after_it(dtype: str, monkeypatch: pytest.
         found = train(resident, 3, batches, lr=1e-2, **LOW)
         assert calls[0] == 3 * len(batches) * LAYERS
         assert train(cut, 3, batches, lr=1e-2, **LOW) == found
-    monkeypatch.setattr(factors, "relu_reader", lambda block: None)
+    monkeypatch.setattr(layers, "relu_reader", lambda block: None)
     assert train(plain, 3, batches, lr=1e-2, **LOW) == found
     assert equal(weights(resident), weights(plain)) and equal(weights(cut), weights(plain))
 
@@ -144,7 +144,7 @@ def test_code_between_a_relu_and_its_reader(
         narrows = count(patch, ops, "narrow")
         found = train(model, 2, lr=1e-2, **LOW)
         assert narrows[0] == 2 * LAYERS * (3 + calls)
-    monkeypatch.setattr(factors, "relu_reader", lambda block: None)
+    monkeypatch.setattr(layers, "relu_reader", lambda block: None)
     assert train(plain, 2, lr=1e-2, **LOW) == found
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import keyhole
-from keyhole.methods.zo.low_rank import factors as zo_factors
+from keyhole.methods.zo.low_rank import layers as zo_layers
 from keyhole.methods.zo.low_rank.parts import find_parts, waiting
 from keyhole.model.forward import low_rank, pending
 from keyhole.model.forward.pending import finished
@@ -42,11 +42,11 @@ def test_waiting_changes_no_bit(name: str, dtype: str, monkeypatch: pytest.Monke
     options: dict[str, Any] = {"lr": 1e-2, "directions": 2, **LOW}
     batches = [batch(seed=1), batch(seed=2, length=6)]
     found = train(model, 4, batches, **options)
-    assert model.factors.waiting and train(cut, 4, batches, **options) == found and equal(weights(model), weights(cut))
+    assert model.low_rank.waiting and train(cut, 4, batches, **options) == found and equal(weights(model), weights(cut))
     with monkeypatch.context() as patch:
         at_once(patch)
         assert train(plain, 4, batches, **options) == found and equal(weights(model), weights(plain))
-    monkeypatch.setattr(zo_factors, "waiting", lambda *args: set())
+    monkeypatch.setattr(zo_layers, "waiting", lambda *args: set())
     limit = 1e-5 if dtype == "float32" else 3e-2
     assert train(whole, 4, batches, **options) == pytest.approx(found, rel=limit)
 
@@ -59,7 +59,7 @@ def test_what_a_step_adds_on_the_way(name: str, sums: int, relus: int, monkeypat
     model = load(name)
     train(model, 2, **LOW)
     assert corrected == [True] * 2 * LAYERS * sums and rectified == [True] * 2 * LAYERS * relus
-    assert len(widened) == 2 * (len(model.factors.parts.matrices) - LAYERS * (sums + relus))
+    assert len(widened) == 2 * (len(model.low_rank.factors.parts.matrices) - LAYERS * (sums + relus))
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -116,7 +116,7 @@ def test_code_that_uses_an_output_otherwise(
     with monkeypatch.context() as patch:
         at_once(patch)
         assert run() == found
-    monkeypatch.setattr(zo_factors, "waiting", lambda *args: set())
+    monkeypatch.setattr(zo_layers, "waiting", lambda *args: set())
     assert run() == pytest.approx(found, rel=1e-5)
 
 

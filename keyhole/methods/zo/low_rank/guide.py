@@ -27,11 +27,8 @@ Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D);
 KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or one layer.
 """
 
-from __future__ import annotations
-
-import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -40,14 +37,12 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.looks import compacted
 from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
 from keyhole.methods.zo.low_rank.error_directions import predictors, principal_errors
+from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.head_errors import class_errors, token_errors
 from keyhole.methods.zo.low_rank.parts import ALIGN
+from keyhole.methods.zo.update import Update
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.forward.evaluation import swept
-
-if TYPE_CHECKING:
-    from keyhole.methods.zo.low_rank.factors import Factors
-    from keyhole.methods.zo.method import ZO
 
 KEPT_BYTES, SOLVED_BYTES = 256 * 2**20, 64 * 2**20
 MOST_POSITIONS = 4096  # of the loss over tokens
@@ -61,7 +56,7 @@ class Guide:
         model = factors.model
         if not model.classifies and model.head.transforms:
             raise UserError("zo.guide: needs a head that is a matrix, or a classifier; set zo.guide=null")
-        self.factors, self.rows = weakref.proxy(factors), rows
+        self.factors, self.rows = factors, rows
         self.files: DirectionFiles | None = None
         self.ahead: list[Batch] = []
         self.inputs: _Inputs | None = None  # during the passes
@@ -71,7 +66,7 @@ class Guide:
     @property
     def is_due(self) -> bool:
         """Whether the next step begins a period whose V is not known."""
-        return self.factors.guided != self.factors.period
+        return self.factors.found_for != self.factors.period
 
     @property
     def tokens(self) -> int:
@@ -85,8 +80,9 @@ class Guide:
         return self.files.read(period, self.factors.v, first_step=period * self.factors.refresh + 1)
 
     @torch.no_grad()
-    def renew(self, zo: ZO, batches: list[Batch]) -> None:
-        """Before a step: computes V, if it is due. batches: those of the step; a closure has none."""
+    def renew(self, update: Update, batches: list[Batch]) -> None:
+        """Before a step: computes V, if it is due, from weights to which the update was applied. batches: those of the
+        step; a closure has none."""
         if not self.is_due:
             return
         period, rows = self.factors.period, self.ahead or batches
@@ -96,16 +92,16 @@ class Guide:
                 "look_ahead(batches) before a step, if rows_ahead is not None"
             )
         self.ahead = []
-        v, ranks = self._find(zo, rows, period), zo.model.ranks
+        update.flush()
+        v, ranks = self._find(rows, period), self.factors.model.ranks
         if ranks.several:
             v = ranks.from_leader(v.cpu).to(v.device)
         if self.files is not None and ranks.is_leader:
             self.files.write(v, period)
         self.factors.take_v(v, period)
 
-    def _find(self, zo: ZO, batches: list[Batch], period: int) -> torch.Tensor:
-        model, factors = zo.model, self.factors
-        zo.update.flush()
+    def _find(self, batches: list[Batch], period: int) -> torch.Tensor:
+        model, factors = self.factors.model, self.factors
         sent = model.send(batches, **compacted(batches))
         sent = sent if model.classifies else _thinned(sent)
         self.inputs = inputs = _Inputs(factors, sent)

@@ -20,7 +20,7 @@ the dtype of compute. So rounding errors of 16 bits do not accumulate either. V 
 
 On the device the terms of a matrix are the first rows of a *room*, whose other rows are zeros and add nothing. A period
 is written into the room; if it is full, a room for STEP more terms takes its place. So passes read the same addresses
-for several periods, and a CUDA graph (recorded_step.py) is valid as long as `number` is the same.
+for several periods, and a CUDA graph (../recorded_step.py) is valid as long as `number` is the same.
 
 Bytes for K terms of a matrix: b K (O + I) on the device, K rounded up to a multiple of STEP; on the host 4 r O per
 period and 4 K (O + I) per sum.

@@ -1,6 +1,6 @@
 """From the factors into the weights: W <- round(W + A V^T / sqrt(r)).
 
-    fold         what a finished period has learned, at the unit's next visit (`Factors.arrive`), or at once if the
+    fold         what a finished period has learned, at the unit's next visit (`arrive`), or at once if the
                  homes are needed: before a save, or because ranks share them (`bring_home`)
     a save       a copy of the matrix with everything that was learned, also within the period, rounded once
                  (`as_saved`); the weights at home are not changed
@@ -11,33 +11,30 @@ whenever it is done, and a tile of rows gives those of the whole matrix. Bytes i
 element, once per period; a fold that is not done yet keeps its A and V (`Fold`).
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
 import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank.factors import Factors, Fold
 from keyhole.methods.zo.low_rank.parts import Matrix, vector_at
 from keyhole.model.rank_duties import rewriting_shared, writes_home
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 
-if TYPE_CHECKING:
-    from keyhole.methods.zo.low_rank.factors import Factors
 
-
-@dataclass
-class Fold:
-    """What a period has learned and some homes still lack; left: the units that lack it."""
-
-    a: torch.Tensor
-    v: torch.Tensor
-    step: int  # for its rounding bits
-    left: set[int] = field(default_factory=set)
+def arrive(factors: Factors, unit: Unit, w: torch.Tensor, awaited: bool) -> bool:
+    """Called with a unit that is on the device as at home. Applies the folds that it lacks; True: it must be
+    written back. awaited: a checkpoint needs its home, so its vectors are updated too."""
+    owed = factors.owes(unit)
+    if owed:
+        fold_into(factors, unit, w, factors.fold)
+        factors.fold.left.discard(unit.index)
+    if (owed or awaited) and w.dtype != PACKED:
+        for vector in factors.parts.vectors_of(unit):
+            view(w, vector.tensor, unit.start).copy_(vector_at(factors.now, vector))
+            owed = True
+    return owed
 
 
 def fold_into(factors: Factors, unit: Unit, w: torch.Tensor, fold: Fold) -> None:
@@ -86,7 +83,7 @@ def bring_home(factors: Factors) -> None:
             if not writes_home(model, unit.index):
                 left.discard(unit.index)
                 continue
-            factors.arrive(unit, model.engine.acquire(unit.index), awaited=True)
+            arrive(factors, unit, model.engine.acquire(unit.index), awaited=True)
             model.engine.commit(unit.index)
             model.engine.release(unit.index)
 
@@ -96,9 +93,10 @@ def settle(factors: Factors) -> None:
     """Merges everything that was learned into the weights at home, also within a period, and ends."""
     model = factors.model
     if factors.steps == 0:
-        model.factors = None
+        model.low_rank = None
         return
     bring_home(factors)
+    index = {id(matrix): i for i, matrix in enumerate(factors.parts.matrices)}
     with rewriting_shared(model), model.sweep("flush", learn=False):
         for unit in model.layout.of_kind("block"):
             if not writes_home(model, unit.index):
@@ -106,15 +104,15 @@ def settle(factors: Factors) -> None:
             w = model.engine.acquire(unit.index)
             if w.dtype == PACKED:
                 raise UserError("zo.fold=false: weights that are packed are frozen; save the model and load that")
-            factors.arrive(unit, w, awaited=True)
+            arrive(factors, unit, w, awaited=True)
             for matrix in factors.parts.matrices_of(unit):
-                if learned := factors.learned(factors.by_layer[id(matrix.layer)]):
+                if learned := factors.learned(index[id(matrix)]):
                     a, v = (torch.cat(rows) for rows in zip(*learned, strict=True))
                     first = 0 if unit.rows is None else unit.rows[0]
                     _add(factors, matrix, _inside(unit, w, matrix), a, v, factors.steps, first)
             model.engine.commit(unit.index)
             model.engine.release(unit.index)
-    model.factors = None
+    model.low_rank = None
 
 
 def _inside(unit: Unit, w: torch.Tensor, matrix: Matrix) -> torch.Tensor:

@@ -13,28 +13,23 @@ cannot be called look by look), the model is a classifier, its head has layers, 
 other than rows of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from keyhole import ops
 from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.low_rank.merge import arrive
+from keyhole.methods.zo.perturbed import PerturbedWeights
 from keyhole.model.batch import DeviceBatch, repeated
 from keyhole.model.forward.low_rank import NotByRows, Share
 from keyhole.model.structure.layout import Unit
-
-if TYPE_CHECKING:
-    from keyhole.methods.zo.method import ZO
 
 
 @dataclass(frozen=True)
 class Carried:
     """A pass: its batch, the looks [first, first + count) that it carries, and the number that the pass of each look
-    would have in a dense step (looks.py)."""
+    would have in a dense step (../looks.py)."""
 
     batch: DeviceBatch
     first: int
@@ -62,24 +57,24 @@ def carry(looks: Looks, together: bool) -> list[Carried]:
     return found
 
 
-def run(zo: ZO, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
+def run(perturbed: PerturbedWeights, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
     """The hidden states of all passes, numbered as those of a dense step."""
-    if zo.factors.together:
+    if perturbed.layers.together:
         try:
-            return _run(zo, looks, steady)
+            return _run(perturbed, looks, steady)
         except NotByRows:  # depends only on the model's code, so it is raised in the first step
-            zo.factors.together = False
-    return _run(zo, looks, steady)
+            perturbed.layers.together = False
+    return _run(perturbed, looks, steady)
 
 
-def _run(zo: ZO, looks: Looks, steady: bool) -> list[torch.Tensor]:
-    model, factors, engine = zo.model, zo.factors, zo.model.engine
+def _run(perturbed: PerturbedWeights, looks: Looks, steady: bool) -> list[torch.Tensor]:
+    model, layers, engine = perturbed.model, perturbed.layers, perturbed.model.engine
     assert all(pair.looks == 2 for pair in looks.pairs[:-1]), "looks are numbered without gaps"
-    factors.perturb([zo.perturbation(pair) for pair in looks.pairs])
-    passes, spines = carry(looks, factors.together), zo.spines.flatten(0, 1)
+    layers.perturb([perturbed.perturbation(pair) for pair in looks.pairs])
+    passes, spines = carry(looks, layers.together), perturbed.spines.flatten(0, 1)
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-        weights = None if unit is None else arrive(zo, unit)
+        weights = None if unit is None else _acquire(perturbed, unit)
         try:
             for index, one in enumerate(passes):
                 model.binding.bind(unit, weights, spines[one.first])
@@ -89,50 +84,49 @@ def _run(zo: ZO, looks: Looks, steady: bool) -> list[torch.Tensor]:
                 engine.release(unit.index)
 
     found: list[torch.Tensor] = [torch.empty(0)] * len(looks.passes)
-    with factors.carried({i: one.share() for i, one in enumerate(passes)}, zo.spines):
+    with layers.carried({i: one.share() for i, one in enumerate(passes)}, perturbed.spines):
         batches = [repeated(one.batch, one.count) for one in passes]
-        rows = _rows(zo, looks, passes)
+        rows = _rows(perturbed, looks, passes)
         for one, hidden in zip(passes, model.lockstep(batches, serve, rows, steady=steady), strict=True):
             for number, part in zip(one.numbers, hidden.chunk(one.count), strict=True):
                 found[number] = part
     return found
 
 
-def arrive(zo: ZO, unit: Unit) -> torch.Tensor:
+def _acquire(perturbed: PerturbedWeights, unit: Unit) -> torch.Tensor:
     """The unit's weights on the device, in the dtype of compute, with missing folds applied. Release it afterwards."""
-    factors, engine = zo.factors, zo.model.engine
-    awaited = zo.update.write_back.is_awaited(unit)
+    factors, engine = perturbed.factors, perturbed.model.engine
+    awaited = perturbed.update.write_back.is_awaited(unit)
     w = engine.acquire(unit.index, changes=awaited or factors.owes(unit))
-    if factors.arrive(unit, w, awaited) or awaited:
+    if arrive(factors, unit, w, awaited) or awaited:
         engine.commit(unit.index)
-    return zo.model.in_compute_dtype(unit, w)
+    return perturbed.model.in_compute_dtype(unit, w)
 
 
-def fold_rest(zo: ZO) -> None:
+def fold_rest(perturbed: PerturbedWeights) -> None:
     """Folds units that no pass has visited, at the end of a sweep."""
-    for unit in zo.model.layout.of_kind("block"):
-        if zo.factors.owes(unit):
-            arrive(zo, unit)
-            zo.model.engine.release(unit.index)
+    for unit in perturbed.model.layout.of_kind("block"):
+        if perturbed.factors.owes(unit):
+            _acquire(perturbed, unit)
+            perturbed.model.engine.release(unit.index)
 
 
-def _rows(zo: ZO, looks: Looks, passes: list[Carried]) -> Callable[[int, torch.Tensor], torch.Tensor]:
+def _rows(
+    perturbed: PerturbedWeights, looks: Looks, passes: list[Carried]
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
     """Rows of the table for a pass, concatenated over its looks."""
-    table = zo.model.layout.table
+    model = perturbed.model
 
     def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
         one = passes[index]
         ids_M = ids_M.chunk(one.count)[0]
-        stale_MH = zo.model.table_rows(ids_M)
-        if not table.param.requires_grad:
-            return stale_MH.to(zo.model.dtype).repeat(one.count, 1)
-        zo.factors.part()
-        decays = id(table.param) not in zo.update.spared
-        update = zo.update.fused(zo.pending, decays) if zo.pending else {}
+        stale_MH = model.table_rows(ids_M)
+        if not model.layout.table.param.requires_grad:
+            return stale_MH.to(model.dtype).repeat(one.count, 1)
+        perturbed.layers.part()
         made: dict[int, torch.Tensor] = {}
         for p in {look // 2 for look in range(one.first, one.first + one.count)}:
-            step = ops.ZOStep(table.start, **zo.noise, **zo.perturbation(looks.pairs[p]), **update)
-            made[2 * p], made[2 * p + 1] = ops.zo_rows(stale_MH, ids_M, step, zo.model.dtype)
+            made[2 * p], made[2 * p + 1] = perturbed.rows(stale_MH, ids_M, looks.pairs[p])
         return torch.cat([made[look] for look in range(one.first, one.first + one.count)])
 
     return rows

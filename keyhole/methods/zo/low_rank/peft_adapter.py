@@ -10,18 +10,15 @@ per matrix.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from keyhole.methods.lora.peft_layers import ADAPTER, peft_config, write_adapter
-
-if TYPE_CHECKING:
-    from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.factors import Factors
 
 
-def write_factors(factors: "Factors", path: Path) -> None:
+def write_factors(factors: Factors, path: Path) -> None:
     """Writes path/adapter/; nothing if nothing was learned yet."""
     params: dict[str, nn.Parameter] = {}
     ranks: dict[str, int] = {}

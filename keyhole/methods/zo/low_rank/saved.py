@@ -16,6 +16,7 @@ from keyhole.disk.read_json import read_json
 from keyhole.disk.tensors import MethodState
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.low_rank.state import from_state
 from keyhole.methods.zo.traits import ZO, ZOConfig, filled
 from keyhole.model.model import Model
@@ -45,9 +46,10 @@ class SavedFactors:
         how = {"rank": self.own.rank, "refresh": self.own.refresh, "fold": self.own.fold, "rounding": self.own.rounding}
         try:
             factors = Factors(model, noise, **how, pairs=1)
+            FactoredLayers(model, factors)
             from_state(factors, MethodState({}, self.directory / TENSORS), self.steps)
         except (KeyError, ValueError, RuntimeError, OSError, StopIteration) as error:
-            model.factors = None
+            model.low_rank = None
             raise UserError(f"model: {self.directory / TENSORS} does not fit this model: {error}") from error
         beside = "" if self.original is None else f", beside the weights of {self.original}"
         return f"factors: of rank {self.own.rank} after {self.steps} steps, from {self.directory / TENSORS}{beside}"

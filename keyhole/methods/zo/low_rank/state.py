@@ -14,24 +14,20 @@ and what the periods have learned is folded into unit after unit. Many periods s
 of A).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.factors import Factors, Fold
+from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.kept import Kept
-from keyhole.methods.zo.low_rank.merge import Fold, fold_into
-from keyhole.methods.zo.update import Pending
+from keyhole.methods.zo.low_rank.merge import arrive, fold_into
+from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.structure.layout import Unit
-
-if TYPE_CHECKING:
-    from keyhole.methods.zo.method import ZO
 
 AT_ONCE = 2**30
 
@@ -39,7 +35,7 @@ AT_ONCE = 2**30
 def to_state(factors: Factors) -> dict[str, Any]:
     """Tensors for a checkpoint; a remaining fold is applied before the weights are saved."""
     state: dict[str, Any] = {"factors": factors.now}
-    if factors.guided == factors.period:
+    if factors.found_for == factors.period:
         state["directions"] = factors.v
     if not factors.folds:
         state |= {"light": True} | {f"home.{unit.index}": home for unit, home in _changing(factors)}
@@ -74,19 +70,19 @@ def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> 
     for period, a in enumerate(periods, steps // factors.refresh - len(periods)):
         v = state["kept_v"][period - steps // factors.refresh] if "kept_v" in state else factors.draw_v(period)
         factors.kept.add(a.to(factors.now), v.to(factors.v))
-    factors.guided = None
+    factors.found_for = None
     if "directions" in state:
         factors.take_v(state["directions"], factors.period)
     else:
         factors.v.copy_(factors.draw_v(factors.period))
 
 
-def check_guide(factors: Factors, state: Any) -> None:
+def check_guide(factors: Factors, state: Any, guided: bool) -> None:
     """Refuses a state whose V were found from data, if this run draws V, and the reverse: within a period the factors
     would be multiplied by another V, and V of kept periods would be lost."""
     found = "directions" in state or "kept_v" in state
     drawn = not found and ("kept" in state or int(state["step_count"]) % factors.refresh > 0)
-    if (found and factors.guide is None) or (drawn and factors.guide is not None):
+    if (found and not guided) or (drawn and guided):
         was = "found from data" if found else "random"
         raise UserError(f"zo.guide: the directions of the state are {was}; zo.guide must be as it was")
 
@@ -102,21 +98,24 @@ def saved(factors: Factors, state: Any) -> Factors | None:
     return twin
 
 
-def replay(zo: ZO, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
-    """Applies known updates; yields every unit after its last update."""
+def replay(
+    factors: Factors, guide: Guide | None, update: Update, updates: list[tuple[Pending, float]]
+) -> Iterator[Unit]:
+    """Applies known updates, each with its weight decay; yields every unit after its last update. guide: reads V from
+    its files; None: V is drawn."""
     group: list[tuple[Pending, float]] = []
     folds: list[Fold] = []
     for number, one in enumerate(updates, 1):
         group.append(one)
-        if (guide := zo.factors.guide) is not None and guide.is_due:
-            zo.factors.take_v(guide.read(zo.factors.period), zo.factors.period)
-        zo.factors.update(one[0])
-        if (fold := zo.factors.fold) is not None and fold.left:
+        if guide is not None and guide.is_due:
+            factors.take_v(guide.read(factors.period), factors.period)
+        factors.update(one[0])
+        if (fold := factors.fold) is not None and fold.left:
             folds.append(fold)
-            zo.factors.fold = None
+            factors.fold = None
         last = number == len(updates)
-        if last or len(folds) * max(1, 4 * zo.factors.parts.a_numel) >= AT_ONCE:
-            visited = zo.update.replay(group, partial(_fold_all, zo.factors, folds) if folds else None)
+        if last or len(folds) * max(1, 4 * factors.parts.a_numel) >= AT_ONCE:
+            visited = update.replay(group, partial(_fold_all, factors, folds) if folds else None)
             if last:
                 yield from visited
             else:
@@ -127,4 +126,4 @@ def replay(zo: ZO, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
 def _fold_all(factors: Factors, folds: list[Fold], unit: Unit, w: torch.Tensor) -> None:
     for fold in folds:
         fold_into(factors, unit, w, fold)
-    factors.arrive(unit, w, awaited=True)
+    arrive(factors, unit, w, awaited=True)

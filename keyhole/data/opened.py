@@ -1,0 +1,113 @@
+"""Opens a file of data: its kind by its suffix, unpacked (.gz) and line by line, all within bounds.
+
+A small file can expand to a lot of data (a gzip stream of zeros), and a line may have no end. So a row has at most
+16 MiB, and a file that unpacks to hundreds of times its size is refused. Errors while a file is read name the file, and
+the line if there is one (`told`). What is in the file is read by columns.py, delimited.py, documents.py and readers.py.
+"""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from keyhole.errors import UserError
+
+PLAIN = (".txt", ".text", ".md")
+TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+SUFFIXES = (*TABLES, *PLAIN)
+MOST_ROW_BYTES = 2**24
+MOST_GROWTH, GROWTH_FROM = 1000, 2**28  # factor over its size, checked from this many bytes on
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that determines the reader, without .gz; "" for an unknown file type."""
+    packed = path.suffix.lower() == ".gz"
+    suffix = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
+    return suffix if suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow")) else ""
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Turns errors while a file is read into a UserError that names the file."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}{_bad_line(path)}: not UTF-8 text ({error.reason}); save the file as UTF-8") from None
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be unpacked: {error}; the file is damaged or not whole") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+class _Unpacked(io.RawIOBase):
+    """A gzip stream that refuses to expand without limit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.stream = path, gzip.open(path, "rb")
+        self.left = max(GROWTH_FROM // 4, MOST_GROWTH // 4 * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.stream.readinto(buffer)
+        self.left -= count
+        if self.left < 0:
+            raise UserError(
+                f"{self.path}: unpacks to far more than text compresses by; unpack it first, and look at it"
+            )
+        return count
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Opens a file, decompressed if necessary."""
+    with io.BufferedReader(_Unpacked(path), 2**16) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
+        yield file
+
+
+@contextmanager
+def open_text(path: Path, newline: str | None = None, encoding: str | None = None) -> Iterator[TextIO]:
+    """Opens a text file, decompressed if necessary. encoding: None is UTF-8."""
+    with open_bytes(path) as file, io.TextIOWrapper(file, encoding or "utf-8-sig", newline=newline) as text:
+        yield text
+
+
+def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Lines of a bounded length."""
+    number = 0
+    while line := file.readline(MOST_ROW_BYTES + 1):
+        number += 1
+        if len(line) > MOST_ROW_BYTES:
+            raise UserError(f"{path}, line {number}: longer than {MOST_ROW_BYTES:,} characters; split the row")
+        check_line(line, path, number)
+        yield line
+
+
+def check_line(line: str, path: Path, number: int) -> None:
+    """Refuses a line that is no text."""
+    if "\0" in line:
+        raise UserError(
+            f"{path}, line {number}: a NUL character, which no text has; the file is damaged, or is UTF-16: "
+            "save it as UTF-8"
+        )
+
+
+def _bad_line(path: Path) -> str:
+    """The place of the first byte that is not UTF-8 (`, line 17`), or the encoding that the file seems to have."""
+    with open_bytes(path) as file:
+        number, start = 0, b""
+        while line := file.readline(MOST_ROW_BYTES):
+            number, start = number + 1, start or line[:2]
+            try:
+                line.decode("utf-8-sig")
+            except UnicodeDecodeError:
+                return " (it looks like UTF-16)" if start in (b"\xff\xfe", b"\xfe\xff") else f", line {number}"
+    return ""

@@ -1,0 +1,251 @@
+"""The layers of a model, as far as they add low-rank factors to what they compute (model/forward/low_rank.py).
+
+The model holds this object while factors are trained beside its weights. Its layers ask it for the terms that they add:
+those of the running pass, which carries one or several looks of a step (`Share`), or of the unperturbed weights outside
+of a step. What the factors are, and how they are trained, is in factors.py.
+
+    a linear layer of a block         x W^T + (x V) A^T, with the A of each look for its rows
+    another module with vectors       norms and other modules whose trained parameters differ by look: called with
+                                      those of the look, or look by look
+    the model's own files             the factors are merged into a copy of the weights (merge.py), or written beside
+                                      them (peft_adapter.py)
+"""
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank import merge
+from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.guide import Guide
+from keyhole.methods.zo.low_rank.parts import Vector, readers, vector_at, waiting
+from keyhole.methods.zo.low_rank.peft_adapter import write_factors
+from keyhole.methods.zo.rate_search import rate_share
+from keyhole.model.forward.frozen_start import install_once
+from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_relu
+from keyhole.model.forward.pending import install_ends
+from keyhole.model.forward.sketches import Readers
+from keyhole.model.model import Model
+from keyhole.model.structure.find import relu_reader
+from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.weights.homes import view
+
+
+class FactoredLayers:
+    """The layers of one model, which add these factors from now on. guide: sees the inputs of layers."""
+
+    def __init__(self, model: Model, factors: Factors, guide: Guide | None = None) -> None:
+        self.model, self.factors, self.guide = weakref.proxy(model), factors, guide  # the model holds this object
+        parts = factors.parts
+        self.share: Share | None = None  # None: the unperturbed weights
+        self.shares: dict[int, Share] = {}  # by pass, during a step
+        self.differ: set[int] = set()  # passes whose looks have different rows by now
+        self.spines: torch.Tensor | None = None
+        self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(parts.matrices)}
+        self.readers = readers(parts.matrices)
+        self.waiting = waiting(model.blocks, parts.matrices)
+        self.leaders: dict[int, int] = {}  # by the start of a group's v: the layer that is called first
+        self.by_owner: dict[int, list[Vector]] = {}  # vectors of modules without a matrix, by module
+        for vector in parts.vectors:
+            if id(vector.owner) not in self.by_layer:
+                self.by_owner.setdefault(id(vector.owner), []).append(vector)
+        self.in_spine: dict[int, dict[str, FlatTensor]] = {}  # by module and name of the parameter
+        self._install(model)
+        model.low_rank = self
+
+    def _install(self, model: Model) -> None:
+        """Makes the module's forward ask for the factors: in linear layers, in a ReLU whose output such a layer reads,
+        in blocks before the first trained weight, and in other modules with vectors of their own."""
+        owners = self._find_owners(model)
+        plain = not model.classifies and not model.head.transforms
+        self.together = plain and not any(any(owner.children()) for owner in owners)
+        install(model, [m.layer for m in self.factors.parts.matrices])
+        relus = [found for block in model.blocks if (found := relu_reader(block)) and id(found[1]) in self.by_layer]
+        for index in (self.by_layer[id(layer)] for _, layer in relus):
+            self.readers.setdefault(index, self.factors.parts.matrices[index].v)
+        install_relu(model, relus)
+        install_ends(model, model.blocks)
+        self.trained_blocks = {id(b) for b in model.blocks if any(p.requires_grad for p in b.parameters())}
+        if model.blocks and id(model.blocks[0]) not in self.trained_blocks:
+            install_once(model, model.blocks)
+        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner], self)
+
+    def _find_owners(self, model: Model) -> list[nn.Module]:
+        """Modules other than layers with factors that have vectors of their own: in a block, or in the spine."""
+        spine = {id(t.param): t for t in model.layout.spine.tensors}
+        inside = model.module if model.classifies else model.head.decoder
+        others = [m for m in inside.modules() if id(m) not in self.by_layer]
+        for owner in others:
+            if own := {name: spine[id(p)] for name, p in owner._parameters.items() if id(p) in spine}:
+                self.in_spine[id(owner)] = own
+        return [m for m in others if id(m) in self.in_spine.keys() | self.by_owner.keys()]
+
+    def describe(self) -> list[str]:
+        """Lines for the start block."""
+        factors, parts = self.factors, self.factors.parts
+        end = "folded into the weights" if factors.folds else "kept beside weights that never change"
+        size = (4 * (factors.now.numel() + factors.looks.numel()) + factors.v.nbytes) / 2**20
+        what = f"low rank: z = U V^T / sqrt({factors.rank}) in {len(parts.matrices)} linear layers"
+        learned = f"learned in {parts.numel:,} numbers ({size:.1f} MiB with V and looks)"
+        if self.guide is not None:
+            what += (
+                f", V from the errors of {self.guide.rows:,} rows (all, if there are fewer) at the start of each period"
+            )
+        if not factors.folds and (kept := factors.kept).every is not None:
+            end += f"; after every {kept.every} periods in as few terms as lose {kept.most:g} of its norm at most"
+        when = f"every {factors.refresh} steps a new V, and what was learned is {end}"
+        if self.guide is None:
+            when += f"; the best rate is about {rate_share(factors.rank):.2f} of that of dense directions, or less"
+        passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
+        return [f"{what}, {learned}; {when}", f"passes: {passes}"]
+
+    # -- the looks of a step ---------------------------------------------------------------------------------------
+
+    def perturb(self, perturbations: list[dict[str, Any]]) -> None:
+        """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
+        if self.model.low_rank is not self:
+            raise UserError(
+                "zo.rank: another method was made on this model since, and what the factors had learned was merged "
+                "into its weights: the layers do not see them any more. Make a new ZO to train on"
+            )
+        self.factors.perturb(perturbations)
+
+    @contextmanager
+    def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:
+        """A context in which passes carry looks. spines: [pairs, 2, spine]."""
+        self.differ = set()
+        self.shares, self.spines = shares, spines.flatten(0, 1)  # of no numbers, where the model has no final norm
+        try:
+            yield
+        finally:
+            self.shares, self.spines = {}, None
+
+    @contextmanager
+    def seen_at(self, look: int) -> Iterator[None]:
+        """A context in which every pass uses the weights at one look."""
+        self.share = Share(look, 1)
+        try:
+            yield
+        finally:
+            self.share = None
+
+    # -- what the layers ask for, in a pass ------------------------------------------------------------------------
+
+    @property
+    def running(self) -> Share | None:
+        if not self.shares:
+            return self.share
+        return self.shares[self.model.conductor.current.index]
+
+    @property
+    def parted(self) -> bool:
+        return self.model.conductor.current.index in self.differ
+
+    def part(self) -> None:
+        self.differ.add(self.model.conductor.current.index)
+
+    @contextmanager
+    def one_look(self) -> Iterator[None]:
+        index, share = self.model.conductor.current.index, self.running
+        self.shares[index] = Share(share.first, 1, share.rows // share.count, share.tokens // share.count)
+        try:
+            yield
+        finally:
+            self.shares[index] = share
+
+    def _at_looks(self) -> torch.Tensor:
+        """[L, n] the factors at the looks of the running pass."""
+        share = self.running
+        return self.factors.now[None] if share is None else self.factors.looks[share.first : share.first + share.count]
+
+    def graph_key(self) -> tuple | None:
+        memory = (self.factors.looks, self.factors.v, self.spines)
+        if not self.shares or not self.factors.folds or self.spines is None:
+            return None
+        return self.running, *(tensor.data_ptr() for tensor in memory)
+
+    def added_to(self, layer: torch.nn.Module) -> Added | None:
+        """What the layer's product adds."""
+        index = self.by_layer.get(id(layer))
+        if index is None:
+            return None
+        factors, flat, bias = self.factors, self._at_looks(), None
+        matrix = factors.parts.matrices[index]
+        if isinstance(matrix.bias, slice):
+            bias = flat[:, matrix.bias]
+        elif matrix.bias is not None and self.spines is not None:
+            share, begin = self.running, matrix.bias.start - self.model.layout.spine.start
+            bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
+        elif getattr(layer, "bias", None) is not None:
+            bias = layer.bias[None].expand(flat.shape[0], -1)
+        earlier = factors.kept.rooms[index] if factors.kept else None
+        b_LrO = flat[:, matrix.a].unflatten(1, (factors.rank, matrix.outputs))
+        how = matrix.transposed, self._readers(index), index in self.waiting
+        return Added(factors.rows(factors.v, matrix.v), b_LrO, bias, earlier, *how)
+
+    def _readers(self, index: int) -> Readers | None:
+        """The layers that may read the input of this one, in the passes of a step."""
+        at = self.readers.get(index) if self.shares else None
+        if at is None:
+            return None
+        matrix, leads = self.factors.parts.matrices[index], self.leaders.setdefault(at.start, index) == index
+        column = (matrix.v.start - at.start) // matrix.inputs
+        return Readers(self.factors.v[at].view(-1, matrix.inputs), column, leads, self.running)
+
+    def see(self, layer: torch.nn.Module, x: torch.Tensor) -> None:
+        if self.guide is not None and self.guide.inputs is not None:
+            self.guide.inputs.see(self.by_layer[id(layer)], x)
+
+    def point(self, module: torch.nn.Module, look: int | None, several: bool) -> None:
+        flat = self.factors.now if look is None else self.factors.looks[look]
+        for vector in self.by_owner.get(id(module), ()):
+            vector.tensor.param.data = vector_at(flat, vector).to(self.model.dtype)
+        if several:
+            for tensor in self.in_spine.get(id(module), {}).values():
+                tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
+
+    def shapes_of(self, module: torch.nn.Module) -> dict[str, torch.Size]:
+        inside = {vector.name: vector.tensor for vector in self.by_owner.get(id(module), ())}
+        own = inside | self.in_spine.get(id(module), {})
+        return {name: own[name].shape if name in own else p.shape for name, p in _parameters(module)}
+
+    def vectors_at_looks(self, module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+        share, start = self.running, self.model.layout.spine.start
+        at = slice(share.first, share.first + share.count)
+        found = {v.name: self.factors.looks[at, v.at].to(self.model.dtype) for v in self.by_owner.get(id(module), ())}
+        for name, tensor in self.in_spine.get(id(module), {}).items():
+            found[name] = self.spines[at, tensor.start - start : tensor.stop - start]
+        return found if all(name in found for name, _ in _parameters(module)) else None
+
+    # -- beside the model's weights --------------------------------------------------------------------------------
+
+    def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
+        return merge.as_saved(self.factors, tensor, home, merged)
+
+    def write_files(self, path: Path) -> None:
+        if not self.factors.merges:
+            write_factors(self.factors, path)
+
+    def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
+        return self.factors.sample(tensor)
+
+    def settle(self) -> None:
+        merge.settle(self.factors)
+
+    def with_factors(self, factors: Factors) -> "FactoredLayers":
+        """The same layers with other factors, such as those of a checkpoint. The model does not use them."""
+        twin = copy.copy(self)
+        twin.factors = factors
+        return twin
+
+
+def _parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The module's own parameters; an absent one, such as a bias, is None there."""
+    return [(name, p) for name, p in module._parameters.items() if p is not None]

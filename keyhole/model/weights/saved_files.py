@@ -1,0 +1,98 @@
+"""The files of a model that is saved: which tensors they hold, under which names, cut into which weight files.
+
+What a save writes is planned here without reading a weight, for one process (save.py), for several ranks
+(save_parts.py) and for snapshots in the background (keyhole/checkpoint/snapshot/).
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out
+from keyhole.disk.weights_hash import INDEX
+from keyhole.model.structure.generation_file import make_writable
+from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.weights.format import PACKED
+
+
+def names_on_disk(model: Any) -> dict[str, str] | None:
+    """Name in the module -> name in the files; None if the two differ in more than names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
+    owners = {id(tensor): name for name, tensor in tensors.items()}
+    try:
+        stored = revert_weight_conversion(model.module, dict(tensors))
+    except Exception:  # the conversion needs more than shapes: renaming is not enough
+        return None
+    names = {owners.get(id(tensor)): name for name, tensor in stored.items()}
+    return names if names.keys() == tensors.keys() else None
+
+
+def weight_specs(model: Any) -> list[Spec]:
+    """The tensors in a model directory: parameters (a tied one once), and the saved buffers."""
+    left_out = set(model.module._keys_to_ignore_on_save or ())
+
+    def stored(dtype: torch.dtype) -> torch.dtype:
+        return model.formats.saved if dtype == PACKED else dtype
+
+    homes = model.engine.homes
+    units = {t.name: unit for unit in reversed(model.layout.units) for t in unit.tensors}
+    specs = [Spec(t.name, stored(homes[units[t.name].index].dtype), tuple(t.shape)) for t in model.layout.tensors]
+    specs += [Spec(name, b.dtype, tuple(b.shape)) for name, b in saved_buffers(model.module).items()]
+    return [spec for spec in specs if spec.name not in left_out]
+
+
+def plan_files(model: Any, names: dict[str, str]) -> Files:
+    """How the weights are split into files; names: in the module -> in the files."""
+    specs = [replace(spec, name=names[spec.name]) for spec in weight_specs(model)]
+    return lay_out(specs, limit_bytes=SHARD_BYTES)
+
+
+def create_files(files: Files, path: Path) -> None:
+    """Empty weight files of their final size, and their index."""
+    for name, header in files.headers.items():
+        (path / name).write_bytes(header)
+        os.truncate(path / name, files.size_bytes[name])
+    if files.index is not None:
+        (path / INDEX).write_bytes(files.index)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """A context in which Hugging Face shows no progress bars."""
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+@no_progress_bars()
+def small_files(model: Any) -> dict[str, bytes]:
+    """Everything but the weights, as Transformers writes it: relative name -> content."""
+    make_writable(getattr(model.module, "generation_config", None))
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place)
+        model.module.save_pretrained(path, state_dict={"nothing": torch.zeros(1)})
+        (path / "model.safetensors").unlink()
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(path)
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def write_small_files(model: Any, path: Path) -> None:
+    """Everything but the weights."""
+    for name, content in small_files(model).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)

@@ -1,0 +1,46 @@
+"""What a run is asked to do: the request that start.py checks and build.py builds a run from. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.config import TrainConfig
+from keyhole.data.settings import DataSettings
+from keyhole.ranks import Ranks
+from keyhole.training.display import Display
+from keyhole.training.rundir import RunDir
+from keyhole.training.waiting import Waiting
+
+if TYPE_CHECKING:
+    from keyhole.data.run import Data
+    from keyhole.model.model import Model
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts that several runs of one process may share (keyhole/compare does), and permissions. None: the default of a
+    single run."""
+
+    load_data: Callable[[DataSettings], Data] | None = None
+    load: Callable[..., Model] | None = None
+    display: Callable[[int, int], Display] = Display
+    model_hash: Callable[[str], str | None] | None = None
+    waiting: Waiting = field(default_factory=Waiting)
+    allow_code_execution: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The request, checked as far as possible without reading data and model."""
+
+    config: TrainConfig
+    directory: RunDir
+    origin: Origin
+    notes: list[str]
+    settings: DataSettings
+    parts: Parts
+    base: Callable[[], str | None]  # the hash of the original model of a new run
