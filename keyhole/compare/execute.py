@@ -220,7 +220,10 @@ class Execution:
         for group in self.groups:
             for seed in self.comparison.seeds:
                 data = self.kept.load_data(data_settings(group.trials[group.points[0], seed].config))
-                Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution).check()
+                judge = Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution)
+                judge.check()
+                for config in (group.trials[point, seed].config for point in group.points):
+                    judge.check_config(config, bool(data.eval), bool(data.labels))
         self.groups = [with_data(group, self._data_hash) for group in self.groups]
 
     def _data_hash(self, config: TrainConfig) -> str:

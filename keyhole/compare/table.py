@@ -199,7 +199,12 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
         parts.append(
             _line([cell.model, cell.task, cell.method, point_text(cell.chosen), dev, test, seconds, size, counts])
         )
-    parts += ["", f"Chosen by dev ({comparison.choose_by}); test: mean ± standard deviation over the seeds", ""]
+    parts += [
+        "",
+        f"Chosen by dev ({comparison.choose_by}); test: mean ± standard deviation over the seeds of the chosen point; "
+        "seconds: of one run's steps; runs: of all points and seeds",
+        "",
+    ]
     for cell in cells:
         for result in (result for result in cell.grid if result.error):
             about = [cell.model, cell.task, cell.method, point_text(result.grid), f"seed {result.seed}"]

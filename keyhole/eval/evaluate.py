@@ -177,7 +177,7 @@ def table(scores: Sequence[Score]) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    columns = ("name", "rows", "result", "chance", "by sum", "margin", "loss", "perplexity")
+    columns = ("name", "rows", "result", "accuracy by chance", "accuracy by sum", "margin", "loss", "perplexity")
     made = Table(box=box.MARKDOWN)
     for column in columns:
         made.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)

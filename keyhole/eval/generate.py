@@ -8,6 +8,10 @@ token moves W bytes over the link once for the whole batch:
 
 An answer ends at the model's end token, at the first of the task's stop strings, which is cut off, or after
 max_new_tokens, at most half of the model's context. A prompt that leaves no room for an answer loses its beginning.
+
+The tokens of an answer become text together with those of the prompt before them: a SentencePiece tokenizer (Llama 2,
+Mistral) drops the space at the beginning of a text, and a program whose first line is indented by three spaces, and
+whose others by four, is none.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,14 +70,15 @@ def continue_prompts(
     batch_tokens: int = BATCH_TOKENS,
     watch: Callable[[list], Iterable] = iter,
     settings: dict[str, Any] | None = None,
+    apart: bool = False,
 ) -> list[str]:
     """The text generated after each prompt of tokens, in order. settings: of Transformers' generation
-    (default: greedy, regardless of the model's own settings)."""
+    (default: greedy, regardless of the model's own settings); apart: see answer_prompts."""
     settings = PLAIN if settings is None else settings
     answers = [""] * len(prompts)
     own = generation_ranks(model).share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
     for batch in watch(own):
-        texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop, settings=settings)
+        texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop, settings=settings, apart=apart)
         for i, text in zip(batch, texts, strict=True):
             answers[i] = text
     for theirs in generation_ranks(model).objects({i: answers[i] for batch in own for i in batch}):
@@ -104,9 +109,10 @@ def answer_prompts(
     stop: Sequence[str] = (),
     max_time: float | None = None,
     settings: dict[str, Any] = PLAIN,
+    apart: bool = False,
 ) -> list[str]:
     """The answers to one batch of prompts, of at most `new` tokens each. max_time: seconds after which generation ends;
-    settings: of Transformers' generation."""
+    settings: of Transformers' generation; apart: an answer becomes text without its prompt, as in other programs."""
     tokenizer, own = model.tokenizer, model.module.generation_config
     width = max(map(len, prompts))
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
@@ -122,8 +128,16 @@ def answer_prompts(
             made = model.generate(ids, mask, **options)[:, width:]
     except NonFinite as error:
         raise not_finite(model, str(error)) from None
-    texts = tokenizer.batch_decode(made, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    befores = [[]] * len(prompts) if apart else prompts
+    texts = [text_after(tokenizer, before, row) for before, row in zip(befores, made.tolist(), strict=True)]
     return [cut_at(text, stop) for text in texts]
+
+
+def text_after(tokenizer: Any, before: list[int], ids: list[int]) -> str:
+    """The text of the tokens `ids` where they follow the tokens `before`."""
+    texts = [before, [*before, *ids], ids]
+    start, whole, alone = tokenizer.batch_decode(texts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return whole[len(start) :] if whole.startswith(start) else alone  # else: `before` ends inside of a character
 
 
 @contextmanager

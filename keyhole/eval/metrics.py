@@ -10,10 +10,11 @@ p_i is the chosen class, y_i the right one (if several are right, the chosen one
     pearson      correlation of two lists of numbers; 0 if one is constant
 
 For texts, a is the answer, and r_1, r_2, ... are the references. As in SQuAD's script both are compared in lower case,
-without punctuation, articles and extra white space; the best r counts.
+without punctuation, articles and extra white space; the best r counts. `no answer` (SQuAD 2) is a verdict and no text:
+it is right or wrong as a whole.
 
     exact_match  a = r
-    token_f1     2 m / (words of a + words of r), m the number of common words
+    token_f1     2 m / (words of a + words of r), m the number of common words; 0 or 1 if r is `no answer`
     exact_number the numbers are equal: 1,000 is 1000.0
 
 All of them are means over questions, except the correlations and F1.
@@ -32,6 +33,7 @@ import numpy as np
 from keyhole.data.tasks.pattern import matches
 
 MOST_LOSS = math.log(sys.float_info.max)
+NO_ANSWER = ["no", "answer"]  # the reference of a question that its passage does not answer
 
 
 def accuracy(chosen: Sequence[int], right: Sequence[int]) -> float:
@@ -88,7 +90,7 @@ def token_f1(answer: str, references: Sequence[str]) -> float:
 
 
 def _overlap(answer: list[str], reference: list[str]) -> float:
-    if not answer or not reference:
+    if not answer or not reference or reference == NO_ANSWER:
         return float(answer == reference)
     common = sum((Counter(answer) & Counter(reference)).values())
     return 2 * common / (len(answer) + len(reference))

@@ -74,7 +74,9 @@ def _prompt(record: Record) -> str | Turns:
 def _candidates(record: Record) -> tuple[str, ...]:
     found = record.row["candidates"]
     if not isinstance(found, list) or len(found) < 2 or not all(isinstance(c, str) and c for c in found):
-        raise UserError(f"{record.where}: candidates: expected a list of 2 or more texts, found {found!r:.60}")
+        raise UserError(
+            f"{record.where}: candidates: expected a list of 2 or more texts that are not empty, found {found!r:.60}"
+        )
     if len(set(found)) < len(found):
         raise UserError(f"{record.where}: candidates: two of them are the same: {found!r:.60}")
     return tuple(found)

@@ -168,7 +168,7 @@ class KeyholeLM(TemplateLM):
                 raise UserError(f"max_gen_toks={new}: the model has {self.max_length} positions; ask for fewer tokens")
             prompts = [self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in numbers]
             how = {"batch_tokens": self.batch_tokens, "watch": _Bar("generated", disable_tqdm), "settings": settings}
-            made = continue_prompts(self.model, prompts, max_new_tokens=new, stop=stop, **how)
+            made = continue_prompts(self.model, prompts, max_new_tokens=new, stop=stop, apart=True, **how)
             for i, text in zip(numbers, made, strict=True):
                 texts[i] = text
                 self.cache_hook.add_partial("generate_until", requests[i].args, text)

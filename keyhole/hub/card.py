@@ -47,7 +47,7 @@ def _card(directory: Path, run: Path | None, name: str) -> str:
     config = {} if run is None else read_settings(run / "config.yaml")
     model = read_object(directory / "config.json")
     entries = [] if run is None else read_entries(run / "metrics.jsonl", _last_step(directory))
-    parts = [_title(name, config), *([_training(config, entries)] if config else []), _figures(entries)]
+    parts = [_title(name, config), *([_training(config, model, entries)] if config else []), _figures(entries)]
     parts += [
         _settings(config) if config else "",
         "" if run is None else _environment(run / "env.json"),
@@ -60,8 +60,7 @@ def _card(directory: Path, run: Path | None, name: str) -> str:
 def _metadata(
     name: str, config: dict[str, Any], model: dict[str, Any], entries: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    classifies = "ForSequenceClassification" in str(model.get("architectures"))
-    kind = "text-classification" if classifies else "text-generation"
+    kind = "text-classification" if _classifies(model) else "text-generation"
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": kind}
     if base := hub_id(config.get("model")):
         found["base_model"] = base
@@ -81,6 +80,10 @@ def _metadata(
     return found
 
 
+def _classifies(model: dict[str, Any]) -> bool:
+    return "ForSequenceClassification" in str(model.get("architectures"))
+
+
 def _title(name: str, config: dict[str, Any]) -> str:
     base = hub_id(config.get("model"))
     made = f"[{base}](https://huggingface.co/{base})" if base else f"`{_told(config.get('model', ''))}`"
@@ -88,7 +91,7 @@ def _title(name: str, config: dict[str, Any]) -> str:
     return f"# {name.rpartition('/')[2]}\n\n{how}"
 
 
-def _training(config: dict[str, Any], entries: list[dict[str, Any]]) -> str:
+def _training(config: dict[str, Any], model: dict[str, Any], entries: list[dict[str, Any]]) -> str:
     steps = max((entry["step"] for entry in entries), default=0)
     rows = config["batch_size"] * config["gradient_accumulation_steps"]
     lines = [f"- method: `{config['method']}`, {steps:,} steps of {rows:,} rows"]
@@ -98,7 +101,8 @@ def _training(config: dict[str, Any], entries: list[dict[str, Any]]) -> str:
         if sources := _listed(config.get(key)):
             told = [Path(source).name if key == "task" else _told(source) for source in sources]
             lines.append(f"- {title}: {', '.join(f'`{name}`' for name in told)}")
-    lines.append(f"- loss over: {config['train_on'] if config.get('task') is None else config['loss']}")
+    over = config["train_on"] if config.get("task") is None else config["loss"]
+    lines.append(f"- loss over: {'labels' if _classifies(model) else over}")
     return "\n".join(["## Training", "", *lines])
 
 
@@ -109,7 +113,7 @@ def _figures(entries: list[dict[str, Any]]) -> str:
         return ""
     tail = losses[-max(1, len(losses) // 10) :]
     lines = ["## Figures", "", f"- training loss: {losses[0]:.4f} at the first step, {sum(tail) / len(tail):.4f} over"]
-    lines[-1] += f" the last {len(tail)}"
+    lines[-1] += f" the last {len(tail)} that {'was' if len(tail) == 1 else 'were'} logged"
     speeds = [entry["tokens_per_second"] for entry in entries if entry.get("tokens_per_second") is not None]
     if speeds:
         lines.append(f"- tokens per second: {sorted(speeds)[len(speeds) // 2]:,.0f} (median)")
@@ -176,7 +180,7 @@ def _environment(path: Path) -> str:
 
 def _use(name: str, model: dict[str, Any], adapted: bool) -> str:
     """How to load it. adapted: adapters were learned beside the weights, which a plain load leaves out."""
-    if "ForSequenceClassification" in str(model.get("architectures")):
+    if _classifies(model):
         task = "AutoModelForSequenceClassification"
     else:
         task = "AutoModelForCausalLM"

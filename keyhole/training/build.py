@@ -85,8 +85,7 @@ def find_job(request: Request) -> Job:
     same_everywhere(parts.ranks, config, data)
     judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
     judge.check()
-    chooses = config.load_best_model_at_end or config.early_stopping_patience is not None
-    judge.check_choice(config.metric_for_best_model, chooses, bool(data.eval), bool(data.labels))
+    judge.check_config(config, bool(data.eval), bool(data.labels))
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)

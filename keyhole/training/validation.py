@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from keyhole.config import TrainConfig
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
 from keyhole.errors import UserError
@@ -124,9 +125,11 @@ class Judge:
             found += [metric if len(tasks) == 1 else f"{task.name}_{metric}" for metric in task.spec.metrics]
         return list(dict.fromkeys([*found, *([] if common is None else [common])]))
 
-    def check_choice(self, metric: str | None, chooses: bool, held_out: bool, classifies: bool) -> None:
+    def check_config(self, config: TrainConfig, held_out: bool, classifies: bool) -> None:
         """Before training begins: refuses a selection without evaluations, or by a number that no evaluation has.
-        chooses: the best model or early stopping is wanted. held_out: there are rows to evaluate on."""
+        held_out: there are rows to evaluate on."""
+        metric = config.metric_for_best_model
+        chooses = config.load_best_model_at_end or config.early_stopping_patience is not None
         if (chooses or metric is not None) and not held_out:
             raise UserError(
                 "load_best_model_at_end, early_stopping_patience, metric_for_best_model: no dev question is left to "

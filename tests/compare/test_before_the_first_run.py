@@ -13,13 +13,19 @@ from tests.compare.comparisons import TASK, TEXT, run, write
 
 
 def test_mistakes_are_found_before_the_first_run(tmp_path: Path) -> None:
-    """In the last task, in a setting of the last method, and a directory with somebody's files."""
+    """In the last task, in a setting of the last method, in the number that chooses, and a directory with somebody's
+    files."""
     out, other = tmp_path / "o", f"tasks: {{demo: , sst2: {{task_data: {tmp_path}}}}}"
     with pytest.raises(UserError, match="no folder sst2/"):
         run(write(tmp_path / "a.yaml", TEXT.replace("tasks: [demo]", other)), out)
     assert not out.exists(), "nothing is written before the tasks are read"
     with pytest.raises(UserError, match="lomo on demo: 1 problem\n.*line 6: .*lerning_rate: unknown key"):
         run(write(tmp_path / "b.yaml", TEXT.replace("lomo: {learning", "lomo: {lerning")), out)
+    with pytest.raises(
+        UserError, match="metric_for_best_model=f1: an evaluation here gives loss, perplexity, accuracy"
+    ):
+        run(write(tmp_path / "b.yaml"), out, "metric_for_best_model=f1")
+    assert not out.exists(), "each run would fail after the model was loaded"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(UserError, match="letter.txt"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import decoders
 
 import keyhole
 from keyhole.data.tasks.question import Question
@@ -45,6 +46,18 @@ def test_answers_are_greedy_whatever_the_model_prefers(tiny_model: Path, own: di
     config.update(**own | ({"bad_words_ids": [[first]]} if "bad_words_ids" in own else {}))
     assert generate_answers(model, question, max_new_tokens=6) == wanted
     assert model.module.generation_config is config
+
+
+def test_an_answer_keeps_its_first_character(tiny_model: Path) -> None:
+    """SentencePiece tokenizers drop one at the beginning of a text, where an answer does not stand: a program would
+    lose a space of its first line's indentation."""
+    model = keyhole.load(tiny_model, device="cpu")
+    question = [Question(PROMPTS[0], ("x",), 0)]
+    (whole,), _ = generate_answers(model, question, max_new_tokens=6)
+    backend = model.tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence([backend.decoder, decoders.Strip(whole[0], 1, 0)])
+    assert alone(model, PROMPTS[0], 6) == whole[1:], "the tokens of the answer by themselves"
+    assert generate_answers(model, question, max_new_tokens=6) == ([whole], 0)
 
 
 def test_an_answer_ends_at_a_stop_string(tiny_model: Path) -> None:

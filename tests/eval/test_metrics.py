@@ -56,10 +56,13 @@ def test_a_constant_has_no_correlation() -> None:
         ("a the an", ["an"], 1, 1),
         ("", ["Paris"], 0, 0),
         ("red red red", ["red blue"], 0, 2 * 1 / (3 + 2)),
+        ("the answer is no", ["no answer"], 0, 0),
+        ("No answer.", ["no answer"], 1, 1),
     ],
 )
 def test_texts_by_hand(answer: str, references: list[str], exact: float, overlap: float) -> None:
-    """SQuAD's comparison: articles and punctuation do not count, the best reference does."""
+    """SQuAD's comparison: articles and punctuation do not count, the best reference does; `no answer` is no text of
+    which a part could be right."""
     assert metrics.exact_match(answer, references) == exact
     assert metrics.token_f1(answer, references) == pytest.approx(overlap)
 

@@ -51,7 +51,7 @@ def test_the_right_answer_by_index_or_text(tmp_path: Path, answer: dict, index: 
         ({"answer": "6"}, "not one of the candidates"),
         ({"candidates": [" 4"]}, "2 or more texts"),
         ({"candidates": " 4"}, "2 or more texts"),
-        ({"candidates": [" 4", ""]}, "2 or more texts"),
+        ({"candidates": [" 4", ""]}, "2 or more texts that are not empty"),
         ({"candidates": [" 4", " 4"]}, "the same"),
         ({"prompt": 7}, "expected text or turns"),
         ({"prompt": [{"role": "user"}]}, "expected text or turns"),

@@ -73,7 +73,8 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
     for says in (
         "method: `lomo`, 30 steps of 8 rows",
         "`train.jsonl`",
-        "2.9500 at the first step, 1.5500 over the last 3",
+        "2.9500 at the first step, 1.5500 over the last 3 that were logged",
+        "loss over: tokens",
         "| 30 | 1.2500 | 3.4900 | 0.7500 |",
         "peak GPU memory: 2.50 GiB",
         "max_steps: 30",
@@ -83,6 +84,9 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
     ):
         assert says in body, says
     assert "secret-folder" not in text
+    (trained / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
+    text = card(trained, "me/tuned")
+    assert "loss over: labels" in text and "pipeline_tag: text-classification" in text
 
 
 def test_the_card_of_a_model_with_adapters_says_how_to_load_them(trained: Path) -> None:

@@ -51,10 +51,13 @@ def _choice(record: Record, spec: TaskSpec) -> Question:
 
 def _candidates(row: dict[str, Any], spec: TaskSpec) -> list[str]:
     found = spec.candidates if isinstance(spec.candidates, tuple) else spec.candidates.run(row)
-    texts = list(found) if isinstance(found, tuple | list) else []
-    if not 2 <= len(texts) <= MOST_CANDIDATES or not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f"candidates: expected 2 to {MOST_CANDIDATES} texts, found {found!r:.80}")
-    return _different(texts)
+    if not isinstance(found, tuple | list):
+        raise UserError(f"candidates: expected a list of texts, found {found!r:.80}")
+    if not 2 <= len(found) <= MOST_CANDIDATES:
+        raise UserError(f"candidates: expected 2 to {MOST_CANDIDATES} texts, found {len(found):,}: {found!r:.80}")
+    if wrong := [text for text in found if not isinstance(text, str) or not text]:
+        raise UserError(f"candidates: expected texts that are not empty, found {wrong[0]!r:.60} in {found!r:.80}")
+    return _different(list(found))
 
 
 def _different(texts: list[str]) -> list[str]:
@@ -80,9 +83,11 @@ def _label(value: Any, count: int, spec: TaskSpec) -> int:
     found = [i for i, words in enumerate(spellings) if spelled(value) in words]
     if not found or found[0] >= count:
         known = "; ".join(" or ".join(words) for words in spellings)
-        raise UserError(
-            f"label: found {value!r:.60}, expected {known} (`labels` of the task's file lists the spellings)"
-        )
+        hint = "`labels` of the task's file lists the spellings"
+        if not spec.labels:
+            known = f"the number of a candidate, from 0 to {count - 1}"
+            hint = 'other spellings: `labels` of the task\'s file; the text of a candidate: `right: "label"`'
+        raise UserError(f"label: found {value!r:.60}, expected {known} ({hint})")
     return found[0]
 
 

@@ -96,8 +96,8 @@ def _pick(record: Record, spec: TaskSpec) -> Record:
             also = f" (also called {listed(aliases[1:])})" if len(aliases) > 1 else ""
             raise UserError(
                 f"{record.where}: task {spec.name} needs the column {aliases[0]}{also}; found: {listed(record.row)}. "
-                f"{_instead(record.row, aliases)}, or write a task file of your own with `columns: {{{name}: ...}}` "
-                "(docs/tasks.md)"
+                f"{_instead(record.row, aliases)}, or give its name in the data in `columns: {{{name}: ...}}` of a "
+                "task file of your own (docs/tasks.md)"
             )
         picked[name] = None if value is MISSING else value
     return replace(record, row=picked)

@@ -101,8 +101,9 @@ class Expression(_Program):
 
     def _made(self, variables: dict[str, Any]) -> Any:
         value = getattr(self.program.make_module(variables), RESULT)
-        if isinstance(value, jinja2.Undefined):
-            str(value)  # raises, with the missing name
+        for part in value if isinstance(value, tuple | list) else [value]:
+            if isinstance(part, jinja2.Undefined):
+                str(part)  # raises, with the missing name
         return value if isinstance(value, str | int | float | list | dict | None) else list(value)
 
 

@@ -60,11 +60,15 @@ def test_any_other_label_is_refused_or_unlabelled(value: object) -> None:
     [
         ("sst2", {"review": "a", "label": 1}, "needs the column sentence .also called text.; found: review, label"),
         ("sst2", {"sentence": "a"}, "needs the column label"),
-        ("sst2", {"review": "a", "label": 1}, "found: review, label. Rename it, or write"),
-        ("drop", {"passage": "p", "question": "q", "answers_spans": {"types": ["number"]}}, "Rename it, or write"),
+        ("sst2", {"review": "a", "label": 1}, "found: review, label. Rename it, or give"),
+        ("drop", {"passage": "p", "question": "q", "answers_spans": {"types": ["number"]}}, "Rename it, or give"),
         ("drop", {"passage": "p", "question": "q", "answers_spans.spans": "four"}, "expected a list; a CSV or TSV"),
         ("copa", {"premise": "a", "choice1": "b", "choice2": "b", "question": "cause", "label": 0}, "are the same"),
-        ("copa", {"premise": "a", "choice1": "b", "choice2": "", "question": "cause", "label": 0}, "2 to 1000 texts"),
+        (
+            "copa",
+            {"premise": "a", "choice1": "b", "choice2": "", "question": "cause", "label": 0},
+            "not empty, found ''",
+        ),
         ("copa", {"premise": "a", "choice1": "b", "choice2": "c", "question": "why", "label": 0}, "prompt"),
         ("record", {"passage": "a", "query": "b", "entities": ["c", "d"], "answers": ["e"]}, "none of e is one of"),
         ("stsb", {"sentence1": "a", "sentence2": "b", "score": "high"}, "score: expected a number|label"),
@@ -99,6 +103,28 @@ def test_a_question_without_an_answer_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "val.jsonl").write_text(row % '"x"' + row % "")
     task = load_task("drop", str(tmp_path), Numbers(), training=False)["test"]
     assert len(task.questions) == 1 and "1 without an answer left out" in task.about
+
+
+@pytest.mark.parametrize(
+    ("candidates", "row", "says"),
+    [
+        ("x", {"x": ["a"] * 1001, "label": 0}, "2 to 1000 texts, found 1,001: .'a'"),
+        ("x", {"x": ["a", 7], "label": 0}, "texts that are not empty, found 7 in .'a', 7."),
+        ("'never, again'", {"x": "a", "label": 0}, "candidates: 'never' is undefined"),
+        ("x", {"x": ["a", "b"], "label": "b"}, 'from 0 to 1 .other spellings.*`right: "label"`'),
+    ],
+)
+def test_what_is_wrong_with_candidates_is_said(tmp_path: Path, candidates: str, row: dict, says: str) -> None:
+    """How many there are, which one is no text, which name is no column; and the advice on labels works."""
+    head = (
+        f"columns: {{x: x, label: label}}\nprompt: '{{{{ x | length }}}}'\ncandidates: {candidates}\nmetric: accuracy\n"
+    )
+    (tmp_path / "own.yaml").write_text(head)
+    with pytest.raises(UserError, match=f"line 3: .*{says}"):
+        build(Record("a.jsonl", "line", 3, row), read_spec(str(tmp_path / "own.yaml")))
+    if row["label"] == "b":
+        (tmp_path / "own.yaml").write_text(head + 'right: "label"\n')
+        assert build(Record("a.jsonl", "line", 3, row), read_spec(str(tmp_path / "own.yaml"))).answer == 1
 
 
 @pytest.mark.parametrize("prompt", ["{{ x }}", "{{ x | trim }}", "{{ 'a' ~ x }}", "{{ x | replace('a', 'b') }}"])
