@@ -19,6 +19,7 @@ from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.state import from_state
 from keyhole.methods.zo.traits import ZO, ZOConfig, filled
 from keyhole.model.model import Model
+from keyhole.model.structure.freeze import frozen_as
 from keyhole.model.structure.source import find_directory
 
 STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"  # as checkpoint/files.py writes them
@@ -34,6 +35,7 @@ class SavedFactors:
     steps: int
     original: str | None  # the model whose weights they belong to; None: the weights in the directory
     wire: str | None = None  # the format of these weights: factors were trained beside the rounded weights
+    freeze: str | list[str] | None = None  # what the run did not train has no factors
 
     def weights(self) -> Path:
         """The directory that holds the weights."""
@@ -44,7 +46,8 @@ class SavedFactors:
         noise = {"seed": self.seed, "distribution": self.own.distribution}
         how = {"rank": self.own.rank, "refresh": self.own.refresh, "fold": self.own.fold, "rounding": self.own.rounding}
         try:
-            factors = Factors(model, noise, **how, pairs=1)
+            with frozen_as(model.module, self.freeze):
+                factors = Factors(model, noise, **how, pairs=1)
             from_state(factors, MethodState({}, self.directory / TENSORS), self.steps)
         except (KeyError, ValueError, RuntimeError, OSError, StopIteration) as error:
             model.factors = None
@@ -84,6 +87,6 @@ def _read(directory: Path, config: dict[str, Any], method: dict[str, Any]) -> Sa
         raise UserError(f"model: {directory} holds no weights, and {STATE} does not say whose factors these are")
     try:
         original, wire = (config["model"], config.get("wire")) if light else (None, None)
-        return SavedFactors(directory, filled(ZOConfig(**own)), seed, steps, original, wire)
+        return SavedFactors(directory, filled(ZOConfig(**own)), seed, steps, original, wire, config.get("freeze"))
     except (KeyError, TypeError) as error:
         raise UserError(f"model: {directory / STATE} was edited: {error}") from error
