@@ -76,7 +76,7 @@ def test_what_is_not_read_is_said(changes: dict[str, Any], tiny_model: Path, tmp
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     config["quantization_config"] |= changes
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="are read|group_size 4 of config.json makes 8 of its 32 inputs"):
+    with pytest.raises(UserError, match="are read|group_size 4 of config.json makes"):
         stored_tensors(tmp_path / "in")
 
 
