@@ -1,5 +1,6 @@
 """Runs of zo's estimators and of its search for a rate: resumed from the journal alone, and replayed, to the bit."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -137,6 +138,12 @@ def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_pa
     other = Path(shutil.copytree(through.model, tmp_path / "other"))
     replay(through.model, root, tmp_path / "trained", device="cpu", say=lambda line: None)
     shutil.copy(tmp_path / "trained" / "model.safetensors", other / "model.safetensors")
+    state = root / "checkpoint-4" / "keyhole_state.json"
+    text = state.read_text()
+    for place, why in ((other, "holds other weights by now"), (tmp_path / "gone", "which cannot be read here")):
+        state.write_text(text.replace(json.dumps(through.model), json.dumps(str(place))))
+        with pytest.raises(UserError, match=f"factors alone, beside the weights of {place}.*{why}"):
+            keyhole.load(str(state.parent), device="cpu")
     with pytest.raises(UserError, match="--resume: .*(beside the weights that it began with|cannot change)"):
         train(replace(stopped, model=str(other), max_steps=4), resume="")
     assert train(replace(stopped, max_steps=4), resume="") == 0
