@@ -146,8 +146,8 @@ def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[s
         raise ValueError(f"{stem}: its {wrong[0]} has another shape than its qweight of {bits} bits needs")
     if (groups := -(-inputs // group)) != count:
         raise ValueError(
-            f"{stem} has scales of {count} groups, but group_size {group} of config.json makes {groups} of its {inputs} "
-            "inputs"
+            f"{stem} has scales of {count} groups, but group_size {group} of config.json makes {groups} of its "
+            f"{inputs} inputs"
         )
     why = ""
     if bits != 4:

@@ -59,8 +59,8 @@ class SavedFactors:
             ) from error
         if self.base is not None and content_hash(found) != self.base:
             raise UserError(
-                f"{needs}, and {found} holds other weights by now (the hashes differ); restore them, or write one model "
-                f"from a copy of them: keyhole replay COPY {self.directory.parent} NEW --steps {self.steps}"
+                f"{needs}, and {found} holds other weights by now (the hashes differ); restore them, or write one "
+                f"model from a copy of them: keyhole replay COPY {self.directory.parent} NEW --steps {self.steps}"
             )
         return found
 
