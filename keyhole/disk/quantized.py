@@ -51,6 +51,12 @@ class Form:
     grid: tuple[str, int, str, bool] | None = None
     why: str = ""
 
+    @property
+    def codes_in(self) -> set[str]:
+        """Names of tensors whose bytes are codes, whatever dtype the file calls them: as numbers they mean nothing, and
+        may be NaN (bnb_4bit_quant_storage)."""
+        return {self.parts[role] for role in ("weight", "qweight", "qzeros") if role in self.parts}
+
     def read(self, get: "Get") -> "torch.Tensor":
         """The weights, float32 [O, I]."""
         return _bnb(self, get)[0] if self.kind == "bitsandbytes" else _packed_ints(self, get)[0]
@@ -136,8 +142,13 @@ def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[s
     count = names[parts["scales"]][0]
     shapes = {"scales": (count, outputs), "qzeros": (count, outputs // per), "g_idx": (inputs,)}
     wrong = [role for role, shape in shapes.items() if role in parts and tuple(names[parts[role]]) != shape]
-    if wrong or -(-inputs // group) != count:
-        raise ValueError(f"{stem}: its {(wrong or ['scales'])[0]} does not fit its qweight")
+    if wrong:
+        raise ValueError(f"{stem}: its {wrong[0]} has another shape than its qweight of {bits} bits needs")
+    if (groups := -(-inputs // group)) != count:
+        raise ValueError(
+            f"{stem} has scales of {count} groups, but group_size {group} of config.json makes {groups} of its "
+            f"{inputs} inputs"
+        )
     why = ""
     if bits != 4:
         why = f"{method.upper()} in {bits} bits is no format of a wire, in 4 bits it is"

@@ -82,7 +82,8 @@ class Stored:
         assert self.parts is not None
         file = directory / self.parts[name]
         found = open_shard(file).get_tensor(name)
-        _check_finite(file, name, found)
+        if self.of is None or name not in self.of.codes_in:
+            _check_finite(file, name, found)
         return found
 
 
@@ -296,6 +297,11 @@ def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
     parts = hidden(forms)
     whole = {name: stored for name, stored in found.items() if name not in parts and BNB not in name}
     for name, form in forms.items():
+        if name in whole:
+            raise UserError(
+                f"model: {directory} holds {name} twice, as numbers and as {form.kind} codes; remove those that belong "
+                "to another save"
+            )
         files = {part: found[part].file for part in form.parts.values()}
         first = next(iter(files.values()))
         kind = f"{form.kind} {form.about.get('quant_type') or form.about.get('bits')}"

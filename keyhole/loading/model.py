@@ -118,7 +118,8 @@ def load(
         about = {"tokenizer": source.read_tokenizer(), "source": source.name, "placed": placed, "changes": changes}
         about |= {"ranks": ranks, "graphs": graphs, "reverse_graphs": reverse_graphs}
         loaded = Model(module, layout, engine, formats, **about)
-        _fill(loaded, stored.directory, choice.dtype, seed, init, fresh_head=head is not None)
+        light = stored.beside is not None and stored.beside.is_light
+        _fill(loaded, stored.directory, choice.dtype, seed, init, fresh_head=head is not None, given_head=light)
         ranks.barrier()  # shared homes are filled
         if isinstance(engine, GatheringEngine):
             placed.reasons.append(engine.decide(gather))
@@ -130,8 +131,11 @@ def load(
         return loaded
 
 
-def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str, fresh_head: bool) -> None:
-    """Fills the homes with weights: from files, or initialised by the seed."""
+def _fill(
+    loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str, fresh_head: bool, given_head: bool
+) -> None:
+    """Fills the homes with weights: from files, or initialised by the seed. given_head: a head that is not in the files
+    comes later, with the factors of a light checkpoint."""
     std = getattr(loaded.config, "initializer_range", None) or 0.02
     if init == "random":
         _pin(loaded, touch=True)
@@ -140,7 +144,10 @@ def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str,
         return
     if weights is None:
         raise UserError('a config object has no weights: pass init="random", or a model directory')
-    fresh = fill_from(loaded, weights, dtype, fresh_head=fresh_head)
+    fresh = fill_from(loaded, weights, dtype, fresh_head=fresh_head or given_head)
+    if given_head:
+        _pin(loaded, touch=False)
+        return
     fill_random(loaded, std, seed, only=fresh)
     loaded.drawn, loaded.drawn_head = bool(fresh), fresh
     if fresh:

@@ -128,7 +128,8 @@ class AttachedMethods:
         if self.model.formats.frozen is not None and not method.keeps_base:
             raise UserError(
                 f"wire: {self.model.formats.name} weights are frozen, and {method.name} would change them: their "
-                "grid is too coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
+                "grid is too coarse for updates. Use a method that learns beside them (lora, or zo with rank=2, "
+                "fold=False), or wire=bf16"
             )
         self.apply_deferred()
         self.model.engine.wait_for_homes()  # the new method may read them at once; another may still be writing them

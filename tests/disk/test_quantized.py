@@ -68,7 +68,7 @@ def test_damage_is_refused(kind: str, harm: str, tiny_model: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "changes", [
         {"quant_method": "exl2"}, {"bits": 3}, {"group_size": "x"}, {"bits": [4]}, {"bits": 4.0},
-        {"checkpoint_format": "marlin"}, {"quant_method": "awq", "version": "gemv"},
+        {"checkpoint_format": "marlin"}, {"quant_method": "awq", "version": "gemv"}, {"group_size": 4},
     ],
 )  # fmt: skip
 def test_what_is_not_read_is_said(changes: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
@@ -76,7 +76,15 @@ def test_what_is_not_read_is_said(changes: dict[str, Any], tiny_model: Path, tmp
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     config["quantization_config"] |= changes
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="are read"):
+    with pytest.raises(UserError, match="are read|group_size 4 of config.json makes"):
+        stored_tensors(tmp_path / "in")
+
+
+def test_weights_beside_their_codes_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Which of them is the model, nobody can know."""
+    write_ints(tiny_model, tmp_path / "in", "gptq", sym=True)
+    without(tmp_path / "in", **{f"{Q}.weight": torch.zeros(32, 32)})
+    with pytest.raises(UserError, match=f"holds {Q}.weight twice, as numbers and as GPTQ codes"):
         stored_tensors(tmp_path / "in")
 
 
@@ -122,9 +130,11 @@ def test_reordered_inputs_need_their_groups(tiny_model: Path, tmp_path: Path) ->
 def test_codes_of_bitsandbytes_in_any_number_and_storage(
     shape: tuple[int, int], store: torch.dtype, tmp_path: Path
 ) -> None:
-    """The last block may be short; the bytes may be called numbers of another dtype (bnb_4bit_quant_storage)."""
+    """The last block may be short; the bytes may be called numbers of another dtype (bnb_4bit_quant_storage), of which
+    some are NaN."""
     numel, generator = shape[0] * shape[1], torch.Generator().manual_seed(0)
     q = torch.randint(0, 16, (numel,), generator=generator)
+    q[:4] = 15
     levels, absmax = torch.rand(16, generator=generator), torch.rand(-(-numel // 64), generator=generator)
     codes = [*q.tolist(), 0][: numel + numel % 2]
     raw = torch.tensor([high << 4 | low for high, low in zip(codes[::2], codes[1::2], strict=True)], dtype=torch.uint8)

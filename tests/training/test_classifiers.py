@@ -120,9 +120,11 @@ def test_guided_directions_stopped_and_streamed(make: Make, stop_after: Callable
     assert metrics(whole) == metrics(stopped) and same(weights(whole.output_dir), weights(stopped.output_dir))
 
 
-@pytest.mark.parametrize("own", [ZOConfig(directions=2), ZOConfig(rank=1, refresh=2, guide=16)], ids=["", "guided"])
+@pytest.mark.parametrize(
+    "own", [ZOConfig(directions=2), ZOConfig(rank=1, refresh=2, guide=16, fold=False)], ids=["", "guided"]
+)
 def test_a_journal_rebuilds_a_fresh_head(make: Make, tmp_path: Path, own: ZOConfig) -> None:
-    """The base has no head: replay draws the run's own again, and names its labels."""
+    """The base has no head: replay draws the run's own again, and names its labels; a light checkpoint has it."""
     config = make("out", "zo", max_steps=3, seed=7, zo=own)
     assert train(config) == 0
     replay(config.model, Path(config.output_dir), tmp_path / "rebuilt", device="cpu", say=lambda line: None)
@@ -131,6 +133,11 @@ def test_a_journal_rebuilds_a_fresh_head(make: Make, tmp_path: Path, own: ZOConf
         json.loads((Path(place) / "config.json").read_text()) for place in (tmp_path / "rebuilt", config.output_dir)
     ]
     assert configs[0] == configs[1]
+    batch = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([1])}
+    checkpoint = Path(config.output_dir) / "checkpoint-3"
+    assert bool(list(checkpoint.glob("model*.safetensors"))) is own.fold
+    logits = [keyhole.load(place, device="cpu").logits(batch) for place in (checkpoint, config.output_dir)]
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_dry_run_says_what_is_drawn(make: Make, capsys: pytest.CaptureFixture) -> None:

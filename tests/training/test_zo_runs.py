@@ -1,5 +1,6 @@
 """Runs of zo's estimators and of its search for a rate: resumed from the journal alone, and replayed, to the bit."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -15,6 +16,7 @@ from keyhole.checkpoint.journal.replay import replay
 from keyhole.errors import UserError
 from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.traits import ZOConfig
+from keyhole.model.structure.freeze import is_left_out
 from keyhole.training.start import train
 from tests.matrix import in_every_run
 from tests.training.runs import Make, losses, metrics, same, weights
@@ -136,6 +138,12 @@ def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_pa
     other = Path(shutil.copytree(through.model, tmp_path / "other"))
     replay(through.model, root, tmp_path / "trained", device="cpu", say=lambda line: None)
     shutil.copy(tmp_path / "trained" / "model.safetensors", other / "model.safetensors")
+    state = root / "checkpoint-4" / "keyhole_state.json"
+    text = state.read_text()
+    for place, why in ((other, "holds other weights by now"), (tmp_path / "gone", "which cannot be read here")):
+        state.write_text(text.replace(json.dumps(through.model), json.dumps(str(place))))
+        with pytest.raises(UserError, match=f"factors alone, beside the weights of {place}.*{why}"):
+            keyhole.load(str(state.parent), device="cpu")
     with pytest.raises(UserError, match="--resume: .*(beside the weights that it began with|cannot change)"):
         train(replace(stopped, model=str(other), max_steps=4), resume="")
     assert train(replace(stopped, max_steps=4), resume="") == 0
@@ -144,9 +152,10 @@ def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_pa
 
 @pytest.mark.parametrize("fold", [True, False])
 def test_a_checkpoint_within_a_period_can_be_loaded(make: Make, tmp_path: Path, fold: bool) -> None:
-    """Loaded as a model, a checkpoint is the run at its step, factors included; a method made on it finds them in the
-    weights; what was edited is refused."""
+    """Loaded as a model, a checkpoint is the run at its step, factors included, also where the run has frozen layers,
+    which stays the run's own affair; a method made on it finds them in the weights; what was edited is refused."""
     own = {"zo": ZOConfig(rank=2, refresh=2, fold=fold), "dtype": "float32", "placement": "resident"}
+    own |= {"freeze": ["model.layers.0", "*.up_proj.*"]}
     config = make("run", **settings("low rank") | own | {"max_steps": 3, "save_steps": 3})
     assert train(config) == 0
     path, batch = Path(config.output_dir) / "checkpoint-3", {"input_ids": torch.tensor([[5, 6, 7, 8]])}
@@ -155,7 +164,8 @@ def test_a_checkpoint_within_a_period_can_be_loaded(make: Make, tmp_path: Path, 
     model = keyhole.load(str(path), device="cpu")
     torch.testing.assert_close(model.nll(batch)[0], at_end, rtol=1e-5, atol=1e-5)
     assert (at_end - base).abs() > 1e-3 and any("factors: of rank 2" in line for line in model.describe())
-    rounded = keyhole.load(str(path), device="cpu", wire="bf16").describe()
+    assert all(param.requires_grad and not is_left_out(param) for param in model.module.parameters())
+    rounded = keyhole.load(str(path), device="cpu", wire="bf16", freeze="lm_head").describe()
     assert any("wire: bf16, as asked; the factors beside these weights were learned over float32" in s for s in rounded)
     keyhole.LOMO(model, 1e-3)
     torch.testing.assert_close(model.nll(batch)[0], at_end, rtol=1e-5, atol=1e-5)
@@ -166,11 +176,12 @@ def test_a_checkpoint_within_a_period_can_be_loaded(make: Make, tmp_path: Path, 
         with pytest.raises(UserError, match="zo.rank|edited"):
             keyhole.load(str(path), device="cpu")
     edits = [('refresh": 2', 'refresh": 0'), ('"gaussian"', '"lognormal"'), ('"stochastic"', '"upwards"')]
+    edits += [('"model.layers.0"', "0")]
     edits += [] if fold else [('step_count": 3', 'step_count": 1')]  # and a period is kept, of 2 steps
     for words, others in edits:
         assert words in text
         state.write_text(text.replace(words, others))
-        with pytest.raises(UserError, match="edited|kept periods after 1 steps"):
+        with pytest.raises(UserError, match="edited|kept periods after 1 steps|freeze: found"):
             keyhole.load(str(path), device="cpu")
     state.write_text(text)
     for harm in (b"", content[:9], content[:-5], b"\xff" * 64):

@@ -16,6 +16,7 @@ trains").
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -43,6 +44,21 @@ def freeze(module: nn.Module, described: str | Sequence[str] | None) -> None:
             param.keyhole_frozen = True
     if not any(param.requires_grad for param in module.parameters()):
         raise UserError("freeze: every parameter is frozen, so there is nothing to train; freeze fewer")
+
+
+@contextmanager
+def frozen_as(module: nn.Module, described: str | Sequence[str] | None) -> Iterator[None]:
+    """A context in which these parameters are frozen, and none that `freeze` was told before; afterwards as before."""
+    before = [(param, param.requires_grad, is_left_out(param)) for param in module.parameters()]
+    try:
+        for param, _, left_out in before:
+            param.requires_grad_(param.requires_grad or left_out)
+        freeze(module, described)
+        yield
+    finally:
+        for param, trained, left_out in before:
+            param.requires_grad_(trained)
+            param.keyhole_frozen = left_out
 
 
 def is_left_out(param: nn.Parameter) -> bool:

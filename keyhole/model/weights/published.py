@@ -67,6 +67,8 @@ def choose_format(
 
 def _why(forms: dict[str, Stored], names: dict[str, str], inside: list[FlatTensor]) -> str:
     """Why there is no one grid for all matrices of the blocks: the first reason, and where it is found."""
+    if not inside:
+        return "this model has no list of repeated blocks, whose matrices a packed wire keeps"
     plain = [t.name for t in inside if names.get(t.name) not in forms]
     if plain:
         return f"{len(plain)} of {len(inside)} matrices of the blocks are not quantised ({listed(plain, 1)})"

@@ -56,10 +56,13 @@ def test_weights_that_would_change_are_not_packed(how: dict[str, Any]) -> None:
 
 
 def test_stopped_and_resumed_equals_through() -> None:
-    """The state is the factors alone; packed weights are those of the original model."""
+    """The state is the factors alone, and what is outside of the blocks, also in a budget that cuts these into other
+    units; packed weights are those of the original model."""
     through, _ = steps(load(wire="int4"), 5)
     first, method = steps(load(wire="int4"), 3)
-    again = keyhole.ZO(load(wire="int4", placement="stream"), **HOW)
+    small = load(wire="int4", placement="auto", gpu_memory="120KiB", workload=keyhole.Workload("zo", tokens=20))
+    assert len(small.layout.units) > len(method.model.layout.units)
+    again = keyhole.ZO(small, **HOW)
     state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in method.state_dict().items()}
     again.load_state_dict(state)
     assert first + [float(again.step(batch(seed=t))) for t in (3, 4)] == through

@@ -14,12 +14,14 @@ from typing import Any
 
 from keyhole.disk.read_json import read_json
 from keyhole.disk.tensors import MethodState
+from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.low_rank.state import from_state
 from keyhole.methods.zo.traits import ZO, ZOConfig, filled
 from keyhole.model.model import Model
+from keyhole.model.structure.freeze import frozen_as
 from keyhole.model.structure.source import find_directory
 
 STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"  # as checkpoint/files.py writes them
@@ -35,18 +37,42 @@ class SavedFactors:
     steps: int
     original: str | None  # the model whose weights they belong to; None: the weights in the directory
     wire: str | None = None  # the format of these weights: factors were trained beside the rounded weights
+    freeze: str | list[str] | None = None  # what the run did not train has no factors
+    base: str | None = None  # the hash of the original's weights; None: a run of an old version
+
+    @property
+    def is_light(self) -> bool:
+        """Whether the weights are another model's: those that change are with the factors, a new head too."""
+        return self.original is not None
 
     def weights(self) -> Path:
-        """The directory that holds the weights."""
-        return self.directory if self.original is None else find_directory(self.original)
+        """The directory that holds the weights. UserError if the original is not there, or not what it was: the factors
+        would be added to other weights."""
+        if self.original is None:
+            return self.directory
+        needs = f"model: {self.directory} holds factors alone, beside the weights of {self.original}"
+        try:
+            found = find_directory(self.original)
+        except UserError as error:
+            raise UserError(
+                f"{needs}, which cannot be read here ({error}). Call from where that name leads to it, or write one "
+                f"model: keyhole replay ORIGINAL {self.directory.parent} NEW --steps {self.steps}"
+            ) from error
+        if self.base is not None and content_hash(found) != self.base:
+            raise UserError(
+                f"{needs}, and {found} holds other weights by now (the hashes differ); restore them, or write one "
+                f"model from a copy of them: keyhole replay COPY {self.directory.parent} NEW --steps {self.steps}"
+            )
+        return found
 
     def add_to(self, model: Model) -> str:
         """Attaches them to the model; returns a line that says so."""
         noise = {"seed": self.seed, "distribution": self.own.distribution}
         how = {"rank": self.own.rank, "refresh": self.own.refresh, "fold": self.own.fold, "rounding": self.own.rounding}
         try:
-            factors = Factors(model, noise, **how, pairs=1)
-            FactoredLayers(model, factors)
+            with frozen_as(model.module, self.freeze):
+                factors = Factors(model, noise, **how, pairs=1)
+                FactoredLayers(model, factors)
             from_state(factors, MethodState({}, self.directory / TENSORS), self.steps)
         except (KeyError, ValueError, RuntimeError, OSError, StopIteration) as error:
             model.low_rank = None
@@ -63,10 +89,10 @@ def find_factors(directory: Path) -> SavedFactors | None:
     config, method = found.get("config"), found.get("method")
     if not isinstance(config, dict) or not isinstance(method, dict) or config.get(f"{ZO.section}.rank") is None:
         return None
-    return _read(directory, config, method)
+    return _read(directory, config, method, found.get("base"))
 
 
-def _read(directory: Path, config: dict[str, Any], method: dict[str, Any]) -> SavedFactors:
+def _read(directory: Path, config: dict[str, Any], method: dict[str, Any], base: Any) -> SavedFactors:
     names = ("estimator", "distribution", "rounding", "rank", "refresh", "fold")
     own = {name: config[f"{ZO.section}.{name}"] for name in names if f"{ZO.section}.{name}" in config}
     seed, steps, light = method.get("seed"), method.get("step_count"), bool(method.get("light"))
@@ -86,6 +112,7 @@ def _read(directory: Path, config: dict[str, Any], method: dict[str, Any]) -> Sa
         raise UserError(f"model: {directory} holds no weights, and {STATE} does not say whose factors these are")
     try:
         original, wire = (config["model"], config.get("wire")) if light else (None, None)
-        return SavedFactors(directory, filled(ZOConfig(**own)), seed, steps, original, wire)
+        beside = {"original": original, "wire": wire, "freeze": config.get("freeze"), "base": base}
+        return SavedFactors(directory, filled(ZOConfig(**own)), seed, steps, **beside)
     except (KeyError, TypeError) as error:
         raise UserError(f"model: {directory / STATE} was edited: {error}") from error

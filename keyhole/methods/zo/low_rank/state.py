@@ -50,6 +50,19 @@ def _changing(factors: Factors) -> Iterator[tuple[Unit, torch.Tensor]]:
             yield unit, factors.model.engine.homes[unit.index]
 
 
+def _take_homes(factors: Factors, state: Any) -> None:
+    """Copies the saved homes, in the order of units: their numbers depend on how many units a memory budget cuts the
+    blocks between them into. ValueError if they are of other units."""
+    saved = sorted((name for name in state if name.startswith("home.")), key=lambda name: int(name[len("home.") :]))
+    changing = [home for _, home in _changing(factors)]
+    found = [state[name] for name in saved]
+    if [home.shape for home in found] != [home.shape for home in changing]:
+        raise ValueError(f"{len(saved)} saved units for {len(changing)} of this model, or of other sizes")
+    for home, kept in zip(changing, found, strict=True):
+        home.copy_(kept)
+    factors.model.engine.invalidate()
+
+
 def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> None:
     """Loads the tensors of a checkpoint after `steps` steps. homes: for a light checkpoint, also the weights at home
     that it contains."""
@@ -57,9 +70,7 @@ def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> 
         raise UserError("zo.rank: the checkpoint has no factors of this rank; zo.rank must be as it was")
     factors.now.copy_(state["factors"])
     if not factors.folds and homes:
-        for unit, home in _changing(factors):
-            home.copy_(state[f"home.{unit.index}"])
-        factors.model.engine.invalidate()
+        _take_homes(factors, state)
     kept = factors.kept
     factors.fold, factors.steps = None, steps
     factors.kept = Kept(factors.parts, kept.dtype, kept.every, kept.most, kept.guided)
