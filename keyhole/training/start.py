@@ -23,7 +23,7 @@ from keyhole.data.settings import DataSettings
 from keyhole.data.sources import check_sources
 from keyhole.disk.weight_files import weight_files
 from keyhole.errors import UserError
-from keyhole.machine.collector import no_collector
+from keyhole.machine.collector import HEAVY, imports
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
@@ -34,7 +34,7 @@ from keyhole.training.lock import Lock, locked
 from keyhole.training.resume import resume_lines
 from keyhole.training.waiting import Waiting
 
-IMPORTS, HEAVY = "importing torch and transformers", "transformers"
+IMPORTS = "importing torch and transformers"
 
 if TYPE_CHECKING:
     from keyhole.data.run import Data
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Parts:
     """Parts that several runs of one process may share (keyhole/compare does), and permissions. None: the default of a
-    single run."""
+    single run. own_process: nothing else uses this process (machine/collector.py)."""
 
     load_data: Callable[[DataSettings], Data] | None = None
     load: Callable[..., Model] | None = None
@@ -53,6 +53,7 @@ class Parts:
     waiting: Waiting = field(default_factory=Waiting)
     allow_code_execution: bool = False
     ranks: Ranks = field(default_factory=Ranks)
+    own_process: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             base = BaseHash(config.model)
             opened.callback(base.stop)
             request = replace(request, base=base.result)
-        with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules), no_collector():
+        with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules), imports(parts.own_process):
             from keyhole.training import build
         job = build.find_job(request)
         code = build.dry_run(job) if dry_run else build.build_run(job, lock).go()
@@ -134,7 +135,7 @@ def follow(config: TrainConfig, resume: str | None, parts: Parts) -> int:
     itself."""
     directory, parts = rundir.RunDir(Path(config.output_dir)), replace(parts, waiting=Waiting(silent=True))
     request = check_request(config, directory, resume, parts)
-    with no_collector():
+    with imports(parts.own_process):
         from keyhole.training import build
     return build.build_run(build.find_job(request), Lock(directory.lock)).go()
 
