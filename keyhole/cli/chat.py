@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from keyhole.cli.arguments import ModelArgument, PlacementSettings, check_model, parse_placement
+from keyhole.machine.collector import imports
 
 
 def chat(
@@ -19,6 +20,7 @@ def chat(
     """
     settings = parse_placement(overrides)
     check_model(directory)
-    from keyhole.eval.conversation import chat as run
+    with imports():
+        from keyhole.eval.conversation import chat as run
 
     run(directory, system=system, max_new_tokens=max_new_tokens, **settings)

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from keyhole.compare.file import comparisons, find_comparison, read_comparison
-from keyhole.config.recipes import title
+from keyhole.machine.collector import imports
 
 
 def compare(
@@ -30,13 +29,17 @@ def compare(
 
     Example: keyhole compare smollm2-sst2 model=DIR task_data=DIR output_dir=out
     """
+    from keyhole.compare.file import comparisons, find_comparison, read_comparison
+    from keyhole.config.recipes import title
+
     if file is None:
         width = max(map(len, comparisons()))
         for name, path in comparisons().items():
             typer.echo(f"{name:<{width}}  {title(path)}")
         return
     comparison = read_comparison(find_comparison(file), overrides or ())
-    from keyhole.compare.execute import compare as run
+    with imports():
+        from keyhole.compare.execute import compare as run
 
     how = {"dry_run": dry_run, "retry": retry, "allow_code_execution": allow_code_execution}
     raise typer.Exit(run(comparison, say=typer.echo, **how))

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from keyhole.cli.arguments import ConfigArgument, Overrides, check_model, load_settings
+from keyhole.machine.collector import imports
 from keyhole.methods import METHODS
 
 STAND_INS = {
@@ -33,6 +34,9 @@ def data(
 
     asked = data_settings(settings)
     check_sources(asked)
-    from keyhole.data.run import preview_data
+    with imports():
+        import transformers.models.auto.tokenization_auto  # noqa: F401, every preview needs it
+
+        from keyhole.data.run import preview_data
 
     typer.echo(preview_data(asked, count, color=sys.stdout.isatty()))

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from keyhole.machine.collector import imports
+
 
 def demo(
     output_dir: Annotated[str, typer.Option(metavar="DIR", help="Where models and report go.")] = "demo-out",
@@ -12,6 +14,7 @@ def demo(
 
     Takes about two minutes and ends with a table and an HTML report.
     """
-    from keyhole.demo.run import run_demo
+    with imports():
+        from keyhole.demo.run import run_demo
 
     run_demo(output_dir)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from keyhole.machine.collector import no_collector
 from keyhole.machine.sizes import GIB
 
 
@@ -13,7 +14,8 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fals
     from keyhole.disk.json_text import json_text
     from keyhole.machine.probe import environment
 
-    found = environment(measure_link=True)
+    with no_collector():  # torch is imported
+        found = environment(measure_link=True)
     typer.echo(json_text(found, indent=2) if as_json else "\n".join(_lines(found)))
 
 

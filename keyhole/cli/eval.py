@@ -14,6 +14,7 @@ from keyhole.cli.arguments import (
     repeat_option,
 )
 from keyhole.errors import UserError
+from keyhole.machine.collector import imports
 
 OF_ROWS = ("columns", "prompt", "completion")  # how rows of data files are read
 
@@ -71,7 +72,8 @@ def eval(
     if harness is not None:
         settings = parse_placement(overrides, "max_length", "wire")
         check_model(directory)
-        from keyhole.harness.run import run_harness
+        with imports():
+            from keyhole.harness.run import run_harness
 
         options = {"num_fewshot": num_fewshot, "include_path": include_path, "apply_chat_template": chat}
         typer.echo(run_harness(directory, harness, limit=limit, json_path=json_path, say=note, **options, **settings))
@@ -80,6 +82,10 @@ def eval(
     settings |= {"task_data": task_data} if task_data is not None else {}
     settings |= {"allow_code_execution": True} if allow_code else {}
     check_model(directory)
-    from keyhole.eval.evaluate import evaluate as run
+    from keyhole.eval.asked import asked_names
+
+    asked_names(tasks, settings.get("task_data"), settings.get("task_splits"), json_path)
+    with imports():
+        from keyhole.eval.evaluate import evaluate as run
 
     typer.echo(run(directory, tasks, limit=limit, json_path=json_path, **settings))

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from keyhole.cli.arguments import note
+from keyhole.machine.collector import imports
 from keyhole.machine.sizes import GIB
 
 QUIET_S = 5.0
@@ -42,10 +43,11 @@ def plan(
     from keyhole.training.plan_request import Asked, check_plan
 
     request = check_plan(Asked(model, overrides or [], gpu, ram, link, tokens, steps, machine, measure, page))
-    from keyhole.disk.json_text import json_text
-    from keyhole.plan.recommend import recommended
-    from keyhole.plan.table import rows
-    from keyhole.training.planning import ask
+    with imports():
+        from keyhole.disk.json_text import json_text
+        from keyhole.plan.recommend import recommended
+        from keyhole.plan.table import rows
+        from keyhole.training.planning import ask
 
     late = threading.Timer(QUIET_S, note, ["still planning: a model of a thousand layers takes about a minute"])
     late.daemon = True

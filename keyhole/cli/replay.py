@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
+from keyhole.checkpoint.journal.asked import check_journal, check_out
 from keyhole.config.loader import parse_settings
+from keyhole.machine.collector import imports
 
 
 def replay(
@@ -25,7 +27,10 @@ def replay(
     Example: keyhole replay facebook/opt-1.3b out/run/journal rebuilt device=cpu
     """
     where = parse_settings(overrides or (), ("device", "placement", "gpu_memory"))
-    from keyhole.checkpoint.journal.replay import replay as run
+    check_journal(Path(journal))
+    check_out(Path(out))
+    with imports():
+        from keyhole.checkpoint.journal.replay import replay as run
 
     done = run(base, Path(journal), Path(out), steps=steps, say=typer.echo, **where)
     where_to = f"{out}, and its adapters in {beside}: load both" if (beside := Path(out) / "adapter").is_dir() else out

@@ -48,6 +48,6 @@ def train(
         from keyhole.training.request import Parts
         from keyhole.training.start import train as run
 
-        parts = Parts(allow_code_execution=allow_code_execution, ranks=ranks)
+        parts = Parts(allow_code_execution=allow_code_execution, ranks=ranks, own_process=True)
         code = run(settings, resume=resume, dry_run=dry_run, parts=parts)
     raise typer.Exit(code)

@@ -50,7 +50,7 @@ class Kept:
         if key not in self.data:
             self.data[key] = load_data(settings)
         found = self.data[key]
-        return replace(found, train=copy.copy(found.train))
+        return replace(found, train=copy.copy(found.train), tokenizer=None)  # a run may give it another chat template
 
     def data_hash(self, settings: DataSettings) -> str:
         """8 hex digits that change with any row of train, dev or test, and with the task file."""

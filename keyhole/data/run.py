@@ -48,7 +48,8 @@ from keyhole.model.weights.published import forget_what_is_read
 class Data:
     """Everything a run needs to know about its data. chat_template: the one to save with the model; None: its own.
     dev, test: the questions of each task, if the run has tasks; eval then has the right answers of dev.
-    labels: names of a classifier's labels."""
+    labels: names of a classifier's labels. tokenizer: the model's, as it was read, so that the model need not read it
+    again."""
 
     train: Loader
     eval: EvalBatches
@@ -58,6 +59,7 @@ class Data:
     dev: tuple[Task, ...] = ()
     test: tuple[Task, ...] = ()
     labels: tuple[str, ...] = ()
+    tokenizer: Any = None
 
 
 def load_tokenizer(model: str) -> Any:
@@ -115,13 +117,22 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
                 tasks.held_out, settings.batch_size, *choose(tasks.held_out, asked, positions, padding.multiple)
             )
         test = (*tasks.test, *further)
-        return Data(loader, batches, report, train.end_token_ids, None, tasks.dev, test, tasks.labels)
+        about = {"dev": tasks.dev, "test": test, "labels": tasks.labels, "tokenizer": _unmarked(tokenizer)}
+        return Data(loader, batches, report, train.end_token_ids, **about)
     if settings.eval_data:
         unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
         held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
         report += [f"eval:  {line}" for line in [*lines, *overlap_line(train, held_out)]]
         batches = EvalBatches(held_out, settings.batch_size, *choose(held_out, asked, positions, padding.multiple))
-    return Data(loader, batches, report, train.end_token_ids, train.chat_template, test=further)
+    about = {"test": further, "tokenizer": _unmarked(tokenizer)}
+    return Data(loader, batches, report, train.end_token_ids, train.chat_template, **about)
+
+
+def _unmarked(tokenizer: Any) -> Any:
+    """The tokenizer as it was read. Encoding with truncation leaves its limit in a fast tokenizer, which would be saved
+    with it; encoding without takes it away."""
+    tokenizer("a")
+    return tokenizer
 
 
 def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:

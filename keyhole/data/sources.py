@@ -1,15 +1,11 @@
 """Checks that files, tasks and the chat template named in the data settings exist, before torch is imported.
 
 It also checks that the tasks support the loss. No row is read and no request is made, so it takes milliseconds, and a
-mistyped path is reported at once. The readers check again when they read.
+mistyped path is reported at once. The readers check again when they read. What reads tasks is imported only for them.
 """
 
 from keyhole.data.files import resolve
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.names import check_names, listed_names, own_splits
-from keyhole.data.tasks.parse import read_spec
-from keyhole.data.tasks.places import find_splits
-from keyhole.data.tasks.spec import check_loss
 
 
 def check_sources(settings: DataSettings) -> None:
@@ -18,6 +14,16 @@ def check_sources(settings: DataSettings) -> None:
         if source:
             resolve([source] if isinstance(source, str) else source)
     _ = settings.template_text
+    if settings.task or settings.test_task:
+        _check_tasks(settings)
+
+
+def _check_tasks(settings: DataSettings) -> None:
+    from keyhole.data.tasks.names import check_names, listed_names, own_splits
+    from keyhole.data.tasks.parse import read_spec
+    from keyhole.data.tasks.places import find_splits
+    from keyhole.data.tasks.spec import check_loss
+
     names = [*listed_names(settings.task), *listed_names(settings.test_task)]
     if names:
         check_names(names, settings.task_splits)

@@ -6,6 +6,6 @@ classes.py        the same numbers from a classifier's labels
 generate.py       greedy answers in free text; continuations.py: log-likelihoods for evaluation suites
 programs.py       runs programs that a model wrote, in a restricted process (jail.py)
 tasks.py          files of questions with candidates; rows.py: NLL of many rows in few passes over the weights
-evaluate.py       `keyhole eval`: a table of tasks and data files
+evaluate.py       `keyhole eval`: a table of tasks and data files; asked.py: their names, checked without torch
 conversation.py   `keyhole chat`
 """

@@ -12,8 +12,6 @@ model. Placement `auto` streams weights that do not fit the GPU.
 """
 
 import io
-import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -24,13 +22,13 @@ from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
 from keyhole.data.tasks.draw import Numbers, load_task
-from keyhole.data.tasks.names import check_names, divided
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.run import warning_lines
-from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, nearest_task, own_name, task_names, unknown_task
+from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.json_text import json_text
-from keyhole.disk.result_file import check_result_file, write_result
+from keyhole.disk.result_file import write_result
 from keyhole.errors import UserError
+from keyhole.eval.asked import asked_names, is_library_task
 from keyhole.eval.classes import ClassScore
 from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
 from keyhole.eval.score import AnswerScore, DataScore, Score, check_code, data_score, score
@@ -67,18 +65,7 @@ def evaluate(
 ) -> str:
     """Scores every task and file and returns the table; json_path: file for the numbers. limit: rows read of each file;
     columns, prompt, completion: how rows of data files are read, as in training."""
-    names = [_called(name) for word in tasks for name in divided(word)]
-    if not names:
-        raise UserError("--tasks: name at least one task or data file, or demo")
-    if json_path is not None:
-        check_result_file("--json", Path(json_path))
-    for name in names:
-        _check_word(name, task_data is not None)
-    if task_data is not None and not any(map(is_library_task, names)):
-        raise UserError(
-            f"--task-data: none of {', '.join(names)} is a task by name; there are {', '.join(task_names())}"
-        )
-    check_names(list(filter(is_library_task, names)), task_splits)
+    names = asked_names(tasks, task_data, task_splits, json_path)
 
     def read(name: str) -> Task | str:
         if not is_library_task(name):
@@ -125,23 +112,6 @@ def _first_questions(drawn: Task, limit: int | None, say: Callable[[str], None])
     for line in (f"task {drawn.name}: {first}{drawn.about} ({used.fingerprint})", *warning_lines(drawn)):
         say(line)
     return used
-
-
-def is_library_task(name: str) -> bool:
-    """Whether an argument of --tasks is a task by name or a task file; `demo` is the embedded file."""
-    return name != "demo" and is_task_name(name) and (name == own_name(name) or not os.path.exists(name))
-
-
-def _called(name: str) -> str:
-    """The normalised name (SST-2 is sst2), unless a file or folder has exactly this name."""
-    return name if os.path.exists(name) else own_name(name)
-
-
-def _check_word(name: str, with_tasks: bool) -> None:
-    """Refuses an argument that is no file and looks like a mistyped task. with_tasks: --task-data is given."""
-    is_word = name != "demo" and not is_task_name(name) and re.fullmatch(r"[\w -]+", name) is not None
-    if is_word and (with_tasks or nearest_task(name)) and not os.path.exists(name):
-        raise UserError(f"--tasks: {unknown_task(name)}; nor is there a file of that name")
 
 
 def score_data(

@@ -69,6 +69,7 @@ def load(
     adapter: bool = True,
     head: str | None = None,
     num_labels: int | None = None,
+    tokenizer: Any = None,
     ranks: Ranks | None = None,
     **engine_options: Any,
 ) -> Model:
@@ -87,6 +88,7 @@ def load(
     head="classification" with num_labels makes a text classifier (num_labels=1: a regression) from an encoder or
     decoder; missing weights of its head are initialised by the seed. A model saved as a classifier needs neither.
     adapter=False ignores what a directory holds beside the weights (adapter/, the factors of a checkpoint).
+    tokenizer: the one of the directory, if it has been read already.
     ranks: the processes that train this model together (keyhole/ranks); None: only this one.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
@@ -115,7 +117,8 @@ def load(
         _limit_memory(changes, placed.budget_bytes, device)
         engine = make_engine(layout, placed, formats, device, workload, ranks, gather, engine_options)
         _move_buffers(module, device)
-        about = {"tokenizer": source.read_tokenizer(), "source": source.name, "placed": placed, "changes": changes}
+        tokenizer = source.read_tokenizer() if tokenizer is None else tokenizer
+        about = {"tokenizer": tokenizer, "source": source.name, "placed": placed, "changes": changes}
         about |= {"ranks": ranks, "graphs": graphs, "reverse_graphs": reverse_graphs}
         loaded = Model(module, layout, engine, formats, **about)
         light = stored.beside is not None and stored.beside.is_light

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers.modeling_utils  # every model needs these two, so they are timed with the other imports
-import transformers.models.auto.modeling_auto  # noqa: F401
+import transformers.modeling_utils  # every model needs these three, so they are timed with the other imports
+import transformers.models.auto.modeling_auto
+import transformers.models.auto.tokenization_auto  # noqa: F401
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import About

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole.assets import MODEL, locate
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import method_state
 from keyhole.checkpoint.journal.resume_point import Origin
@@ -70,6 +71,8 @@ def load_model(
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
     how |= {"freeze": config.freeze, "expert_units": config.expert_units, **_head(config, data)}
     how["adapter"] = source == config.model  # in a checkpoint, adapters are part of the method's state
+    if source == config.model and Path(locate(source, MODEL)).is_dir():  # of a hub id, it would be named after the hub
+        how["tokenizer"] = data.tokenizer
     return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Parts:
     """Parts that several runs of one process may share (keyhole/compare does), and permissions. None: the default of a
-    single run."""
+    single run. own_process: nothing else uses this process (machine/collector.py)."""
 
     load_data: Callable[[DataSettings], Data] | None = None
     load: Callable[..., Model] | None = None
@@ -31,6 +31,7 @@ class Parts:
     waiting: Waiting = field(default_factory=Waiting)
     allow_code_execution: bool = False
     ranks: Ranks = field(default_factory=Ranks)
+    own_process: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from keyhole.config.data import data_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.weight_files import weight_files
 from keyhole.errors import UserError
-from keyhole.machine.collector import no_collector
+from keyhole.machine.collector import HEAVY, imports
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
@@ -30,7 +30,7 @@ from keyhole.training.request import Parts, Request
 from keyhole.training.resume import resume_lines
 from keyhole.training.waiting import Waiting
 
-IMPORTS, HEAVY = "importing torch and transformers", "transformers"
+IMPORTS = "importing torch and transformers"
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False, parts: Parts | None = None) -> int:
@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             base = BaseHash(config.model)
             opened.callback(base.stop)
             request = replace(request, base=base.result)
-        with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules), no_collector():
+        with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules), imports(parts.own_process):
             from keyhole.training import build
         job = build.find_job(request)
         code = build.dry_run(job) if dry_run else build.build_run(job, lock).go()
@@ -99,7 +99,7 @@ def follow(config: TrainConfig, resume: str | None, parts: Parts) -> int:
     itself."""
     directory, parts = rundir.RunDir(Path(config.output_dir)), replace(parts, waiting=Waiting(silent=True))
     request = check_request(config, directory, resume, parts)
-    with no_collector():
+    with imports(parts.own_process):
         from keyhole.training import build
     return build.build_run(build.find_job(request), Lock(directory.lock)).go()
 

@@ -11,7 +11,7 @@ from keyhole.cli import main
 
 @pytest.fixture
 def calls(monkeypatch: Any) -> list[Any]:
-    """Records what evaluate and chat are called with."""
+    """Records what evaluate and chat are called with; the files that are named need not exist."""
     seen: list[Any] = []
 
     def record(*args: Any, **options: Any) -> str:
@@ -19,6 +19,7 @@ def calls(monkeypatch: Any) -> list[Any]:
         return "| the table |"
 
     monkeypatch.setitem(sys.modules, "keyhole.eval.evaluate", SimpleNamespace(evaluate=record))
+    monkeypatch.setitem(sys.modules, "keyhole.eval.asked", SimpleNamespace(asked_names=lambda *asked: []))
     monkeypatch.setitem(sys.modules, "keyhole.eval.conversation", SimpleNamespace(chat=record))
     return seen
 

@@ -20,6 +20,7 @@ def calls(monkeypatch: Any) -> list[Any]:
 
     def train(config: Any, *, resume: str | None, dry_run: bool, parts: Any) -> int:
         assert not parts.allow_code_execution, "nobody asked for it"
+        assert parts.own_process, "what the imports made may be frozen"
         seen.append((config, resume, dry_run))
         return 130 if dry_run else 0
 

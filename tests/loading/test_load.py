@@ -339,7 +339,7 @@ def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("no route")
 
     monkeypatch.setattr(source.socket, "create_connection", fail)
-    monkeypatch.setattr(source.urllib.request, "getproxies", dict)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
     source.hub_answers.cache_clear()
     begin_s = time.perf_counter()
     with pytest.raises(UserError, match="no-such-owner/model is not a directory here, and the hub cannot be reached"):

@@ -20,15 +20,19 @@ from keyhole.checkpoint import removal
 from keyhole.checkpoint.journal.writer import Writer
 from keyhole.config import load_config
 from keyhole.errors import UserError
+from keyhole.loading import source
 from keyhole.training.start import train
 from tests.training.runs import Make, metrics, same, weights
 
 
 @pytest.mark.picture
-def test_output_directory(make: Make, tiny_data: Path) -> None:
-    """Everything is where the documentation says, and transformers loads the model, equal in all weights."""
+def test_output_directory(make: Make, tiny_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is where the documentation says, and transformers loads the model, equal in all weights. The tokenizer
+    is that of the data, not read a second time."""
     config = make(save_steps=2, eval_data=str(tiny_data), report_to="tensorboard")
-    assert train(config) == 0
+    with monkeypatch.context() as within:
+        within.setattr(source, "read_tokenizer", lambda *args: pytest.fail("it was read for the data"))
+        assert train(config) == 0
     root = Path(config.output_dir)
     assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     for name in ("config.yaml", "env.json", "metrics.jsonl", "loss.png", "report.html", "report.json", "tensorboard"):

@@ -13,7 +13,7 @@ import pytest
 from keyhole.assets import MODEL, TRAIN
 from keyhole.checkpoint.state import dump
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors")
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "urllib.request")
 PROGRAM = """
 import contextlib, io, json, sys
 from keyhole.cli import main
@@ -71,6 +71,7 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
     (tmp_path / "others" / "thesis.txt").write_text("mine")
     (tmp_path / "tasks").mkdir()
     (tmp_path / "bare").mkdir()
+    (tmp_path / "journal").write_bytes(b"")
     (tmp_path / "bare" / "config.json").write_text("{}")
     asked = {"model": str(MODEL), "method": "zo", "train_data": str(TRAIN), "output_dir": str(tmp_path / "used")}
     run_of(tmp_path / "used", **asked, max_steps=3, batch_size=4)
@@ -111,6 +112,10 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
         "plan --page": (["plan", "demo", "--page", f"{tmp_path}/absent/p.html"], "--page: "),
         "plan key": (["plan", "demo", "lerning_rate=1"], "lerning_rate"),
         "plan no model": (["plan", f"{tmp_path}/absent"], "model: "),
+        "eval no task": (["eval", "demo", "--tasks", "sst22"], "--tasks: no task `sst22`"),
+        "eval no data": (["eval", "demo", "--tasks", "sst2", "--task-data", f"{tmp_path}/others"], "task_data: "),
+        "replay no journal": (["replay", "demo", f"{tmp_path}/absent", f"{tmp_path}/x"], "JOURNAL: "),
+        "replay onto a model": (["replay", "demo", f"{tmp_path}/journal", f"{tmp_path}/others"], "OUT: "),
         "dry run": ([*run, "--dry-run", f"train_data={tmp_path}/absent.jsonl"], "absent.jsonl: no such file"),
     }
     told = dict(zip(cases, commands(*(words for words, _ in cases.values())), strict=True))

@@ -33,10 +33,10 @@ import torch
 from keyhole import assets
 from keyhole.checkpoint.files import method_state
 from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal.asked import check_journal, check_out, journal_of
 from keyhole.checkpoint.journal.format import LIGHT, Header, Journal, Record
 from keyhole.checkpoint.select import checkpoints
 from keyhole.checkpoint.state import Damaged, State, read_state
-from keyhole.disk.files import try_place
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
@@ -103,14 +103,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     steps: stop after this step of the run; None = all. where: device, placement, gpu_memory (keyhole.load).
     """
     begin_s, base = time.perf_counter(), assets.locate(base, assets.MODEL)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"OUT: {out} is a file; choose a new directory")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"OUT: {out} exists and is not empty; choose a new directory")
-    try:
-        try_place(out)
-    except OSError as error:
-        raise UserError(f"OUT: {out} cannot be written: {error.filename}: {error.strerror}") from error
+    check_out(out)
     found = _with_last_merge(read_whole(path, steps), journal_of(path))
     planned = found.header.config.get("max_steps")
     if steps is None and isinstance(planned, int) and found.last < planned:
@@ -157,11 +150,6 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     finally:
         model.close()
     return Replayed(len(records), seconds, time.perf_counter() - begin_s)
-
-
-def journal_of(path: Path) -> Path:
-    """The journal in an output directory, or the path itself."""
-    return path / "run" / "journal" if (path / "run" / "journal").exists() else path
 
 
 def keep_directions(method: ZO, journal: Path, run: str | None) -> None:
@@ -232,13 +220,7 @@ def _head(header: Header) -> dict[str, Any]:
 
 def read_whole(path: Path, steps: int | None) -> Journal:
     """Reads a journal that covers `steps`; an incomplete last record is dropped, other damage is refused."""
-    path = journal_of(path)
-    if path.is_dir():
-        keep = ", ".join(row.name for row in METHODS.values() if row.journaled)
-        raise UserError(f"JOURNAL: {path} has no run/journal; give the output_dir of a run that keeps one ({keep})")
-    if not path.is_file():
-        found = "no regular file" if path.exists() else "not there"
-        raise UserError(f"JOURNAL: {path} is {found}; give a run's output_dir, or its run/journal")
+    path = check_journal(path)
     try:
         found = journal.read(path)
     except journal.BadJournal as fault:

@@ -14,8 +14,6 @@ missing (which the hub does not tell apart without a token), a token that is not
 import difflib
 import os
 import socket
-import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -93,6 +91,9 @@ def is_local(model: str | Path) -> bool:
 @cache
 def hub_answers() -> bool:
     """Whether the hub can be reached. Tested once per process; behind a proxy True, and the library finds out."""
+    import urllib.parse
+    import urllib.request
+
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -164,6 +164,14 @@ def test_positions_behind_a_padding_with_another_id(encoders: dict[str, Path], t
         load_data(made)
 
 
+def test_cutting_leaves_no_mark_in_the_tokenizer(encoders: dict[str, Path], tmp_path: Path) -> None:
+    """The model saves the tokenizer that has cut rows: the same file as one that has read nothing."""
+    data = load_data(settings(encoders["bert"], tmp_path, max_length=4))
+    assert any("truncated to max_length=4" in line for line in data.report)
+    fresh = read_tokenizer(encoders["bert"])
+    assert data.tokenizer.backend_tokenizer.to_str() == fresh.backend_tokenizer.to_str()
+
+
 def test_the_preview_shows_labels(encoders: dict[str, Path], tmp_path: Path) -> None:
     shown = preview_data(settings(encoders["bert"], tmp_path), 1)
     assert "row 1 of 20" in shown and "[CLS]|" in shown and ("label bad" in shown or "label good" in shown)
