@@ -166,6 +166,7 @@ def noise_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 # Compared with what other processes have computed (ranks have them there, too), or with kernels
+HAS_BF16 = cpu_has_bf16()
 BY_THE_CPU = ("tests/ranks/", "tests/crash/", "tests/ops/")
 
 
@@ -173,7 +174,7 @@ BY_THE_CPU = ("tests/ranks/", "tests/crash/", "tests/ops/")
 def quick_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """From the first model in bfloat16 to the end of the test, products by tests/bf16.py, where the CPU has none."""
     loading = sys.modules.get("keyhole.loading.model")
-    if loading is None or cpu_has_bf16() or any(part in str(request.path) for part in BY_THE_CPU):
+    if loading is None or HAS_BF16 or any(part in str(request.path) for part in BY_THE_CPU):
         yield
         return
     import torch
@@ -226,4 +227,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports made is never garbage worth a walk: collections during the tests need not look at it again."""
     gc.enable()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # a step makes thousands of objects and hardly a cycle
+    gc.set_threshold(100_000, 20, 20)  # a step makes thousands of objects and hardly a cycle
+
+
+@pytest.fixture(autouse=True, scope="module")
+def set_aside() -> Iterator[None]:
+    """What a file leaves (modules that were imported on the way, tables that were made) is not walked again: the
+    library collects where it gives memory back, and would walk all of it each time."""
+    yield
+    gc.collect()
+    gc.freeze()

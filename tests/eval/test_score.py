@@ -81,7 +81,7 @@ SOLUTIONS = [
 
 def test_humaneval_tells_right_from_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A known solution passes its tests; wrong, endless, exiting and broken ones do not."""
-    monkeypatch.setattr("keyhole.eval.score.run_program", partial(run_program, seconds=3.0))
+    monkeypatch.setattr("keyhole.eval.score.run_program", partial(run_program, seconds=2.0))
     question = read("humaneval", tmp_path).questions[0]
     task = Task("humaneval", [question] * len(SOLUTIONS), read_spec("humaneval"))
     assert verdicts(task, [text for text, _ in SOLUTIONS]) == {"pass@1": [worth for _, worth in SOLUTIONS]}

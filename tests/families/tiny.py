@@ -50,7 +50,7 @@ SMALL: dict[str, Any] = (
     | dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64)
     | dict.fromkeys(("max_source_positions", "max_target_positions", "seq_length", "rel_extent"), 64)
     | dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "window_size"), 8)
-    | dict.fromkeys(("sliding_window_size", "attention_chunk_size", "index_topk"), 8)
+    | dict.fromkeys(("sliding_window_size", "attention_window", "attention_chunk_size", "index_topk"), 8)
     | dict.fromkeys(("query_pre_attn_scalar",), 8)
     | dict.fromkeys(("rotary_dim",), 4)
     | dict.fromkeys(("image_size",), 32)

@@ -17,6 +17,7 @@ from tests.model.streaming import streamed
 
 ODD = ["gemma2", "falcon_alibi", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next", "recurrent_gemma", "mamba"]
 KINDS = ["opt", "bloom", "gpt2", "gpt_neox", "llama", "qwen2", "falcon", "mixtral", *ODD]  # in `make test`
+SAVED = ["bloom", "gpt2", "qwen2", "falcon", "mixtral", *ODD[::2]]  # of these: tied, with buffers, with experts
 pytestmark = pytest.mark.parametrize("name", NAMES)
 
 
@@ -55,7 +56,7 @@ def greedy(model: keyhole.Model, ids: torch.Tensor) -> tuple[torch.Tensor, torch
     return made.sequences, torch.stack(made.scores)
 
 
-@in_every_run(lambda name: name in KINDS)
+@in_every_run(lambda name: name in SAVED)
 def test_save_and_load_back(name: str, tmp_path: Path) -> None:
     """A saved streamed model is, to the bit, what Transformers and keyhole load from its directory."""
     model = load(name, placement="stream", seed=3)

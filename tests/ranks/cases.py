@@ -83,7 +83,7 @@ REPLICAS = {
 }
 CASES = SHARDS | REPLICAS
 FIRST = (  # of every method resident and streamed, on two and four ranks, as far as there are cases
-    "lomo", "lomo, clipped", "lomo, tied, decay", "lomo, experts, decay", "adalomo", "adalomo, tied",
+    "lomo", "lomo, clipped", "lomo, tied, decay", "lomo, experts, decay", "adalomo",
     "lomo-lora, clipped", "apollo-mini", "adam-offload", "adam-offload, tied, clipped", "lsp",
     "lsp, on the host, clipped", "adamw, clipped", "sgd, tied", "lora, int4, dropout", "galore",
 )  # fmt: skip

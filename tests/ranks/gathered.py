@@ -54,7 +54,7 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
     update.SHARED_EVERY, losses, scores, before = 3, [], [], 0
     for step in range(5):
         before = model.engine.bytes_up
-        losses.append(method.step(micro_batches(step, count=1 if step == 2 else 5)))
+        losses.append(method.step(micro_batches(step, count=1 if step == 2 else 4)))
         if step == 1:
             scores = [model.nll(batch())[0] for _ in range(1 + ranks.rank)]
     up = model.engine.bytes_up - before

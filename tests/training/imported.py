@@ -16,6 +16,7 @@ import transformers.models.llama.modeling_llama  # noqa: E402, F401
 import keyhole.cli  # noqa: E402
 import keyhole.ranks.group  # noqa: E402
 import keyhole.training.build  # noqa: E402, F401
+from keyhole.config.fields import settings  # noqa: E402
 from keyhole.methods import METHODS  # noqa: E402
 
 for row in METHODS.values():
@@ -26,6 +27,9 @@ with suppress(ImportError):  # insides of others, which another version may not 
 
     get_checkpoint_conversion_mapping("llama")
 
+settings()  # their docstrings, which are found in the source
+
 gc.enable()
 gc.collect()
 gc.freeze()
+gc.set_threshold(20_000, 20, 20)  # as in tests/conftest.py: a step makes thousands of objects and hardly a cycle

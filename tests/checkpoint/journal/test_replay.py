@@ -302,6 +302,7 @@ def test_a_journal_that_cannot_go_on_is_set_aside(run: Callable, tiny_model: Pat
     assert same(before, weights(tmp_path / "again"))
 
 
+@in_every_run(lambda first, guide: (first == 3) == (guide is None))
 @pytest.mark.parametrize("first, guide", [(3, None), (4, None), (3, 4), (4, 4)])
 def test_a_journal_from_a_checkpoint_with_factors(run: Callable, tmp_path: Path, first: int, guide: int | None) -> None:
     """A run that goes on elsewhere, in the middle of a period of 4 steps and at its end: the factors, and the V of the

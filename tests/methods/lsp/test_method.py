@@ -22,6 +22,7 @@ from tests.model.decoders import LAYERS, NAMES, batch, config
 from tests.model.streaming import streamed
 
 
+@in_every_run(lambda name, where, micro: name == "llama" or (name, where) in (("gpt2", "gpu"), ("mixtral", "cpu")))
 @pytest.mark.parametrize(
     "name, where, micro, clip",
     [("llama", *how) for how in (("gpu", 1, None), ("gpu", 2, 0.5), ("cpu", 2, None), ("cpu", 1, 0.5))]
@@ -71,7 +72,7 @@ CASES = [(name, "gpu", None) for name in NAMES if name not in SIX]
 CASES += [(name, "cpu", 0.7) for name in SIX] + [("qwen2", "cpu", None), ("qwen2", "gpu", 0.7)]
 
 
-@in_every_run(lambda name, where, clip: name in ODD or (where == "cpu" and clip and name in ("gpt2", "mixtral")))
+@in_every_run(lambda name, where, clip: name in ODD[::2] or (where == "cpu" and clip and name in ("gpt2", "mixtral")))
 @pytest.mark.parametrize("name, where, clip", CASES)
 def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> None:
     """Losses and weights, to the bit; in six families with two micro-batches and projectors that are learned, and

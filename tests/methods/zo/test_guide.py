@@ -23,7 +23,7 @@ from tests.model.decoders import batch, config
 GUIDED: dict[str, Any] = {"rank": 1, "refresh": 3, "guide": 64}
 
 
-def run(how: dict[str, Any], steps: int = 7, **options: Any) -> tuple[list[float], list[torch.Tensor], Any]:
+def run(how: dict[str, Any], steps: int = 5, **options: Any) -> tuple[list[float], list[torch.Tensor], Any]:
     model = keyhole.load(config("llama"), init="random", seed=3, **options)
     zo = keyhole.ZO(model, 1e-3, **how)
     losses = [float(zo.step([ragged(seed=i)])) for i in range(steps)]
@@ -53,7 +53,7 @@ def test_classifiers_streamed_equal_resident(family: str, device: str) -> None:
         own = encoders.config(family)
         model = keyhole.load(own, init="random", seed=3, device=device, dtype="float32", placement=how.pop("placement"))
         zo = keyhole.ZO(model, 1e-2, **GUIDED | how)
-        losses = [float(zo.step([encoders.batch(6, seed=i), encoders.batch(3, seed=9 + i)])) for i in range(5)]
+        losses = [float(zo.step([encoders.batch(6, seed=i), encoders.batch(3, seed=9 + i)])) for i in range(4)]
         zo.flush()
         return losses, [model.home(tensor).float().cpu() for tensor in model.layout.tensors]
 
@@ -178,7 +178,7 @@ def test_directions_beyond_float16_stay_random(scale: float, monkeypatch: pytest
 def test_goes_on_in_the_middle_of_a_period(fold: bool, first: int) -> None:
     """From a state after 4 steps of periods of 3, and after 6, where the next V is not known yet."""
     how = GUIDED | {"rank": 2, "fold": fold}
-    whole = run(how, 10, device="cpu", dtype="float32")
+    whole = run(how, 8, device="cpu", dtype="float32")
     losses, _, zo = run(how, first, device="cpu", dtype="float32")
     state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in zo.state_dict().items()}
     model = keyhole.load(config("llama"), init="random", seed=3, device="cpu", dtype="float32")
@@ -186,7 +186,7 @@ def test_goes_on_in_the_middle_of_a_period(fold: bool, first: int) -> None:
         new.copy_(old)
     again = keyhole.ZO(model, 1e-3, **how)
     again.load_state_dict(state)
-    losses += [float(again.step([ragged(seed=i)])) for i in range(first, 10)]
+    losses += [float(again.step([ragged(seed=i)])) for i in range(first, 8)]
     again.flush()
     assert losses == whole[0]
     assert all(map(torch.equal, [model.home(t) for t in model.layout.tensors], whole[1]))

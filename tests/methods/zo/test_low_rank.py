@@ -28,7 +28,7 @@ from tests.methods.zo.loops import EPS, SEED, equal, load, train, weights
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
-RANK, REFRESH = 2, 3
+RANK, REFRESH = 2, 2
 LOW = {"rank": RANK, "refresh": REFRESH}
 
 
@@ -73,12 +73,12 @@ def lozo(model: keyhole.Model, steps: int, q: int) -> None:
 @in_every_run(lambda name: name in ("opt", "gpt2"))
 @pytest.mark.parametrize("name, q", [("llama", 1), ("opt", 2), ("gpt2", 1), ("falcon", 1)])
 def test_equals_lozo(name: str, q: int) -> None:
-    """Five steps of periods of three, the last one unfinished: the weights as saved are the book's, up to rounding."""
+    """Three steps of periods of two, the last one unfinished: the weights as saved are the book's, up to rounding."""
     book, ours, before = load(name), load(name), load(name)
-    lozo(book, 5, q)
+    lozo(book, 3, q)
     opt = keyhole.ZO(ours, 1e-2, eps=EPS, seed=SEED, directions=q, **LOW)
     assert opt.perturbed.layers.together
-    for t in range(5):
+    for t in range(3):
         opt.step(batch(seed=t))
     for (tensor, found), expected, was in zip(ours.named_tensors(), weights(book), weights(before), strict=True):
         moved = float((expected - was).abs().max())
@@ -93,8 +93,8 @@ def test_streamed_equals_resident(name: str, dtype: str) -> None:
     resident = load(name, dtype=dtype)
     whole = streamed(resident, chaos=random.Random(0))
     cut = streamed(resident, max_unit_numel=1, slot_count=2, chaos=random.Random(1))
-    expected = train(resident, 5, lr=1e-2, **LOW)
-    assert train(whole, 5, lr=1e-2, **LOW) == expected == train(cut, 5, lr=1e-2, **LOW)
+    expected = train(resident, 4, lr=1e-2, **LOW)
+    assert train(whole, 4, lr=1e-2, **LOW) == expected == train(cut, 4, lr=1e-2, **LOW)
     assert equal(weights(resident), weights(whole)) and equal(weights(resident), weights(cut))
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_written_back_within_a_period() -> None:
         opt.step([batch(seed=t), batch(seed=t + 50)])
         moved.append(model.engine.bytes_down - down)
         assert t == 0 or 0 < model.engine.bytes_up - up <= size  # the first step also looks ahead
-    assert moved == [0, 0, 0, size, 0, 0]
+    assert moved == [0, 0, size, 0]
 
 
 @pytest.mark.parametrize("how", [{"estimator": "fzoo", "directions": 3}, {"estimator": "grzo"}, {"estimator": "meazo"}])
@@ -148,12 +148,12 @@ def test_looks_in_one_pass_equal_passes_of_their_own() -> None:
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_goes_on_in_the_middle_of_a_period(fold: bool, dtype: str) -> None:
-    """Four steps, a stop, three more: the weights and the state of seven, to the bit."""
+    """Three steps, a stop, two more: the weights and the state of five, to the bit."""
     once = load("opt", dtype=dtype)
-    train(once, 7, lr=1e-2, fold=fold, **LOW)
+    train(once, 5, lr=1e-2, fold=fold, **LOW)
     first = load("opt", dtype=dtype)
     opt = keyhole.ZO(first, 1e-2, eps=EPS, seed=SEED, fold=fold, **LOW)
-    for t in range(4):
+    for t in range(3):
         opt.lr = 1e-2 * (1 - t / 40)
         opt.step([batch(seed=t)])
     state = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in opt.state_dict().items()}
@@ -162,7 +162,7 @@ def test_goes_on_in_the_middle_of_a_period(fold: bool, dtype: str) -> None:
         second.home(tensor).copy_(saved)
     opt = keyhole.ZO(second, 1e-2, eps=EPS, seed=SEED, fold=fold, **LOW)
     opt.load_state_dict(state)
-    for t in range(4, 7):
+    for t in range(3, 5):
         opt.lr = 1e-2 * (1 - t / 40)
         opt.step([batch(seed=t)])
     assert equal(weights(once), weights(second))
@@ -174,8 +174,8 @@ def test_kept_factors_leave_the_weights_alone() -> None:
     kept, folded = load(), load()
     before = dict(kept.named_tensors())
     before = {name: x.clone() for name, x in before.items()}
-    losses = train(kept, 8, lr=1e-2, fold=False, **LOW)
-    assert losses == pytest.approx(train(folded, 8, lr=1e-2, **LOW), rel=1e-4)
+    losses = train(kept, 5, lr=1e-2, fold=False, **LOW)
+    assert losses == pytest.approx(train(folded, 5, lr=1e-2, **LOW), rel=1e-4)
     for name, home in kept.named_tensors(merged=False):
         assert torch.equal(home, before[name]) == ("proj" in name), name
     for (name, ours), theirs in zip(kept.named_tensors(), weights(folded), strict=True):
@@ -189,13 +189,13 @@ def test_evaluation_sees_what_is_saved(name: str, fold: bool, tmp_path: Path) ->
     """In the middle of a period: losses and generated text of the model are those of its saved copy; training goes on
     as if nobody had looked."""
     model, quiet = load(name), load(name)
-    expected = train(quiet, 6, lr=1e-2, fold=fold, **LOW)
+    expected = train(quiet, 4, lr=1e-2, fold=fold, **LOW)
     opt = keyhole.ZO(model, 1e-2, eps=EPS, seed=SEED, fold=fold, **LOW)
     found = []
-    for t in range(6):
+    for t in range(4):
         opt.lr = 1e-2 * (1 - t / 40)
         found.append(float(opt.step([batch(seed=t)])))
-        if t in (2, 4):
+        if t in (0, 2):
             nll, _ = model.nll(batch(seed=3))
             text = model.generate(batch()["input_ids"][:, :4], max_new_tokens=4, do_sample=False)
             model.save_pretrained(tmp_path / str(t))

@@ -25,8 +25,8 @@ def test_streamed_equals_resident(name: str) -> None:
     assert equal(weights(resident), weights(whole))
 
 
-CUT = ["llama", "qwen2", "gpt2", "opt", "bloom", "mixtral", "gemma3"]  # of the twelve, those whose layers differ
-CUT += ["falcon_alibi", "gpt_oss", "deepseek_v3", "qwen3_next", "recurrent_gemma", "mamba"]
+CUT = ["qwen2", "gpt2", "mixtral", "gemma3"]  # tied, transposed, with experts, with norms around each part
+CUT += ["falcon_alibi", "gpt_oss", "qwen3_next", "mamba"]
 
 
 @in_every_run(lambda name: name in CUT)

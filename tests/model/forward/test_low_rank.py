@@ -16,8 +16,9 @@ from keyhole.ops.backend import TRITON_MISSING
 from keyhole.ops.lowrank import correct, norm, product, relu
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import equal, load, train, weights
-from tests.model.decoders import LAYERS, batch
+from tests.model.decoders import LAYERS, PROMPT, batch
 from tests.model.streaming import streamed
+from tests.ops.interpreted import replaced_once  # noqa: F401
 
 LOW = {"rank": 2, "refresh": 3}
 needs_triton = pytest.mark.skipif(bool(TRITON_MISSING), reason="needs Triton")
@@ -166,7 +167,7 @@ def test_a_relu_within_its_product_is_left_alone(monkeypatch: pytest.MonkeyPatch
 def test_kernels_streamed_equal_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted: cut to single matrices, slots poisoned, or with every product finished where it is made, the same
     losses and weights to the bit; and those of the references up to rounding."""
-    small = [batch(rows=2, length=5)]
+    small = [batch(rows=2, length=PROMPT + 1)]
     resident, cut = load(name), streamed(load(name), max_unit_numel=1, slot_count=2, chaos=random.Random(1))
     expected = train(load(name), 2, small, **LOW)
     for module in (correct, norm, product, relu):
