@@ -133,7 +133,7 @@ def check_decoder(config: Any) -> Any:
     if why:
         encoder = ""
         if not config.is_encoder_decoder and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            encoder = ", or train this one as a classifier: head=classification, num_labels=2 (a task has its own)"
+            encoder = ", or make it a classifier: head=classification"
         raise UserError(f"model: {name} is not a decoder: {why}; {CHOOSE}{encoder}")
     return config
 

@@ -80,6 +80,8 @@ def test_what_is_no_decoder_is_refused_by_its_name(name: str) -> None:
         with pytest.raises(UserError, match=f"^model: {name} is not a decoder: .*{why}") as caught:
             ask(made)
         assert len(str(caught.value)) < 250
+        is_classifier = name in ("BertForMaskedLM", "RobertaConfig", "XLMConfig", "DistilBertConfig")
+        assert ("head=classification" in str(caught.value)) >= is_classifier
 
 
 def test_an_encoder_made_a_decoder_is_one() -> None:
