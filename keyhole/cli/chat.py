@@ -1,4 +1,4 @@
-"""keyhole chat DIR [key=value ...] [--system TEXT] [--max-new-tokens N]"""
+"""keyhole chat DIR [key=value ...] [--system TEXT] [--plain] [--max-new-tokens N]"""
 
 from typing import Annotated
 
@@ -12,6 +12,9 @@ def chat(
     directory: ModelArgument,
     overrides: PlacementSettings = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Continue each text as it stands, without the chat template.")
+    ] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Longest answer in tokens.")] = None,
 ) -> None:
     """Talk to a model, also to one that is larger than the GPU.
@@ -23,4 +26,4 @@ def chat(
     with imports():
         from keyhole.eval.conversation import chat as run
 
-    run(directory, system=system, max_new_tokens=max_new_tokens, **settings)
+    run(directory, system=system, max_new_tokens=max_new_tokens, plain=plain, **settings)

@@ -21,7 +21,8 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fals
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     for name, version in found["versions"].items():
-        yield f"{name:<13} {version or 'not installed'}"
+        state = found["triton"] if name == "triton" else None if version else "not installed"
+        yield f"{name:<13} {', '.join(filter(None, (version, state)))}"
     memory, cuda, link = found["host_memory"], found["cuda"], found["link_gb_s"]
     limit = memory["cgroup_limit_bytes"]
     group = "no control-group limit" if limit is None else f"control-group limit {limit / GIB:.1f} GiB"
@@ -37,7 +38,6 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"{'gpu':<13} {gpu['name']}, {memory}, capability {gpu['capability']}"
     if not found["gpus"]:
         yield f"{'gpu':<13} none: everything runs on the CPU"
-    yield f"{'triton':<13} {found['triton']}"
     if isinstance(link, str):
         yield f"{'link':<13} {link}"
     elif link is not None:

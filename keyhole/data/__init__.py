@@ -15,5 +15,5 @@ padding, strata                  the width of a batch; batches with the labels o
 settings, run, cache             the data of a run
 tasks/                           public tasks by name, and the user's own task files
 capacity                         the limits of a model
-preview, marked                  samples as readable text, and for a page
+preview, marked, token_texts     samples as readable text, and for a page; each token with its space
 """

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from keyhole.data.dataset import Dataset
+from keyhole.data.token_texts import token_texts
 
 MOST_SAMPLES = 4
 SHOWN = 120  # tokens at each end of a long run
@@ -56,10 +57,5 @@ def _sample(dataset: Dataset, tokenizer: Any, index: int, right: bool, labels: t
 def _words(tokenizer: Any, run: list[int]) -> list[str]:
     gap = len(run) - 2 * SHOWN
     if gap > SHOWN:
-        return [*_texts(tokenizer, run[:SHOWN]), f" … {gap:,} more … ", *_texts(tokenizer, run[-SHOWN:])]
-    return _texts(tokenizer, run)
-
-
-def _texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    words = tokenizer.convert_ids_to_tokens(ids)
-    return [tokenizer.convert_tokens_to_string([word]) if word is not None else "?" for word in words]
+        return [*token_texts(tokenizer, run[:SHOWN]), f" … {gap:,} more … ", *token_texts(tokenizer, run[-SHOWN:])]
+    return token_texts(tokenizer, run)

@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from keyhole.data.dataset import Dataset
+from keyhole.data.token_texts import token_texts
 from keyhole.errors import printable
 
 SHOWN = 40  # tokens at each end of a long run
@@ -76,6 +77,4 @@ def run_lines(
 
 def _words(tokenizer: Any, token_ids: list[int]) -> list[str]:
     """Each token as text, with white space and control characters written out."""
-    words = tokenizer.convert_ids_to_tokens(token_ids)
-    texts = [tokenizer.convert_tokens_to_string([w]) if w is not None else "?" for w in words]
-    return [repr(text)[1:-1] for text in texts]
+    return [repr(text)[1:-1] for text in token_texts(tokenizer, token_ids)]

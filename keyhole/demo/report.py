@@ -74,7 +74,7 @@ def _summary(results: list[Result]) -> str:
     if done:
         best = max(done, key=lambda result: result.accuracy_after)
         text = (
-            f"{len(done)} ways to update all weights of one small model, each from the same start. Before training it "
+            f"{len(done)} ways to train one small model, each from the same start. Before training it "
             f"chooses the right stamp for {best.accuracy_before:.0%} of the held-out notes, a coin's 50%; "
             f"afterwards for up to {best.accuracy_after:.0%} ({escape(best.method)})."
         )

@@ -1,17 +1,19 @@
 """`keyhole chat DIR`: chat with a model, also if it is larger than the GPU.
 
 With a chat template, the model gets the whole conversation, written by the template. keyhole saves the template with
-every model that it trains on chats, so prompts here equal those of training. Without a template there are no turns: the
-model continues each line. Sampling and stop tokens come from the model's generation_config.json. The answer is printed
-as it is generated. If units are streamed, each new token moves them over the link once: W bytes of streamed weights on
-a link of R bytes/s give at most R / W tokens per second.
+every model that it trains on chats, so prompts here equal those of training. Without a template, or with `--plain` (a
+model that was trained on prompts as they stand), there are no turns: the model continues each text. Sampling and stop
+tokens come from the model's generation_config.json. The answer is printed as it is generated. If units are streamed,
+each new token moves them over the link once: W bytes of streamed weights on a link of R bytes/s give at most R / W
+tokens per second.
 
     /reset   forget the conversation        /exit   leave (as does the end of the input)
 
-Input may be a pipe: each line is a question, and only answers are written to the output. Ctrl-C stops an answer; at the
-prompt it leaves. A conversation that outgrows the model's context loses its oldest turns. A line that is too long by
-itself is refused, and the conversation continues without it; bytes that are not UTF-8 are read as U+FFFD. If the
-logits are NaN, the answer would be empty or endless, so an error is printed instead.
+Input may be a pipe: each line is a question, and only answers are written to the output. A line that ends with a
+backslash goes on in the next one, for prompts with line breaks. Ctrl-C stops an answer; at the prompt it leaves. A
+conversation that outgrows the model's context loses its oldest turns. A line that is too long by itself is refused, and
+the conversation continues without it; bytes that are not UTF-8 are read as U+FFFD. If the logits are NaN, the answer
+would be empty or endless, so an error is printed instead.
 """
 
 import io
@@ -33,7 +35,9 @@ from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
 MAX_NEW_TOKENS = 256
-HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /exit leaves, \\ at the end of a line goes on in the next; Ctrl-C stops an answer"
+)
 
 
 class Refused(UserError):
@@ -50,6 +54,7 @@ def chat(
     device: str | None = None,
     max_new_tokens: int | None = None,
     system: str | None = None,
+    plain: bool = False,
 ) -> None:
     """Loads the model and answers standard input, line by line."""
     model = load(
@@ -65,7 +70,7 @@ def chat(
         print(f"keyhole: {line}", file=sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    talk(Conversation(model, system, max_new_tokens), sys.stdin, sys.stdout)
+    talk(Conversation(model, system, max_new_tokens, plain=plain), sys.stdin, sys.stdout)
 
 
 def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
@@ -73,7 +78,7 @@ def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
     on_terminal = source.isatty()
     if on_terminal:
         print(HELP, file=sys.stderr)
-    for number, line in enumerate(_lines(source, on_terminal), 1):
+    for number, line in _lines(source, on_terminal):
         if line in ("/exit", "/quit"):
             return
         if line == "/reset":
@@ -92,14 +97,26 @@ def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
                 print("" if isinstance(stop, KeyboardInterrupt) else f"keyhole: {printable(stop)}", file=sys.stderr)
 
 
-def _lines(source: TextIO, on_terminal: bool) -> Iterator[str]:
-    """Lines without white space around them; on a terminal with a prompt and line editing."""
-    if not on_terminal:
-        yield from (line.strip() for line in source)
-        return
+def _lines(source: TextIO, on_terminal: bool) -> Iterator[tuple[int, str]]:
+    """Texts without white space around them, each with the number of its first line. A line that ends with a backslash
+    goes on in the next one."""
+    held: list[str] = []
+    number = 0
+    for number, line in enumerate(_typed(held) if on_terminal else source, 1):
+        line = line.rstrip("\r\n")
+        held.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield number - len(held) + 1, "\n".join(held).strip()
+            held.clear()
+    if held:
+        yield number - len(held) + 1, "\n".join(held).strip()
+
+
+def _typed(held: list[str]) -> Iterator[str]:
+    """Lines from a terminal, with line editing and a prompt. held: the lines that the next one goes on from."""
     while True:
         try:
-            yield input("> ").strip()
+            yield input(". " if held else "> ")
         except EOFError:
             return
 
@@ -107,7 +124,9 @@ def _lines(source: TextIO, on_terminal: bool) -> Iterator[str]:
 class Conversation:
     """The turns so far, and the model."""
 
-    def __init__(self, model: Model, system: str | None = None, max_new_tokens: int | None = None) -> None:
+    def __init__(
+        self, model: Model, system: str | None = None, max_new_tokens: int | None = None, *, plain: bool = False
+    ) -> None:
         self.model, self.tokenizer = model, model.tokenizer
         if model.classifies:
             raise UserError(
@@ -115,11 +134,12 @@ class Conversation:
             )
         if self.tokenizer is None:
             raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
-        self.has_turns = bool(self.tokenizer.chat_template)
+        self.has_turns = bool(self.tokenizer.chat_template) and not plain
         self.template = ChatTemplate(self.tokenizer)
         del self.template.variables["date_string"]  # chat uses today's date
         if system and not self.has_turns:
-            raise UserError("--system: the tokenizer has no chat template, so there is no place for it")
+            whose = "with --plain there is" if plain else "the tokenizer has"
+            raise UserError(f"--system: {whose} no chat template, so there is no place for it")
         self.first = [{"role": "system", "content": system}] if system else []
         if system and self._drops_system(system):
             raise UserError("--system: the model's chat template does not write it, so the model would not see it")

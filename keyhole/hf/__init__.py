@@ -22,13 +22,10 @@ def __getattr__(name: str) -> Any:
     """Imports on first use: the Trainer needs accelerate, which keyhole itself does not."""
     if name not in __all__:
         raise AttributeError(f"module 'keyhole.hf' has no attribute {name!r}")
-    from importlib import import_module
+    from importlib import import_module, util
 
-    try:
-        return getattr(import_module("keyhole.hf." + ("arguments" if "Arguments" in name else "trainer")), name)
-    except ImportError as error:
+    if util.find_spec("accelerate") is None:  # Transformers itself says so only when arguments are made
         from keyhole.errors import UserError
 
-        if "accelerate" not in str(error):
-            raise
-        raise UserError("keyhole.hf: Hugging Face's Trainer needs accelerate: pip install 'keyhole[hf]'") from error
+        raise UserError("keyhole.hf: Hugging Face's Trainer needs accelerate: pip install 'keyhole[hf]'")
+    return getattr(import_module("keyhole.hf." + ("arguments" if "Arguments" in name else "trainer")), name)

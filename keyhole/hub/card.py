@@ -112,8 +112,9 @@ def _figures(entries: list[dict[str, Any]]) -> str:
     if not losses:
         return ""
     tail = losses[-max(1, len(losses) // 10) :]
-    lines = ["## Figures", "", f"- training loss: {losses[0]:.4f} at the first step, {sum(tail) / len(tail):.4f} over"]
-    lines[-1] += f" the last {len(tail)} that {'was' if len(tail) == 1 else 'were'} logged"
+    last = "at the last logged step" if len(tail) == 1 else f"over the last {len(tail)} logged steps"
+    course = f"{losses[0]:.4f} at the first step, {sum(tail) / len(tail):.4f} {last}"
+    lines = ["## Figures", "", f"- training loss: {course}"]
     speeds = [entry["tokens_per_second"] for entry in entries if entry.get("tokens_per_second") is not None]
     if speeds:
         lines.append(f"- tokens per second: {sorted(speeds)[len(speeds) // 2]:,.0f} (median)")

@@ -13,7 +13,7 @@ main{max-width:1240px;margin:0 auto;padding:44px 22px 64px}
 h1{font-size:clamp(24px,4vw,36px);line-height:1.15;margin:4px 0 10px;letter-spacing:-.02em;overflow-wrap:anywhere}
 h2{font-size:22px;margin:42px 0 12px;overflow-wrap:anywhere}h3{font-size:18px;margin:34px 0 10px;overflow-wrap:anywhere}
 .lead{font-size:17px;max-width:80ch;margin:0 0 14px;color:var(--soft)}.lead b{color:var(--ink)}
-p,ul{max-width:86ch}p,li{overflow-wrap:anywhere}
+a{color:var(--glow)}p,ul{max-width:86ch}p,li{overflow-wrap:anywhere}
 .chips{display:flex;flex-wrap:wrap;gap:8px;list-style:none;padding:0;margin:0 0 18px}
 .chips li{background:var(--card);border:1px solid var(--line);border-radius:15px;padding:3px 12px;font-size:13px;
 color:var(--soft)}

@@ -65,12 +65,17 @@ def _result(view: View, kind: str) -> str:
 def table(views: Sequence[View]) -> list[str]:
     """Lines for a terminal: the table, and what the metrics of a run lack."""
     rows = [list(COLUMNS), *([printable(cell, 60) for cell in cells(view)] for view in views)]
-    kept = [i for i in range(len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows[1:])]
+    kept = _kept(rows[1:])
     widths = {i: max(len(row[i]) for row in rows) for i in kept}
     return [
         "  ".join(f"{row[i]:<{widths[i]}}" if i in LEFT else f"{row[i]:>{widths[i]}}" for i in kept).rstrip()
         for row in rows
     ] + [f"warning: {line}" for line in lacks(views)]
+
+
+def _kept(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns that hold anything."""
+    return [i for i in range(len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows)]
 
 
 def lacks(views: Sequence[View]) -> list[str]:
@@ -107,22 +112,22 @@ def _lead(views: Sequence[View]) -> str:
 
 def _table(views: Sequence[View], colours: dict[str, int], place: Path) -> str:
     rows = []
+    kept = _kept([cells(view) for view in views])
     for view in views:
-        name, *numbers = cells(view)
+        found = cells(view)
         own = view.directory / PAGE
-        shown = escape(printable(name, 200))
+        shown = escape(printable(found[0], 200))
         if own.is_file():
             link = os.path.relpath(own.absolute(), place.absolute())
             shown = f"<a href='{escape(quote(os.fsencode(Path(link).as_posix())))}'>{shown}</a>"
-        kinds = ["left" if i + 1 in LEFT else "" for i in range(len(numbers))]
         marks = "".join(
-            f"<td class='{kind}'>{escape(printable(cell, 200))}</td>" if kind else f"<td>{escape(cell)}</td>"
-            for cell, kind in zip(numbers, kinds, strict=True)
+            f"<td class='left'>{escape(printable(found[i], 200))}</td>" if i in LEFT else f"<td>{escape(found[i])}</td>"
+            for i in kept[1:]
         )
         dot = f"<span class='dot b{colours[view.name]}'></span>"
         rows.append(f"<tr><th scope='row'>{dot}{shown}</th>{marks}</tr>")
     notes = "".join(f"<p class='note'>{escape(line)}</p>" for line in lacks(views))
-    head = "".join(f"<th{' class=left' if i in LEFT else ''}>{column}</th>" for i, column in enumerate(COLUMNS))
+    head = "".join(f"<th{' class=left' if i in LEFT else ''}>{COLUMNS[i]}</th>" for i in kept)
     return (
         f"<section><div class='scroll'><table class='small'><thead><tr>{head}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>{notes}</section>"

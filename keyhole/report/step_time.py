@@ -82,11 +82,16 @@ def _drawing(lanes: dict[str, list[tuple[float, float]]], shares: dict[str, floa
         at = start + (end - start) * i / 4
         x = f"{LEFT + (at - start) * scale:.1f}"
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{bottom}"/>')
-        parts.append(f'<text class="tick" x="{x}" y="{bottom + 18}" text-anchor="middle">{at:.3g}</text>')
+        parts.append(f'<text class="tick" x="{x}" y="{bottom + 18}" text-anchor="middle">{_tick(at)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="axis" x="{middle}" y="{height - 6}" text-anchor="middle">milliseconds</text>')
     label = "upload, compute and write-back during one step"
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _tick(at_ms: float) -> str:
+    """Three digits, or all of a whole number: `1,014`, not `1.01e+03`."""
+    return f"{at_ms:,.0f}" if at_ms >= 999.5 else f"{at_ms:.3g}"
 
 
 def spans_of(rows: Sequence[Span]) -> list[Span]:

@@ -22,7 +22,7 @@ def test_env_as_text_and_json(capsys: Any) -> None:
 def test_a_gpu_machine_is_printed_with_its_link() -> None:
     """GPU, limit and link lines appear when there is something to say."""
     found = {
-        "versions": {"keyhole": "0", "datasets": None},
+        "versions": {"keyhole": "0", "triton": "3.6", "datasets": None},
         "os": "Linux",
         "cpu": {"name": "x", "cores": 3},
         "host_memory": {"total_bytes": 2**34, "available_bytes": 2**33, "cgroup_limit_bytes": 2**32},
@@ -33,6 +33,7 @@ def test_a_gpu_machine_is_printed_with_its_link() -> None:
     }
     text = "\n".join(_lines(found))
     for part in (
+        "triton        3.6, usable",
         "not installed",
         "16.0 GiB, 8.0 GiB available",
         "limit 4.0 GiB",
@@ -40,4 +41,5 @@ def test_a_gpu_machine_is_printed_with_its_link() -> None:
         "50.0 GB/s each",
     ):
         assert part in text
+    assert text.count("triton") == 1
     assert "link          not measured: x" in "\n".join(_lines(found | {"link_gb_s": "not measured: x"}))

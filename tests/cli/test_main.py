@@ -50,7 +50,7 @@ SURFACE = {
         "--apply-chat-template",
     },
     "compare": {"[FILE]", "KEY=VALUE", "--dry-run", "--retry", "--allow-code-execution"},
-    "chat": {"DIR", "KEY=VALUE", "--system", "--max-new-tokens"},
+    "chat": {"DIR", "KEY=VALUE", "--system", "--plain", "--max-new-tokens"},
     "replay": {"BASE", "JOURNAL", "OUT", "KEY=VALUE", "--steps"},
     "report": {"DIR...", "-o", "--output"},
     "push": {"DIR", "ID", "--private", "--dry-run"},

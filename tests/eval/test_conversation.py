@@ -69,6 +69,26 @@ def test_the_conversation_goes_on_until_reset(tiny_model: Path, monkeypatch: pyt
     ]
 
 
+def test_a_backslash_and_plain_give_the_prompt_of_training(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts with line breaks can be asked, and without the template that they were trained without."""
+    seen = []
+    conversation = Conversation(load(tiny_model), plain=True)
+
+    def generate(ids: torch.Tensor, out: io.StringIO) -> str:
+        seen.append(conversation.tokenizer.decode(ids[0]))
+        return ""
+
+    monkeypatch.setattr(conversation, "_generate", generate)
+    too_long = f"start\\\n{'x' * 5000}\n"
+    talk(conversation, io.StringIO(f"Review: a\\\r\nVerdict:\r\n{too_long}/reset\none\\"), io.StringIO())
+    assert seen == ["Review: a\nVerdict:", "one"]
+    assert "line 3 is not answered" in capsys.readouterr().err  # its first line
+    with pytest.raises(UserError, match="with --plain there is no chat template"):
+        Conversation(conversation.model, system="Be kind.", plain=True)
+
+
 def test_without_a_template_the_model_goes_on_from_the_line(tiny_model: Path) -> None:
     """A base model continues each line by itself; a system prompt would have no place."""
     model = load(tiny_model)

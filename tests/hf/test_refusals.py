@@ -1,5 +1,6 @@
 """What a method cannot honour is told at once, without a model."""
 
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ pytest.importorskip("accelerate")
 
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
+from keyhole import hf
 from keyhole.errors import UserError
 from keyhole.hf import KeyholeArguments, KeyholeMixin, KeyholeTrainer, refusals
 from keyhole.hf.loading import wanted
@@ -25,6 +27,14 @@ def told(tmp_path: Path, method: str = "lomo", options: dict[str, Any] | None = 
     except UserError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("name", hf.__all__)
+def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Transformers imports without it, and says so only when arguments are made, with its own extra."""
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UserError, match=r"pip install 'keyhole\[hf\]'"):
+        getattr(hf, name)
 
 
 @pytest.mark.parametrize("method", list(METHODS))

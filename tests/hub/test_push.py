@@ -73,7 +73,7 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
     for says in (
         "method: `lomo`, 30 steps of 8 rows",
         "`train.jsonl`",
-        "2.9500 at the first step, 1.5500 over the last 3 that were logged",
+        "2.9500 at the first step, 1.5500 over the last 3 logged steps",
         "loss over: tokens",
         "| 30 | 1.2500 | 3.4900 | 0.7500 |",
         "peak GPU memory: 2.50 GiB",
@@ -124,7 +124,7 @@ def test_the_card_of_a_checkpoint_tells_of_its_own_steps(trained: Path) -> None:
         rows += [{"step": 10, "eval_loss": 1.5}, {"step": 20, "eval_loss": 7.5}, {"step": 29, "test_accuracy": 0.125}]
         file.writelines(json.dumps(row) + "\n" for row in rows)
     text = card(Path(shutil.copytree(trained, trained / "checkpoint-19")), "me/tuned")
-    assert "19 steps of 8 rows" in text and "3.0000 over the last 1" in text and "| 10 | 1.5000 |" in text
+    assert "19 steps of 8 rows" in text and "3.0000 at the last logged step" in text and "| 10 | 1.5000 |" in text
     assert "7.5" not in text and "0.125" not in text and "9.0" not in text
     whole = card(trained, "me/tuned")
     assert "30 steps of 8 rows" in whole and "Test of step 29: accuracy 0.1250" in whole

@@ -58,6 +58,8 @@ def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert printed[1].split()[:3] == ["a", "zo", "opt"] and "2 of 8" in printed[1] and "5.0000 -> 4.0000" in printed[1]
     assert printed[2].split()[:4] == ["b", "lomo", "opt", "done"] and "loss 1.5000, accuracy 75.0" in printed[2]
     page = output.read_text()
+    columns = re.findall("<th[^>]*>([^<]*)</th>", page.partition("</thead>")[0])
+    assert columns == printed[0].split()  # without those that are empty, such as GPU GiB
     assert "<a href='runs/b/run/report.html'>b</a>" in page and "runs/a/run" not in page
     heads = re.findall(r"<th class='left'>(\w+)</th>", page.partition("Settings that differ")[2])
     assert heads == ["method", "seed", "max_steps"]

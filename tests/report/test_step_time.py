@@ -1,5 +1,7 @@
 """The drawing of a step: shares are those of the spans, however many are drawn."""
 
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -35,3 +37,5 @@ def test_lanes_and_shares() -> None:
     assert "Step 3, 0.01 s" in section and "upload 80 %, compute 50 %" in section
     assert section.index(">upload<") < section.index(">compute<") and "write-back" not in section.partition("</svg>")[2]
     assert step_time(Story()) == ""
+    section = step_time(Story(traced_step=3, traced_s=4.056, spans=[("compute", "a", 0.0, 4056.0)]))
+    assert re.findall(r'class="tick"[^>]*>([^<]*)<', section) == ["0", "1,014", "2,028", "3,042", "4,056"]
