@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from keyhole.bench import measure
 from keyhole.bench.gradient.trials import read_trials
-from keyhole.bench.gradient.worker import load_trial, method_of, random_batch
+from keyhole.bench.gradient.worker import load_trial, method_of
 from keyhole.bench.rows import TABLES
 
 STEPS, BIN_US = 4, 20e3
@@ -47,7 +48,7 @@ def main() -> None:
     trial = next(t for t in read_trials(TABLES / "lomo.yaml", "", quick=False) if t.name == args.trial)
     model = load_trial(trial, device, trial.length)
     method = method_of(trial, model)
-    batch = random_batch(trial.batch, trial.length, model.config.vocab_size)
+    batch = measure.random_batch(trial.batch, trial.length, model.config.vocab_size)
 
     def run(steps: int) -> float:
         begin_s = time.perf_counter()

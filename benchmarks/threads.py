@@ -17,7 +17,7 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.bench.gradient.parts import step_parts, updates_alone_s
 from keyhole.bench.gradient.trials import read_trials
-from keyhole.bench.gradient.worker import load_trial, method_of, random_batch
+from keyhole.bench.gradient.worker import load_trial, method_of
 from keyhole.bench.rows import TABLES
 from keyhole.machine.sizes import GIB
 from keyhole.methods.base import Method
@@ -27,7 +27,7 @@ WARM_UP, TIMED = 3, 5
 
 def seconds(method: Method, model: keyhole.Model) -> float:
     """Of a step, one after the other without a wait between, as a run makes them."""
-    batch = random_batch(4, 1024, model.config.vocab_size)
+    batch = measure.random_batch(4, 1024, model.config.vocab_size)
     return measure.time_steps(lambda: method.step(batch), model.engine, WARM_UP, TIMED)["wall_s"]
 
 

@@ -13,7 +13,7 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.gradient.worker import product_rate, random_batch
+from keyhole.bench.gradient.worker import product_rate
 from keyhole.bench.shapes import LLAMA, LLAMA_VOCABULARY, llama_config
 
 WARM_UP, TIMED = 4, 5
@@ -30,7 +30,7 @@ def main() -> None:
     flop = 2 * 2 * tokens * (blocks * (4 * width**2 + 3 * width * mlp) + LLAMA_VOCABULARY * width)
     floor_s = flop / product_rate(device)
     model = keyhole.load(llama_config("7B"), init="random", dtype="bfloat16", device=device)
-    batch = random_batch(args.batch, args.length, LLAMA_VOCABULARY)
+    batch = measure.random_batch(args.batch, args.length, LLAMA_VOCABULARY)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {args.batch} x {args.length} tokens")
     for compiled in (False, True):
         method = keyhole.ZO(model, 1e-7, compile=compiled)

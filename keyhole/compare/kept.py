@@ -48,9 +48,9 @@ class Kept:
             settings = replace(settings, template_date=self.day)
         key = repr(settings)
         if key not in self.data:
-            self.data[key] = load_data(settings)
+            self.data[key] = replace(load_data(settings), tokenizer=None)  # a run may give its own another template
         found = self.data[key]
-        return replace(found, train=copy.copy(found.train), tokenizer=None)  # a run may give it another chat template
+        return replace(found, train=copy.copy(found.train))
 
     def data_hash(self, settings: DataSettings) -> str:
         """8 hex digits that change with any row of train, dev or test, and with the task file."""

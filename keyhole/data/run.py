@@ -117,22 +117,15 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
                 tasks.held_out, settings.batch_size, *choose(tasks.held_out, asked, positions, padding.multiple)
             )
         test = (*tasks.test, *further)
-        about = {"dev": tasks.dev, "test": test, "labels": tasks.labels, "tokenizer": _unmarked(tokenizer)}
+        about = {"dev": tasks.dev, "test": test, "labels": tasks.labels, "tokenizer": tokenizer}
         return Data(loader, batches, report, train.end_token_ids, **about)
     if settings.eval_data:
         unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
         held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
         report += [f"eval:  {line}" for line in [*lines, *overlap_line(train, held_out)]]
         batches = EvalBatches(held_out, settings.batch_size, *choose(held_out, asked, positions, padding.multiple))
-    about = {"test": further, "tokenizer": _unmarked(tokenizer)}
+    about = {"test": further, "tokenizer": tokenizer}
     return Data(loader, batches, report, train.end_token_ids, train.chat_template, **about)
-
-
-def _unmarked(tokenizer: Any) -> Any:
-    """The tokenizer as it was read. Encoding with truncation leaves its limit in a fast tokenizer, which would be saved
-    with it; encoding without takes it away."""
-    tokenizer("a")
-    return tokenizer
 
 
 def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:

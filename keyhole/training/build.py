@@ -43,7 +43,14 @@ from keyhole.training.journaling import Journaling, open_journal
 from keyhole.training.lock import Lock
 from keyhole.training.loop import Run
 from keyhole.training.metrics import MetricsFile
-from keyhole.training.model_and_method import dry_lines, load_model, make_method, total_steps, weights_source
+from keyhole.training.model_and_method import (
+    dry_lines,
+    load_model,
+    make_method,
+    shares_tokenizer,
+    total_steps,
+    weights_source,
+)
 from keyhole.training.renewal import Renewal
 from keyhole.training.reports import Reports
 from keyhole.training.request import Parts, Request
@@ -83,6 +90,8 @@ def find_job(request: Request) -> Job:
     config, origin, parts = request.config, request.origin, request.parts
     with parts.waiting.phase("reading data"):
         data = (parts.load_data or load_data)(request.settings)
+    if not shares_tokenizer(config, origin.choice):
+        data = replace(data, tokenizer=None)  # the model reads its own
     same_everywhere(parts.ranks, config, data)
     judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
     judge.check()

@@ -71,8 +71,7 @@ def load_model(
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
     how |= {"freeze": config.freeze, "expert_units": config.expert_units, **_head(config, data)}
     how["adapter"] = source == config.model  # in a checkpoint, adapters are part of the method's state
-    if source == config.model and Path(locate(source, MODEL)).is_dir():  # of a hub id, it would be named after the hub
-        how["tokenizer"] = data.tokenizer
+    how["tokenizer"] = data.tokenizer
     return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
 
 
@@ -86,6 +85,12 @@ def weights_source(config: TrainConfig, choice: select.Choice) -> str:
     row = METHODS[config.method]
     original = choice.path is None or row.from_original(getattr(config, row.section))
     return config.model if original else str(choice.path)
+
+
+def shares_tokenizer(config: TrainConfig, choice: select.Choice) -> bool:
+    """Whether the model is read from the directory of the data's tokenizer. (That of a hub id would be named after the
+    hub.)"""
+    return weights_source(config, choice) == config.model and Path(locate(config.model, MODEL)).is_dir()
 
 
 def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:

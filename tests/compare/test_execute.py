@@ -19,20 +19,21 @@ from tests.training.children import draw_nothing, server
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """A finished comparison, how often weights were opened and data prepared for it, and how many models were left when
-    memory was given back."""
+    """A finished comparison, how often weights were opened and data prepared for it, and how many models and tokenizers
+    were left when memory was given back."""
     root = tmp_path_factory.mktemp("undisturbed")
-    counts = {"weights": 0, "data": 0, "models left": 0}
-    models: weakref.WeakSet[Any] = weakref.WeakSet()
+    counts = {"weights": 0, "data": 0, "left": 0}
+    left: weakref.WeakSet[Any] = weakref.WeakSet()
     load, free_memory = kept_module.load, execute.free_memory
 
     def loaded(*args: Any, **how: Any) -> Any:
-        models.add(model := load(*args, **how))
+        model = load(*args, **how)
+        left.update((model, model.tokenizer))
         return model
 
     def freed() -> None:
         free_memory()
-        counts["models left"] += len(models)
+        counts["left"] += len(left)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, module, function in (("weights", weight_files, "_open_shard"), ("data", kept_module, "load_data")):
@@ -40,7 +41,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
             def counted(*args: Any, real: Any = real, name: str = name) -> Any:
                 counts[name] += 1
-                return real(*args)
+                found = real(*args)
+                if name == "data":
+                    left.add(found.tokenizer)
+                return found
 
             patch.setattr(module, function, counted)
         patch.setattr(kept_module, "load", loaded)
@@ -72,8 +76,8 @@ def test_the_page_shows_all_values_of_a_grid(undisturbed: tuple[Path, dict[str, 
 
 def test_weights_and_data_are_read_once(undisturbed: tuple[Path, dict[str, int]]) -> None:
     """Six runs and a zero-shot in one process: one file of weights, two draws of data (one per seed). No model is there
-    when the next one is loaded."""
-    assert undisturbed[1] == {"weights": 1, "data": 2, "models left": 0}
+    when the next one is loaded, and no tokenizer: data are kept without."""
+    assert undisturbed[1] == {"weights": 1, "data": 2, "left": 0}
 
 
 def test_nothing_but_numbers_stays(undisturbed: tuple[Path, dict[str, int]]) -> None:

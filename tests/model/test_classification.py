@@ -65,7 +65,7 @@ def test_a_base_encoder_gets_a_head_by_seed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = hf.BertModel(config("bert"))
     base.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="head=classification, num_labels=2"):
+    with pytest.raises(UserError, match="make it a classifier: head=classification"):
         keyhole.load(tmp_path, device="cpu")
     found = [keyhole.load(tmp_path, device="cpu", head="classification", num_labels=2, seed=s) for s in (5, 5, 6)]
     heads = [model.module.classifier.weight.detach() for model in found]

@@ -200,12 +200,20 @@ def test_a_run_is_made_longer_within_warmup_steps(make: Make) -> None:
     assert metrics(whole) == metrics(grown) and same(weights(whole.output_dir), weights(grown.output_dir))
 
 
-def test_resuming_a_finished_run_changes_nothing(make: Make) -> None:
-    """There is nothing left to do: exit code 0, the same weights, the same metrics."""
-    config = make()
+def test_resuming_a_finished_run_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing left to do: exit code 0, the same weights, the same metrics. The first model gets the tokenizer
+    of the data; a checkpoint has its own, and the data keep none beside it."""
+    config, given, load_model = make(), [], build.load_model
+
+    def load(config: Any, choice: Any, data: Any, *how: Any) -> Any:
+        model = load_model(config, choice, data, *how)
+        given.append(data.tokenizer is model.tokenizer or data.tokenizer)
+        return model
+
+    monkeypatch.setattr(build, "load_model", load)
     train(config)
     before, entries = weights(config.output_dir), metrics(config)
-    assert train(config, resume="") == 0
+    assert train(config, resume="") == 0 and given == [True, None]
     assert same(before, weights(config.output_dir)) and metrics(config) == entries
 
 

@@ -87,6 +87,8 @@ class TextEncoder:
             raise UserError(f"max_length: {limit} leaves no room for a text beside {special} special tokens; raise it")
         how = {} if limit is None else {"truncation": True, "max_length": limit}
         made = self.tokenizer(*columns, return_token_type_ids=self.has_types, verbose=False, **how)
+        if how:
+            self.tokenizer("a")  # takes the limit away, which a fast tokenizer keeps and the model would save with it
         types = made["token_type_ids"] if self.has_types else [None] * len(texts)
         return list(zip(made["input_ids"], types, strict=True))
 

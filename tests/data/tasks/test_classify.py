@@ -50,11 +50,13 @@ def test_pairs_are_written_as_the_family_does(encoders: dict[str, Path]) -> None
 
 
 def test_long_rows(encoders: dict[str, Path]) -> None:
-    """The longer of two texts is cut at its end, or the row dropped, or refused."""
+    """The longer of two texts is cut at its end, or the row dropped, or refused. No limit stays in the tokenizer, which
+    an evaluation has from the model."""
     long = Question("", ("x", "y"), 0, "line 3", texts=("w5", "w6 w7 w8 w9"))
     made = encoder(encoders["bert"], max_length=6)
     (row,) = made.encode([long], TWO)
     assert words(made, row.input_ids) == "[CLS] w5 [SEP] w6 w7 [SEP]" and made.truncated == 1
+    assert made.tokenizer.backend_tokenizer.truncation is None
     assert encoder(encoders["bert"], max_length=6, overlong="drop").encode([long], TWO) == [None]
     with pytest.raises(UserError, match="line 3: 8 tokens, more than max_length=6"):
         encoder(encoders["bert"], max_length=6, overlong="error").encode([long], TWO)
@@ -178,5 +180,5 @@ def test_the_preview_shows_labels(encoders: dict[str, Path], tmp_path: Path) -> 
 
 
 def test_a_base_encoder_without_head_is_refused(encoders: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match="head=classification, num_labels=2"):
+    with pytest.raises(UserError, match="make it a classifier: head=classification"):
         load_tokenizer(str(encoders["bert"]))
