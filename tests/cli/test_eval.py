@@ -45,9 +45,12 @@ def test_eval_passes_tasks_by_name(calls: list[Any]) -> None:
 
 
 def test_chat_passes_settings(calls: list[Any]) -> None:
-    """Directory, system prompt and placement arrive."""
+    """Directory, system prompt, template and placement arrive."""
     assert main(["chat", "some/out", "placement=stream", "--system", "be brief"]) == 0
-    assert calls == [(("some/out",), {"system": "be brief", "max_new_tokens": None, "placement": "stream"})]
+    assert main(["chat", "some/out", "--plain", "--max-new-tokens", "3"]) == 0
+    chatted = {"system": "be brief", "max_new_tokens": None, "plain": False, "placement": "stream"}
+    assert calls[0] == (("some/out",), chatted)
+    assert calls[1] == (("some/out",), {"system": None, "max_new_tokens": 3, "plain": True})
 
 
 BAD = [
