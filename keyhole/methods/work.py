@@ -41,7 +41,8 @@ from keyhole.methods.launches import (
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.kept_blocks import SHARE as KEPT
-from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
+from keyhole.model.backward.memory import HIDDEN, WIDE, recording_bytes, slot_count
+from keyhole.model.backward.unit_gradients import COPIES, FREE_SHARE
 from keyhole.model.forward.memory import SLOT_COUNT, launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
@@ -50,7 +51,6 @@ FORWARD_H, FORWARD_W = 51, 9
 SLOWER, BACKWARD = 1.4, 2.9
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
-FREE_SHARE = 1 / 16  # of free memory, the most that the gradients of a block may take (unit_gradients.py)
 GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
 
 
@@ -212,17 +212,31 @@ def _graph_bytes(layout: Layout, work: Workload, room: Room) -> float:
     return room.formats.dtype.itemsize * work.passes * work.tokens * found.saved_frozen
 
 
-def _may_record(layout: Layout, work: Workload, room: Room, rates: Rates, offers_compiled: bool) -> bool:
+def _may_record(
+    layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates, offers_compiled: bool
+) -> bool:
     """Whether blocks are prepared for CUDA graphs (model/backward/reverse.py): compiled ones if the batch is small,
-    others whatever its size."""
+    others whatever its size; with a budget, if it has room beside the planned step."""
     own, how = work.settings, getattr(work.settings, "activations", "block")
-    on_gpu = rates.gpu_bytes is not None and not room.is_budget and not layout.experts
+    on_gpu = rates.gpu_bytes is not None and not layout.experts
     whole = len(layout.of_kind("block")) == layout.block_count > 0
     possible = how in ("block", "auto")
     if _is_compiled(work):
         small = work.passes == 1 and launched_as_graphs(layout, work.tokens)
         possible = offers_compiled and small and how in ("block", "auto", "none")
+    if room.is_budget and not (possible and _fits_in_budget(layout, streamed, work, room)):
+        return False
     return possible and getattr(own, "fused", True) and on_gpu and whole
+
+
+def _fits_in_budget(layout: Layout, streamed: set[int], work: Workload, room: Room) -> bool:
+    """Whether a budget has room for recordings beside the planned step (model/backward/recorded_visits.py)."""
+    left = (room.limit_bytes or 0) - reverse_bytes(layout, streamed, work, room).total
+    b = room.formats.dtype.itemsize
+    needed = COPIES * b * _block_numel(layout)
+    if launched_as_graphs(layout, work.tokens):
+        needed = max(needed, work.passes * recording_bytes(layout, b, work.tokens) + room.workspace_bytes)
+    return needed <= left
 
 
 def _recording_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room, trains: bool) -> int:
@@ -235,7 +249,7 @@ def _recording_bytes(layout: Layout, streamed: set[int], work: Workload, room: R
     free = room.limit_bytes - planned.homes - planned.slots
     buffer = room.formats.dtype.itemsize * _block_numel(layout)
     found = buffer if trains else 0
-    if buffer > FREE_SHARE * free:
+    if buffer > FREE_SHARE * free and not room.is_budget:
         return 0
     if launched_as_graphs(layout, work.tokens):
         found += planned.activations + room.workspace_bytes
@@ -266,7 +280,7 @@ def reverse_work(
     kept_bytes = 0
     if getattr(work.settings, "activations", "block") == "auto":
         kept_bytes = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
-    may_record = not plain and _may_record(layout, work, room, rates, offers_compiled)
+    may_record = not plain and _may_record(layout, streamed, work, room, rates, offers_compiled)
     if may_record:
         kept_bytes += _recording_bytes(layout, streamed, work, room, trains)
     recorded = may_record and launched_as_graphs(layout, work.tokens)

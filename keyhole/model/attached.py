@@ -82,6 +82,7 @@ class Placed(Protocol):
 
     reasons: list[str]
     device_bytes: DeviceBytes
+    workspace_bytes: int
     budget_bytes: int | None
 
     def check_method(self, method: str) -> None:

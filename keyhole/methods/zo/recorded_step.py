@@ -41,13 +41,13 @@ from keyhole.methods.zo import passes
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.perturbed import PerturbedWeights
 from keyhole.methods.zo.update import Pending
-from keyhole.model.attached import Placed
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.branches import Branches
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.masks import is_plain, left_out, noted
 from keyhole.model.forward.memory import activation_bytes, launched_as_graphs
 from keyhole.model.forward.users_hooks import UsersHooks
+from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import Layout
 
 SIGHTS = 3  # a shape is captured at this step: libraries choose kernels in the first ones
@@ -88,6 +88,7 @@ class RecordedSteps:
         self.possible = model.graphs is not None and not (model.engine.streamed or model.sharded)
         self.possible = self.possible and deferred_update and not model.classifies and model.ranks.size == 1
         self.possible = self.possible and model.formats.codec is None
+        self.spare = SpareMemory(model.placed, model.device)
         self.recordings: dict[Hashable, Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
         self.hooks = UsersHooks(model.module.modules())
@@ -152,6 +153,7 @@ class RecordedSteps:
             torch.cuda.synchronize(self.perturbed.model.device)
         self.recordings.clear()
         self.seen.clear()
+        self.spare.held.pop("graphs", None)
 
     def _is_due(self, key: Hashable) -> bool:
         self.seen[key] += 1
@@ -215,6 +217,7 @@ class RecordedSteps:
             with (
                 torch.cuda.stream(self.stream),
                 no_collector(),
+                self.spare.holding("graphs"),
                 perturbed.captured(self.now.step, self.branches, self.more),
             ):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -230,11 +233,12 @@ class RecordedSteps:
 
     def _branch(self, pairs: int) -> None:
         """Makes streams and copies for this number of pairs, or for one pair."""
-        perturbed, free_bytes = self.perturbed, self._free_bytes()
+        perturbed, free_bytes = self.perturbed, self.spare.left()
         if 2 * (pairs - 1) * perturbed.plus.nbytes > SHARE * free_bytes or perturbed.factors is not None:
             pairs = 1
         self.branches = Branches(perturbed.model.device, pairs)
         self.more = [(torch.empty_like(perturbed.plus), torch.empty_like(perturbed.minus)) for _ in range(pairs - 1)]
+        self.spare.held["copies"] = 2 * (pairs - 1) * perturbed.plus.nbytes
 
     def _set_numbers(self) -> None:
         """Writes the pending update and the step numbers to the device."""
@@ -258,21 +262,7 @@ class RecordedSteps:
         tokens = max(batch.inputs["input_ids"].numel() for batch in looks.passes)
         count = len(looks.batches) if self.perturbed.factors is not None else 1  # of looks that pass a block together
         moving = activation_bytes(model.layout, tokens * count, len(looks.passes) // count, model.dtype.itemsize)
-        return ROOM * sum(home.nbytes for home in homes) + 2 * moving <= self._free_bytes()
-
-    def _free_bytes(self) -> int:
-        """Of the device, or of the budget."""
-        device, placed = self.perturbed.model.device, self.perturbed.model.placed
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return left_of(placed, free_bytes, torch.cuda.memory_reserved(device))
-
-
-def left_of(placed: Placed | None, free_bytes: int, reserved_bytes: int) -> int:
-    """Bytes that recordings may take. A budget must also hold the largest step that was planned, eagerly, which may
-    still come."""
-    if placed is None or placed.budget_bytes is None:
-        return free_bytes
-    return min(free_bytes, placed.budget_bytes - max(reserved_bytes, placed.device_bytes.total))
+        return self.spare.has(ROOM * sum(home.nbytes for home in homes) + 2 * moving)
 
 
 def is_short(layout: Layout, tokens: int, looks: int, low_rank: bool) -> bool:

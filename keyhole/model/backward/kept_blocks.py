@@ -9,7 +9,7 @@ The limit is the budget, or the free memory of the device. The bytes of one bloc
 the same bits either way, so this choice may depend on memory.
 
 Small blocks run as CUDA graphs (recorded.py), whose memory is their own, for every shape of batches: they keep
-activations as long as SPARE of the device's memory stays free.
+activations as long as SPARE of the device's memory, or of the budget beside the planned step, stays free.
 """
 
 import math
@@ -18,16 +18,17 @@ import torch
 
 from keyhole.model.backward.memory import HIDDEN, WIDE
 from keyhole.model.model import Model
+from keyhole.model.spare_memory import SpareMemory
 
 SHARE = 0.75  # below 1 because activations are freed and allocated in pieces
-SPARE = 0.25  # of the device's memory stays free beside graphs that keep activations for good
+SPARE = 0.25  # of the memory stays free beside graphs that keep activations for good
 
 
 class KeptBlocks:
     """Chooses the first block that keeps its graph."""
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, spare: SpareMemory) -> None:
+        self.model, self.spare = model, spare
         self.first: dict[int, float] = {}  # by the number of tokens; nan: will be known after this step
         blocks = model.layout.of_kind("block")
         wide = max((max(t.shape[-2:]) for u in blocks for t in u.tensors if len(t.shape) > 1), default=0)
@@ -37,8 +38,9 @@ class KeptBlocks:
         """Whether a recording of one block can keep its activations of this number of tokens."""
         if self.model.device.type != "cuda" or self.model.engine.streamed:
             return False
-        free, total = torch.cuda.mem_get_info(self.model.device)
-        return free - self.bytes_per_token * tokens >= SPARE * total
+        _, total = torch.cuda.mem_get_info(self.model.device)
+        total = total if self.spare.budget_bytes is None else self.spare.budget_bytes
+        return self.spare.left() - self.bytes_per_token * tokens >= SPARE * total
 
     def first_kept(self, tokens: int) -> float:
         """The first block that keeps its graph in a step on this number of tokens."""

@@ -36,6 +36,15 @@ HIDDEN, WIDE = 18, 6
 HELD = 2  # units of experts that are on the device at the same time (experts.py)
 
 
+def recording_bytes(layout: Layout, itemsize: int, tokens: int) -> int:
+    """The most that CUDA graphs of all blocks take for one pass over so many tokens (recorded.py): the inputs of all
+    blocks and two gradients, a buffer for the gradients of a block and two copies of it, and the activations of a block
+    twice: in the pool, and of the eager run that the first replay is compared with."""
+    inputs = (layout.block_count + 3) * tokens * layout.table.shape[1]
+    blocks = 3 * layout.blocks_numel // max(1, layout.block_count)
+    return int(itemsize * (inputs + blocks + 2 * tokens * block_numel(layout)) * FRAGMENTATION)
+
+
 @dataclass(frozen=True)
 class ReverseBytes:
     """The parts of the device peak."""

@@ -36,7 +36,7 @@ values, a block whose gradients reach parameters outside of it, and code that ca
 
 Bytes per pass: the inputs of all blocks (which are kept between forward and backward in any case) for the longest
 shape, two gradients of such an input, and in the pool one block's activations; where activations are kept, those of all
-blocks for every shape.
+blocks for every shape. All of it is memory that a step can do without (model/spare_memory.py).
 """
 
 import itertools
@@ -50,6 +50,7 @@ from keyhole.machine.collector import no_collector
 from keyhole.model.backward.block_graph import BlockGraph
 from keyhole.model.backward.static_memory import StaticMemory, Values, copy_into
 from keyhole.model.forward.graphs import signature_of, tensors_of
+from keyhole.model.spare_memory import SpareMemory
 
 MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
 MOST_PARAMETERS = 2**20  # elements of parameter gradients per recording; those of linear layers go to the buffer
@@ -71,8 +72,9 @@ class _Recording:
 class RecordedBlocks(StaticMemory):
     """Captures and replays the forward, the backward and the updates of blocks. turn: the index of the pass."""
 
-    def __init__(self, device: torch.device, block_count: int, rehearses: bool = False) -> None:
-        super().__init__(device)
+    def __init__(self, spare: SpareMemory, block_count: int, rehearses: bool = False) -> None:
+        super().__init__(spare.device)
+        self.spare, device = spare, spare.device
         self.block_count, self.rehearses = block_count, rehearses
         self.pool, self.stream = self._new_pool(), torch.cuda.Stream(device)
         self.kept_pools: dict[Hashable, tuple[int, Any]] = {}  # of kept activations: the last block, and the pool
@@ -226,7 +228,7 @@ class RecordedBlocks(StaticMemory):
             self.pool = self._new_pool()
         torch.cuda.synchronize(self.device)
         try:
-            with torch.cuda.stream(self.stream), no_collector():
+            with torch.cuda.stream(self.stream), no_collector(), self.spare.holding("graphs"):
                 one.graph.capture_begin(pool=pool or self.pool, capture_error_mode="thread_local")
                 try:
                     one.result = run()
@@ -237,6 +239,7 @@ class RecordedBlocks(StaticMemory):
             self.pool = self._new_pool()  # the old one may count as still being captured to
             self.kept_pools.clear()
         torch.cuda.synchronize(self.device)
+        self.spare.held["static memory"] = self.nbytes
         return one
 
     def _new_pool(self) -> Any:
@@ -299,3 +302,5 @@ class RecordedBlocks(StaticMemory):
         for kind in [one for one in self.seen if one[0] == "reverse" and one[-1]]:  # of forwards that are dropped
             del self.seen[kind]
         self.pool = self._new_pool()  # the old pool is freed with its last graph
+        for kind in ("graphs", "static memory"):
+            self.spare.held.pop(kind, None)

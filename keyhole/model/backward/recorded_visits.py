@@ -2,9 +2,10 @@
 
 A visit is recorded (captured as a CUDA graph) if all of these hold. It is a function of its inputs and weights (no
 mapping, no random numbers). Its block is small and used once per pass (a second visit would overwrite the output of the
-first). No module in it has a hook of the user's (forward/users_hooks.py). The first backward pass of the block, which
-always runs eagerly, gave gradients only to the block's own parameters. The sink's `linear` can be recorded (sink.py:
-Recordable); any other sink that takes gradients as tensors is wrapped in UnitGradients.
+first). A budget, if there is one, has room for recordings of so many tokens (model/spare_memory.py). No module in it
+has a hook of the user's (forward/users_hooks.py). The first backward pass of the block, which always runs eagerly, gave
+gradients only to the block's own parameters. The sink's `linear` can be recorded (sink.py: Recordable); any other sink
+that takes gradients as tensors is wrapped in UnitGradients.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import nn
 
 from keyhole.model.backward.block_graph import BlockGraph
 from keyhole.model.backward.kept_blocks import KeptBlocks
+from keyhole.model.backward.memory import recording_bytes
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.sink import Recordable, Sink
 from keyhole.model.backward.tape import Visit, pass_on
@@ -45,6 +47,7 @@ class RecordedVisits:
     ) -> None:
         self.blocks, self.run_whole, self.kept = recorded, run_whole, kept
         self.new_buffer = partial(UnitGradients, model.layout, model.dtype, self.blocks)
+        self.needs = partial(recording_bytes, model.layout, model.dtype.itemsize)
         self.units_of = units_of
         self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
         self.parameters = [list(block.parameters()) for block in blocks]
@@ -56,6 +59,7 @@ class RecordedVisits:
         self.offers: dict[Any, list[FlatTensor]] = {}  # accepted offers of a recordable backward, by its dependencies
         self.visited: set[tuple[int, int]] = set()  # (pass, block) of this forward pass
         self.repeats = False  # whether a block is used twice in a pass
+        self.fits: dict[tuple[int, int], bool] = {}  # by pass and tokens: whether recordings fit in the budget
         self._reaching: set[int] | None = None  # the entry of `reached` that is being filled
         self._offering: list[FlatTensor] | None = None  # the entry of `offers` that is being filled
 
@@ -80,13 +84,27 @@ class RecordedVisits:
             self.trained = trained
 
     def are_small(self, batches: list[DeviceBatch]) -> bool:
-        """Whether every block is small in every pass."""
+        """Whether every block is small in every pass, and may be recorded."""
         largest = max(self.numel_of.values(), default=0)
-        return all(2 * largest * one.inputs["input_ids"].numel() <= SMALL_FLOP for one in batches)
+        tokens_of = [one.inputs["input_ids"].numel() for one in batches]
+        small = all(2 * largest * tokens <= SMALL_FLOP for tokens in tokens_of)
+        return small and all(self._fits(turn, tokens) for turn, tokens in enumerate(tokens_of))
 
-    def _is_small(self, block: int, values: list[Any]) -> bool:
+    def _is_small(self, visit: Visit, values: list[Any]) -> bool:
         tokens = _tokens(values)
-        return tokens is not None and 2 * self.numel_of[block] * tokens <= SMALL_FLOP
+        if tokens is None or 2 * self.numel_of[visit.block] * tokens > SMALL_FLOP:
+            return False
+        return self._fits(visit.index, tokens)
+
+    def _fits(self, turn: int, tokens: int) -> bool:
+        """Whether recordings of a pass over so many tokens fit in the budget beside the planned step, and beside the
+        recordings that there are when the first block asks."""
+        spare = self.blocks.spare
+        if spare.budget_bytes is None:
+            return True
+        if (turn, tokens) not in self.fits:
+            self.fits[turn, tokens] = spare.has(self.needs(tokens) + spare.placed.workspace_bytes)
+        return self.fits[turn, tokens]
 
     def first_run(self, visit: Visit, values: list[Any]) -> Any:
         """The output of a block, and what it wrote into mappings."""
@@ -95,7 +113,7 @@ class RecordedVisits:
         self.visited.add(here)
         if not visit.is_plain:
             return visit._run(values)
-        if self.repeats or visit.block in self.hooked or not self._is_small(visit.block, values):
+        if self.repeats or visit.block in self.hooked or not self._is_small(visit, values):
             return visit.run(values), []
 
         def keep(static: list[Any]) -> BlockGraph:
@@ -128,7 +146,7 @@ class RecordedVisits:
             return False
         self._reaching = None
         inside = self.reached[visit.block] <= {id(param) for param in self.own[visit.block]}
-        return inside and self._is_small(visit.block, visit.values)
+        return inside and self._is_small(visit, visit.values)
 
     def reverse(
         self,

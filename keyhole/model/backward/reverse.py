@@ -45,6 +45,7 @@ from keyhole.model.backward.vocabulary import TakesRows, VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.model import Model
+from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.homes import view
 from keyhole.weak import weakly
@@ -81,7 +82,8 @@ class Reverse:
         self.compiled = Compiled(backend, model.changes, keep=activations == "none") if compiled else None
         runs_again = fused and activations != "none" and not compiled
         self.recompute = [second_run(block) for block in self.blocks] if runs_again else None
-        self.kept = KeptBlocks(model) if activations == "auto" and not compiled else None
+        spare = SpareMemory(model.placed, model.device)
+        self.kept = KeptBlocks(model, spare) if activations == "auto" and not compiled else None
         keeps_all = self.compiled is not None and activations == "none"
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
@@ -89,10 +91,10 @@ class Reverse:
         records = fused and (activations in ("block", "auto") or keeps_all) and model.reverse_graphs
         records = records and model.graphs is not None and not model.sharded and not model.layout.experts
         self.visits: RecordedVisits | None = None
-        if records and has_room(model):
-            recorded = RecordedBlocks(model.device, len(self.blocks), rehearses=self.compiled is not None)
+        if records and has_room(model, spare):
+            recorded = RecordedBlocks(spare, len(self.blocks), rehearses=self.compiled is not None)
             run_whole = weakly(self._run_whole)
-            room = KeptBlocks(model) if keeps_all else self.kept
+            room = KeptBlocks(model, spare) if keeps_all else self.kept
             if room is not None:
                 no_stream_warning(model.changes)
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)

@@ -55,6 +55,12 @@ class StaticMemory:
         for kept in (self.copied, self.places, self.static):
             kept.clear()
 
+    @property
+    def nbytes(self) -> int:
+        """Of all places."""
+        copies = sum(copied.place.nbytes for copied in self.copied.values())
+        return copies + sum(place.nbytes for place in self.places.values())
+
     def is_static(self, tensor: torch.Tensor) -> bool:
         """Whether the next replay may overwrite this tensor."""
         return tensor.data_ptr() in self.static

@@ -11,8 +11,9 @@ weights. So for small blocks UnitGradients stands between the two:
 If a sink's updates are kernels at fixed addresses, with their numbers (rate, step) on the device, they are captured as
 well: one launch for all matrices of a unit.
 
-Bytes: one block's gradients, at most FREE_SHARE of the free memory. With a budget, which has no room for it, the buffer
-is not used. The sink computes the same numbers either way, so this choice may depend on memory.
+Bytes: one block's gradients, at most FREE_SHARE of the free memory. With a budget the buffer is used if COPIES of it
+are left beside the planned step (model/spare_memory.py): while a backward pass is captured there are two copies more,
+to compare and to restore. The sink computes the same numbers either way, so this choice may depend on memory.
 """
 
 from collections.abc import Hashable
@@ -23,9 +24,11 @@ import torch
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.sink import Sink
 from keyhole.model.model import Model
+from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 
 FREE_SHARE = 1 / 16
+COPIES = 4
 
 
 def block_bytes(layout: Layout, itemsize: int) -> int:
@@ -36,13 +39,14 @@ def block_bytes(layout: Layout, itemsize: int) -> int:
     return max(sizes.values(), default=0)
 
 
-def has_room(model: Model) -> bool:
+def has_room(model: Model, spare: SpareMemory) -> bool:
     """Whether the gradients of a block fit in memory."""
-    planned = model.placed is not None and model.placed.budget_bytes is not None
-    if planned or model.device.type != "cuda":
+    needed = block_bytes(model.layout, model.dtype.itemsize)
+    if model.device.type != "cuda" or needed == 0:
         return False
-    free_bytes, _ = torch.cuda.mem_get_info(model.device)
-    return 0 < block_bytes(model.layout, model.dtype.itemsize) <= free_bytes * FREE_SHARE
+    if spare.budget_bytes is not None:
+        return spare.has(COPIES * needed)
+    return needed <= spare.left() * FREE_SHARE
 
 
 @runtime_checkable
@@ -74,6 +78,7 @@ class UnitGradients:
         numel = block_bytes(layout, dtype.itemsize) // dtype.itemsize
         trains = any(tensor.param.requires_grad for tensor in layout.tensors)
         self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.device)  # compared later: no nan
+        recorded.spare.held["gradients"] = self.buffer.nbytes
         begins: dict[int, int] = {}
         for unit in reversed(layout.of_kind("block")):
             begins[unit.block] = unit.start

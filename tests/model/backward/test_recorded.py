@@ -1,6 +1,7 @@
 """Recorded blocks: the same bits as blocks that are launched kernel by kernel, for every method that has a reverse."""
 
 from collections.abc import Callable
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -57,6 +58,31 @@ def test_recorded_blocks_give_the_same_bits(name: str, dtype: str, micro_batches
     assert plain[2].reverse.recorded is None
     kinds = [key[0][0] for key, one in recorded[2].reverse.recorded.recordings.items() if one is not None]
     assert "forward" in kinds and "reverse" in kinds, recorded[2].reverse.recorded.why
+
+
+def within(name: str, budget: int | None) -> tuple[list[float], bytes, int, int, int]:
+    """In a process of its own, because a budget counts all that the process holds: losses, weights, recordings, the
+    bytes of the planned step, and the largest number of bytes reserved."""
+    work = keyhole.Workload(name.split()[0], tokens=2 * 9, passes=2, clips="clipped" in name)
+    how = {"dtype": "bfloat16", "placement": "resident", "gpu_memory": budget, "workload": work}
+    losses, weights, method = trained(name, True, 2, **how)
+    found = method.reverse.recorded
+    count = 0 if found is None else sum(one is not None for one in found.recordings.values())
+    weights = torch.cat([w.flatten() for w in weights]).numpy().tobytes()
+    return losses, weights, count, method.model.placed.device_bytes.total, torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.parametrize("name", ["lomo", "lomo clipped", "adam-offload", "lsp"])
+def test_a_budget_with_room_records_and_one_without_does_not(name: str) -> None:
+    """The same bits in both, and as without a budget; both keep their budget."""
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        expected, weights, count, planned, _ = pool.apply(within, (name, None))
+        roomy, of_roomy, recorded, _, reserved = pool.apply(within, (name, 2**30))
+        tight, of_tight, eager, _, little = pool.apply(within, (name, planned))
+    assert recorded == count > 0 and eager == 0
+    assert expected == roomy == tight
+    assert weights == of_roomy == of_tight
+    assert reserved <= 2**30 and little <= planned
 
 
 KEEPING: dict[str, Callable[..., Any]] = {

@@ -19,6 +19,7 @@ from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.recorded_visits import RecordedVisits
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.forward.graphs import tensors_of
+from keyhole.model.spare_memory import SpareMemory
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 
@@ -46,6 +47,7 @@ class Imitated(RecordedBlocks):
 
     def __init__(self, reverse: Reverse) -> None:
         self.device, self.block_count, self.owner = torch.device("cpu"), len(reverse.blocks), reverse
+        self.spare = SpareMemory(None, self.device)
         self.recordings, self.copied, self.places, self.static, self.why = {}, {}, {}, set(), ""
         self.ran, self.kept_pools, self.rehearses = {}, {}, reverse.compiled is not None
         self.kept_in: dict[int, list[tuple[Any, int]]] = {}  # by pool: pass and shape, block

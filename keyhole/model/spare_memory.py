@@ -1,0 +1,65 @@
+"""Device memory for what makes steps faster and need not be: CUDA graphs, buffers, activations that graphs keep.
+
+    without a budget    what is free on the device
+    with a budget       budget - max(reserved, planned + held), at most what is free
+
+planned: the largest step of the plan. It runs without any of this, and may still come: a longer batch, another shape.
+held: what recordings keep for good beside it, which the plan does not count. reserved: by PyTorch's allocator, all of
+this included.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from keyhole.model.attached import Placed
+
+
+def left_of(placed: Placed | None, free_bytes: int, reserved_bytes: int, held_bytes: int = 0) -> int:
+    """Bytes that optional memory may take."""
+    if placed is None or placed.budget_bytes is None:
+        return free_bytes
+    beside = max(reserved_bytes, placed.device_bytes.total + held_bytes)
+    return min(free_bytes, placed.budget_bytes - beside)
+
+
+class SpareMemory:
+    """Counts what is held of it, by kind."""
+
+    def __init__(self, placed: Placed | None, device: torch.device) -> None:
+        self.placed, self.device = placed, device
+        self.held: Counter[str] = Counter()
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self.placed is None else self.placed.budget_bytes
+
+    def left(self) -> int:
+        """Bytes that are left now."""
+        if self.device.type != "cuda":
+            return 0
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        return left_of(self.placed, free_bytes, torch.cuda.memory_reserved(self.device), self.held.total())
+
+    def has(self, needed_bytes: float) -> bool:
+        """Whether so many bytes are left, if need be after the allocator has given back what it does not use."""
+        if self.left() >= needed_bytes:
+            return True
+        if self.budget_bytes is None or self.device.type != "cuda":
+            return False
+        torch.cuda.empty_cache()
+        return self.left() >= needed_bytes
+
+    @contextmanager
+    def holding(self, kind: str) -> Iterator[None]:
+        """A context for a capture: what the pools of graphs grow by is held."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.memory_reserved(self.device)
+        try:
+            yield
+        finally:
+            self.held[kind] += max(0, torch.cuda.memory_reserved(self.device) - before)

@@ -1,0 +1,53 @@
+"""Optional memory never takes what a budget needs for the largest planned step."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.model.spare_memory import SpareMemory, left_of
+
+BYTES = st.integers(0, 100)
+
+
+def placed(budget: int | None, planned: int) -> Any:
+    return SimpleNamespace(budget_bytes=budget, device_bytes=SimpleNamespace(total=planned), workspace_bytes=0)
+
+
+@given(BYTES, BYTES, BYTES, BYTES)
+def test_without_a_budget_what_is_free_is_left(free: int, reserved: int, planned: int, held: int) -> None:
+    assert left_of(None, free, reserved, held) == left_of(placed(None, planned), free, reserved, held) == free
+
+
+@given(st.integers(0, 100), BYTES, BYTES, st.lists(st.tuples(BYTES, BYTES), max_size=6))
+def test_recordings_leave_room_for_the_planned_step(
+    free: int, budget: int, planned: int, asked: list[tuple[int, int]]
+) -> None:
+    """One recording after the other takes what it asks for if so much is left, while the allocator holds more or less
+    beside: the largest planned step fits the budget beside all of them, and so does whatever is reserved."""
+    held = 0
+    for takes, cached in asked:
+        reserved = held + cached
+        left = left_of(placed(budget, planned), free, reserved, held)
+        if takes <= left:
+            held += takes
+            assert takes <= free and held + planned <= budget and held + cached <= budget
+
+
+def test_what_pools_grow_by_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a capture that fails; and memory that the allocator gives back is left again."""
+    reserved = [30]
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.__setitem__(0, 30))
+    spare = SpareMemory(placed(100, 40), torch.device("cuda"))
+    assert spare.left() == 60
+    with pytest.raises(RuntimeError), spare.holding("graphs"):
+        reserved[0] = 45
+        raise RuntimeError("operation not permitted when stream is capturing")
+    assert spare.held.total() == 15 and spare.left() == 45
+    reserved[0] = 90
+    assert spare.left() == 10 and spare.has(45) and not spare.has(46)
