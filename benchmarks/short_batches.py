@@ -27,6 +27,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,13 @@ def cases(shape: Shape, device: str, budget: str) -> dict[str, tuple[str | None,
                 shape, device, lambda m: keyhole.ZO(m, 1e-6), "zo", placement="stream", gpu_memory=budget or None
             ),
         ),
+        **{
+            f"{name} in 4GiB": (plain, partial(ours, shape, device, make, name, gpu_memory="4GiB"))
+            for name, plain, make in (
+                ("lomo", "sgd", lambda m: keyhole.LOMO(m, 1e-4, **KEEPS)),
+                ("adam-offload", "adamw", lambda m: keyhole.AdamOffload(m, 1e-5, **KEEPS)),
+            )
+        },
         "lomo streamed": (
             "sgd",
             lambda: ours(shape, device, lambda m: keyhole.LOMO(m, 1e-4), "lomo", placement="stream"),

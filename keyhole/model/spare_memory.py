@@ -31,6 +31,7 @@ class SpareMemory:
     def __init__(self, placed: Placed | None, device: torch.device) -> None:
         self.placed, self.device = placed, device
         self.held: Counter[str] = Counter()
+        self.asked_bytes = 0.0  # the most that was asked for at once
 
     @property
     def budget_bytes(self) -> int | None:
@@ -45,6 +46,7 @@ class SpareMemory:
 
     def has(self, needed_bytes: float) -> bool:
         """Whether so many bytes are left, if need be after the allocator has given back what it does not use."""
+        self.asked_bytes = max(self.asked_bytes, needed_bytes)
         if self.left() >= needed_bytes:
             return True
         if self.budget_bytes is None or self.device.type != "cuda":
@@ -54,10 +56,14 @@ class SpareMemory:
 
     @contextmanager
     def holding(self, kind: str) -> Iterator[None]:
-        """A context for a capture: what the pools of graphs grow by is held."""
+        """A context for a capture: what the pools of graphs grow by is held. In a capture the allocator gives nothing
+        back, so with a budget it does before."""
         if self.device.type != "cuda":
             yield
             return
+        budget = self.budget_bytes
+        if budget is not None and torch.cuda.memory_reserved(self.device) + self.asked_bytes > budget:
+            torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         try:
             yield

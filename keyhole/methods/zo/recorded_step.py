@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from keyhole.machine.collector import no_collector
+from keyhole.machine.captures import capturing
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo import passes
 from keyhole.methods.zo.looks import Looks
@@ -215,16 +215,12 @@ class RecordedSteps:
         try:
             self.branches.forked.clear()
             with (
-                torch.cuda.stream(self.stream),
-                no_collector(),
                 self.spare.holding("graphs"),
+                torch.cuda.stream(self.stream),
                 perturbed.captured(self.now.step, self.branches, self.more),
+                capturing(graph, self.pool, self.stream),
             ):
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    recording.nll = passes.run(perturbed, recording.looks, steady=False)
-                finally:
-                    graph.capture_end()
+                recording.nll = passes.run(perturbed, recording.looks, steady=False)
             recording.graph = graph
         except Exception as error:  # any operation of the model that cannot be captured
             self.why = str(error).partition("\n")[0]

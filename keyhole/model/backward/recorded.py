@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 
-from keyhole.machine.collector import no_collector
+from keyhole.machine.captures import capturing
 from keyhole.model.backward.block_graph import BlockGraph
 from keyhole.model.backward.static_memory import StaticMemory, Values, copy_into
 from keyhole.model.forward.graphs import signature_of, tensors_of
@@ -228,12 +228,8 @@ class RecordedBlocks(StaticMemory):
             self.pool = self._new_pool()
         torch.cuda.synchronize(self.device)
         try:
-            with torch.cuda.stream(self.stream), no_collector(), self.spare.holding("graphs"):
-                one.graph.capture_begin(pool=pool or self.pool, capture_error_mode="thread_local")
-                try:
-                    one.result = run()
-                finally:
-                    one.graph.capture_end()
+            with self.spare.holding("graphs"), capturing(one.graph, pool or self.pool, self.stream):
+                one.result = run()
         except RuntimeError as error:
             one, self.why = None, str(error).partition("\n")[0]
             self.pool = self._new_pool()  # the old one may count as still being captured to

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.machine.collector import no_collector
+from keyhole.machine.captures import capturing
 from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
@@ -153,12 +153,8 @@ class BlockGraphs:
             self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.model.device)
         try:
-            with torch.cuda.stream(self.stream), no_collector():
-                one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    one.output = ordinary(*static_args, **static_kwargs)
-                finally:
-                    one.graph.capture_end()
+            with capturing(one.graph, self.pool, self.stream):
+                one.output = ordinary(*static_args, **static_kwargs)
         except RuntimeError:
             torch.cuda.synchronize(self.model.device)
             return None

@@ -74,15 +74,16 @@ def within(name: str, budget: int | None) -> tuple[list[float], bytes, int, int,
 
 @pytest.mark.parametrize("name", ["lomo", "lomo clipped", "adam-offload", "lsp"])
 def test_a_budget_with_room_records_and_one_without_does_not(name: str) -> None:
-    """The same bits in both, and as without a budget; both keep their budget."""
+    """The same bits in both, and as without a budget; both keep their budget. (16 MiB are less than cuBLAS takes for a
+    stream on which graphs are captured.)"""
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         expected, weights, count, planned, _ = pool.apply(within, (name, None))
         roomy, of_roomy, recorded, _, reserved = pool.apply(within, (name, 2**30))
-        tight, of_tight, eager, _, little = pool.apply(within, (name, planned))
+        tight, of_tight, eager, _, little = pool.apply(within, (name, planned + 2**24))
     assert recorded == count > 0 and eager == 0
     assert expected == roomy == tight
     assert weights == of_roomy == of_tight
-    assert reserved <= 2**30 and little <= planned
+    assert reserved <= 2**30 and little <= planned + 2**24
 
 
 KEEPING: dict[str, Callable[..., Any]] = {

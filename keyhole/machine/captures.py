@@ -1,0 +1,31 @@
+"""Captures CUDA graphs, and tells PyTorch's allocator when a capture has failed.
+
+While a graph is captured, the allocator gives no cached memory back. A capture that an operation has made invalid
+cannot be ended in order, and then counts as still going on: for the rest of the process neither empty_cache() nor an
+allocation that finds no room would free what is cached.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from keyhole.machine.collector import no_collector
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """A context whose launches are captured, on this stream and with the memory of this pool. Raises what they raise,
+    or RuntimeError if they cannot be captured."""
+    try:
+        with torch.cuda.stream(stream), no_collector():
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    except BaseException:
+        with suppress(RuntimeError):  # it has ended in order
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        raise
