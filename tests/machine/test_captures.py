@@ -1,0 +1,59 @@
+"""A capture that fails leaves nothing behind."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole.machine import captures
+
+
+class Graph:
+    """Stands for a CUDA graph on a machine without CUDA."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self.calls = ends, []
+
+    def capture_begin(self, **how: Any) -> None:
+        self.calls.append("begin")
+
+    def capture_end(self) -> None:
+        self.calls.append("end")
+        if not self.ends:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(("raises", "ends"), [(False, True), (True, True), (True, False)])
+def test_the_allocator_hears_of_every_failed_capture(monkeypatch: pytest.MonkeyPatch, raises: bool, ends: bool) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: told.append(of), raising=False)
+    graph, stream = Graph(ends), type("Stream", (), {"device_index": 0})()
+    try:
+        with captures.capturing(graph, (0, 7), stream):
+            if raises:
+                raise ValueError("a host read")
+    except (ValueError, RuntimeError) as error:
+        assert raises, error
+    assert graph.calls == ["begin", "end"]
+    assert told == ([(0, (0, 7))] if raises else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_is_given_back_after_a_failed_capture() -> None:
+    """A host read makes a capture invalid; what is cached afterwards can be freed all the same."""
+    ones, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError),
+        captures.capturing(graph, torch.cuda.graph_pool_handle(), torch.cuda.Stream()),
+    ):
+        (2 * ones).sum().item()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    held = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    del held
+    assert torch.cuda.memory_reserved() >= before + 2**28
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
