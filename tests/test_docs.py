@@ -16,8 +16,8 @@ from keyhole.config import load_config
 from keyhole.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
-HISTORY = (ROOT / "LOG.md", ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").glob("*.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+HISTORY = (ROOT / "LOG.md", ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").rglob("*.md"))
 OF_TODAY = [page for page in PAGES if page not in HISTORY]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.-])((?:keyhole|tests|benchmarks|scripts|docs)/[\w./*<>-]*[\w>]/?)")
