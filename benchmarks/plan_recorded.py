@@ -1,4 +1,4 @@
-"""The planner against recorded measurements, without a GPU: bytes and seconds of the runs in benchmarks/.
+"""The planner against recorded measurements, without a GPU: bytes and seconds of the runs in benchmarks/records/.
 
     python -m benchmarks.plan_recorded                          # all records of an H200
     python -m benchmarks.plan_recorded --only lomo --all        # some of them; --all: ablations and early versions too
@@ -67,7 +67,7 @@ from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile
 from keyhole.plan.table import Question, make_row
 
-HERE = Path(__file__).parent
+RECORDS = Path(__file__).parent / "records"
 LATEST = (
     "zo_h200_2026-11-16", "zo_h200_2026-11-15_h", "zo_h200_2026-11-15_i", "zo_h200_2026-11-15_j",
     "zo_h200_2026-11-15_e",
@@ -258,7 +258,7 @@ def plan(record: Record, rates: Rates, modules: dict[str, Any]) -> dict[str, Any
 def checks(path: Path, modules: dict[str, Any]) -> Iterator[tuple[Case, dict[str, Any]]]:
     """The cases of a run of plan_check.py, planned now, beside what was measured then."""
     found = json.loads(path.read_text())
-    host = json.loads((HERE / f"{CHECKS[1]}.json").read_text())["rates"]
+    host = json.loads((RECORDS / f"{CHECKS[1]}.json").read_text())["rates"]
     known = {} if "called" in found["rates"] else {name: host[name] for name in HOST}
     rates = Rates.from_dict(found["rates"] | known)
     if path.stem == EIGHTH:
@@ -294,7 +294,7 @@ def main() -> None:
     args = parser.parse_args()
     rates, modules, results = profile("h200"), {}, []
     if args.checks:
-        for path in args.files or [HERE / f"{name}.json" for name in CHECKS]:
+        for path in args.files or [RECORDS / f"{name}.json" for name in CHECKS]:
             print(path.stem)
             results = []
             for case, found in checks(path, modules):
@@ -304,7 +304,7 @@ def main() -> None:
             print("\n".join(summary(results)))
         return None
     print("\n".join(rates.lines()))
-    for path in args.files or [HERE / f"{name}.json" for name in LATEST]:
+    for path in args.files or [RECORDS / f"{name}.json" for name in LATEST]:
         for record in records(path, args.all):
             if args.only not in record.name:
                 continue

@@ -1,6 +1,6 @@
 """bf16 weights with stochastic rounding follow fp32; rounded to nearest they stall. Shown on the embedded model.
 
-    python benchmarks/rounding.py [--method zo | lomo] [--steps N] [--lr LR] [--out benchmarks]
+    python benchmarks/rounding.py [--method zo | lomo] [--steps N] [--lr LR] [--out DIR]
 
 Runs from the same weights, on the same batches (zo: with the same noise): fp32 weights, bf16 weights with stochastic
 rounding, bf16 weights rounded to nearest; for zo also 8-bit weights with stochastic rounding, for lomo bf16 weights
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/records"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     default = SETTINGS[args.method]

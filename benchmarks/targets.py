@@ -1,6 +1,6 @@
 """The targets of our own runs, and whether they are met.
 
-    python benchmarks/targets.py benchmarks/zo_h200_2026-11-15_i.json [more files]
+    python benchmarks/targets.py benchmarks/records/zo_h200_2026-11-15_i.json [more files]
 
 Reads the JSON that `keyhole bench zo` or `keyhole bench snapshots` wrote. Zeroth-order: 2048-token sequences, random
 weights, every row timed in one run; a ratio is tok/s over tok/s of the textbook loop. Snapshots: tok/s with checkpoints

@@ -16,8 +16,8 @@ from keyhole.config import load_config
 from keyhole.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
-HISTORY = (ROOT / "LOG.md", ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").glob("*.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+HISTORY = (ROOT / "LOG.md", ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").rglob("*.md"))
 OF_TODAY = [page for page in PAGES if page not in HISTORY]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.-])((?:keyhole|tests|benchmarks|scripts|docs)/[\w./*<>-]*[\w>]/?)")
@@ -68,11 +68,13 @@ def test_named_tests_exist(page: Path) -> None:
 
 
 def test_the_tour_has_a_place_for_every_package() -> None:
-    """CONTRIBUTING and the README's map name every package of keyhole."""
+    """CONTRIBUTING names every package of keyhole in its layers, and every folder of it in its map."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     packages = {path.parent.name for path in (ROOT / "keyhole").glob("*/__init__.py")}
-    for page in ("README.md", "CONTRIBUTING.md"):
-        text = (ROOT / page).read_text()
-        assert sorted(name for name in packages if f"{name}/" not in text and f"`{name}`" not in text) == [], page
+    assert sorted(name for name in packages if f"`{name}`" not in text) == []
+    folders = {path.name for path in (ROOT / "keyhole").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    _, _, the_map = text.partition("## Map of the folders")
+    assert folders - set(re.findall(r"`keyhole/(\w+)/`", the_map)) == set()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/methods.md"])

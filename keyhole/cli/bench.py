@@ -49,7 +49,7 @@ def zo(
         str | None, typer.Option(metavar="SIZE", help="Cut models to blocks that fit this; default: what is free.")
     ] = None,
     table: Table = None,
-    out: Out = "benchmarks",
+    out: Out = "benchmarks/records",
     quick: Quick = False,
     steps: Steps = 5,
     warm_up: WarmUp = 6,
@@ -91,7 +91,7 @@ def _first_order(shipped: str, text: str) -> Callable[..., None]:
     def command(
         only: Only = "",
         table: Table = None,
-        out: Out = "benchmarks",
+        out: Out = "benchmarks/records",
         quick: Quick = False,
         steps: Steps = 5,
         warm_up: WarmUp = 2,
@@ -122,7 +122,7 @@ lsp = _first_order(
 def memory(
     only: Only = "",
     table: Table = None,
-    out: Out = "benchmarks",
+    out: Out = "benchmarks/records",
     quick: Quick = False,
     time_limit: TimeLimit = None,
 ) -> None:
@@ -147,7 +147,7 @@ def layers(
     models: Annotated[str, typer.Option(metavar="NAMES", help="OPT-13B, Llama-7B, ..., with commas.")] = (
         "Llama-7B,GPT2-1.3B"
     ),
-    out: Out = "benchmarks",
+    out: Out = "benchmarks/records",
     batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 4,
     length: Annotated[int, typer.Option(min=1, max=2048, help="Tokens of each.")] = 1024,
     quick: Quick = False,
@@ -174,7 +174,7 @@ def layers(
 @app.command()
 def snapshots(
     sizes: Annotated[str, typer.Option(metavar="NAMES", help="Models, with commas.")] = "1.3B,2.7B,6.7B",
-    out: Out = "benchmarks",
+    out: Out = "benchmarks/records",
     scratch: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where checkpoints go meanwhile; default: /tmp or so.")
     ] = None,
@@ -236,7 +236,7 @@ def lsp_bias(
     calibration: Annotated[int, typer.Option(min=1, help="Gradients that projectors are fitted to.")] = 4,
     held_out: Annotated[int, typer.Option(min=1, help="Others that they are measured on.")] = 8,
     matrices: Annotated[int, typer.Option(min=0, help="Matrices, spread over the blocks; 0: all of them.")] = 16,
-    out: Out = "benchmarks",
+    out: Out = "benchmarks/records",
     quick: Quick = False,
     time_limit: TimeLimit = None,
     device: Device = None,

@@ -35,8 +35,8 @@ All other constants of the host are here too. Beside the block's own operations:
 Where the numbers come from. `python -m benchmarks.host_work` times steps of models 16 numbers wide on one core, where
 nothing is computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods,
 give the constants in operations of the same machine: a Neoverse N1 (launch 6.2 us, called 31, reversed 18). They were
-then checked, and some of them chosen, by steps on hosts of an H200 (benchmarks/plan_check_h200_2026-11-17_c.json to
-_i.json; below: _c to _i).
+then checked, and some of them chosen, by steps on hosts of an H200
+(benchmarks/records/plan_check_h200_2026-11-17_c.json to _i.json; below: _c to _i).
 
     MATRIX, VECTOR,     beside a block's own operations, in three runs, on Llama and on OPT: `adam-offload` 86 to 100
     UPDATE              and 133 to 145, `lomo` 153 to 157 and 257, `lomo-lora` 300 to 316 and 392 to 402. Llama and OPT

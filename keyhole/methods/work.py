@@ -16,8 +16,8 @@ SLOWER times as long as copies of the same bytes: a profile of `zo` on a Llama-3
 39 ms of them for 83 GB, of which 10 multiply strided halves for the rotary embedding. A backward pass takes BACKWARD
 times as long for them as a forward pass (twice the bytes, and sums over tokens): `lomo` there has 81 ms, with two
 forward passes. Both constants are a compromise with OPT, which has no such halves. torch.compile fuses all but COMPILED
-of them (benchmarks/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama: FORWARD_H
-tensors of the hidden width and FORWARD_W of the widest matrix side.
+of them (benchmarks/records/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama:
+FORWARD_H tensors of the hidden width and FORWARD_W of the widest matrix side.
 
 The numbers per method are in memory.py of its folder, beside its bytes; this file has the shared ones.
 """

@@ -6,7 +6,7 @@
 
 The host launches far ahead of the device, and the memory of a source cannot be reused before its copy has finished. So
 without a bound all gradients of a step may wait on the device: 6 GiB for a Llama of 3.5B whose blocks are compiled, 3
-GiB eagerly (benchmarks/lsp_h200_2026-11-15_3.5B_d.md: 14.0 and 11.1 GiB reserved, 7.9 and 8.0 in use). With
+GiB eagerly (benchmarks/records/lsp_h200_2026-11-15_3.5B_d.md: 14.0 and 11.1 GiB reserved, 7.9 and 8.0 in use). With
 `most_bytes` the host waits for the oldest copies first. The link is then the bound, and the copies arrive no later.
 
 On a CPU device these are plain copies without events.

@@ -4,7 +4,7 @@
                     a GPU in rounds of ROUND_S: its clock falls under load, within a few milliseconds
     device_memory   c = a + b on 64 Mi numbers
     link            page-locked copies of 64 MiB (machine/probe.py), at two moments: once the first said 33 GB/s where
-                    steps then uploaded at 53 (benchmarks/plan_check_h200_2026-11-17_e.json)
+                    steps then uploaded at 53 (benchmarks/records/plan_check_h200_2026-11-17_e.json)
     host_memory     a copy of 256 MiB by all threads; or the bytes of AdamW, if it moved more: a copy also reads what it
                     overwrites
     adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
@@ -23,7 +23,7 @@ of 0.1 s beside two busy processes on two cores, in six: `launch` 6.8 to 7.1, `c
 best: constants that were found with the best hold. One burst is not enough: what slows a host down lasts longer than a
 tenth of a second. On the host of an H200 one of 0.1 s said 39.1 us for `called`, after steps of `sgd` that took what
 they take at 16 us, where the processes before and after it said 15 and 16
-(benchmarks/plan_check_h200_2026-11-17_c.json).
+(benchmarks/records/plan_check_h200_2026-11-17_c.json).
 """
 
 import time

@@ -7,7 +7,7 @@ product also waits for its weights, which are read once:
 
 Products are estimated at 75 to 90 % of the data sheet's dense 16-bit rate with fp32 sums (on GeForce half of the
 advertised rate), memory at 85 %, a link at 85 % of its nominal rate. The numbers of `h200` are those of the runs in
-benchmarks/ (16 cores of a Xeon). All of them are estimates: another board, cooler or CPU gives other rates.
+benchmarks/records/ (16 cores of a Xeon). All of them are estimates: another board, cooler or CPU gives other rates.
 """
 
 from keyhole.errors import UserError

@@ -39,7 +39,7 @@ counted as hidden once more (methods/adam_offload/memory.py).
 Graphs. A whole step that is one CUDA graph costs the host nothing, but its small kernels do not fill the GPU, start and
 drain: NODE_S for each.
 
-What the constants were fitted to, on an H200 (files in benchmarks/):
+What the constants were fitted to, on an H200 (files in benchmarks/records/):
 
     HIDDEN   streamed `zo`: link 0.457 s, compute 0.207 s, step 0.485 s (zo_h200_2026-11-16.md)
     AHEAD    `adamw` on OPT-1.3B took 7, 10, 11, 14, 19 and 20 ms longer than the device was busy, with 39, 46, 49, 48,

@@ -17,8 +17,8 @@ more where Triton compiles our kernels (all methods but the baselines, which run
 autograd runs (the backward kernels of cuBLAS and cuDNN, loaded when first used, and autograd's threads); COMPILER more
 with torch.compile. On an H200, each case in a process of its own (plan_check_h200_*), `zo` took 1.45 to 1.55 GiB, plain
 autograd 1.48 to 1.69, the others 1.51 to 1.82 beside their weights and state: the least `lora`, the most `lsp`. Several
-cases in one process (benchmarks/zo_h200_*, lomo_h200_*, lsp_h200_*, frozen_base_h200_*; the first of each): 1.29 to
-1.43, 1.47 to 1.54, 1.73 to 1.90, and compiled blocks 0.1 to 0.6 more. The constants are those of the former.
+cases in one process (benchmarks/records/zo_h200_*, lomo_h200_*, lsp_h200_*, frozen_base_h200_*; the first of each):
+1.29 to 1.43, 1.47 to 1.54, 1.73 to 1.90, and compiled blocks 0.1 to 0.6 more. The constants are those of the former.
 
 A wire of the same width as the dtype is left out, since its row would be the same. The table needs no weights and no
 GPU: the module is a skeleton (model/structure/skeleton.py).

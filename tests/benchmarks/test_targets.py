@@ -99,9 +99,9 @@ def test_checkpoints_must_not_slow_a_run_down() -> None:
 
 
 @pytest.mark.parametrize("kind", ["zo", "snapshots"])
-def test_files_of_this_folder_are_read(kind: str) -> None:
+def test_recorded_runs_are_read(kind: str) -> None:
     """Every run that is kept has a verdict for each of its targets."""
-    paths = sorted(Path(targets.__file__).parent.glob(f"{kind}_h200_*.json"))
+    paths = sorted(Path(targets.__file__).parent.glob(f"records/{kind}_h200_*.json"))
     assert paths
     for path in paths:
         assert targets.verdicts(path).count("| pass") + targets.verdicts(path).count("| FAIL") > 0, path

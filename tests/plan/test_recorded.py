@@ -1,4 +1,4 @@
-"""The planner against peaks and seconds that were measured on an H200 (benchmarks/), and what its parts say."""
+"""The planner against peaks and seconds that were measured on an H200 (benchmarks/records/), and what its parts say."""
 
 import json
 from dataclasses import asdict, replace
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.plan_check import ratio, summary
-from benchmarks.plan_recorded import CHECKS, EIGHTH, HERE, HOST, SIXTH, _gradient, checks, plan, records
+from benchmarks.plan_recorded import CHECKS, EIGHTH, HOST, RECORDS, SIXTH, _gradient, checks, plan, records
 from keyhole.bench.shapes import opt_config
 from keyhole.machine.rates import Rates
 from keyhole.methods import METHODS
@@ -50,7 +50,7 @@ H200 = profile("h200")
 def test_planned_as_measured(name: str, only: str) -> None:
     """Within 10 % of memory and 15 % of time. Two kinds of cases are not compared in host memory, because their process
     still held what a case before had left: page-locked inputs, or (lomo, eager) the compiler."""
-    chosen = [record for record in records(HERE / f"{name}.json", False) if only in record.name]
+    chosen = [record for record in records(RECORDS / f"{name}.json", False) if only in record.name]
     found = [(record, plan(record, H200, MODULES)) for record in chosen]
     assert found
     for record, each in found:
@@ -77,7 +77,7 @@ def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) ->
     steps, when it was measured (LATER); in the eighth others used its memory and cores (SHARED). These must not get
     worse."""
     holds, other = name in (SIXTH, *CHECKS[8:]), {CHECKS[6]: LATER, EIGHTH: SHARED}.get(name, {})
-    found = list(checks(HERE / f"{name}.json", MODULES))
+    found = list(checks(RECORDS / f"{name}.json", MODULES))
     assert len(found) == count
     for case, each in found:
         shares = {part: ratio(each, part) for part in ("gpu", "host", "seconds")}
@@ -96,8 +96,8 @@ def test_a_check_on_a_gpu_planned_by_the_code_of_today(name: str, count: int) ->
 
 def test_the_two_substitutions_in_the_sixth_run() -> None:
     """Other cases keep what was measured beside them."""
-    recorded = {str(each["case"]): each for each in json.loads((HERE / f"{SIXTH}.json").read_text())["results"]}
-    for case, found in checks(HERE / f"{SIXTH}.json", MODULES):
+    recorded = {str(each["case"]): each for each in json.loads((RECORDS / f"{SIXTH}.json").read_text())["results"]}
+    for case, found in checks(RECORDS / f"{SIXTH}.json", MODULES):
         each = recorded[str(asdict(case) | {"tokens": list(case.tokens)})]
         rising, unusual = case.method == "adam-offload", case.method == "sgd"
         assert (found["measured"] != each["measured"]) == rising
@@ -110,7 +110,7 @@ def test_the_two_substitutions_in_the_sixth_run() -> None:
 
 def test_a_recorded_case_is_planned_with_the_host_of_its_own_process(tmp_path: Path) -> None:
     """Where it was measured: a host that is half as fast makes what it bounds take twice as long."""
-    run = json.loads((HERE / f"{CHECKS[4]}.json").read_text())
+    run = json.loads((RECORDS / f"{CHECKS[4]}.json").read_text())
     case = next(each for each in run["results"] if each["case"]["method"] == "sgd")
     slow = case | {"host_rates": {name: 2 * run["rates"][name] for name in HOST}}
     path = tmp_path / "run.json"
@@ -121,7 +121,7 @@ def test_a_recorded_case_is_planned_with_the_host_of_its_own_process(tmp_path: P
 
 def test_the_micro_batches_of_a_recorded_trial_are_planned() -> None:
     """Three of them take nearly three times as long; the weights are updated once."""
-    path = HERE / "lomo_h200_2026-11-16.json"
+    path = RECORDS / "lomo_h200_2026-11-16.json"
     once = next(record for record in records(path, False) if record.name.endswith("7B lomo"))
     assert once.micro_batches == 1
     each = json.loads(path.read_text())["records"]

@@ -107,7 +107,7 @@ def measured(name: str, **settings: object) -> Question:
 
 
 def test_the_seconds_are_near_those_measured() -> None:
-    """Against benchmarks/zo_h200_2026-11-16.md, lomo_h200_2026-11-16.md and lsp_h200_2026-11-15_7B_d.md: 15 %."""
+    """Against zo_h200_2026-11-16, lomo_h200_2026-11-16 and lsp_h200_2026-11-15_7B_d of benchmarks/records/: 15 %."""
     opt = question(build(opt_config("13B"), BF16), gpu_gib=8, batch=1, length=2048)
     zo, lomo, adam = METHODS["zo"], METHODS["lomo"], METHODS["adam-offload"]
     compiled = measured("lomo", compile=True, activations="host")
@@ -258,7 +258,7 @@ def test_parts_overlap() -> None:
 
 def test_adapters_are_planned_as_they_were_measured() -> None:
     """GPU memory within 10 %, seconds within 15 % of a run on an H200, kept activations among them."""
-    found = json.loads(Path("benchmarks/frozen_base_h200_2026-11-16.json").read_text())["rows"]
+    found = json.loads(Path("benchmarks/records/frozen_base_h200_2026-11-16.json").read_text())["rows"]
     measured = {row["name"]: row for row in found}
     shape = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336}
     module = build(LlamaConfig(**shape, num_key_value_heads=8, vocab_size=128256), BF16)
@@ -296,7 +296,7 @@ def test_low_rank_is_planned_as_it_was_measured(
     """OPT-13B on an H200: memory within 10 %, but for periods that a run of a few steps has not kept yet (of 50 x 20
     steps: 20 periods); seconds within 15 %."""
     file, _, key = name.partition("/")
-    measured = json.loads(Path(f"benchmarks/low_rank_h200_2026-11-16_{file}.json").read_text())[key]
+    measured = json.loads(Path(f"benchmarks/records/low_rank_h200_2026-11-16_{file}.json").read_text())[key]
     settings = {"zo": METHODS["zo"].fill(METHODS["zo"].settings(**own))}
     asked = question(opt_13b(), gpu_gib=gib, batch=tokens[0], length=tokens[1], settings=settings, steps=50)
     row = plan_row(asked, METHODS["zo"], where, wire)

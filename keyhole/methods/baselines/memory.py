@@ -21,7 +21,7 @@ and the others come. So the peak of a step is the largest of
 
 With several micro-batches gradients are there from the second on, and the first line has them too. The allocator holds
 SLACK times what it hands out: 1.04 for `sgd`, 1.06 for `adamw`, 1.07 for `galore` on OPT-1.3B
-(benchmarks/plan_check_h200_2026-11-16.json); the sweeps of other methods use expandable segments and hold less.
+(benchmarks/records/plan_check_h200_2026-11-16.json); the sweeps of other methods use expandable segments and hold less.
 """
 
 from dataclasses import dataclass

@@ -4,9 +4,10 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             per parameter, for b bytes of compute and w at home. apollo-mini reads the gradient once more for its
             sketch, and the weight for its norm: b + w. adalomo sums over rows and columns (ops/adalomo/matrix.py): g
             and w, then g again, 2 b + w. These kernels reach about a SUMS-th of the rate of copies: its update took
-            0.03 to 0.04 s more than LOMO's for Llama-7B on an H200 (benchmarks/lomo_h200_2026-11-15_a.md, _f.md), where
-            the bytes alone take 0.01; since it sums over whole tables, 0.056 for a 3.5B (plan_check_h200_2026-11-16)
-            and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and writes 2 bytes more.
+            0.03 to 0.04 s more than LOMO's for Llama-7B on an H200 (lomo_h200_2026-11-15_a and _f in
+            benchmarks/records/), where the bytes alone take 0.01; since it sums over whole tables, 0.056 for a 3.5B
+            (plan_check_h200_2026-11-16) and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and
+            writes 2 bytes more.
 launches    an update per tensor (methods/launches.py). More than that, measured in the same way
             (benchmarks/host_work.py): adalomo SUMMED operations per matrix and per vector for its sums; apollo-mini
             SKETCHED per matrix, for norms, the sketch and its moments, and ADAM per vector; lomo-lora has those of its

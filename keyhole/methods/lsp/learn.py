@@ -11,7 +11,7 @@ offers dY and X, the factors of its gradient, which is processed before the next
 The gradients are those of the first micro-batch of the step itself. Its tokens are cut into slices with a gradient
 each, so that the fit generalises beyond one gradient. The bias is a mean over these slices. `found` is the bias before
 fitting, of projectors that have not seen this batch; `biases` are those that the step uses, which are in-sample for
-newly fitted projectors, and lower than on other batches (benchmarks/lsp_bias.md).
+newly fitted projectors, and lower than on other batches (benchmarks/records/lsp_bias.md).
 
 Cost: one backward pass, and the fits: products of d columns for blocks, some 50 steps of dense ones for the others
 (docs/methods.md has seconds, and so does the log of each run).

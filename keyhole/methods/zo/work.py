@@ -12,7 +12,7 @@ the rows of all its looks, so there are fewer launches. Blocks before the first 
 look (model/forward/frozen_start.py).
 
 Noise costs arithmetic rather than bytes: it is counted as NOISE bytes per number drawn, which fits the steps of OPT-13B
-on an H200 (benchmarks/zo_h200_2026-11-16.md).
+on an H200 (benchmarks/records/zo_h200_2026-11-16.md).
 """
 
 from dataclasses import replace
