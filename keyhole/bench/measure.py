@@ -124,7 +124,7 @@ def replayed_ms(run: Callable[[], Any], repeats: int = 10) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / repeats)
-    return min(times)
+    return float(min(times))
 
 
 def _mark(device: torch.device) -> Any:
@@ -136,7 +136,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _seconds(begin: Any, end: Any) -> float:
-    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 def _wait(device: torch.device) -> None:

@@ -180,7 +180,8 @@ def run_apart(module: str, receive: Emit, job: Job, cases: list[Any], say: Say) 
     while left:
         if time.time() > job.deadline_s:
             return give_up(list(left), "skipped", "the time limit has passed")
-        at, count, output = None, len(left), []
+        output: list[str] = []
+        at, count = None, len(left)
         for found in _records(module, job, list(left.values()), output, say):
             if found["kind"] == "begin":
                 at = found["name"]
@@ -202,6 +203,7 @@ def _records(module: str, job: Job, cases: list[Any], output: list[str], say: Sa
     killer = threading.Timer(max(1.0, job.deadline_s + GRACE_S - time.time()), worker.kill)
     killer.daemon = True
     killer.start()
+    assert worker.stdin is not None and worker.stdout is not None
     try:
         with suppress(BrokenPipeError):  # it may have died at once
             worker.stdin.write(json.dumps({"job": asdict(job), "cases": [asdict(case) for case in cases]}))

@@ -41,7 +41,7 @@ class Report:
 
     @property
     def machine(self) -> dict[str, Any]:
-        return self.about.get("machine", {})
+        return dict(self.about.get("machine", {}))
 
     @property
     def paths(self) -> tuple[Path, Path]:

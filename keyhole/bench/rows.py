@@ -39,12 +39,13 @@ def list_of(found: dict[str, Any], key: str, where: str) -> list[Any]:
     """The non-empty list under a key."""
     if not isinstance(found.get(key), list) or not found[key]:
         raise UserError(f"{where}: a list `{key}` is needed; the tables in {TABLES} are examples")
-    return found[key]
+    return list(found[key])
 
 
 def row_as(kind: type[T], row: Any, where: str) -> T:
     """The row as a dataclass, every key and value checked."""
-    types, known = get_type_hints(kind), {f.name: f for f in fields(kind)}
+    own: Any = kind  # a dataclass
+    types, known = get_type_hints(kind), {f.name: f for f in fields(own)}
     if not isinstance(row, dict):
         raise UserError(f"{where}: {repr(row)} is no row; a row has the keys {', '.join(known)}")
     for key, value in row.items():
@@ -57,7 +58,7 @@ def row_as(kind: type[T], row: Any, where: str) -> T:
             )
         if words is not None and value not in words:
             raise UserError(f"{where}: {key}: {repr(value)} is not one of {', '.join(words)}")
-    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    required = [f.name for f in fields(own) if f.default is MISSING and f.default_factory is MISSING]
     if missing := [key for key in required if key not in row]:
         raise UserError(f"{where}: {missing[0]!r} is missing")
     return kind(**row)

@@ -83,7 +83,7 @@ class Step:
 
     @property
     def floor(self) -> float:
-        return max(getattr(self, name) for name in BOUNDS)
+        return float(max(getattr(self, name) for name in BOUNDS))
 
     @property
     def bound(self) -> str:

@@ -91,7 +91,7 @@ def write_state(
     flushes everything to the disk. sums: known checksums of pieces of the files; leave_out: files that are none of the
     checkpoint's."""
     inventory = {name: row for name, row in _inventory(directory, sums or {}).items() if name not in leave_out}
-    its_own = {"run": about.run, "base": about.base, "selection": about.selection}
+    its_own: dict[str, Any] = {"run": about.run, "base": about.base, "selection": about.selection}
     state = State(about.step, about.loader, scalars, about.config, about.versions, inventory, **its_own)
     (directory / STATE).write_text(dump(asdict(state)), encoding="utf-8")
     flush_all(directory)

@@ -130,6 +130,11 @@ def delete(paths: Iterable[Path], say: Callable[[str], None] = print) -> threadi
             begun.append(path)
         except OSError as error:
             say(f"warning: {path} is not needed any more, but cannot be deleted: {error.strerror}")
-    thread = threading.Thread(target=lambda: [removal.finish(path) for path in begun], name="keyhole-delete")
+
+    def finish() -> None:
+        for path in begun:
+            removal.finish(path)
+
+    thread = threading.Thread(target=finish, name="keyhole-delete")
     thread.start()
     return thread

@@ -34,7 +34,7 @@ from keyhole.training.display import open_missing_streams
 from keyhole.training.signals import EXIT_INTERRUPTED
 
 SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "report", "push", "bench", "demo")  # not for ranks
-UsageError = typer.BadParameter.__mro__[1]  # click's class, found through typer
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's class, found through typer
 
 app = typer.Typer(
     help="Full-parameter fine-tuning of language models that do not fit your GPU.",
@@ -84,7 +84,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except UsageError as error:
         error.show(file=(said := io.StringIO()))
         print(printable_lines(said.getvalue().rstrip()), file=sys.stderr)
-        return error.exit_code
+        return int(error.exit_code)
     except UserError as error:
         print(f"keyhole: {printable_lines(error)}", file=sys.stderr)
         return getattr(error, "code", 2)

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -63,6 +63,7 @@ def zo(
     from keyhole.bench.rows import TABLES
     from keyhole.bench.zo.run import bench_zo
 
+    how: dict[str, Any]
     how = {"cases": cases, "models": models, "host_memory": host_memory, "table": table, "steps": steps}
     how |= {"warm_up": warm_up, "quick": quick, "time_limit": time_limit}
     report = bench_zo(
@@ -100,7 +101,7 @@ def _first_order(shipped: str, text: str) -> Callable[..., None]:
         from keyhole.bench.gradient.run import bench_gradient
         from keyhole.bench.rows import TABLES
 
-        how = {"steps": steps, "warm_up": warm_up, "quick": quick, "only": only}
+        how: dict[str, Any] = {"steps": steps, "warm_up": warm_up, "quick": quick, "only": only}
         told = _command(f"bench {Path(shipped).stem}", **how, table=table, time_limit=time_limit)
         path = Path(table) if table else TABLES / shipped
         report = bench_gradient(path, out=Path(out), command=told, time_limit_s=time_limit, say=typer.echo, **how)
@@ -159,6 +160,7 @@ def layers(
     """Forward, backward and Adam's update of one block, on the GPU and on the CPU, and what the whole model holds."""
     from keyhole.bench.layers.run import bench_layers
 
+    how: dict[str, Any]
     how = {"batch": batch, "length": length, "steps": steps, "warm_up": warm_up, "quick": quick, "device": device}
     report = bench_layers(
         [word for word in models.split(",") if word],
@@ -188,6 +190,7 @@ def snapshots(
     """Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO in memory with torch.save."""
     from keyhole.bench.snapshots.run import bench_snapshots
 
+    how: dict[str, Any]
     how = {"batch": batch, "every": every, "periods": periods, "replay_steps": replay_steps, "quick": quick}
     report = bench_snapshots(
         [size for size in sizes.split(",") if size],
@@ -246,6 +249,7 @@ def lsp_bias(
     from keyhole.bench.bias.run import bench_bias
     from keyhole.loading import choose_device
 
+    where: dict[str, Any]
     where = {"model": model, "data": data, "batch": batch, "micro_batch": micro_batch, "length": length}
     where |= {"calibration": calibration, "held_out": held_out, "matrices": matrices}
     how = {"d": d, "r": r, "kinds": kinds, "quick": quick, "time_limit": time_limit}

@@ -1,6 +1,6 @@
 """keyhole eval DIR --tasks NAME ... | --harness TASK ... [key=value ...] [--task-data DIR] [--limit N] [--json FILE]"""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -75,12 +75,14 @@ def eval(
         with imports():
             from keyhole.harness.run import run_harness
 
+        options: dict[str, Any]
         options = {"num_fewshot": num_fewshot, "include_path": include_path, "apply_chat_template": chat}
         typer.echo(run_harness(directory, harness, limit=limit, json_path=json_path, say=note, **options, **settings))
         return
     settings = parse_placement(overrides, "max_length", "num_eval", "task_data", "task_splits", *OF_ROWS)
     settings |= {"task_data": task_data} if task_data is not None else {}
     settings |= {"allow_code_execution": True} if allow_code else {}
+    assert tasks is not None  # or harness, above
     check_model(directory)
     from keyhole.eval.asked import asked_names
 

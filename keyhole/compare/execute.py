@@ -322,7 +322,7 @@ class Execution:
 
     def cells(self) -> list[Cell]:
         """The table so far."""
-        cells = []
+        cells: list[Cell] = []
         for group in self.groups:
             place = (group.model, group.task)
             if place in self.zero_shot and not any(c.method == ZERO_SHOT and (c.model, c.task) == place for c in cells):

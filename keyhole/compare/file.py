@@ -241,9 +241,9 @@ def _named(
             check_names(key, [_called(key, name) for name in words], entry.where, faults)
             known = {_called(key, name): _file_entry(key, name) for name in words}
         else:
-            found = f"{show(entry.node)}{_odd_item(entry.node)}"
+            shown = f"{show(entry.node)}{_odd_item(entry.node)}"
             wanted = "a list of names, or a mapping with a line `name: {settings}` for each"
-            faults.append(Finding(key, f"found {found}, expected {wanted}", entry.where))
+            faults.append(Finding(key, f"found {shown}, expected {wanted}", entry.where))
     asked = _split(picked.get(key, ""))
     check_names(key, [_called(key, name) for name in asked], COMMAND_LINE, faults)
     for name in asked if not may_add else []:

@@ -149,7 +149,7 @@ def _curve(cell: Cell, colour: int, along: Along) -> Series:
     count, factor = min((len(run.curve) for run in runs), default=0), _scale(cell.dev_metric)
     x, y, low, high = [], [], [], []
     for i in range(count):
-        values = [factor * run.curve[i][2] for run in runs if run.curve[i][2] is not None]
+        values = [factor * value for run in runs if (value := run.curve[i][2]) is not None]
         if values:
             x.append(statistics.fmean(along(run, run.curve[i]) for run in runs))
             y.append(statistics.fmean(values))
@@ -252,7 +252,8 @@ def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, enviro
 
 def _told(values: dict[str, Any]) -> str:
     """The settings that differ from the defaults."""
-    table, flat = settings(), {}
+    table = settings()
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= {f"{key}.{name}": each for name, each in value.items()} if key in sections() else {key: value}
     kept = {k: v for k, v in flat.items() if k in table and v != table[k].default and k not in NO_NUMBER}

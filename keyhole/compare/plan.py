@@ -80,7 +80,8 @@ class Group:
 
 def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tuple[list[Group], list[str]]:
     """The groups in the order model, task, method; and warnings about their settings, without duplicates."""
-    groups, warnings = [], {}
+    groups: list[Group] = []
+    warnings: dict[str, None] = {}
     for (model, path), task, method in itertools.product(
         comparison.models.items(), comparison.tasks, comparison.methods
     ):

@@ -151,7 +151,7 @@ def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str, last: int 
     if not evaluations:
         return last
     if not trial.config.load_best_model_at_end:
-        return evaluations[-1]["step"]
+        return int(evaluations[-1]["step"])
     selection = Selection(SelectionSettings(best=True, metric=metric, greater=trial.config.greater_is_better))
     for entry in evaluations:
         if value_of(entry, metric) is not None:

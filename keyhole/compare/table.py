@@ -161,6 +161,7 @@ def point_text(point: Point | None) -> str:
 
 def to_json(comparison: Comparison, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
     """table.json: every cell with all its runs."""
+    about: dict[str, Any]
     about = {"title": comparison.title, "source": comparison.source, "choose_by": comparison.choose_by}
     about |= {"seeds": comparison.seeds, "models": comparison.models, "environment": environment}
     rows = [asdict(cell) | {"errors": cell.errors} for cell in cells]

@@ -42,10 +42,12 @@ def doc_lines(cls: type) -> dict[str, str]:
     docs = {name: doc for base in bases for name, doc in doc_lines(base).items()}
     if cls is TrainConfig:  # generated from its base and the methods' rows, without source text
         return docs
-    body = ast.parse(inspect.getsource(cls)).body[0].body
+    (source,) = ast.parse(inspect.getsource(cls)).body
+    body = source.body if isinstance(source, ast.ClassDef) else []
     for statement, after in zip(body, body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
-            docs[statement.target.id] = inspect.cleandoc(after.value.value)
+        match statement, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = inspect.cleandoc(doc)
     return docs
 
 
@@ -53,7 +55,7 @@ def doc_lines(cls: type) -> dict[str, str]:
 def sections() -> dict[str, type]:
     """Section name -> dataclass, in the order of the schema."""
     hints = typing.get_type_hints(TrainConfig, include_extras=True)
-    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
 def _own_settings(cls: type, prefix: str) -> dict[str, Setting]:

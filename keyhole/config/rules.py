@@ -150,7 +150,7 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
     for key in ("hub_model_id", "hub_private_repo"):
         if getattr(config, key) is not None and not config.push_to_hub:
             yield Finding(key, "has no effect: push_to_hub is false")
-    unread = OF_FILES if config.task is not None else OF_TASKS
+    unread: tuple[str, ...] = OF_FILES if config.task is not None else OF_TASKS
     unread = () if config.task is None and config.test_task is not None else unread
     for key in (key for key in unread if getattr(config, key) != settings()[key].default):
         yield Finding(key, f"has no effect: {'task is' if config.task is not None else 'no task is'} set")
@@ -166,7 +166,7 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal ({keep} does)")
     _, (low, high) = row.rates(getattr(config, row.section))
     rate = config.learning_rate
-    if rate not in (None, AUTO_RATE) and not low <= rate <= high and not assets.is_demo_model(config.model):
+    if isinstance(rate, float | int) and not low <= rate <= high and not assets.is_demo_model(config.model):
         known = f"{config.method} is known to work from {low:g} to {high:g}"
         yield Finding("learning_rate", f"{rate:g} is an unusual value: {known}")
 
@@ -174,7 +174,7 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
 def _never_stops(config: TrainConfig) -> str:
     """Why a run ends before it can be out of patience; empty if it may be."""
     every, patience, steps = config.eval_steps, config.early_stopping_patience, config.max_steps
-    if every is None:
+    if patience is None or every is None:
         return "the only evaluation is at the end; set eval_steps"
     if steps is not None and -(-steps // every) <= patience:  # at least one is the best one
         return (

@@ -11,13 +11,16 @@ Relative paths in a config are relative to the directory the command is run in, 
 """
 
 from dataclasses import dataclass, field, make_dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from keyhole.limits import MOST, BatchSize, BelowOne, Count, Fraction, Limit, NotNegative, Positive, Seed
 from keyhole.machine.sizes import Bytes
 from keyhole.methods import METHODS
 
-MethodName = Literal[*METHODS]
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[*METHODS]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
@@ -194,12 +197,18 @@ class RunConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
-TrainConfig = make_dataclass(
-    "TrainConfig",
-    [(row.section, row.settings, field(default_factory=row.settings)) for row in METHODS.values()],
-    bases=(RunConfig,),
-    frozen=True,
-    kw_only=True,
-)
-TrainConfig.__module__ = __name__
-TrainConfig.__doc__ = "Everything `keyhole train` needs to know."
+if TYPE_CHECKING:
+
+    class TrainConfig(RunConfig):
+        """The sections of the methods are read by name: getattr(config, row.section)."""
+
+else:
+    TrainConfig = make_dataclass(
+        "TrainConfig",
+        [(row.section, row.settings, field(default_factory=row.settings)) for row in METHODS.values()],
+        bases=(RunConfig,),
+        frozen=True,
+        kw_only=True,
+    )
+    TrainConfig.__module__ = __name__
+    TrainConfig.__doc__ = "Everything `keyhole train` needs to know."

@@ -9,7 +9,7 @@ Inside dict[str, Any] there is no declared type, and YAML's rules apply.
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -197,7 +197,7 @@ def _parse_text(text: str) -> str:
     return text
 
 
-_SCALARS = {
+_SCALARS: dict[Any, Callable[[str], Any]] = {
     bool: lambda text: BOOLS[text.lower()],
     int: _parse_int,
     float: _parse_float,

@@ -29,6 +29,7 @@ too, and so are variables that were set and that it never reads. A tool's result
 assistant's turn (Gemma 4) is cut out of the answer.
 """
 
+import operator
 import os
 import re
 from collections import Counter
@@ -123,7 +124,7 @@ class AnswerFinder:
                     "what the chat template writes; split it"
                 )
             missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
-            lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
+            lost = Lost(*map(operator.add, lost, missing))
             spans += [] if missing.calls or (missing.empty and missing.keys) else found
         others = [turn for turn in turns if turn["role"] != "assistant"]
         lost = lost._replace(
@@ -189,7 +190,7 @@ class AnswerFinder:
         further stop tokens belong to it, not a remark of the template."""
         if not self._is_closed(text, end):
             return len(text)
-        while (more := self.special.match(text, SPACE.match(text, end).end())) and more[0] in self.stops:
+        while (more := self.special.match(text, _behind_space(text, end))) and more[0] in self.stops:
             end = more.end()
         return end if text[end:].strip() else len(text)
 
@@ -201,9 +202,10 @@ class AnswerFinder:
 
     def _with_stop(self, text: str, end: int) -> int:
         """If an answer has no end token of its own, it ends with the stop token that follows (GLM: <|user|>)."""
-        following = self.special.match(text, SPACE.match(text, end).end())
-        stops = following is not None and following[0] in self.stops
-        return following.end() if stops and not self._is_closed(text, end) else end
+        following = self.special.match(text, _behind_space(text, end))
+        if following is None or following[0] not in self.stops:
+            return end
+        return end if self._is_closed(text, end) else following.end()
 
     def _start(self, turns: Turns, given: Given, i: int, done: Rendering, begin: int) -> int:
         """Where answer i begins: after the given text. begin: where turn i begins."""
@@ -221,10 +223,10 @@ class AnswerFinder:
             known.append(text[begin : len(before.text)])
             return len(before.text)
         known.append(None)
-        firsts = [next((a for a, _, owner in which.segments if owner == i - 1), None) for which in (done, before)]
-        if None not in firsts:
-            asked, here = before.text[firsts[1] :], text[firsts[0] :]
-            behind = firsts[0] + self._shared(here, asked)
+        first, asks = (next((a for a, _, owner in which.segments if owner == i - 1), None) for which in (done, before))
+        if first is not None and asks is not None:
+            asked, here = before.text[asks:], text[first:]
+            behind = first + self._shared(here, asked)
             if here.startswith(asked) or behind > begin:
                 return behind
         return begin + self._shared(text[begin:], self.template.prompt_after(turns[:i], given, before))
@@ -251,7 +253,7 @@ class AnswerFinder:
         counts up to its last whole word: `A: <think>` and `A: <b>` share no `<`."""
         if text.startswith(given):
             return len(given)
-        space = SPACE.match(text).end()
+        space = _behind_space(text, 0)
         if given.strip() and text.startswith(given.lstrip(), space):
             return space + len(given.lstrip())
         shared = os.path.commonprefix([text, given])
@@ -259,7 +261,7 @@ class AnswerFinder:
         if not tokens:
             return max(p for p in range(len(shared) + 1) if _is_between_words(given, p))
         lines = [match.end() for match in re.finditer("\n", shared) if given.startswith("<", match.end())]
-        return SPACE.match(shared, max(tokens + lines)).end()
+        return _behind_space(shared, max(tokens + lines))
 
     def _without_result(self, result: str, k: int, parts: list[Span], done: Rendering) -> list[Span]:
         """The parts without the tool result of turn k, if it is written here and not at turn k."""
@@ -328,3 +330,8 @@ def _missing(turn: Turn, said: str) -> Lost:
     keys = [key for key, texts in further_texts(turn).items() if any(text not in said for text in texts)]
     empty = not thought and not spoken and not turn.get("tool_calls")
     return Lost(int(calls), int(thought not in said), int(spoken not in said), int(empty), tuple(keys))
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = SPACE.match(text, at)
+    return at if found is None else found.end()

@@ -104,14 +104,17 @@ def key(names: list[str], sources: list[str], tokenizer: Any, how: PrepareSettin
 def _tokenizer(tokenizer: Any) -> bytes:
     """The parts of a tokenizer that can be serialised."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if hasattr(backend, "to_str") else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    to_text = getattr(backend, "to_str", None)
+    content = json.dumps(tokenizer.get_vocab(), sort_keys=True) if to_text is None else to_text()
     about = [type(tokenizer).__name__, repr(tokenizer), str(tokenizer.special_tokens_map)]
     return "\n".join([content, *about]).encode("utf-8", "surrogatepass")
 
 
 def write_entry(path: Path, data: Dataset) -> None:
     """Writes the entry atomically."""
-    where: Places = data.where
+    where = data.where
+    assert isinstance(where, Places)
+    arrays: dict[str, Any]
     arrays = {"ids": data.ids, "trained": data.trained, "lengths": data.lengths, "sources": data.sources}
     arrays |= {"file": where.file, "number": where.number}
     about = {

@@ -128,6 +128,7 @@ class ChatTemplate:
         """Whether arguments of calls must be JSON text: the template concatenates them, or would print Python's
         dict."""
         call = {"type": "function", "id": "000000000", "function": {"name": MARKER, "arguments": {MARKER: VALUE}}}
+        chat: list[dict[str, Any]]
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         done = self.attempt(chat, None)
         if done is not None and f"{{'{MARKER}'" not in done.text:

@@ -73,7 +73,8 @@ def read_arrow(path: Path) -> Iterator[Record]:
 def _check(path: Path, about: Any) -> list[str]:
     """Refuses a file whose metadata claim far more data than its size; returns the text columns."""
     bytes_in_file, texts = path.stat().st_size, set()
-    values, grown = Counter(), Counter()
+    values: Counter[str] = Counter()
+    grown: Counter[str] = Counter()
     for group in (about.row_group(i) for i in range(about.num_row_groups)):
         for column in (group.column(i) for i in range(group.num_columns)):
             name = column.path_in_schema
@@ -137,7 +138,7 @@ def _weight(column: Any) -> int:
         return sum(_weight(part) for part in column.flatten())
     if pyarrow.types.is_nested(kind) and hasattr(column, "flatten"):
         return 8 * len(column) + _weight(column.flatten())
-    return column.nbytes
+    return int(column.nbytes)
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:

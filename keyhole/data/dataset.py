@@ -68,7 +68,7 @@ class Places(Sequence[str]):
     def __len__(self) -> int:
         return len(self.file)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> str:  # type: ignore[override]  # no slices
         file, unit = self.files[self.file[index]]
         return f"{file}, {unit} {self.number[index]}"
 
@@ -77,13 +77,13 @@ class _OneEach(Sequence[list[int]]):
     """Rows of one sample each."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.range = range(count)
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.range)
 
-    def __getitem__(self, index: int) -> list[int]:
-        return [range(self.count)[index]]
+    def __getitem__(self, index: int) -> list[int]:  # type: ignore[override]  # no slices
+        return [self.range[index]]
 
 
 class Dataset(Sequence[Sample]):
@@ -116,6 +116,7 @@ class Dataset(Sequence[Sample]):
             lengths = [len(x) for x in ids]
             ids = np.concatenate([*ids, np.zeros(0, dtype=np.int32)]).astype(np.int32)
             trained = np.concatenate([*trained, np.zeros(0, dtype=bool)]).astype(bool)
+        assert isinstance(ids, np.ndarray) and isinstance(trained, np.ndarray)
         self.lengths, self.ids, self.trained = list(lengths), ids, trained
         self.starts = np.concatenate(([0], np.cumsum(np.array(self.lengths, dtype=np.int64))))
         self.trained[self.starts[:-1]] = False
@@ -135,7 +136,7 @@ class Dataset(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]  # no slices
         samples = self.rows[index] if self.right is None else [self.rows[index][self.right[index]]]
         return self._joined(samples)
 

@@ -85,7 +85,8 @@ def _delimiter(path: Path, first: str) -> str:
 def _is_quoted(path: Path, end: str, encoding: str | None, marks_are_letters: bool) -> bool:
     """Whether the cells of a file with tabs are quoted."""
     marked = broken = doubled = bare = False
-    widths, named = set(), False
+    widths: set[int] = set()
+    named = False
     with open_text(path, newline=end, encoding=encoding) as file:
         for line in _first_lines(bounded_lines(file, path)):
             text = line.rstrip("\r\n")

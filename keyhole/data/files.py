@@ -127,7 +127,9 @@ def only_files(paths: Iterable[Path]) -> str:
 
 def read_hub(name: str) -> Iterator[Record]:
     """The rows of a hub data set: `id`, `id:split` or `id:config:split`."""
-    repo, config, split = HUB_ID.fullmatch(name).groups(default=None)
+    parts = HUB_ID.fullmatch(name)
+    assert parts is not None  # as is_hub_id has seen
+    repo, config, split = parts.groups(default=None)
     split = split or "train"
     try:
         from datasets import load_dataset

@@ -127,7 +127,8 @@ def _copies(names: list[str]) -> list[tuple[str, str]]:
     one size that begin alike are compared: there may be very many."""
     sizes = {name: os.path.getsize(name) for name in names if Path(name).is_file()}
     found = [(name, f"{name}.gz") for name in sizes if f"{name}.gz" in sizes]
-    often, alike = Counter(sizes.values()), defaultdict(list)
+    often = Counter(sizes.values())
+    alike: defaultdict[tuple[int, bytes], list[str]] = defaultdict(list)
     for name, size in sizes.items():
         if size and often[size] > 1:
             others = alike[size, _head(name)]

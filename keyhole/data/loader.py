@@ -21,7 +21,7 @@ If rows are questions, a batch has all their candidates as rows, question by que
 have one number each in `labels` [rows], and token_type_ids if the model has them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -42,7 +42,8 @@ def order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray
     if not shuffle:
         return np.arange(count)
     key = _splitmix64(np.uint64(seed % 2**64)) ^ _splitmix64(~np.uint64(epoch))
-    return np.argsort(_splitmix64(_splitmix64(np.arange(count, dtype=np.uint64) ^ key)), kind="stable")
+    order_N: np.ndarray = np.argsort(_splitmix64(_splitmix64(np.arange(count, dtype=np.uint64) ^ key)), kind="stable")
+    return order_N
 
 
 def stratified_order(class_N: np.ndarray, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -56,10 +57,11 @@ def stratified_order(class_N: np.ndarray, seed: int, epoch: int, shuffle: bool =
 def _splitmix64(x: np.ndarray | np.uint64) -> np.ndarray:
     """A bijection of 64-bit integers that scatters them (Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
-        z = np.asarray(x, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z: np.ndarray = np.asarray(x, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        z = z ^ (z >> np.uint64(31))
+        return z
 
 
 def collate(
@@ -68,8 +70,9 @@ def collate(
     """Rows of different lengths as one batch of int64 tensors [B, T] on the CPU; for a classifier, labels are [B]."""
     length_B, first = np.array([len(s.input_ids) for s in samples], dtype=np.int64), samples[0]
 
-    def flat(rows: Iterable[list[int]]) -> np.ndarray:
-        return np.fromiter(chain.from_iterable(rows), np.int64, int(length_B.sum()))
+    def flat(rows: Iterable[list[int] | None]) -> np.ndarray:
+        tokens: np.ndarray = np.fromiter(chain.from_iterable(filter(None, rows)), np.int64, int(length_B.sum()))
+        return tokens
 
     return _padded(
         length_B,
@@ -189,7 +192,7 @@ class Loader:
             return order(len(self.dataset), self.seed, epoch, self.shuffle)
         return stratified_order(self._classes, self.seed, epoch, self.shuffle)
 
-    def next_step(self) -> list[Batch]:
+    def next_step(self) -> list[Mapping[str, torch.Tensor]]:
         """The micro-batches of the next step."""
         if self._order is None or self._order[0] != self._epoch:
             self._order = (self._epoch, self.order_of(self._epoch))
@@ -203,7 +206,8 @@ class Loader:
     def coming(self, count: int, tokens: int) -> list[Batch]:
         """The rows of the coming steps, at most `count` and none twice, in batches of at most so many tokens with their
         padding, or of batch_size rows; the position stays."""
-        rows, wanted, epoch, offset = [], min(count, len(self.dataset)), self._epoch, self._offset
+        rows: list[int] = []
+        wanted, epoch, offset = min(count, len(self.dataset)), self._epoch, self._offset
         while len(rows) < wanted:
             order_N = self._order[1] if self._order and self._order[0] == epoch else self.order_of(epoch)
             later_N = order_N[offset:]
@@ -213,7 +217,8 @@ class Loader:
 
     def _parts(self, rows: list[int], tokens: int) -> Iterator[list[int]]:
         """These rows, in order, in parts of batch_size rows, or of as many more as have so many tokens."""
-        data, part, longest, samples = self.dataset, [], 0, 0
+        part: list[int] = []
+        data, longest, samples = self.dataset, 0, 0
         for row in rows:
             length = data.row_length(row) if data.packed else max(data.lengths[i] for i in data.rows[row])
             count = 1 if data.packed else len(data.rows[row])
@@ -274,6 +279,8 @@ class EvalBatches:
         return 0 if self.dataset is None else -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.dataset is None:
+            return
         for i in range(len(self)):
             stop = min(len(self.dataset), (i + 1) * self.batch_size)
             rows = [self.dataset[j] for j in range(i * self.batch_size, stop)]

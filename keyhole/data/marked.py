@@ -39,8 +39,8 @@ def _sample(dataset: Dataset, tokenizer: Any, index: int, right: bool, labels: t
     about = [f"{len(ids):,} tokens"]
     if dataset.targets is not None:
         target = dataset.targets[index]
-        named = isinstance(target, int) and 0 <= target < len(labels)
-        about.append(f"label {labels[target] if named else f'{target:g}'}")
+        named = labels[target] if isinstance(target, int) and 0 <= target < len(labels) else f"{target:g}"
+        about.append(f"label {named}")
     else:
         about.append(f"{sum(trained):,} trained")
     about += ["the right candidate" if right else "a wrong candidate"] if dataset.right is not None else []

@@ -67,7 +67,7 @@ class _Unpacked(io.RawIOBase):
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[io.BufferedIOBase]:
+def open_bytes(path: Path) -> Iterator["io.BufferedReader[Any]"]:
     """Opens a file, decompressed if necessary."""
     with io.BufferedReader(_Unpacked(path), 2**16) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
         yield file

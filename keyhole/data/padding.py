@@ -15,6 +15,7 @@ the shape. A run keeps its padding: the numbers are in the loader's state. Runs 
 of 8, by the rule for a number.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,23 +51,27 @@ def choose(data: Dataset, asked: int | str | None, positions: int | None, multip
     """The padding of a data set. positions: the last position of the model, if its config has one. multiple: that of
     the training data, for held-out data: auto gives both the same widths."""
     row = longest_row(data)
-    fits = positions is not None and row <= positions  # then the padded rows must fit too
+    most_tokens = positions if positions is not None and row <= positions else None  # the padded rows must fit too
     if asked != AUTO:
         multiple = 1 if asked is None else int(asked)
-        return Padding(1 if fits and _rounded(row, multiple) > positions else multiple)
+        return Padding(1 if most_tokens is not None and _rounded(row, multiple) > most_tokens else multiple)
     short = row <= LONG and not data.packed
     most = _rounded(row, STEP)
     usual = max(STEP, _rounded(-(-row // WIDTHS), STEP)) if short else STEP
-    return Padding(usual if multiple is None else multiple, min(most, positions) if fits else most)
+    return Padding(usual if multiple is None else multiple, most if most_tokens is None else min(most, most_tokens))
 
 
 def describe(data: Dataset, order: np.ndarray, batch_size: int, padding: Padding, asked: int | str | None) -> str:
     """The share of padding in an epoch with this order of rows, with and without the multiples."""
-    lengths = np.asarray(data.lengths, dtype=np.int64)
+    lengths: np.ndarray = np.asarray(data.lengths, dtype=np.int64)
+    width: Sequence[int] | np.ndarray
+    tokens: Sequence[int] | np.ndarray
+    count: Sequence[int] | np.ndarray
     if data.packed or data.right is not None:
         parts = [lengths[row] for row in data.rows]
         width = [int(part.sum()) if data.packed else int(part.max()) for part in parts]
-        tokens, count = [int(part.sum()) for part in parts], [1 if data.packed else len(part) for part in parts]
+        tokens = [int(part.sum()) for part in parts]
+        count = [1 if data.packed else len(part) for part in parts]
     else:
         width = tokens = lengths[[row[0] for row in data.rows]]
         count = np.ones(len(data.rows), dtype=np.int64)
@@ -78,8 +83,8 @@ def describe(data: Dataset, order: np.ndarray, batch_size: int, padding: Padding
     shapes = len(set(zip(rows.tolist(), padded.tolist(), strict=True)))
     how = f"multiples of {padding.multiple} tokens" if padding.multiple > 1 else "the longest row of each batch"
     why = "null" if asked is None else asked
-    count = "1 shape" if shapes == 1 else f"{shapes:,} shapes"
+    counted_shapes = "1 shape" if shapes == 1 else f"{shapes:,} shapes"
     return (
-        f"padding: to {how} (pad_to_multiple_of={why}), {count} of batches per epoch; "
+        f"padding: to {how} (pad_to_multiple_of={why}), {counted_shapes} of batches per epoch; "
         f"{1 - real / whole:.1%} of the tokens are padding, {1 - real / ragged:.1%} without the multiples"
     )

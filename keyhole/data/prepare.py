@@ -104,6 +104,7 @@ def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None
     chosen = _mixed(data, weights, seed) if weights is not None else None
     report = data.report
     if how.packing:
+        assert how.max_length is not None  # DataSettings refuses packing without it
         members = range(len(data.lengths)) if chosen is None else chosen
         rows = pack([data.lengths[i] for i in members], how.max_length)
         data.rows, data.packed = [[members[k] for k in row] for row in rows], True
@@ -117,7 +118,9 @@ def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None
 
 def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
     """Rows in the order of their sources, each as often as the weight of its source requires."""
-    sources, chosen, told = np.array([data.sources[row[0]] for row in data.rows]), [], []
+    sources = np.array([data.sources[row[0]] for row in data.rows])
+    chosen: list[int] = []
+    told: list[str] = []
     total, most = sum(weights[row] for row in sources.tolist()), max(LEAST_MIXED, MOST_GROWTH * len(sources))
     if total > most:
         raise UserError(

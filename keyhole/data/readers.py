@@ -117,8 +117,9 @@ def _json(path: Path) -> Iterator[Record]:
 def is_lines(error: UserError) -> bool:
     """Whether JSON could not be read because the file has one object per line."""
     cause = error.__cause__
-    extra = isinstance(cause, json.JSONDecodeError) and cause.msg == "Extra data"
-    return extra and cause.doc.lstrip().startswith("{")
+    if not isinstance(cause, json.JSONDecodeError) or cause.msg != "Extra data":
+        return False
+    return cause.doc.lstrip().startswith("{")
 
 
 def _fault(error: json.JSONDecodeError) -> str:

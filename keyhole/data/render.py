@@ -69,7 +69,9 @@ class Alphabet:
                chat template, that were made for another model"""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.seen, self.missing = tokenizer, set(), set()
+        self.tokenizer = tokenizer
+        self.seen: set[str] = set()
+        self.missing: set[str] = set()
         self.own: dict[str, bool] = {}
         self.foreign: dict[str, int] = {}
 
@@ -125,7 +127,7 @@ class Renderer:
 
     def _tokens(self, example: Example, rendered: Rendered, ids: list[int], encoding: Any) -> Tokens:
         locate = Locate(self.tokenizer, rendered.text, ids, encoding)
-        trained_T = np.zeros(len(ids), dtype=bool)
+        trained_T: np.ndarray = np.zeros(len(ids), dtype=bool)
         end_id = None
         for start, end in rendered.spans:
             a, b = locate(start), locate(end)

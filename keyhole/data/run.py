@@ -86,14 +86,17 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     if tasks is not None:
         train, report = tasks.train, [*tasks.report, *_step_lines(settings, len(tasks.train))]
     else:
+        assert settings.train_data is not None  # or task
         train, report = _prepare(settings, settings.train_data, TRAIN, tokenizer, known)
         report = [f"train: {line}" for line in [*report, *_step_lines(settings, len(train))]]
     report += [f"test: task {task.name}: {task.about} ({task.fingerprint})" for task in further]
     report += [line for task in further for line in warning_lines(task)]
-    about = {"date": settings.template_date} | ({"chat_template": train.chat_template} if train.chat_template else {})
+    about: dict[str, Any] = {"date": settings.template_date}
+    about |= {"chat_template": train.chat_template} if train.chat_template else {}
     if tasks is not None and tasks.labels:
-        asked = settings.head is not None
-        find_labels([task.spec for task in (*tasks.test, *further)], known, asked)  # refuses tests with other labels
+        has_head = settings.head is not None
+        specs = [task.spec for task in (*tasks.test, *further) if task.spec is not None]
+        find_labels(specs, known, has_head)  # refuses tests with other labels
         about |= {"labels": list(tasks.labels), "pad_token_id": train.pad_token_id}
     positions, asked = context_length(known), settings.pad_to_multiple_of
     padding = choose(train, asked, positions) if settings.padding is None else Padding(*settings.padding)
@@ -137,9 +140,10 @@ def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False)
         if tasks.labels:
             return "\n".join([*tasks.report, "", preview_classes(tasks.train, tokenizer, tasks.labels, count)])
         encoder = Encoder(tokenizer, settings.max_length, "drop" if settings.overlong == "drop" else "truncate")
-        how = {"color": color, "end": settings.train_end_token}
-        shown = [preview_task(task, tokenizer, encoder, count, **how) for task in tasks.drawn]
+        end = settings.train_end_token
+        shown = [preview_task(task, tokenizer, encoder, count, color=color, end=end) for task in tasks.drawn]
         return "\n".join([*tasks.report, "", *shown])
+    assert settings.train_data is not None  # or task
     dataset, lines = _prepare(settings, settings.train_data, TRAIN, tokenizer, known, samples=max(1, count))
     return "\n".join([*lines, "", preview(dataset, tokenizer, count, color=color)])
 

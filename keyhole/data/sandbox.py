@@ -45,6 +45,7 @@ class _Generation(Extension):
     """The tag around text that the model generates."""
 
     tags = {"generation"}
+    environment: "Sandbox"
 
     def parse(self, parser: Any) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -81,7 +82,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "watch compare": jinja2.pass_context(lambda _, *parts: self._compared(*parts)),
             "watch value": jinja2.pass_context(lambda _, value, __: self._paid(value)),
         }
-        self.tests |= {name: self._read(name, self.tests[name]) for name in READING_TESTS}
+        known: dict[str, Any] = self.tests
+        self.tests |= {name: self._read(name, known[name]) for name in READING_TESTS}
         self.globals.pop("lipsum")
         self.filters.pop("random")  # the same chat must give the same text: a resumed run prepares its data again
         self.globals |= {"raise_exception": _raise, "strftime_now": self._strftime}

@@ -35,7 +35,8 @@ def spread(order_N: np.ndarray, class_N: np.ndarray, offset_C: np.ndarray) -> np
     for c, offset in enumerate(offset_C):
         own = np.flatnonzero(ordered_N == c)
         place_N[own] = (np.arange(len(own)) + offset) / max(1, len(own))
-    return order_N[np.argsort(place_N, kind="stable")]
+    stratified_N: np.ndarray = order_N[np.argsort(place_N, kind="stable")]
+    return stratified_N
 
 
 def decide(data: Dataset, asked: bool | str) -> bool:

@@ -112,7 +112,7 @@ class Template:
         calls = [block.call for block in parsed.find_all(nodes.CallBlock)]
         marks = [call for call in calls if _is_mark(call)]
         self.has_marks = bool(marks)
-        self.is_buffered = len(marks) < len(calls) or parsed.find(BUFFERS) is not None
+        self.is_buffered = len(marks) < len(calls) or any(True for _ in parsed.find_all(BUFFERS))
         self.reads = meta.find_undeclared_variables(parsed)  # the variables that it takes from outside
         self.program = self.sandbox.from_string(Watched().visit(parsed))
 

@@ -156,7 +156,7 @@ def described_names(tools: list[Any] | None) -> list[str]:
     known = (tool for tool in tools or () if isinstance(tool, dict))
     functions = (tool.get("function", tool) for tool in known)
     names = (function.get("name") for function in functions if isinstance(function, dict))
-    return [name for name in names if _is_plain(name)]
+    return [str(name) for name in names if _is_plain(name)]
 
 
 def _is_plain(word: Any) -> bool:
@@ -207,4 +207,4 @@ def reasoning(turn: Turn) -> str:
 
 def words(turn: Turn) -> str:
     """The text of a turn without its reasoning."""
-    return turn["content"].rpartition("</think>")[2].strip()
+    return str(turn["content"].rpartition("</think>")[2].strip())

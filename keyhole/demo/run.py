@@ -98,7 +98,7 @@ def _squeeze(name: str, seed: int, steps: int | None, device: str | None) -> bud
 
 
 def _moved_bytes(model: keyhole.Model) -> int:
-    return model.engine.bytes_up + model.engine.bytes_down
+    return int(model.engine.bytes_up + model.engine.bytes_down)
 
 
 def _line(result: Result) -> str:

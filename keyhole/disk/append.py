@@ -81,4 +81,4 @@ def reserve(file: int, start: int, size: int) -> bool:
         call = ctypes.CDLL(None, use_errno=True).fallocate64
     except (AttributeError, OSError):
         return False
-    return call(file, KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size)) == 0
+    return bool(call(file, KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size)) == 0)

@@ -131,8 +131,8 @@ class Header:
             raise ValueError("it ends in the middle of its header")
         self.about = about = dict[str, Any]()
         for _ in range(pairs):
-            key, kind = reader.string(), reader.number("I")
-            about[key] = reader.value(kind)
+            name, kind = reader.string(), reader.number("I")
+            about[name] = reader.value(kind)
         listed = [self._listed(reader) for _ in range(tensors)]
         align = about.get("general.alignment", 32)
         if type(align) is not int or not 1 <= align <= 2**20:
@@ -141,7 +141,7 @@ class Header:
         if first is not None:
             of_model = ("general.architecture", f"{first.architecture}.")
             about |= {key: value for key, value in first.about.items() if key.startswith(of_model)}
-        self.architecture = str(about.get("general.architecture"))
+        self.architecture: str = str(about.get("general.architecture"))
         self.heads = about.get(f"{self.architecture}.attention.head_count")
         self.kv_heads = about.get(f"{self.architecture}.attention.head_count_kv", self.heads)
         self.entries: dict[str, Entry] = {}
@@ -181,7 +181,7 @@ class Header:
         end = begin + numel // block * size
         if end > self.size:
             raise ValueError(f"it ends before the data of {name}")
-        heads = 0
+        heads: Any = 0
         if self.architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
             heads = self.heads if ".attn_q." in name else self.kv_heads
             if type(heads) is not int or heads < 1 or shape[0] % (2 * heads):
@@ -213,7 +213,7 @@ class GGUFShard:
             first = GGUFShard(path.with_name(f"{part[1]}-00001-of-{part[3]}{SUFFIX}")).header
         with path.open("rb") as file:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.header = _header(file.fileno(), self.data, first)
+            self.header: Header = _header(file.fileno(), self.data, first)
         self.entries, about = self.header.entries, self.header.about
         named = (int(part[2]) - 1, int(part[3])) if part else (0, 1)
         if (said := (about.get("split.no", named[0]), about.get("split.count", named[1]))) != named:

@@ -34,7 +34,10 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP = 64  # group size of the grids
 NESTED = ("nested_blocksize", "nested_offset")  # in the state, if absmax is quantised itself
 LARGEST_STATE = 4096  # bytes
-LAYOUTS = {"gptq": {"checkpoint_format": ("gptq", "gptq_v2")}, "awq": {"version": ("gemm", "exllama", "ipex")}}
+LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "gptq": {"checkpoint_format": ("gptq", "gptq_v2")},
+    "awq": {"version": ("gemm", "exllama", "ipex")},
+}
 """What config.json may say of the layout of the integers; others (gemv, marlin) have the same names and other bits."""
 
 
@@ -196,7 +199,7 @@ def _unpack(packed: "torch.Tensor", bits: int, dim: int, order: tuple[int, ...] 
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     shape = [1] * (packed.dim() + 1)
     shape[dim + 1] = len(shifts)
-    codes = (packed.unsqueeze(dim + 1) >> shifts.view(shape)) & (2**bits - 1)
+    codes: torch.Tensor = (packed.unsqueeze(dim + 1) >> shifts.view(shape)) & (2**bits - 1)
     if order is not None:
         codes = codes.index_select(dim + 1, torch.argsort(torch.tensor(order)))
     return codes.flatten(dim, dim + 1)

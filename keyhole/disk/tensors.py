@@ -90,7 +90,8 @@ def lay_out(specs: Sequence[Spec], name: str = "model", limit_bytes: int | None 
     count = len(groups)
     names = [f"{name}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     names = names if count > 1 else [f"{name}.safetensors"]
-    headers, sizes, places = {}, {}, {}
+    headers, sizes = {}, {}
+    places: dict[str, Place] = {}
     for file, group in zip(names, groups, strict=True):
         group = sorted(group, key=lambda spec: -spec.dtype.itemsize)
         headers[file], begins, sizes[file] = header_of(group)
@@ -157,9 +158,10 @@ class MethodState(Mapping[str, Any]):
         """Reads directly into a new tensor: a mapped file would count as memory until it is closed."""
         dtype = next(dtype for dtype, code in DTYPES.items() if code == about["dtype"])
         flat = torch.empty(numel, dtype=dtype)
+        assert self.file is not None  # without a file the table is empty
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.begin + about["data_offsets"][0] + begin * dtype.itemsize)
-            left = memoryview(flat.view(torch.uint8).numpy())
+            left = flat.view(torch.uint8).numpy().data
             while left and (count := file.readinto(left[:READ_BYTES])):
                 left = left[count:]
         if left:
@@ -187,4 +189,5 @@ def range_of(state: Mapping[str, Any], name: str, begin: int, numel: int) -> tor
     """A range of elements of a tensor of a method's state, flat."""
     if isinstance(state, MethodState):
         return state.range_of(name, begin, numel)
-    return state[name].reshape(-1)[begin : begin + numel]
+    found: torch.Tensor = state[name].reshape(-1)[begin : begin + numel]
+    return found

@@ -144,13 +144,13 @@ def weight_files(directory: Path) -> dict[str, str] | list[str]:
     """Tensor name -> file, from the index; or a list with the single file."""
     for index, single in KINDS.values():
         if (directory / index).exists():
-            found = _read_index(directory / index)
-            if (directory / single).exists() and single not in found.values():
+            named = _read_index(directory / index)
+            if (directory / single).exists() and single not in named.values():
                 raise UserError(
                     f"model: {directory} holds two models, {single} and the files that {index} names; Transformers "
                     "reads the first. Remove the one that belongs to another save"
                 )
-            return found
+            return named
         if (directory / single).exists():
             return [single]
     try:
@@ -171,7 +171,7 @@ def weight_files(directory: Path) -> dict[str, str] | list[str]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    weight_map = read_json(path, "model").get("weight_map")
+    weight_map: Any = read_json(path, "model").get("weight_map")
     named = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
     if not named or not weight_map:
         raise UserError(f"model: {path} cannot be read: its weight_map must name a file for every tensor")
@@ -181,7 +181,7 @@ def _read_index(path: Path) -> dict[str, str]:
     missing = sorted({file for file in weight_map.values() if not os.path.isfile(path.parent / file)})
     if missing:
         raise UserError(f"model: {path} names {missing[0]}, which is missing ({len(missing)} files)")
-    return weight_map
+    return dict[str, str](weight_map)
 
 
 Shards = dict[tuple[Path, int, int], Shard]  # by path, time and size
@@ -268,9 +268,10 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                 )
             about = shard.get_slice(name)
             found[name] = Stored(file, tuple(about.get_shape()), form, GRIDS.get(form), dtype=about.get_dtype())
-    absent = [name for name in listed if name not in found] if isinstance(listed, dict) else []
+    absent = [(name, file) for name, file in listed.items() if name not in found] if isinstance(listed, dict) else []
     if absent:
-        raise UserError(f"model: {directory / listed[absent[0]]} has no {absent[0]}, though the index says so")
+        name, file = absent[0]
+        raise UserError(f"model: {directory / file} has no {name}, though the index says so")
     return _folded(directory, found)
 
 

@@ -43,7 +43,7 @@ def score_classes(model: Model, task: Task, *, max_length: int | None = None, **
     labels = find_labels([task.spec], model.config)
     longest = min(filter(None, (max_length, context_length(model.config))), default=None)
     encoder = TextEncoder(model.tokenizer, model.config, longest)
-    rows = encoder.encode(task.questions, labels)
+    rows = [row for row in encoder.encode(task.questions, labels) if row is not None]  # it cuts, and drops none
     for question, row in zip(task.questions, rows, strict=True):
         check_ids(row.input_ids, question.where, model.source, model.config)
     logits_RL, nll_R = class_logits(model, rows, encoder.pad_token_id, **options)
@@ -57,7 +57,7 @@ def score_classes(model: Model, task: Task, *, max_length: int | None = None, **
         chosen = [_nearest(number, question) for number, question in zip(said, task.questions, strict=True)]
     found = {name: metric_of(name, task.questions, chosen) for name in task.spec.metrics}
     if not labels.order:
-        found["pearson"] = metrics.pearson(said, [question.value for question in task.questions])
+        found["pearson"] = metrics.pearson(said, [question.number for question in task.questions])
     chance = 1 / len(labels.order) if labels.order else None
     loss = float(nll_R.sum()) / len(rows)
     return ClassScore(task.name, len(rows), task.spec.metric, found, chance, loss, encoder.truncated, said)

@@ -87,7 +87,9 @@ def _sent(rows: Sequence[_Row], device: torch.device) -> DeviceBatch:
     ids_BT = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows])
     mask_BT = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows])
     inputs = {"input_ids": ids_BT} if bool(mask_BT.all()) else {"input_ids": ids_BT, "attention_mask": mask_BT}
-    index, target, of_row = [], [], []
+    index: list[int] = []
+    target: list[int] = []
+    of_row: list[int] = []
     for b, row in enumerate(rows):
         for _, tokens in row.asked:
             end = b * width + len(row.ids)

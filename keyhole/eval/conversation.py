@@ -168,13 +168,16 @@ class Conversation:
         return answer
 
     def _ids(self, text: str) -> torch.Tensor:
+        ids: torch.Tensor
         if not self.has_turns:
-            return self.tokenizer(text, return_tensors="pt")["input_ids"]
+            ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
+            return ids
         try:
             written = self.template.render(self.first + self.turns, None, prompt=True)
         except Exception as error:  # templates raise any error
             raise UserError(f"the model's chat template cannot write the conversation: {error}") from None
-        return self.tokenizer(written, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = self.tokenizer(written, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return ids
 
     def _fit(self, text: str) -> torch.Tensor:
         """The tokens of the conversation, without its oldest turns if the context is too short for all.
@@ -212,7 +215,7 @@ class Conversation:
             raise UserError(f"model: generation_config.json: generation refuses its settings: {error}") from error
         answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
         print("" if writes else answer, file=out, flush=True)
-        return answer
+        return str(answer)
 
 
 class _Guard(LogitsProcessor):

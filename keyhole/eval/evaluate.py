@@ -86,7 +86,7 @@ def evaluate(
     )
     for line in model.describe():
         say(line)
-    options = {"max_length": max_length, "watch": _progress}
+    options: dict[str, Any] = {"max_length": max_length, "watch": _progress}
     scores: list[Score] = []
     try:
         for source in sources:
@@ -197,7 +197,7 @@ def _write_json(path: Path, directory: str, model: Model, scores: Sequence[Score
     write_result("--json", path, kept + "\n", shown)
 
 
-def _progress(groups: list) -> Any:
+def _progress(groups: list[Any]) -> Any:
     if not sys.stderr.isatty():
         return iter(groups)
     from rich.console import Console

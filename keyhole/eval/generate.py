@@ -41,7 +41,7 @@ def generate_answers(
     stop: Sequence[str] = (),
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    watch: Callable[[list], Iterable] = iter,
+    watch: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> tuple[list[str], int]:
     """The answers in the order of the questions, and how many prompts were cut."""
     longest = max_length or context_length(model.config)
@@ -68,7 +68,7 @@ def continue_prompts(
     max_new_tokens: int,
     stop: Sequence[str] = (),
     batch_tokens: int = BATCH_TOKENS,
-    watch: Callable[[list], Iterable] = iter,
+    watch: Callable[[list[Any]], Iterable[Any]] = iter,
     settings: dict[str, Any] | None = None,
     apart: bool = False,
 ) -> list[str]:
@@ -137,7 +137,8 @@ def text_after(tokenizer: Any, before: list[int], ids: list[int]) -> str:
     """The text of the tokens `ids` where they follow the tokens `before`."""
     texts = [before, [*before, *ids], ids]
     start, whole, alone = tokenizer.batch_decode(texts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return whole[len(start) :] if whole.startswith(start) else alone  # else: `before` ends inside of a character
+    after: str = whole[len(start) :] if whole.startswith(start) else alone  # else: `before` ends inside of a character
+    return after
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def _seccomp(libc: Any) -> None:
         code += [(equal, 0, len(values) + 3, numbers[column]), (load, 0, 0, 16 + 8 * argument)]
         code += [(equal, len(values) - i, 0, value) for i, value in enumerate(values)]
         code += [(give, 0, 0, refuse), (give, 0, 0, allow)]
-    denied = [numbers[column] for numbers in DENIED.values() if numbers[column] is not None]
+    denied = [number for numbers in DENIED.values() if (number := numbers[column]) is not None]
     code.append((above, len(denied) + 1, 0, MOST_CALLS))
     code += [(equal, len(denied) - i, 0, number) for i, number in enumerate(denied)]
     code += [(give, 0, 0, allow), (give, 0, 0, refuse)]

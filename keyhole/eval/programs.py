@@ -71,6 +71,7 @@ def _confined(job: dict[str, object], directory: str, seconds: float) -> tuple[s
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    assert process.stdin is not None and process.stdout is not None
     try:
         try:
             process.stdin.write(json.dumps(job).encode())

@@ -25,6 +25,7 @@ BATCH_TOKENS = 4096
 PASSES = 4
 
 Groups = list[list[list[int]]]  # row indices of the batches that go through the model together
+Found = list[tuple[torch.Tensor, torch.Tensor]]
 Watch = Callable[[Groups], Iterable[list[list[int]]]]  # iterates over the groups, with a progress bar
 
 
@@ -42,8 +43,9 @@ def score_rows(
     groups = group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes)
     own, spare = evaluation_share(model, groups)
 
-    def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
+    def found_in(group: list[list[int]]) -> Found:
+        found: Found = model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
+        return found
 
     for group in watch(own):
         results = found_in(group)
@@ -71,8 +73,10 @@ def class_logits(
     groups = group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes)
     own, spare = evaluation_share(model, groups)
 
-    def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return model.logits([collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group])
+    def found_in(group: list[list[int]]) -> Found:
+        batches = [collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group]
+        found: Found = model.logits(batches)
+        return found
 
     for group in watch(own):
         for batch, (logits_BL, nll_B) in zip(group, found_in(group), strict=True):

@@ -112,6 +112,7 @@ def check_code(task: Task, allowed: bool) -> None:
 
 def verdicts(task: Task, answers: Sequence[str]) -> dict[str, list[float]]:
     """The score of each answer, by metric. Programs are run here; the caller must have checked the permission."""
+    assert task.spec is not None
     if task.spec.program is not None:
         sources = [q.references[0].replace(MARK, text) for q, text in zip(task.questions, answers, strict=True)]
         with ThreadPoolExecutor(min(PROGRAMS_AT_ONCE, os.cpu_count() or 1)) as pool:
@@ -124,7 +125,7 @@ def verdicts(task: Task, answers: Sequence[str]) -> dict[str, list[float]]:
 
 
 def _worth(name: str, task: Task, question: Question, text: str) -> float:
-    pattern = task.spec.extract
+    pattern = task.spec.extract if task.spec is not None else None
     answer = metrics.extract(text, pattern)
     if pattern is not None and not answer:
         return 0.0  # no match is no answer, even if a reference has no match
@@ -134,7 +135,8 @@ def _worth(name: str, task: Task, question: Question, text: str) -> float:
 
 def _likelihood(model: Model, task: Task, max_length: int | None, **options: Any) -> DataScore:
     encoder = Encoder(model.tokenizer, max_length or context_length(model.config))
-    rows = [row for rows in encoder.encode(task.questions, task.spec.end_token) for row in rows]
+    end_token = task.spec is not None and task.spec.end_token
+    rows = [row for rows in encoder.encode(task.questions, end_token) for row in rows]
     for question, row in zip(task.questions, rows, strict=True):
         check_ids(row.input_ids, question.where, model.source, model.config)
     nll_R, count_R = score_rows(model, rows, **options)

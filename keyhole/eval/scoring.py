@@ -12,6 +12,7 @@ Rows of tokens are those of training (data/tasks/encode.py). A prompt that is to
 beginning; the result has the number of such prompts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ from keyhole.data.tasks.question import Question, Task
 from keyhole.eval import metrics
 from keyhole.eval.rows import not_finite, score_rows
 from keyhole.model.model import Model
+
+Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def score_task(model: Model, task: Task, *, max_length: int | None = None, **opt
     return _score(task, sums, means, count_R.split(sizes), encoder.truncated)
 
 
-def _score(task: Task, sums: list, means: list, counts: tuple, truncated: int) -> TaskScore:
+def _score(task: Task, sums: Tensors, means: Tensors, counts: Tensors, truncated: int) -> TaskScore:
     answers = [question.answer for question in task.questions]
     rights = [{question.answer, *question.also} for question in task.questions]
     predictions = [int(mean.argmax()) for mean in means]
@@ -90,7 +93,7 @@ def metric_of(name: str, questions: list[Question], predictions: list[int]) -> f
     """A metric of choices. If several candidates are right and one of them is chosen, it counts as the right one."""
     if name == "pearson":
         chosen = [float(q.candidates[p]) for q, p in zip(questions, predictions, strict=True)]
-        return metrics.pearson(chosen, [q.value for q in questions])
+        return metrics.pearson(chosen, [q.number for q in questions])
     right = [p if p in q.also else q.answer for q, p in zip(questions, predictions, strict=True)]
     return metrics.OF_CHOICES[name](predictions, right)
 

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from keyhole import assets
 from keyhole.data.files import Record, read
@@ -65,7 +66,7 @@ def _prompt(record: Record) -> str | Turns:
     prompt = record.row["prompt"]
     if isinstance(prompt, str):
         return prompt
-    turns = prompt if isinstance(prompt, list) else [None]
+    turns: list[Any] = prompt if isinstance(prompt, list) else [None]
     if turns and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
         return turns
     raise UserError(f"{record.where}: prompt: expected text or turns {{role, content}}, found {prompt!r:.60}")

@@ -13,7 +13,7 @@ while `hf` stays in the dtype of the model, so in bfloat16 they differ by its ro
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class KeyholeLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
+        return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
@@ -105,7 +105,7 @@ class KeyholeLM(TemplateLM):
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             special = False
         how = {} if special is None else {"add_special_tokens": special}
-        return self.tokenizer.encode(string, **how)
+        return list(self.tokenizer.encode(string, **how))
 
     @property
     def tokenizer_name(self) -> str:
@@ -114,25 +114,25 @@ class KeyholeLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation rendered by the model's template; without add_generation_prompt the last turn is continued."""
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how)
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how))
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [(context, continuation) for _, context, continuation in requests]
+        pairs = [(before, after) for _, before, after in requests]
         cut = sum(len(context) + len(continuation) > self.max_length + 1 for context, continuation in pairs)
         if cut:
             log.warning(
                 "%s of %s requests are longer than %s tokens: cut at the left", cut, len(pairs), self.max_length
             )
         watch = _Bar("log-likelihoods", disable_tqdm)
-        how = {"batch_tokens": self.batch_tokens, "passes": self.passes, "watch": watch}
+        how: dict[str, Any] = {"batch_tokens": self.batch_tokens, "passes": self.passes, "watch": watch}
         found = list(zip(*score_continuations(self.model, pairs, self.max_length, **how), strict=True))
-        for (texts, _, _), answer in zip(requests, found, strict=True):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        for request, answer in zip(requests, found, strict=True):
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -167,7 +167,8 @@ class KeyholeLM(TemplateLM):
             if room < 1:
                 raise UserError(f"max_gen_toks={new}: the model has {self.max_length} positions; ask for fewer tokens")
             prompts = [self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in numbers]
-            how = {"batch_tokens": self.batch_tokens, "watch": _Bar("generated", disable_tqdm), "settings": settings}
+            how: dict[str, Any] = {"batch_tokens": self.batch_tokens, "settings": settings}
+            how |= {"watch": _Bar("generated", disable_tqdm)}
             made = continue_prompts(self.model, prompts, max_new_tokens=new, stop=stop, apart=True, **how)
             for i, text in zip(numbers, made, strict=True):
                 texts[i] = text
@@ -201,5 +202,5 @@ class _Bar:
     def __init__(self, what: str, hidden: bool) -> None:
         self.what, self.hidden = what, hidden
 
-    def __call__(self, groups: list) -> Iterable:
+    def __call__(self, groups: list[Any]) -> Any:
         return tqdm(groups, desc=self.what, disable=self.hidden or None)  # None: hidden without a terminal

@@ -107,7 +107,9 @@ def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) ->
     tokens = args.per_device_train_batch_size * asked.max_length
     passes = args.gradient_accumulation_steps * row.passes(own)
     work = Workload(asked.method, tokens, passes, own, args.max_grad_norm > 0, length=asked.max_length)
+    where: dict[str, Any]
     where = {"placement": asked.placement, "gpu_memory": asked.gpu_memory, "device": "cpu" if args.use_cpu else None}
+    how: dict[str, Any]
     how = {"dtype": asked.dtype or "auto", "wire": asked.wire, "seed": args.seed, "tf32": bool(args.tf32)}
     if isinstance(source, PretrainedConfig):
         how["init"] = "random"

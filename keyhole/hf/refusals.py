@@ -81,7 +81,8 @@ def check_class(cls: type, mixin: type) -> None:
 def check_names(cls: type, mixin: type, args: TrainingArguments, options: dict[str, Any]) -> None:
     """UserError for an argument that the Trainer behind the mixin does not take. One that takes any may have a use for
     it: then its own TypeError is translated (`misplaced`)."""
-    behind = [base.__init__ for base in cls.__mro__[cls.__mro__.index(mixin) + 1 : -1] if "__init__" in vars(base)]
+    bases = cls.__mro__[cls.__mro__.index(mixin) + 1 : -1]
+    behind = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
     taken = [one for init in behind for one in signature(init).parameters.values()]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in taken) or any(hasattr(i, "__wrapped__") for i in behind)
     unknown = sorted(options.keys() - {one.name for one in taken})

@@ -54,6 +54,16 @@ class KeyholeMixin:
 
     keyhole: Model
     method: Method
+    model: Any  # this and what follows is the Trainer's
+    args: Any
+    state: Any
+    control: Any
+    optimizer: torch.optim.Optimizer | None
+    accelerator: Any
+    lr_scheduler: Any
+    data_collator: Any
+    processing_class: Any
+    _get_output_dir: Any
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **options: Any) -> None:
         """model: a directory, a hub id, a config, or the result of keyhole.load. method, settings, placement,
@@ -197,7 +207,7 @@ class KeyholeMixin:
         directory.mkdir(parents=True, exist_ok=True)
         self.keyhole.save_pretrained(directory)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if hasattr(tokenizer, "save_pretrained"):
+        if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(directory)
         torch.save(self.args, directory / TRAINING_ARGS_NAME)
 
@@ -267,6 +277,8 @@ class KeyholeMixin:
 
 class Shell(nn.Module):
     """Replaces the model where the Trainer would wrap it: no parameters, nothing to move."""
+
+    module_: Any
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

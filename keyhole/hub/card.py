@@ -67,7 +67,8 @@ def _metadata(
     if data := [hub for source in _listed(config.get("train_data")) if (hub := hub_id(source))]:
         found["datasets"] = data
     found["tags"] = ["keyhole", *([config["method"]] if "method" in config else [])]
-    tested = next((entry for entry in reversed(entries) if any(key.startswith("test_") for key in entry)), {})
+    with_test = (entry for entry in reversed(entries) if any(key.startswith("test_") for key in entry))
+    tested: dict[str, Any] = next(with_test, {})
     tasks = [Path(task).stem for task in _listed(config.get("task"))]
     metrics = [
         {"type": key.removeprefix("test_"), "value": round(value, 4)}

@@ -154,6 +154,7 @@ def _fill(
     fill_random(loaded, std, seed, only=fresh)
     loaded.drawn, loaded.drawn_head = bool(fresh), fresh
     if fresh:
+        assert loaded.placed is not None
         names, labels = ", ".join(tensor.name for tensor in fresh), loaded.config.num_labels
         loaded.placed.reasons.append(
             f"head: {names} are not in the files, or not for {counted(labels, 'label')}: drawn from seed {seed}"
@@ -164,6 +165,7 @@ def _fill(
 def _add_adapter(loaded: Model, directory: Path) -> None:
     """Attaches the adapter in a directory, if there is one."""
     if has_adapter(directory):
+        assert loaded.placed is not None
         saved = SavedAdapter(loaded, directory / "adapter")
         loaded.placed.adapter = saved.path
         loaded.placed.reasons.append(str(saved))

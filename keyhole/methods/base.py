@@ -13,7 +13,7 @@ to every method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ class Method:
         without memory, and freezes what is not trained. base: its module, layout and blocks; own: the method's section.
         UserError where making it would be refused for the model's shapes."""
 
-    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch, or from the micro-batches of one step. Returns the loss, a device scalar."""
         raise NotImplementedError  # abstract
 
@@ -140,7 +140,7 @@ class Method:
         """Everything except the weights that a resumed run needs. Flushes."""
         raise NotImplementedError  # abstract
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         raise NotImplementedError  # abstract
 
     def flush(self) -> None:
@@ -222,7 +222,7 @@ class Method:
         them; None: it asks for none."""
         return None
 
-    def look_ahead(self, batches: list[Batch]) -> None:
+    def look_ahead(self, batches: Sequence[Batch]) -> None:
         """Receives batches of coming rows, before a step."""
         raise NotImplementedError  # abstract: only if rows_ahead is not always None
 

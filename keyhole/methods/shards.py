@@ -13,6 +13,7 @@ Bytes: one block of gradients in the dtype of compute, and one unit more for the
 backward pass: (N - 1) / N of the gradients of blocks and head, twice that of table and spine, these in float32.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def tensors_of(unit: Unit) -> list[FlatTensor]:
     return [chunk(unit)] if unit.rows is not None else unit.tensors
 
 
-def share(model: Model, batch: Batch | list[Batch]) -> tuple[list[DeviceBatch], int, int, float]:
+def share(model: Model, batch: Batch | Sequence[Batch]) -> tuple[list[DeviceBatch], int, int, float]:
     """(this rank's micro-batches, the index of the first, the number that the loss is divided by, their weight). A rank
     without micro-batches takes the first one with weight 0, because every rank must visit every unit."""
     batches, ranks = as_list(batch), model.ranks
@@ -124,7 +125,7 @@ def share(model: Model, batch: Batch | list[Batch]) -> tuple[list[DeviceBatch], 
     return sent, first, max(1, count), float(bool(own))
 
 
-def first_rank(model: Model, batch: Batch | list[Batch]) -> int:
+def first_rank(model: Model, batch: Batch | Sequence[Batch]) -> int:
     """The rank that has the first micro-batch: not the leader if there are fewer micro-batches than ranks."""
     return -(-model.ranks.size // min(model.ranks.size, len(as_list(batch)))) - 1
 

@@ -43,13 +43,20 @@ class Demo:
 class RunSettings(Protocol):
     """The other settings of a run that a method may read. max_steps: None if the data decide, or if it is unknown."""
 
-    dtype: str | None
-    wire: str | None
-    placement: str
-    learning_rate: float | str | None
-    max_grad_norm: float | None
-    weight_decay: float
-    max_steps: int | None
+    @property
+    def dtype(self) -> str | None: ...
+    @property
+    def wire(self) -> str | None: ...
+    @property
+    def placement(self) -> str: ...
+    @property
+    def learning_rate(self) -> float | str | None: ...
+    @property
+    def max_grad_norm(self) -> float | None: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def max_steps(self) -> int | None: ...
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -70,20 +70,19 @@ class Attached(Protocol):
         """None if the method trains only the model's own weights."""
 
 
-class DeviceBytes(Protocol):
-    """The parts of a planned device peak."""
-
-    @property
-    def total(self) -> int: ...
-
-
 class Placed(Protocol):
     """The plan by which a model was placed (plan/placement.py)."""
 
     reasons: list[str]
-    device_bytes: DeviceBytes
-    workspace_bytes: int
+    device_bytes: Any  # and work: of keyhole.plan, a later layer
     budget_bytes: int | None
+    limit_bytes: int | None
+    workspace_bytes: int
+    work: Any
+    adapter: Any
+
+    def evaluation_passes(self, layout: Any, most: int) -> int:
+        """How many batches of the planned size may go through the model together."""
 
     def check_method(self, method: str) -> None:
         """Refuses a method that cannot train this model; warns if the plan was made for another one."""

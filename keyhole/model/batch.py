@@ -11,7 +11,7 @@ On a GPU a batch is copied on a stream of its own. The host is usually far ahead
 arrived when they need it; on the compute stream the copy would queue behind waits for uploads of weights.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -87,7 +87,7 @@ def _in_row(batch: DeviceBatch) -> torch.Tensor:
     return rows_B[:, None] == batch.row_N
 
 
-def as_list(batch: Batch | list[Batch]) -> list[Batch]:
+def as_list(batch: Batch | Sequence[Batch]) -> list[Batch]:
     """A step takes one batch or the list of its micro-batches."""
     if not isinstance(batch, Mapping | Iterable):
         raise UserError(f"batch: found a {type(batch).__name__}, expected a dict of tensors, or a list of them")

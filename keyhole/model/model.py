@@ -24,7 +24,7 @@ Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,12 @@ class Model:
         changes: Changes | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.module, self.layout, self.engine = module, layout, engine
+        self.module: Any = module  # a class of Transformers
+        self.layout, self.engine = layout, engine
         self.blocks = find_blocks(module)  # now: between passes, weights of packed units are empty tensors
         self.formats, self.dtype = formats, formats.dtype
-        self.device, self.config = engine.device, module.config
+        self.device = engine.device
+        self.config: Any = module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
         self.drawn = False  # some weights were initialised at random: a new head, or all of them
         self.drawn_head: list[FlatTensor] = []  # those of a new head
@@ -149,11 +151,11 @@ class Model:
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
-    def to_device(self, batch: Batch | list[Batch], of_step: bool = True) -> list[DeviceBatch]:
+    def to_device(self, batch: Batch | Sequence[Batch], of_step: bool = True) -> list[DeviceBatch]:
         """One batch, or the micro-batches of a step, checked and copied to the device."""
         return self.send(self.checked(batch, of_step))
 
-    def checked(self, batch: Batch | list[Batch], of_step: bool = True) -> list[Batch]:
+    def checked(self, batch: Batch | Sequence[Batch], of_step: bool = True) -> list[Batch]:
         """The micro-batches of a step; UserError if they cannot be trained on. of_step: warns if they are larger than
         the batches that memory was planned for; evaluations have a size of their own."""
         batches = as_list(batch)
@@ -266,7 +268,7 @@ class Model:
 
     @without_autocast()
     @torch.no_grad()
-    def nll(self, batch: Batch | list[Batch]) -> Any:
+    def nll(self, batch: Batch | Sequence[Batch]) -> Any:
         """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep: each unit crosses
         the link once."""
         results = evaluation.nll_by_row(self, self.send(self.checked(batch, of_step=False), shares=True))
@@ -281,7 +283,7 @@ class Model:
 
     @without_autocast()
     @torch.no_grad()
-    def logits(self, batch: Batch | list[Batch]) -> Any:
+    def logits(self, batch: Batch | Sequence[Batch]) -> Any:
         """Of a batch: the logits, [B, T, V] of a decoder (the whole vocabulary, streamed like a generation) or [B, L]
         of a classifier. Of a list of batches and a classifier: (logits, losses of the rows [B]) of each, in float32,
         all run together."""

@@ -64,13 +64,13 @@ class Downlink:
         timed: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Copies every source to its target, as `send` does. timed: makes a context around the copies."""
-        if self.cuda:
+        if self.stream is not None:
             self.stream.wait_stream(self.engine.compute)
         with torch.cuda.stream(self.stream) if self.cuda else nullcontext(), timed() if self.cuda else nullcontext():
             for source, target in copies:
                 with self._span(source):
                     target.copy_(source, non_blocking=self.cuda)
-        if not self.cuda:
+        if self.stream is None:
             return
         for source, _ in copies:
             source.record_stream(self.stream)
@@ -87,7 +87,7 @@ class Downlink:
     def sent(self, and_kernels: bool = False) -> Any:
         """An event that the host can wait for: every copy sent so far has finished and, with and_kernels, every kernel
         launched so far. None on a CPU."""
-        if not self.cuda:
+        if self.stream is None:
             return None
         if and_kernels:
             self.stream.wait_stream(self.engine.compute)
@@ -97,5 +97,5 @@ class Downlink:
 
     def synchronize(self) -> None:
         """Blocks the host until every copy sent so far has finished."""
-        if self.cuda:
+        if self.stream is not None:
             self.stream.synchronize()

@@ -134,7 +134,7 @@ class _State:
         self.changed = threading.Condition()
         self.started = threading.Semaphore(0)
         self.waiting: list[Ticket] = []
-        self.pending: Counter = Counter()  # page -> jobs not done
+        self.pending: Counter[Any] = Counter()  # page -> jobs not done
         self.error: BaseException | None = None
         self.closed = False
 
@@ -203,6 +203,7 @@ def _help(state: _State) -> None:
                 if ticket is not None:
                     if ticket.after is not None:
                         ticket.after.synchronize()
+                    assert ticket.on_device is not None  # take gives a helper no other
                     with torch.no_grad():
                         begun = ticket, ticket.on_device()
             finally:  # also when that failed: the device may still be running the last job

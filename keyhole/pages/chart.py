@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from typing import Any
 
 from keyhole.pages.labels import NAME_HEIGHT, apart
 
@@ -141,7 +142,8 @@ def _finite(each: Series) -> Series:
     columns = [column for column in (each.x, each.y, each.low, each.high, each.faint) if column]
     rows = [row for row in zip(*columns, strict=True) if all(map(math.isfinite, row))]
     names = [name for name in ("x", "y", "low", "high", "faint") if getattr(each, name)]
-    return replace(each, **{name: [row[i] for row in rows] for i, name in enumerate(names)})
+    finite: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    return replace(each, **finite)
 
 
 def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:

@@ -79,7 +79,7 @@ class Failures:
     def is_first_to_say(self) -> bool:
         """Whether this rank is the one that says why all end, where the leader cannot."""
         try:
-            return self.store.compare_set(SAID, "", str(self.rank)).decode() == str(self.rank)
+            return bool(self.store.compare_set(SAID, "", str(self.rank)).decode() == str(self.rank))
         except Exception:  # the store is gone: better said twice than never
             return True
 

@@ -202,10 +202,11 @@ class Group(Ranks):
         return found
 
     def from_rank(self, rank: int, make: Callable[[], T]) -> T:
-        sent = [make() if self.rank == rank else None]
+        sent: list[Any] = [make() if self.rank == rank else None]
         with self._together():
             dist.broadcast_object_list(sent, src=rank)
-        return sent[0]
+        made: T = sent[0]
+        return made
 
     def barrier(self) -> None:
         self.total(0)

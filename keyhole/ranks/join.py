@@ -96,7 +96,7 @@ def _join() -> Any:
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    served = []
+    served: list[bool] = []
 
     if not 0 <= port < 65536:
         raise UserError(

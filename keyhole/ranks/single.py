@@ -99,6 +99,9 @@ class Ranks:
     def barrier(self) -> None:
         pass
 
+    def set_limit(self, limit_s: float) -> None:
+        """Seconds without a heartbeat after which a rank counts as dead."""
+
     def device(self, asked: str | None) -> str | None:
         """The device of this rank, if the config asks for `asked`."""
         return asked

@@ -162,7 +162,7 @@ def _metric_charts(
     names = [name for name in curves.evaluated if name not in left_out][:24]
     drawn = []
     for plain in (False, True):
-        lines = []
+        lines: list[Series] = []
         for name in (name for name in names if is_plain(name) is plain):
             x, y = curves.evaluation(name, over_time)
             y = y if plain else [100 * value for value in y]

@@ -2,6 +2,7 @@
 
 from html import escape
 from itertools import groupby
+from typing import Any
 
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.machine.text import printable
@@ -48,8 +49,10 @@ def size(count: float) -> str:
 def memory_and_pace(story: Story, curves: Curves) -> str:
     """Planned beside measured: memory of the device by its parts, host memory, seconds of a step."""
     plan, measured = story.planned, story.measured
-    device = [("GPU, planned", plan.get("device_bytes"), plan.get("parts"))] if story.device == "cuda" else []
+    device: list[tuple[str, Any, Any]] = []
+    device += [("GPU, planned", plan.get("device_bytes"), plan.get("parts"))] if story.device == "cuda" else []
     device += [("GPU, measured", measured.get("device_bytes"), None)] if story.device == "cuda" else []
+    host: list[tuple[str, Any, Any]]
     host = [("host, planned", plan.get("host_bytes"), None), ("host, measured", measured.get("host_bytes"), None)]
     blocks = [_bars([row for row in rows if row[1]]) for rows in (device, host)]
     pace = _pace(story, curves)

@@ -80,9 +80,9 @@ def _drawing(lanes: dict[str, list[tuple[float, float]]], shares: dict[str, floa
     bottom = TOP + LANE * len(lanes)
     for i in range(5):
         at = start + (end - start) * i / 4
-        x = f"{LEFT + (at - start) * scale:.1f}"
-        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{TOP}" y2="{bottom}"/>')
-        parts.append(f'<text class="tick" x="{x}" y="{bottom + 18}" text-anchor="middle">{_tick(at)}</text>')
+        x_text = f"{LEFT + (at - start) * scale:.1f}"
+        parts.append(f'<line class="grid" x1="{x_text}" x2="{x_text}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(f'<text class="tick" x="{x_text}" y="{bottom + 18}" text-anchor="middle">{_tick(at)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="axis" x="{middle}" y="{height - 6}" text-anchor="middle">milliseconds</text>')
     label = "upload, compute and write-back during one step"

@@ -28,7 +28,6 @@ from keyhole.loading import load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
-from keyhole.methods.traits import AUTO_RATE
 from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.weights.save import add_end_tokens
@@ -101,14 +100,14 @@ def find_job(request: Request) -> Job:
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
     check_length(config, total)
     rate, warmup = config.learning_rate, config.warmup_ratio
-    peak = 1.0 if rate == AUTO_RATE else rate  # auto: the schedule is a factor of the found rate
+    assert rate is not None  # the rules of the config have filled it in
+    peak = rate if isinstance(rate, float | int) else 1.0  # auto: the schedule is a factor of the found rate
     schedule = Schedule(config.lr_scheduler_type, peak, total, warmup, config.min_lr_ratio, config.warmup_steps)
-    goes_on = origin.state is not None and not origin.elsewhere
-    run_id = origin.state.run if goes_on else rundir.new_run_id()
+    run_id = rundir.new_run_id() if origin.state is None or origin.elsewhere else origin.state.run
     display = parts.display(total, config.logging_steps)
-    where = {"directory": request.directory, "origin": origin, "notes": request.notes, "base": request.base}
-    made = {"data": data, "schedule": schedule, "display": display, "judge": judge}
-    return Job(config=config, run_id=run_id, parts=parts, **where, **made)
+    where: dict[str, Any] = {"directory": request.directory, "notes": request.notes, "base": request.base}
+    made: dict[str, Any] = {"data": data, "schedule": schedule, "display": display, "judge": judge}
+    return Job(config=config, origin=origin, run_id=run_id, parts=parts, **where, **made)
 
 
 def check_length(config: TrainConfig, total: int) -> None:
@@ -212,6 +211,7 @@ def _follower(job: Job, lock: Lock, model: Model, method: Method) -> Follower:
         same_directory(job.parts.ranks, lock.path)
     if job.origin.tail:
         apply_records(method, job.origin.tail, job.display.line)
+    shared: dict[str, Any]
     shared = {"data": job.data, "schedule": job.schedule, "first": job.origin.step, "judge": job.judge}
     return Follower(root=job.directory.root, model=model, method=method, **shared)
 

@@ -132,6 +132,7 @@ class Display:
         self.close()
         _to_nowhere()
         _say_aside("keyhole: the output is closed: finishing this step and saving")
+        assert self.gone is not None  # _print raises without it
         self.gone()
 
     def lines(self, texts: list[str]) -> None:
@@ -143,7 +144,8 @@ class Display:
         """Counts a step; when a line is due, prints the one for the steps since the last line."""
         self.entries.append(entry)
         self.ends = [*self.ends[:1], entry]
-        self.peak_gib = max(self.peak_gib, entry.get("gpu_gib", entry.get("host_gib", 0.0)))
+        used: Any = entry.get("gpu_gib", entry.get("host_gib", 0.0))
+        self.peak_gib = max(self.peak_gib, used)
         if self.bar is not None:
             self.bar.update(self.task, completed=entry["step"])
         if entry["step"] % self.every == 0 or entry["step"] in (1, self.total):
@@ -211,4 +213,4 @@ def step_line(entries: list[Entry], total: int) -> str:
 def _mean(entries: list[Entry], name: str) -> float:
     """Mean over the entries that have this number: some steps lack some numbers."""
     values = [entry[name] for entry in entries if name in entry]
-    return sum(values) / len(values)
+    return float(sum(values) / len(values))

@@ -15,6 +15,7 @@ from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.resume_point import Origin, continued
 from keyhole.checkpoint.journal.writer import Writer
 from keyhole.data.run import Data
+from keyhole.methods.base import Method
 from keyhole.methods.zo.method import ZO
 from keyhole.training.metrics import QueuedStep
 
@@ -31,7 +32,7 @@ class Journaling:
     def note(self, record: QueuedStep, update: list[float]) -> None:
         """Records a step whose numbers were read and are finite; `update` is [lr, c_1 .. c_q] and the estimator's
         memory."""
-        if self.writer is None:
+        if self.writer is None or self.method is None:
             return
         epoch, row = record.position
         decay, device = self.method.weight_decay, self.method.model.device.type
@@ -57,6 +58,7 @@ class Journaling:
 
     def _say_flushes(self) -> None:
         """Prints a line when the writer's thread has failed to flush, or has recovered."""
+        assert self.writer is not None
         fault, synced = self.writer.fault, self.writer.synced
         if fault is not None and not self.flush_failing:
             self.say(
@@ -100,7 +102,7 @@ class Journaling:
 
 
 def open_journal(
-    method: ZO,
+    method: Method,
     origin: Origin,
     path: Path,
     *,
@@ -118,6 +120,7 @@ def open_journal(
 
     source: what the weights were loaded from; config: the settings that a resume or replay needs; run: the run's id;
     base: the content hash of the original weights, if known."""
+    assert isinstance(method, ZO)  # as METHODS says: it is journaled
     model = method.model
     header = journal.Header(
         base=base or "",
@@ -126,7 +129,7 @@ def open_journal(
         seed=method.noise["seed"],
         directions=method.directions,
         distribution=method.noise["distribution"],
-        rounding=method.decay["rounding"],
+        rounding=str(method.decay["rounding"]),
         eps=method.eps,
         dtype=str(model.dtype).removeprefix("torch."),
         wire=wire,

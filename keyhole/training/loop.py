@@ -201,17 +201,19 @@ class Run:
 
     def check(self) -> None:
         """Once per run: checks that every trained tensor has changed, and compares memory and pace with the plan."""
-        if self.moving_steps:
+        if self.moving_steps and self.changes is not None:
             self.display.line(self.changes.verdict(self.moving_steps))
         if self.model.device.type == "cuda" and METHODS[self.method.name].streams:
+            assert self.model.placed is not None
             planned_gib = self.model.placed.device_bytes.total / GIB
             peak_gib = memory_gib(self.model.device)["gpu_gib"]
             self.display.line(f"check: peak GPU memory {peak_gib:.2f} GiB, planned {planned_gib:.2f} GiB")
         if line := pace_line(self.model, self.method.name, self.timed[1:]):  # the first step compiles
             self.display.line(line)
         if tokens := [entry["tokens"] for entry in self.timed[1:]]:
-            now = lambda: planned(self.model, self.method.name, sum(tokens) / len(tokens))  # noqa: E731
-            self.reports.tell("the plan", lambda: self.reports.page.planned(now()))
+            pace = sum(tokens) / len(tokens)
+            told = lambda: self.reports.page.planned(planned(self.model, self.method.name, pace))  # noqa: E731
+            self.reports.tell("the plan", told)
         self.changes = None
 
     def evaluate(self, step: int) -> None:

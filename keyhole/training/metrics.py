@@ -170,17 +170,18 @@ class Stamp:
     """A point in time; on a GPU an event in the stream, since the host runs ahead of the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.at_s, self.event = time.perf_counter(), None
+        self.at_s = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record(torch.cuda.current_stream(device))
 
     def seconds_since(self, earlier: "Stamp") -> float:
         """Waits for both points in time."""
-        if self.event is None:
+        if self.event is None or earlier.event is None:
             return self.at_s - earlier.at_s
         self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1e3
+        return float(earlier.event.elapsed_time(self.event) / 1e3)
 
 
 class MetricsFile:

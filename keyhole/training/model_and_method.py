@@ -51,7 +51,10 @@ from keyhole.training import start_block
 
 def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
     """max_steps, or the steps of `epochs` passes over the data, rounded up as Hugging Face does."""
-    return max_steps if max_steps is not None else math.ceil(epochs * steps_per_epoch)
+    if max_steps is not None:
+        return max_steps
+    assert epochs is not None  # the config has one of them
+    return math.ceil(epochs * steps_per_epoch)
 
 
 def load_model(
@@ -100,6 +103,7 @@ def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
     method = row.load().make(model, shared, getattr(config, row.section))
     if origin.choice.state is not None:
         path = origin.choice.path
+        assert path is not None
         try:
             method.load_state_dict(method_state(path, origin.choice.state))
         except UserError:
@@ -129,6 +133,7 @@ def workload(config: TrainConfig, data: Data) -> Workload:
 
 def _tokens(batches: Loader | EvalBatches) -> int:
     """Tokens of the largest micro-batch, padding included."""
+    assert batches.dataset is not None
     width = batches.padding.width(longest_row(batches.dataset))
     return batches.dataset.most_samples(batches.batch_size) * width
 

@@ -24,6 +24,7 @@ def planned(model: Model, method: str, tokens: float | None = None) -> dict[str,
     """The planned bytes by part, host bytes, and seconds of a step with this number of tokens."""
     found: dict[str, Any] = {}
     if model.device.type == "cuda" and METHODS[method].streams:
+        assert model.placed is not None
         parts = model.placed.device_bytes
         found["device_bytes"] = parts.total
         found["parts"] = {each.name: getattr(parts, each.name) for each in fields(parts) if getattr(parts, each.name)}

@@ -127,6 +127,7 @@ def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, t
         gpu_bytes = (rates.gpu_bytes or 0) - RESERVE_BYTES if gpu_bytes is None else gpu_bytes
         ram_bytes = int(USABLE * rates.host_bytes)
     else:
+        assert device is not None
         rates = rates_of(device, request.asked.measure, say)
         if device.type == "cuda":
             free = int(USABLE * torch.cuda.mem_get_info(device)[0])

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from keyhole.report.entries import Entry
 from keyhole.training.display import Display
-from keyhole.training.metrics import Entry, MetricsFile
+from keyhole.training.metrics import MetricsFile
 from keyhole.training.plot import plot_loss
 from keyhole.training.run_page import RunPage
 from keyhole.training.trackers.behind import Behind

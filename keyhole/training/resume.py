@@ -42,7 +42,8 @@ def flat_config(config: TrainConfig) -> dict[str, Any]:
     own = METHODS[config.method].section
     flat = {key: value for key, value in values.items() if key not in sections()}
     flat |= {f"{own}.{key}": value for key, value in values[own].items()}
-    return json.loads(json.dumps(flat))
+    plain: dict[str, Any] = json.loads(json.dumps(flat))
+    return plain
 
 
 def apply_changes(state: State, config: TrainConfig, done: int | None = None, base: str | None = None) -> list[str]:
@@ -53,6 +54,7 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
     lines, refused = [], []
     now = flat_config(config)
     # the behaviour before the key existed; without weight decay it makes no difference
+    former: dict[str, Any]
     former = {"weight_decay_on": "all"} if state.config.get("weight_decay") or now["weight_decay"] else {}
     former |= {"pad_to_multiple_of": BEFORE, "stratify": False}
     for key in sorted(now.keys() | state.config.keys()):
@@ -67,7 +69,7 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
         elif key in SAFE:
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, from step {next_step} on")
         else:
-            why = f" ({fault})" if key == "model" and (fault := _unreadable(after)) else ""
+            why = f" ({fault})" if key == "model" and (fault := _unreadable(str(after))) else ""
             refused.append(f"  {key}: the run has {_shown(before)}, the config now says {_shown(after)}{why}")
     if refused:
         fix = "set them back, or start a new run in another output_dir"

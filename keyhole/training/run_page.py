@@ -77,7 +77,7 @@ class RunPage:
     def ended(self, state: str, outcome: str = "") -> None:
         """Sets how the run ended; the first call wins."""
         if self.story.state == RUNNING:
-            self.change(lambda story: (setattr(story, "state", state), setattr(story, "outcome", outcome)))
+            self.change(lambda story: vars(story).update(state=state, outcome=outcome))
 
     def _ask(self) -> None:
         """Starts writing a page, if one is due and none is being written."""

@@ -138,4 +138,5 @@ def _fits(model: Model, rows: list[tuple[list[int], list[int]]]) -> bool:
     config = model.config.get_text_config()
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     cached = 2 * layers * hidden * tokens * model.dtype.itemsize
-    return tokens <= model.placed.work.tokens and cached <= model.placed.device_bytes.during_a_step
+    assert model.placed is not None
+    return bool(tokens <= model.placed.work.tokens and cached <= model.placed.device_bytes.during_a_step)

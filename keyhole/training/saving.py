@@ -49,7 +49,7 @@ def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
     tensors, _ = split_state(method_state)
     weights = sum(t.shape.numel() for t in model.layout.tensors) * torch.finfo(model.dtype).bits // 8
     weights = 0 if method_state.get("light") else weights
-    return weights + sum(tensor.nbytes for tensor in tensors.values()) + MARGIN_BYTES
+    return weights + sum(int(tensor.nbytes) for tensor in tensors.values()) + MARGIN_BYTES
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,9 @@ class Saver:
 
     def save_once(self, step: int, loader: dict[str, Any]) -> Path:
         """The save that ends a run, unless this step is on the disk already. Raises if it fails."""
-        there = self.last_good is not None and self.last_step == step and (self.last_good / STATE).is_file()
-        return self.last_good if there else self.save(step, loader, last=True)
+        if self.last_good is not None and self.last_step == step and (self.last_good / STATE).is_file():
+            return self.last_good
+        return self.save(step, loader, last=True)
 
     def save_last(self, step: int, loader: dict[str, Any], given_up: Callable[[], bool]) -> Path:
         """save_once for the end of a run: if the disk is full, waits for room until given_up() (room.py)."""

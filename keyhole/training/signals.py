@@ -20,8 +20,8 @@ from typing import Any
 
 EXIT_INTERRUPTED = 130
 GRACE_S = 0.25
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SIGHUP = getattr(signal, "SIGHUP", None)  # not every system has it
+SIGNALS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+SIGHUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not every system has it
 
 
 class Interrupts:
@@ -36,8 +36,9 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            hangs_up = SIGHUP is not None and signal.getsignal(SIGHUP) != signal.SIG_IGN
-            heard = (*SIGNALS, SIGHUP) if hangs_up else SIGNALS
+            heard = SIGNALS
+            if SIGHUP is not None and signal.getsignal(SIGHUP) != signal.SIG_IGN:
+                heard = (*SIGNALS, SIGHUP)
             self._before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 

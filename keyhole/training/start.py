@@ -127,6 +127,7 @@ def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | N
     ranks, row = parts.ranks, METHODS[config.method]
     origin = ranks.from_leader(lambda: find_origin(resume, directory.place(), row.journaled))
     if origin.tail and origin.choice.path is None and ranks.is_leader:
+        assert origin.journal is not None  # its records are the tail
         check_base(origin.journal, config.model)
     if origin.choice.path is not None and not origin.choice.path.is_dir():
         raise UserError(

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from keyhole.config import TrainConfig
 from keyhole.data.tasks.question import Task
@@ -39,10 +39,15 @@ EVAL, TEST = "eval", "test"
 MEAN = "score"  # name of the mean of different metrics
 
 
-def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+class Batches(Sized, Iterable[Any], Protocol):
+    """What EvalBatches is, or a list."""
+
+
+def evaluate(model: Model, batches: Batches, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches, of a classifier {"eval_loss", "eval_rows"}; None
     if `stop` returned True midway. Several ranks take batches in turn, and sum all losses in the order of the
     batches."""
+    assert model.placed is not None
     ranks, together = model.ranks, model.placed.evaluation_passes(model.layout, EVAL_PASSES)
     together = min(ranks.objects(together)) if model.sharded else together
     own = ranks.share(range(len(batches)))
@@ -122,7 +127,8 @@ class Judge:
         tasks, common = [task for task in self.chosen_by if task.spec is not None], self.metric
         found = ["loss"] if classifies else ["loss", "perplexity"]
         for task in tasks:
-            found += [metric if len(tasks) == 1 else f"{task.name}_{metric}" for metric in task.spec.metrics]
+            metrics = () if task.spec is None else task.spec.metrics
+            found += [metric if len(tasks) == 1 else f"{task.name}_{metric}" for metric in metrics]
         return list(dict.fromkeys([*found, *([] if common is None else [common])]))
 
     def check_config(self, config: TrainConfig, held_out: bool, classifies: bool) -> None:
@@ -162,15 +168,17 @@ class Judge:
     def _score(
         self, model: Model, tasks: Sequence[Task], prefix: str, stop: Callable[[], bool], keep: Keep = _forget
     ) -> dict[str, Any] | None:
-        def watch(groups: list) -> Iterator[Any]:
+        def watch(groups: list[Any]) -> Iterator[Any]:
             for group in groups:
                 if not model.ranks.several and stop():  # ranks stop together, between tasks
                     raise Stopped
                 yield group
 
+        assert model.placed is not None
+        options: dict[str, Any]
         options = {"max_length": self.max_length, "batch_tokens": model.placed.work.tokens, "watch": watch}
-        passes = {"passes": model.placed.evaluation_passes(model.layout, EVAL_PASSES)}
-        code = {"allow_code_execution": self.allow_code_execution}
+        passes: dict[str, Any] = {"passes": model.placed.evaluation_passes(model.layout, EVAL_PASSES)}
+        code: dict[str, Any] = {"allow_code_execution": self.allow_code_execution}
         found: dict[str, dict[str, float]] = {}
         try:
             for task in tasks:

@@ -79,7 +79,8 @@ class Bias:
 def squared_singular_values(grad: torch.Tensor) -> torch.Tensor:
     """Squared singular values, largest first, in float64: eigenvalues of the smaller Gram matrix, which is faster."""
     g = grad.double() if grad.shape[0] <= grad.shape[1] else grad.double().T
-    return torch.linalg.eigvalsh(g @ g.T).clamp(min=0).flip(0)
+    squares: torch.Tensor = torch.linalg.eigvalsh(g @ g.T).clamp(min=0).flip(0)
+    return squares
 
 
 def galore_bias(grads: list[torch.Tensor], p: torch.Tensor) -> float:

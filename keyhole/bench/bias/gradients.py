@@ -79,7 +79,8 @@ def _differentiate(model: keyhole.Model, chosen: list[FlatTensor], how: Sampling
         param.requires_grad_(False)
     for tensor in chosen:
         tensor.param.requires_grad_()
-    seen, held = ({t.name: [] for t in chosen} for _ in range(2))
+    seen: dict[str, list[torch.Tensor]] = {t.name: [] for t in chosen}
+    held: dict[str, list[torch.Tensor]] = {t.name: [] for t in chosen}
     for i in range(how.calibration + how.held_out):
         for batch in model.to_device(loader.next_step()):
             hidden = model.hidden(batch)
@@ -90,6 +91,7 @@ def _differentiate(model: keyhole.Model, chosen: list[FlatTensor], how: Sampling
             )
             loss.backward()
         for tensor in chosen:
+            assert tensor.param.grad is not None
             (seen if i < how.calibration else held)[tensor.name].append(tensor.param.grad)
             tensor.param.grad = None
     return seen, held

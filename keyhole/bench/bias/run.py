@@ -16,7 +16,7 @@ from keyhole.machine.probe import environment
 from keyhole.ops.lsp.projector import KINDS
 
 D, R = (16, 32, 48), (1, 4, 16)
-QUICK = {"batch": 4, "micro_batch": 4, "calibration": 1, "held_out": 1, "matrices": 2}
+QUICK: dict[str, Any] = {"batch": 4, "micro_batch": 4, "calibration": 1, "held_out": 1, "matrices": 2}
 HEADER = (
     "d|r|kind|random start|fitted, seen|fitted, held out|floor|vs floor|GaLore(r), seen|GaLore(r), held out|"
     "equal memory: rank|GaLore, seen|GaLore, held out|fit s"
@@ -37,7 +37,7 @@ class BiasReport(Report):
 
     def sections(self) -> list[str]:
         how = self.sampling
-        shapes = next((r["shapes"] for r in self.records if r["kind"] == "gradients"), {})
+        shapes: dict[str, int] = next((r["shapes"] for r in self.records if r["kind"] == "gradients"), {})
         told = ", ".join(f"{count} of {shape}" for shape, count in shapes.items())
         gradients = (
             f"{how.model} on {how.data}: {how.calibration} gradients seen and {how.held_out} held out, each of "

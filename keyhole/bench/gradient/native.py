@@ -6,6 +6,7 @@ converted one tensor at a time. State in bytes per parameter, with weights of b 
     SGD 0    SGD, master 4    AdamW 2 b    AdamW, master 12
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 import keyhole
 from keyhole.bench.gradient.trials import NATIVE
 from keyhole.methods.base import Method
+from keyhole.model.batch import Batch, as_list
 
 
 class Native(Method):
@@ -35,20 +37,20 @@ class Native(Method):
         self.module.train()
         if checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        self.params = list(self.module.parameters())
-        self.masters = [p.detach().to(torch.float32, copy=True).requires_grad_() for p in self.params] if master else []
-        self.optimizer = getattr(torch.optim, optimizer)(self.masters or self.params, lr=lr, **options)
+        self.own = list(self.module.parameters())
+        self.masters = [p.detach().to(torch.float32, copy=True).requires_grad_() for p in self.own] if master else []
+        self.optimizer = getattr(torch.optim, optimizer)(self.masters or self.own, lr=lr, **options)
 
-    def step(self, batch: dict[str, Any] | list[dict[str, Any]]) -> torch.Tensor:
+    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One step on a batch, or on micro-batches of the same number of tokens."""
-        batches, losses = batch if isinstance(batch, list) else [batch], []
+        batches, losses = as_list(batch), []
         for micro in batches:
             loss = self.module(**{k: v.to(self.device) for k, v in micro.items()}, use_cache=False).loss / len(batches)
             loss.backward()
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()
         if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.params, self.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(self.own, self.max_grad_norm)
         if self.masters:
             self._update_masters()
         else:
@@ -59,7 +61,7 @@ class Native(Method):
     @torch.no_grad()
     def _update_masters(self) -> None:
         """Updates one tensor after the other: the optimizer only updates tensors with a gradient."""
-        for param, master in zip(self.params, self.masters, strict=True):
+        for param, master in zip(self.own, self.masters, strict=True):
             master.grad, param.grad = param.grad.float(), None
             self.optimizer.step()
             master.grad = None

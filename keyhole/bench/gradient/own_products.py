@@ -61,4 +61,4 @@ def own_products_s(trial: dict[str, Any], module: nn.Module, tokens: int, warm_u
 
     with torch.no_grad():
         found = measure.time_parts({"products": step}, first.device, warm_up, rounds)
-    return trial["micro_batches"] * found["products"]["s"]
+    return float(trial["micro_batches"] * found["products"]["s"])

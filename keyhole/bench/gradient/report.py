@@ -73,7 +73,7 @@ def gradient_share(trial: dict[str, Any]) -> float:
     width, _, _, mlp = LLAMA[trial["shape"]]
     d = trial["options"].get("d", getattr(row.settings(), "d", mlp))
     least, wide = min(d, width), min(d, mlp)
-    return (4 * least**2 + 3 * least * wide) / (4 * width**2 + 3 * width * mlp)
+    return float((4 * least**2 + 3 * least * wide) / (4 * width**2 + 3 * width * mlp))
 
 
 class GradientReport(Report):

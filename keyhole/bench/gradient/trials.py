@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from keyhole.bench.rows import list_of, one_of, read_yaml, row_as
 from keyhole.bench.shapes import LLAMA
@@ -25,7 +26,8 @@ class Trial:
     quick_gpu_memory: str | None = None  # the budget of a quick run
     streamed: bool = False
     compare: str | None = None  # a streamed trial: the resident one whose step is its compute floor
-    options: dict = field(default_factory=dict)  # of the method; for native: `optimizer`, and arguments of torch.optim
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the method; for native: `optimizer`, and arguments of torch.optim."""
 
 
 def read_trials(path: Path, only: str, quick: bool) -> list[Trial]:
@@ -39,6 +41,6 @@ def read_trials(path: Path, only: str, quick: bool) -> list[Trial]:
     return [_quick(trial, found.get("quick", {})) for trial in chosen] if quick else chosen
 
 
-def _quick(trial: Trial, changes: dict) -> Trial:
+def _quick(trial: Trial, changes: dict[str, Any]) -> Trial:
     changed = {key: changes.get(key, value) for key, value in trial.options.items()}
     return replace(trial, options=changed, gpu_memory=trial.quick_gpu_memory)

@@ -61,6 +61,7 @@ class GradientWorker:
             import keyhole.bench.gradient.traced  # noqa: F401  (the backend that quick trials compile with)
         begin_s = time.perf_counter()
         model = load_trial(trial, self.device, length, self.job.quick)
+        found: dict[str, Any]
         found = {"load_s": time.perf_counter() - begin_s, "tokens": trial.micro_batches * trial.batch * length}
         measure.clean_up(self.device)
         method = method_of(trial, model)
@@ -94,7 +95,7 @@ def load_trial(
         work = dataclasses.replace(
             work, method=trial.system, settings=own, clips=trial.options.get("max_grad_norm") is not None
         )
-    where = {"placement": "stream"} if trial.streamed else {}
+    where: dict[str, Any] = {"placement": "stream"} if trial.streamed else {}
     where |= {"gpu_memory": trial.gpu_memory, "dtype": "float32" if quick else "bfloat16", "device": device}
     where["graphs"] = graphs
     return keyhole.load(llama_config(trial.shape, quick), init="random", workload=work, **where)
@@ -115,7 +116,8 @@ def _leave_out_svd() -> None:
 
     def drawn(grad: torch.Tensor, rank: int) -> torch.Tensor:
         side = min(grad.shape[-2:])
-        return torch.linalg.qr(torch.randn(*grad.shape[:-2], side, rank, device=grad.device)).Q
+        q: torch.Tensor = torch.linalg.qr(torch.randn(*grad.shape[:-2], side, rank, device=grad.device)).Q
+        return q
 
     galore.projector = drawn
 

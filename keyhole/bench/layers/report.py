@@ -77,4 +77,4 @@ class LayerReport(Report):
 
 
 def all_blocks_s(r: Record) -> float:
-    return r["layers"] * sum(r["parts"][part]["s"] for part in ("FWD", "BWD", "UPD"))
+    return float(r["layers"] * sum(r["parts"][part]["s"] for part in ("FWD", "BWD", "UPD")))

@@ -106,14 +106,14 @@ class LayerWorker:
         return found
 
 
-Call = tuple[torch.Tensor, tuple, dict[str, Any]]  # hidden states and the other arguments of a block
+Call = tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]  # hidden states and the other arguments of a block
 
 
 def first_block(model: keyhole.Model, batch: dict[str, torch.Tensor]) -> tuple[nn.Module, Call]:
     """The first block, and the arguments that the model calls it with."""
     block, calls = find_blocks(model.module)[0], []
 
-    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((args, dict(kwargs)))
 
     hook = block.register_forward_pre_hook(note, with_kwargs=True)
@@ -128,7 +128,8 @@ def first_block(model: keyhole.Model, batch: dict[str, torch.Tensor]) -> tuple[n
 def forward(block: nn.Module, call: Call) -> torch.Tensor:
     hidden, args, kwargs = call
     found = block(hidden, *args, **kwargs)
-    return found[0] if isinstance(found, tuple) else found
+    out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return out
 
 
 def kept_bytes(block: nn.Module, call: Call, device: torch.device) -> int:

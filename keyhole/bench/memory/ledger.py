@@ -42,7 +42,7 @@ class Ledger(TorchDispatchMode):
     """`with Ledger(device) as ledger: step()`. Only memory of that type of device is counted."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
         self.events: list[tuple[int, int]] = []  # an allocation, and its bytes: negative when it was freed
         self.before: list[tuple[int, int]] = []  # allocations from before the step

@@ -102,7 +102,7 @@ def _in_passes_too(ledger: Ledger) -> Iterator[None]:
         stack.enter_context(ledger)
         return stack
 
-    Lockstep.thread_state = with_ledger  # type: ignore[method-assign]
+    Lockstep.thread_state = with_ledger  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

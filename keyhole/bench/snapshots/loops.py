@@ -20,7 +20,8 @@ class Loop:
     def __init__(self, model: keyhole.Model, batch: dict[str, torch.Tensor], scratch: Path) -> None:
         self.model, self.batch, self.scratch = model, batch, scratch
         self.method = keyhole.ZO(model, LR)
-        self.step_count, self.seconds = 0, []
+        self.step_count = 0
+        self.seconds: list[float] = []
         header = journal.Header("", 0, "", 0, 1, "gaussian", "stochastic", 1e-3, "", None, [], [], {}, {}, {})
         self.journal = Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
         device = model.device
@@ -77,4 +78,4 @@ class TextbookLoop:
             torch.cuda.synchronize(self.model.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return self.model.module.state_dict()
+        return dict(self.model.module.state_dict())

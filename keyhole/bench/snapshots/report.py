@@ -58,17 +58,17 @@ def one_line(row: Record, rows: list[Record]) -> str:
 
 
 def ratio(row: Record, none: Record) -> float:
-    return row["tokens_per_s"] / none["tokens_per_s"]
+    return float(row["tokens_per_s"] / none["tokens_per_s"])
 
 
 def disk_s(row: Record) -> float:
     """Seconds that the disk alone needs for the weights."""
-    return row["weights_bytes"] / row["disk_bytes_per_s"]
+    return float(row["weights_bytes"] / row["disk_bytes_per_s"])
 
 
 def period_s(row: Record, none: Record) -> float:
     """Seconds of the steps between two checkpoints; `none` is timed over one period."""
-    return row["wall_s"] / row["steps"] * none["steps"]
+    return float(row["wall_s"] / row["steps"] * none["steps"])
 
 
 def distance(row: Record, none: Record) -> float:

@@ -79,7 +79,9 @@ def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
         step = loop.step_count
         background.begin(loop.scratch / f"checkpoint-{step}", About(step, {}, {}, {}), loop.settle)
         loop.run(every)
-        done.append(background.wait())
+        written = background.wait()
+        assert written is not None
+        done.append(written)
         if done[-1].error is not None:
             raise done[-1].error
         deleting = select.prune(loop.scratch, 1, step)
@@ -148,7 +150,7 @@ class Size:
         rate = disk_rate(self.scratch, weights_bytes)
         for mode, timed in modes.items():
             measure.clean_up(self.device)
-            found = {"mode": mode, "batch": self.plan.batch, "length": self.length}
+            found: dict[str, Any] = {"mode": mode, "batch": self.plan.batch, "length": self.length}
             found |= {"weights_bytes": weights_bytes, "disk_bytes_per_s": rate}
             found |= timed(loop, self.plan.every, self.plan.periods)
             found["tokens_per_s"] = found["steps"] * batch["input_ids"].numel() / found["wall_s"]

@@ -65,11 +65,11 @@ class Case:
         return [switch for switch in SWITCHES if not getattr(self, switch)]
 
     @property
-    def group(self) -> tuple:
+    def group(self) -> tuple[Any, ...]:
         return self.model, self.dtype, self.blocks, max(self.length, POSITIONS)
 
     @property
-    def load(self) -> tuple:
+    def load(self) -> tuple[Any, ...]:
         """The key of loaded weights: cases with the same key share them. With a budget the plan depends on the
         tokens."""
         if self.system != "streamed":
@@ -172,12 +172,12 @@ def cut(tables: dict[str, Table], host_bytes: int) -> tuple[dict[str, Table], li
 
 def grouped(tables: dict[str, Table]) -> list[list[Case]]:
     """Every case once, in groups, ordered by their first case; within a group, one load after the other."""
-    groups: dict[tuple, list[Case]] = {}
+    groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in dict.fromkeys(case for table in tables.values() for case in table.cases):
         groups.setdefault(case.group, []).append(case)
     ordered = []
     for members in groups.values():
         loads = list(dict.fromkeys(case.load for case in members))
         rank = {c: (SYSTEMS.index(c.system), loads.index(c.load), c.tokens, c.switched_off) for c in members}
-        ordered.append(sorted(members, key=rank.get))
+        ordered.append(sorted(members, key=rank.__getitem__))
     return ordered

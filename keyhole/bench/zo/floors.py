@@ -10,6 +10,7 @@ dtype, batch and length. If a companion is missing, values that depend on it are
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from keyhole.bench.report import Record
 from keyhole.bench.zo.cases import SWITCHES, Case
@@ -33,7 +34,7 @@ class Line:
 
     @property
     def ok(self) -> bool:
-        return self.record["status"] == "ok"
+        return bool(self.record["status"] == "ok")
 
 
 def reference(case: Case) -> str | None:
@@ -50,6 +51,7 @@ def cases_of(records: list[Record]) -> dict[str, Record]:
 
 def companion(case: Case, system: str) -> str:
     """Name of the case that this one is compared with: everything on, no budget, the plain wire."""
+    plain: dict[str, Any]
     plain = {"gpu_memory": None, "wire": None, **dict.fromkeys(SWITCHES, True)}
     plain |= {"compiled": case.compiled and system != "textbook"}
     return replace(case, system=system, **plain).name

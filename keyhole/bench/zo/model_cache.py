@@ -39,7 +39,7 @@ class ModelCache:
     def __init__(self, emit: Emit, device: torch.device, quick: bool) -> None:
         self.emit, self.device, self.quick = emit, device, quick
         self.model: keyhole.Model | None = None
-        self.key: tuple | None = None
+        self.key: tuple[Any, ...] | None = None
         self.lent = False  # the module is used by the textbook loop
         self.load_s = 0.0
         self.host_bytes = 0  # peak after loading
@@ -88,6 +88,7 @@ class ModelCache:
     def refresh(self) -> None:
         """Draws the same weights again."""
         model = self.model
+        assert model is not None
         model.apply_deferred()  # otherwise the last method's update would be applied to the new weights
         model.engine.wait_for_homes()
         std = getattr(model.config, "initializer_range", None) or 0.02

@@ -52,7 +52,8 @@ class Textbook:
         self.perturb(seed, 1)
         self.projected = float((plus - minus) / (2 * self.eps))
         self.update(seed)
-        return (plus + minus) / 2
+        loss: torch.Tensor = (plus + minus) / 2
+        return loss
 
     def perturb(self, seed: int, sign: int) -> None:
         """w += sign eps z(seed)."""
@@ -73,7 +74,7 @@ class Textbook:
     def _drawn(self, seed: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         self.generator.manual_seed(seed)
         for param in self.params:
-            like = {"dtype": param.dtype, "device": param.device, "generator": self.generator}
+            like: dict[str, Any] = {"dtype": param.dtype, "device": param.device, "generator": self.generator}
             yield param, torch.normal(0.0, 1.0, param.shape, **like)
 
 

@@ -81,6 +81,7 @@ class ZoWorker:
 
     def batch(self, case: Case) -> dict[str, torch.Tensor]:
         length = max(4, case.length // QUICK_SHRINK) if self.job.quick else case.length
+        assert self.models.model is not None
         return measure.random_batch(case.batch, length, self.models.model.config.vocab_size)
 
 

@@ -179,6 +179,7 @@ def _check(header: Header) -> None:
         value = getattr(header, name)
         if type(value) is not int or not low <= value <= high:
             raise ValueError(f"{name} is {value!r}, and must be a whole number from {low} to {high}")
+    kinds: dict[str, Any]
     kinds = {"base": str, "source": str, "distribution": str, "rounding": str, "dtype": str, "eps": (int, float)}
     kinds |= {"wire": (str, type(None)), "run": (str, type(None)), "frozen": list, "end_token_ids": list}
     kinds |= {"loader": dict, "config": dict, "versions": dict}

@@ -51,7 +51,7 @@ class Origin:
     @property
     def state(self) -> State | None:
         """The state in the checkpoint or in the journal's header; None for a new run."""
-        if self.choice.state is not None or not self.tail:
+        if self.choice.state is not None or not self.tail or self.journal is None:
             return self.choice.state
         h = self.journal.header
         return State(h.first, h.loader, {}, h.config, h.versions, {}, run=h.run)
@@ -65,7 +65,7 @@ class Origin:
     def loader(self) -> dict[str, Any]:
         """The position in the data after `step`."""
         at = {"epoch": self.tail[-1].epoch, "offset": self.tail[-1].row} if self.tail else {}
-        return self.state.loader | at
+        return at if self.state is None else self.state.loader | at
 
     @property
     def base(self) -> str | None:
@@ -94,7 +94,7 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
         _check_ids(choice, found, place)
     begin = choice.state.step if choice.state else 0
     fits = found is not None and found.header.first <= begin <= found.last
-    tail = found.after(begin) if fits and resume in select.LAST else []
+    tail = found.after(begin) if found is not None and fits and resume in select.LAST else []
     if journaled and not notes and not fits and not elsewhere and choice.state is not None:
         lies = f"ends with step {found.last}" if found is not None and found.last < begin else "begins later"
         what = f"{place.journal} is missing" if found is None else f"{place.journal} {lies}, and gets another name"
@@ -128,6 +128,7 @@ def _refuse_to_splice(choice: select.Choice, place: Place) -> bool:
     its own."""
     if place.holds is None:
         return True
+    assert choice.state is not None and choice.path is not None  # as the caller has seen
     if choice.state.run is None or choice.state.run != place.run:
         raise UserError(
             f"--resume: {place.root} holds a run of its own ({place.holds}), and {choice.path} is of another: two "
@@ -139,7 +140,7 @@ def _refuse_to_splice(choice: select.Choice, place: Place) -> bool:
 
 def _check_ids(choice: select.Choice, found: Journal | None, place: Place) -> None:
     """Checks that all files in the directory belong to one run."""
-    witnesses = {} if place.run is None else {f"{place.root}/run": place.run}
+    witnesses: dict[str, str | None] = {} if place.run is None else {f"{place.root}/run": place.run}
     if choice.state is not None:
         witnesses[str(choice.path)] = choice.state.run
     if found is not None and found.records:
@@ -156,8 +157,13 @@ def _check_ids(choice: select.Choice, found: Journal | None, place: Place) -> No
 def _check_position(loader: dict[str, Any]) -> None:
     """Checks that the position in the data is valid."""
     epoch, row, rows = (loader.get(key) for key in ("epoch", "offset", "rows"))
-    whole = all(type(number) is int for number in (epoch, row, rows))
-    if not whole or not 0 <= epoch <= journal.MOST_STEPS or not 0 <= row < max(1, rows) or "fingerprint" not in loader:
+    if (
+        type(epoch) is not int
+        or type(row) is not int
+        or type(rows) is not int
+        or not (0 <= epoch <= journal.MOST_STEPS and 0 <= row < max(1, rows))
+        or "fingerprint" not in loader
+    ):
         raise UserError(
             f"--resume: the position in the data cannot be true (epoch {epoch}, row {row} of {rows}); the "
             "checkpoint or journal was edited: go on from another one"
@@ -190,11 +196,11 @@ def continued(origin: Origin, source: str, path: Path, header: journal.Header, s
     """
     found, step = origin.journal, origin.step
     fits = found is not None and found.header.run == header.run and found.header.first <= step <= found.last
-    if not fits:
+    if found is None or not fits:
         if path.exists():
             journal.rename_old(path)
         state = origin.choice.state
-        light = state is not None and state.method.get("light")
-        base = header.base or (journal.LIGHT + state.tensors if light else content_hash(find_directory(source)))
+        light = None if state is None or not state.method.get("light") else journal.LIGHT + state.tensors
+        base = header.base or light or content_hash(find_directory(source))
         found = journal.create(path, replace(header, base=base, first=step, source=source))
     return Writer(path, found, step, sync_every)

@@ -102,7 +102,10 @@ class Writer:
         """Returns when the record of a step has been appended; False if it was never appended. OSError if it could not
         be written."""
         with self.changed:
-            known = lambda: self.last + len(self.appender.pending) >= step  # noqa: E731
+
+            def known() -> bool:
+                return self.last + len(self.appender.pending) >= step
+
             self.changed.wait_for(lambda: known() or self.closing, timeout_s)
             if known():
                 self.appender.write_pending()

@@ -45,7 +45,7 @@ class Background:
         names = {} if method.light else names_on_disk(model)
         names = names if model.addon is None else None  # an addon writes its own files
         self.possible = names is not None
-        if not self.possible:
+        if names is None:
             return
         self.files = plan_files(model, names) if names else Files({}, {}, {})
         self.places = {name: self.files.places[on_disk] for name, on_disk in names.items()}
@@ -120,6 +120,7 @@ class Background:
 
     def _finish(self) -> "Writing":
         done, self.writing = self.writing, None
+        assert done is not None  # its callers check
         done.thread.join()
         self.model.engine.watch = None
         return done

@@ -31,7 +31,8 @@ class PageWriter:
     """Writes sources; each thread has its own, because on a GPU it owns a page-locked buffer and a stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, None
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -51,7 +52,7 @@ class PageWriter:
                 with memory(source) as flat:
                     host = self.to_host(flat[begin : min(begin + size, segment.end)])
                     check_finite(host, segment.tensor)
-                    data = memoryview(host.view(torch.uint8).numpy())
+                    data = host.view(torch.uint8).numpy().data
                     write_at(files[segment.file], data, offset)
                     sums[segment.file].append((offset, len(data), zlib.crc32(data)))
                 offset += len(data)
@@ -60,6 +61,7 @@ class PageWriter:
         """The piece itself, or its copy in the buffer, which the next call overwrites."""
         if piece.device.type != "cuda":
             return piece
+        assert self.stream is not None
         with torch.cuda.stream(self.stream):
             host = self.buffer[: piece.numel() * piece.element_size()].view(piece.dtype)
             host.copy_(piece, non_blocking=True)

@@ -93,6 +93,7 @@ def _label(value: Any, count: int, spec: TaskSpec) -> int:
 
 def _free(record: Record, spec: TaskSpec) -> Question | None:
     row = _names(record, spec)
+    assert spec.answer is not None  # as its kind says
     prompt, answer = spec.prompt.run(row), spec.answer.run(row)
     check_text(f"{prompt}\n{answer}", "the row")
     if not answer.strip():

@@ -106,7 +106,8 @@ def class_set(tasks: Sequence[Task], encoder: TextEncoder, labels: Labels) -> Da
     kept = [(source, question, row) for source, question, row in found if row is not None]
     if not kept:
         raise UserError(f"task: no question is left to train on; all are longer than max_length={encoder.max_length}")
-    rows, targets = [row for _, _, row in kept], [row.target for _, _, row in kept]
+    rows = [row for _, _, row in kept]
+    targets = [row.target for row in rows if row.target is not None]
     known: dict[tuple[int, Any], int] = {}
     classes = [known.setdefault((s, row.target if labels.order else None), len(known)) for s, _, row in kept]
     return Dataset(
@@ -114,7 +115,7 @@ def class_set(tasks: Sequence[Task], encoder: TextEncoder, labels: Labels) -> Da
         [np.zeros(len(row.input_ids), dtype=bool) for row in rows],
         targets=targets,
         classes=classes,
-        types=[row.token_type_ids for row in rows] if encoder.has_types else None,
+        types=[row.token_type_ids or [] for row in rows] if encoder.has_types else None,
         sources=[source for source, _, _ in kept],
         where=[question.where for _, question, _ in kept],
         report=_report(rows, len(found), encoder, _counted(targets, labels)),

@@ -8,6 +8,7 @@ Both use the same tokens as scoring (encode.py).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +26,12 @@ TOKENS, CANDIDATES = "tokens", "candidates"
 
 def ends(task: Task, train_end_token: bool | None) -> bool:
     """Whether the end token is trained: by the setting, else by the task file."""
-    return task.spec.end_token if train_end_token is None else train_end_token
+    if train_end_token is not None:
+        return train_end_token
+    return task.spec is not None and task.spec.end_token
 
 
-def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, loss: str) -> Dataset:
+def training_set(tasks: Sequence[Task], tokenizer: Any, how: DataSettings, loss: str) -> Dataset:
     """All questions of the tasks; a question's source is the index of its task."""
     encoder = Encoder(tokenizer, how.max_length, how.overlong)
     samples: list[Sample] = []
@@ -37,7 +40,8 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
     known: dict[tuple[int, str | None], int] = {}
     for source, task in enumerate(tasks):
         has_labels = len({question.candidates for question in task.questions}) == 1
-        check_loss(task.spec, loss)
+        if task.spec is not None:
+            check_loss(task.spec, loss)
         end = ends(task, how.train_end_token)
         for question, encoded in zip(task.questions, encoder.encode(task.questions, end), strict=True):
             kept = _kept(question, loss) if encoded else []

@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +103,7 @@ def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
     """Refuses splits with a common row: a model would be selected or scored on rows that it was trained on."""
     for one, other in combinations(places, 2):
         first, second = places[one], places[other]
-        shared = set(first.names) & set(second.names)
+        shared: set[Any] = set(first.names) & set(second.names)  # names, or rows
         if shared and first.names == second.names:
             files = [(name,) for name in first.names] if first.each else [first.names]
             counts = [len(read_split(spec, Split(names), Counter())) for names in files]
@@ -122,11 +123,11 @@ def _train(spec: TaskSpec, places: dict[str, Split], numbers: Numbers) -> dict[s
         chosen = order(len(others), numbers.seed, 0)[: numbers.dev]
         dev = _task(spec, others, chosen, places["dev"], other_note)
         return {"train": _task(spec, records, rows[: numbers.train], places["train"], note), "dev": dev}
-    dev = min(numbers.dev, 2 * len(records) // 5)
-    train = min(len(records) - dev, len(records) if numbers.train is None else numbers.train)
+    held_out = min(numbers.dev, 2 * len(records) // 5)
+    train = min(len(records) - held_out, len(records) if numbers.train is None else numbers.train)
     return {
         "train": _task(spec, records, rows[:train], places["train"], note),
-        "dev": _task(spec, records, rows[train : train + dev], places["train"], ""),
+        "dev": _task(spec, records, rows[train : train + held_out], places["train"], ""),
     }
 
 

@@ -97,11 +97,12 @@ class Encoder:
 
     def _cut(self, question: Question, ids: list[int], begin: int, keep: int) -> Sample:
         """The row with its candidate marked as trained; a long prompt loses its beginning, except for `keep` tokens."""
-        surplus = len(ids) - self.max_length if self.max_length else 0
+        limit = self.max_length or len(ids)
+        surplus = len(ids) - limit
         if surplus > 0 and len(question.candidates) == 1:
-            answer = max(self.max_length - begin, self.max_length // 2)  # the rest of the row, at least half of it
+            answer = max(limit - begin, limit // 2)  # the rest of the row, at least half of it
             ids = ids[: begin + answer]
-            surplus = len(ids) - self.max_length
+            surplus = len(ids) - limit
         if surplus > 0:
             if begin - keep <= surplus:
                 raise UserError(

@@ -82,6 +82,7 @@ class Text(_Program):
 
     def _parse(self) -> nodes.Template:
         paid = self.sandbox.finalize
+        assert paid is not None
         self.sandbox.finalize = lambda value: paid(_shown(value))
         return super()._parse()
 
@@ -110,7 +111,7 @@ class Expression(_Program):
 class _Shown(NodeTransformer):
     """Makes `a ~ b` check its parts as text filters do."""
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         parts = [nodes.Filter(part, SHOWN, [], [], None, None, lineno=node.lineno) for part in node.nodes]
         return self.generic_visit(nodes.Concat(parts, lineno=node.lineno))
 

@@ -89,6 +89,7 @@ def find_labels(specs: Sequence[TaskSpec], config: Any, head_asked: bool = False
 
 def _by_name(spec: TaskSpec, names: tuple[str, ...], own: tuple[str, ...]) -> tuple[int, ...] | None:
     """The index of each class among the model's labels; None if one is missing, or two are the same."""
+    assert isinstance(spec.candidates, tuple)
     known = [{name.lower(), text.strip().lower()} for name, text in zip(names, spec.candidates, strict=True)]
     known = [words | set(spec.labels[i] if spec.labels else ()) for i, words in enumerate(known)]
     places = [[i for i, name in enumerate(own) if name.strip().lower() in words] for words in known]

@@ -76,7 +76,7 @@ def parse_spec(text: str, name: str, source: str) -> TaskSpec:
         raise UserError(f"task {source}: unknown key {listed(unknown)}; a task file may have {', '.join(_READERS)}")
     if missing := [key for key in ("columns", "prompt", "metric") if key not in given]:
         raise UserError(f"task {source}: {listed(missing)} is missing; see docs/tasks.md for a whole file")
-    values = {key: _READERS[key](value, f"task {source}: {key}") for key, value in given.items()}
+    values: dict[str, Any] = {key: _READERS[key](value, f"task {source}: {key}") for key, value in given.items()}
     values["metrics"] = values.pop("metric")
     spec = TaskSpec(**{"name": name, "title": name, **values})
     if fault := _fault(spec):
@@ -129,7 +129,7 @@ def _constant(spec: TaskSpec) -> str:
     known = set(spec.columns)
     for name, expression in spec.let.items():
         known |= {name} if expression.names & known else set()
-    asks = [spec.prompt, *filter(None, [spec.candidate])]
+    asks: list[Any] = [spec.prompt, *filter(None, [spec.candidate])]
     asks += [spec.candidates] if isinstance(spec.candidates, Expression) else []
     if spec.kind != LIKELIHOOD and not any(program.names & known for program in asks):
         return f"prompt: {_names_none(spec.prompt, spec)}"
@@ -165,7 +165,8 @@ class _Loader(yaml.BaseLoader):
             if key.value in first:
                 raise ValueError(f"line {line}: {key.value} is given twice, also in line {first[key.value]}")
             first[key.value] = line
-        return super().construct_mapping(node, deep=True)
+        made: dict[Any, Any] = super().construct_mapping(node, deep=True)
+        return made
 
 
 def _text(value: Any, key: str) -> str:
@@ -225,7 +226,7 @@ def _count(value: Any, key: str) -> int:
 def _flag(value: Any, key: str) -> bool:
     if value not in ("true", "false"):
         raise UserError(f"{key}: expected true or false, found {value!r:.60}")
-    return value == "true"
+    return bool(value == "true")
 
 
 def _pattern(value: Any, key: str) -> str:
@@ -233,7 +234,7 @@ def _pattern(value: Any, key: str) -> str:
         re.compile(_text(value, key))
     except re.error as error:
         raise UserError(f"{key}: not a regular expression: {error}") from None
-    return value
+    return str(value)
 
 
 def _program(value: Any, key: str) -> Text:

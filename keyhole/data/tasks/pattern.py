@@ -42,7 +42,7 @@ def _alarm(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: Any) -> None:
         raise _TooLong
 
-    before: Callable | int | None = signal.signal(signal.SIGALRM, ring)
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, ring)
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

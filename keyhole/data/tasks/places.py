@@ -77,17 +77,18 @@ def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | N
     folder = _folder(spec, Path(os.path.expanduser(task_data)))
     layouts = [{**layout, **{split: (name,) for split, name in (given or {}).items()}} for layout in spec.splits]
     if spec.splits is OWN_SPLITS:
-        three = {split: _find(folder, names, split) for split, names in layouts.pop(0).items()}
-        if all(three.values()) and not {"dev", "test"} & (given or {}).keys():
+        own = layouts.pop(0)
+        three = {split: place for split, names in own.items() if (place := _find(folder, names, split))}
+        if len(three) == len(own) and not {"dev", "test"} & (given or {}).keys():
             return three
     looked_for: dict[str, dict[str, None]] = {}
     there: dict[str, Split] = {}
     for layout in layouts:
-        found = {split: _find(folder, names, split) for split, names in layout.items()}
-        if all(found.values()):
+        found = {split: place for split, names in layout.items() if (place := _find(folder, names, split))}
+        if len(found) == len(layout):
             return found
-        there |= {split: place for split, place in found.items() if place}
-        for split in (split for split, place in found.items() if not place):
+        there |= found
+        for split in (split for split in layout if split not in found):
             looked_for.setdefault(split, {}).update(dict.fromkeys(layout[split]))
     if "train" not in (given or {}):  # a test split alone is enough
         for layout in layouts:
@@ -223,7 +224,7 @@ def _files(folder: Path, word: str, split: str) -> list[Path]:
                 f"{folder}: {both} could all be `{word}`; name one: task_splits: {{{split}: {found[0].name}}}"
             )
         if found and pattern == parts:
-            _check_parts(folder, split, {path: re.fullmatch(parts, stems[path]) for path in found})
+            _check_parts(folder, split, {path: match for path in found if (match := re.fullmatch(parts, stems[path]))})
         if found:
             return found
     return []

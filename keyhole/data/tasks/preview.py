@@ -33,14 +33,15 @@ def preview_classes(dataset: Dataset, tokenizer: Any, labels: Sequence[str], n: 
     lines: list[str] = []
     for i in range(min(n, len(dataset))):
         row = dataset[i]
-        answer = f"label {labels[row.target]}" if len(labels) > 1 else f"{labels[0]} {row.target:g}"
+        assert row.target is not None
+        answer = f"label {labels[int(row.target)]}" if len(labels) > 1 else f"{labels[0]} {row.target:g}"
         place = f"row {i + 1} of {len(dataset):,} ({printable(dataset.where[dataset.rows[i][0]], 300)})"
         lines.append(f"{place}: {len(row.input_ids)} tokens, {answer}")
         lines += [*run_lines(tokenizer, row.input_ids, 0, "read", show_ids=True), ""]
     return "\n".join(lines)
 
 
-def _question(task: Task, index: int, encoded: list, tokenizer: Any, color: bool) -> Iterator[str]:
+def _question(task: Task, index: int, encoded: list[Any], tokenizer: Any, color: bool) -> Iterator[str]:
     question = task.questions[index]
     place = f"question {index + 1} of {len(task.questions):,} ({printable(question.where, 300)})"
     if not encoded:

@@ -23,6 +23,12 @@ class Question:
     value: float | None = None  # the target of a regression
     texts: tuple[str, ...] = ()  # input of a classifier, if that is not the prompt
 
+    @property
+    def number(self) -> float:
+        """The target, of a question that has one."""
+        assert self.value is not None
+        return self.value
+
 
 @dataclass(frozen=True)
 class Task:

@@ -44,7 +44,7 @@ def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
     dev = tuple(task for task in dev if task.questions)
     labels = None
     if is_classifier(known):
-        labels = find_labels([task.spec for task in train], known, settings.head is not None)
+        labels = find_labels([task.spec for task in train if task.spec is not None], known, settings.head is not None)
     rows = _rows(train, tokenizer, settings, settings.loss, labels, known)
     data = arrange(rows, settings, weights, settings.seed)
     report = [line for each in drawn for line in _lines(each)]
@@ -73,12 +73,13 @@ def load_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
     if names:
         check_names([*listed_names(settings.task), *names], settings.task_splits)
     numbers = Numbers(test=settings.num_eval, seed=settings.seed)
-    how = {"training": False, "cache": settings.data_cache}
+    how: dict[str, Any] = {"training": False, "cache": settings.data_cache}
     return tuple(load_task(name, settings.task_data, numbers, settings.task_splits, **how)["test"] for name in names)
 
 
 def _lines(drawn: dict[str, Task]) -> list[str]:
     spec = drawn["train"].spec
+    assert spec is not None
     parts = [f"{split} {task.about} ({task.fingerprint})" for split, task in drawn.items() if task.questions]
     return [f"task {spec.name}: {spec.title}; {spec.metric}", *(f"task {spec.name}: {part}" for part in parts),
             *(line for task in drawn.values() for line in warning_lines(task))]  # fmt: skip

@@ -55,8 +55,10 @@ METRICS = {
 }  # fmt: skip
 LOWER_IS_BETTER = ("perplexity",)
 SPLITS = ("train", "dev", "test")
-USUAL_SPLITS = ({"train": ("train",), "test": ("validation",)}, {"train": ("train",), "test": ("test",)})
-OWN_SPLITS = ({"train": ("train",), "dev": ("validation",), "test": ("test",)}, *USUAL_SPLITS)  # of a user's own task
+Splits = tuple[dict[str, tuple[str, ...]], ...]
+USUAL_SPLITS: Splits = ({"train": ("train",), "test": ("validation",)}, {"train": ("train",), "test": ("test",)})
+# OWN: of a user's own task
+OWN_SPLITS: Splits = ({"train": ("train",), "dev": ("validation",), "test": ("test",)}, *USUAL_SPLITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class TaskSpec:
     max_new_tokens: int = 64
     end_token: bool = False
     hub: dict[str, str] = field(default_factory=dict)
-    splits: tuple[dict[str, tuple[str, ...]], ...] = USUAL_SPLITS
+    splits: Splits = USUAL_SPLITS
     folders: tuple[str, ...] = ()
 
     @property

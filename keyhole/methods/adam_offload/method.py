@@ -37,7 +37,7 @@ On several ranks each keeps and updates a shard of the units: shards.py.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -129,7 +129,7 @@ class AdamOffload(Method):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         self._follow()
@@ -312,7 +312,7 @@ class AdamOffload(Method):
         self.flush()
         return self.state.state_dict() | self.dropout.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the weights to the rounded masters, whatever the last step left behind."""
         self.dropout.load_state_dict(state)
         self.exchange.drain()

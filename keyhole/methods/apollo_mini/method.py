@@ -16,6 +16,7 @@ The rule needs the gradient of one matrix at a time, as LOMO's backward pass pro
 chunk of a table (embedding, head) is a matrix of its own, wherever the table lives.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class APOLLOMini(LOMO):
         fewer = {f"{name}/{UPDATES}": n for name, n in self.updates.items() if n != self.step_count}
         return super().state_dict() | moments | fewer
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.moments.clear()
         for full_name, value in state.items():

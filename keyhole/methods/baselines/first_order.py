@@ -10,9 +10,10 @@ float32 and in the order of ranks, and every rank makes the same update. A rank 
 gradients, in float32, after its backward pass: simple, and slower than buckets that overlap with the backward pass.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -67,7 +68,7 @@ class TorchMethod(ByTorch):
         """The parameters in groups of equal weight decay."""
         return parameter_groups(list(self.params.values()), weight_decay_of(self.model.module, weight_decay, on))
 
-    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         ranks, batches = self.model.ranks, as_list(batch)
@@ -133,7 +134,7 @@ class TorchMethod(ByTorch):
         }
         return moments | self.model_dropout.state_dict()
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if foreign := [name for name in state if "/" not in name and name != KEY]:
             raise UserError(f"{self.name}: the state is of another method: it has {listed(foreign)}")
         self.model_dropout.load_state_dict(state)

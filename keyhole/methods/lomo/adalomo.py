@@ -11,7 +11,7 @@ Vectors keep a full second moment. An expert of a large stack is a matrix of its
 of rows (embedding, head) is one tensor as well: table.py. Everything else is LOMO's.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class AdaLOMO(LOMO):
         moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
         return super().state_dict() | moments
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.moments.clear()
         for full_name, value in state.items():

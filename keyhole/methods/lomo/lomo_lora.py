@@ -10,7 +10,7 @@ Both parts change, so they are saved separately: the model as an ordinary direct
 peft's format, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") combines them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ class LOMOLoRA(LOMO):
             own |= {f"{name}/adam_{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
         return super().state_dict() | own
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         peft_layers.check_adapters(self.name, self.adapters, state)
         super().load_state_dict(state)
         self.optimizer.state.clear()

@@ -20,6 +20,7 @@ weight, 2 bytes per parameter). wire=fp32 with a 16-bit dtype keeps fp32 weights
 The update from a single gradient: sink.py.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ class LOMO(UpdateSink, Method):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss."""
         self.model.apply_deferred(before_step_of=self)
         if self.shards is None:
@@ -315,7 +316,7 @@ class LOMO(UpdateSink, Method):
         scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
         return {"step_count": self.step_count, "seed": self.seed, **self.dropout.state_dict(), **scale, **lost}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()  # the loaded moments have other addresses
         if state["seed"] != self.seed:

@@ -21,7 +21,7 @@ of the adapters are summed in the order of ranks, and every rank makes the same 
 Dropout of the adapters' inputs is drawn like the model's own (methods/dropout.py), from (seed, step, micro-batch).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,7 +90,7 @@ class LoRA(ByTorch):
     def outline(cls, base: Base, own: LoRAConfig) -> None:
         adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules, freezes=True, empty=True)
 
-    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update of the adapters from one batch or the micro-batches of a step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         several = self.model.ranks.several
@@ -147,7 +147,7 @@ class LoRA(ByTorch):
             own |= {f"{name}/{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
         return own | self.dropout.state_dict()
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not self._is_base(state["base"]):
             raise UserError(
                 "model: these are not the weights that the adapters were trained on (a checkpoint holds them with the "
@@ -217,7 +217,7 @@ class AdapterDropout(ModelDropout):
         self.active = active
         return lines + (["dropout of the adapters: drawn from (seed, step, micro-batch)"] if self.parts else [])
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """States before version 0.3 count the steps of a model without its own dropout under another key."""
         counted = self.parts and not self.of_model and KEY not in state
         super().load_state_dict({KEY: state["step_count"]} if counted else state)

@@ -29,7 +29,7 @@ linear, so the step count and Adam's bias correction stay valid.
 Legend: m, n sides of the weight; T tokens; d columns and r numbers per row of a projector; g rows of a block.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -85,7 +85,7 @@ def bias(grad: Gradient, p: Projector, q: Projector) -> torch.Tensor:
 
 
 def fit(
-    grads: list[Gradient], p: Projector, q: Projector, *, steps: int = 50, alpha: float = 0.0, refined: bool = True
+    grads: Sequence[Gradient], p: Projector, q: Projector, *, steps: int = 50, alpha: float = 0.0, refined: bool = True
 ) -> tuple[Projector, Projector]:
     """Fits projectors with the same positions to these gradients.
 
@@ -100,7 +100,7 @@ def fit(
         return _fit_values(grads, p, q, steps, alpha, refined)
 
 
-def _sides(grads: list[Gradient]) -> list[tuple[Gradient, torch.Tensor]]:
+def _sides(grads: Sequence[Gradient]) -> list[tuple[Gradient, torch.Tensor]]:
     """Every gradient in float32, with its squared norm."""
     return [(_float(grad), norm_squared(grad).clamp(min=1e-38)) for grad in grads]
 
@@ -115,7 +115,7 @@ def _terms(grad: Gradient, p_MD: torch.Tensor, q_ND: torch.Tensor) -> tuple[torc
 
 
 def _fit_values(
-    grads: list[Gradient], p: Projector, q: Projector, steps: int, alpha: float, refined: bool
+    grads: Sequence[Gradient], p: Projector, q: Projector, steps: int, alpha: float, refined: bool
 ) -> tuple[Projector, Projector]:
     sides = _sides(grads)
     if refined:
@@ -153,7 +153,7 @@ def _scaled_start(
     return (p.values_Rr * scale).requires_grad_(), (q.values_Rr * scale).requires_grad_()
 
 
-def fit_blocks(grads: list[Gradient], p: Projector, q: Projector, rounds: int = 2) -> tuple[Projector, Projector]:
+def fit_blocks(grads: Sequence[Gradient], p: Projector, q: Projector, rounds: int = 2) -> tuple[Projector, Projector]:
     """The closed form: leading eigenvectors block by block, alternating between the sides; one gradient at a time."""
     totals = [norm_squared(grad).clamp(min=1e-38) for grad in grads]
     for turn in range(rounds):

@@ -32,7 +32,7 @@ On several ranks: shards.py.
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class LSP(Method):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         first, count, weight, judge = 0, None, 1.0, 0
@@ -242,7 +242,7 @@ class LSP(Method):
                 state[f"{target.name}/generation"] = target.generation
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads moments into their places here, wherever they were when they were saved."""
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()

@@ -149,7 +149,7 @@ class ZO(Method):
     # -- one step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, batch: Batch | list[Batch] | Closure) -> torch.Tensor:
+    def step(self, batch: Batch | Sequence[Batch] | Closure) -> torch.Tensor:
         """One step on one batch or its micro-batches, or on the losses that a closure returns (closure.py). Returns the
         mean loss of the perturbed passes, on the device."""
         self.perturbed.step = self.step_count
@@ -241,7 +241,7 @@ class ZO(Method):
     def rows_ahead(self) -> tuple[int, int] | None:
         return (self.guide.rows, self.guide.tokens) if self.guide is not None and self.guide.is_due else None
 
-    def look_ahead(self, batches: list[Batch]) -> None:
+    def look_ahead(self, batches: Sequence[Batch]) -> None:
         if self.guide is None:
             raise UserError("look_ahead: directions are random, and nothing is found from rows; make ZO with guide=N")
         self.guide.ahead = self.model.checked(batches, of_step=False)
@@ -359,7 +359,7 @@ class ZO(Method):
         if self.search is not None:
             self.search.read(self.memory[kept:])
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["seed"] != self.noise["seed"]:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
         if self.factors is None and "factors" in state:
