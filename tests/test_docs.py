@@ -4,9 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch
 import keyhole
 from keyhole.config import load_config
 from keyhole.methods import METHODS
+from scripts import plan_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
@@ -126,23 +125,15 @@ def test_the_yaml_example_is_a_config(tmp_path: Path) -> None:
     assert config.method == "zo" and config.gpu_memory == 8 * 2**30
 
 
-def plan_table() -> ModuleType:
-    spec = spec_from_file_location("plan_table", ROOT / "scripts" / "plan_table.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_planned_tables_are_the_planners() -> None:
     """README's row of one model, and its cells in the table of methods, are what scripts/plan_table.py prints today."""
-    table, text, name = plan_table(), (ROOT / "README.md").read_text(), "Llama-3 8B"
-    assert table.share_row(name) in text
-    column = table.SHOWN.index(name)
-    module = table.module_of(name)
-    for method in table.COMPARED:
+    text, name = (ROOT / "README.md").read_text(), "Llama-3 8B"
+    assert plan_table.share_row(name) in text
+    column = plan_table.SHOWN.index(name)
+    module = plan_table.module_of(name)
+    for method in plan_table.COMPARED:
         row = next(line for line in text.splitlines() if line.startswith(f"| `{method}`"))
-        assert row.split(" | ")[2 + column] == table.cell(module, method), method
+        assert row.split(" | ")[2 + column] == plan_table.cell(module, method), method
 
 
 def test_the_core_tests_cover_every_package() -> None:

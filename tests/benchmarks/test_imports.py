@@ -1,4 +1,4 @@
-"""What scripts import from the library is there: most of them run on a GPU only, and rarely."""
+"""What scripts import from the library is there, and each is listed: most run on a GPU only, and rarely."""
 
 import ast
 from functools import cache
@@ -17,6 +17,15 @@ def test_every_imported_name_is_there() -> None:
                 wrong += [f"{path.name}: {name} of {node.module}" for name in missing]
                 count += 1
     assert not wrong and count > 100
+
+
+def test_every_script_is_listed() -> None:
+    """benchmarks/README.md has a command for each script, and every record lies in benchmarks/records/."""
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    files = [path for path in (ROOT / "benchmarks").glob("*.*") if path.stem not in ("__init__", "README")]
+    assert [path.name for path in files if path.suffix != ".py"] == []
+    words = ("    python benchmarks/{}.py ", "    python -m benchmarks.{} ")
+    assert [path.name for path in files if not any(each.format(path.stem) in page for each in words)] == []
 
 
 @cache

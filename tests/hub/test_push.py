@@ -272,16 +272,18 @@ def test_what_the_hub_refuses_is_told(hub: Hub, trained: Path, monkeypatch: pyte
     assert hub.repos == {}
 
 
+def train_and_push(model: Path, data: Path, out: Path, hub_id: str) -> int:
+    """The exit code of two steps with push_to_hub."""
+    words = [f"model={model}", "method=lomo", f"train_data={data}", f"output_dir={out}", "max_steps=2", "device=cpu"]
+    return main(["train", *words, "push_to_hub=true", f"hub_model_id={hub_id}"])
+
+
 def test_a_run_is_published_at_its_end(
     hub: Hub, tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """push_to_hub: the repository is made first, the model arrives, and loads again from there."""
     out = tmp_path / "mine"
-    config = tmp_path / "c.yaml"
-    settings = {"model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(out)}
-    settings |= {"max_steps": 2, "device": "cpu", "push_to_hub": True, "hub_model_id": "me/mine"}
-    config.write_text(yaml.safe_dump(settings))
-    assert main(["train", str(config)]) == 0
+    assert train_and_push(tiny_model, tiny_data, out, "me/mine") == 0
     assert f"pushed: {hub.url}/me/mine" in capsys.readouterr().out
     files = hub.repos["me/mine"].files
     assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
@@ -293,11 +295,7 @@ def test_a_name_that_cannot_be_had_is_known_before_training(
 ) -> None:
     """Nothing is trained, nothing is written."""
     out = tmp_path / "mine"
-    config = tmp_path / "c.yaml"
-    settings = {"model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(out)}
-    settings |= {"max_steps": 2, "device": "cpu", "push_to_hub": True, "hub_model_id": "someone-else/mine"}
-    config.write_text(yaml.safe_dump(settings))
-    assert main(["train", str(config)]) == 2
+    assert train_and_push(tiny_model, tiny_data, out, "someone-else/mine") == 2
     assert "your token may not write there" in capsys.readouterr().err and not out.exists()
 
 
@@ -310,11 +308,8 @@ def test_a_push_that_fails_at_the_end_says_how_to_do_it_later(
         raise UserError("push: me/mine: the hub refuses: no room")
 
     monkeypatch.setattr(pushing, "push", fail)
-    out, config = tmp_path / "mine", tmp_path / "c.yaml"
-    settings = {"model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(out)}
-    settings |= {"max_steps": 1, "device": "cpu", "push_to_hub": True, "hub_model_id": "me/mine"}
-    config.write_text(yaml.safe_dump(settings))
-    assert main(["train", str(config)]) == 2
+    out = tmp_path / "mine"
+    assert train_and_push(tiny_model, tiny_data, out, "me/mine") == 2
     assert f"keyhole push {out} me/mine" in capsys.readouterr().err and (out / "model.safetensors").exists()
 
 

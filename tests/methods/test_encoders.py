@@ -1,5 +1,6 @@
 """Every method on encoders with a head for classification: the textbook loop, and streamed == resident."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,8 @@ from keyhole import ops
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from tests.matrix import in_every_run
-from tests.methods.test_objective import EPS, OWN
+from tests.methods.test_objective import EPS, OWN, check_streamed
 from tests.model.encoders import batch, config, plain_loss
-from tests.model.streaming import streamed
 
 NAMES = ["bert", "roberta", "mpnet"]
 STREAMED = [name for name in METHODS if METHODS[name].streams]
@@ -97,14 +97,7 @@ def test_zo_equals_the_textbook_loop(encoder: str) -> None:
 )
 def test_streamed_equals_resident(encoder: str, name: str) -> None:
     """Losses and weights to the bit."""
-    resident, found = load(encoder), []
-    for model in (streamed(resident, slot_count=3), resident):
-        method = make(name, model)
-        losses = [float(method.step(micro_batches(t))) for t in range(2)]
-        method.flush()
-        found.append((losses, dict(model.named_tensors())))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in found[1][1].items())
+    check_streamed(load(encoder), partial(make, name), micro_batches)
 
 
 @in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "lora"))

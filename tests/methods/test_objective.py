@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,22 @@ def make(name: str, model: keyhole.Model, **options: Any) -> Method:
 def micro_batches(t: int) -> list[dict[str, torch.Tensor]]:
     """Two, with different numbers of questions and of candidates."""
     return [candidate_batch([2, 3], seed=2 * t), candidate_batch([4], seed=2 * t + 1)]
+
+
+def check_streamed(
+    resident: keyhole.Model,
+    make: Callable[[keyhole.Model], Method],
+    micro_batches: Callable[[int], list[dict[str, torch.Tensor]]],
+) -> None:
+    """Two steps of a streamed copy give the losses and weights of the resident model, to the bit."""
+    found = []
+    for model in (streamed(resident, slot_count=3), resident):
+        method = make(model)
+        losses = [float(method.step(micro_batches(t))) for t in range(2)]
+        method.flush()
+        found.append((losses, dict(model.named_tensors())))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in found[1][1].items())
 
 
 def trained(model: keyhole.Model) -> dict[str, torch.Tensor]:
@@ -140,14 +157,7 @@ def test_equals_plain_torch(name: str, decoder: str) -> None:
 def test_streamed_equals_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and weights to the bit, where the head is visited in three chunks."""
     monkeypatch.setattr(layout_module, "CHUNK_ROWS", 40)
-    resident, found = load("qwen2"), []
-    for model in (streamed(resident, slot_count=3), resident):
-        method = make(name, model)
-        losses = [float(method.step(micro_batches(t))) for t in range(2)]
-        method.flush()
-        found.append((losses, dict(model.named_tensors())))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in found[1][1].items())
+    check_streamed(load("qwen2"), partial(make, name), micro_batches)
 
 
 def test_a_zeroth_order_run_resumes_and_replays(tmp_path: Path) -> None:

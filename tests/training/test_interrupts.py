@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from keyhole.checkpoint.journal import format as journal
+from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.training import loop as trainer
 from keyhole.training import saving, signals
@@ -25,20 +27,27 @@ def hear_all() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def stopped(config: TrainConfig, prepare: Callable[[], None], *numbers: signal.Signals) -> tuple[str, int]:
+    """What a real process of 100,000 steps says that gets these signals after its first, and how many steps it did."""
+    child = Child(config, prepare)
+    try:
+        child.wait_for(" 1/100000 ")
+        for number in numbers:
+            os.kill(child.process.pid, number)
+        code, out = child.end()
+    finally:
+        child.kill()
+    done = len(losses(config))
+    assert code == 130 and done < 100_000, out
+    return out, done
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_from_outside(make: Make, number: signal.Signals) -> None:
     """A real process finishes its step, saves, and exits with 130; what it saved can be gone on from."""
     config = make(max_steps=100_000, logging_steps=1000)
-    child = Child(config, hear_all)
-    try:
-        child.wait_for(" 1/100000 ")
-        os.kill(child.process.pid, number)
-        code, out = child.end()
-    finally:
-        child.kill()
-    assert code == 130, out
-    done = len(losses(config))
-    assert f"stopped by {number.name} after step {done}" in out and done < 100_000
+    out, done = stopped(config, hear_all, number)
+    assert f"stopped by {number.name} after step {done}" in out
     assert train(replace(config, max_steps=done + 1), resume="") == 0
     assert len(losses(config)) == done + 1
 
@@ -125,17 +134,8 @@ def test_a_directory_that_turns_read_only_stops_no_training(make: Make, backgrou
 def test_a_storm_of_signals_saves(make: Make) -> None:
     """Signals of every kind at once, as launchers and terminals send them, are one request."""
     config = make(max_steps=100_000, logging_steps=1000)
-    child = Child(config, patient)
-    try:
-        child.wait_for(" 1/100000 ")
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) * 10:
-            os.kill(child.process.pid, number)
-        code, out = child.end()
-    finally:
-        child.kill()
-    assert code == 130, out
-    done = len(losses(config))
-    assert (Path(config.output_dir) / f"checkpoint-{done}").is_dir() and done < 100_000
+    _, done = stopped(config, patient, *(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) * 10)
+    assert (Path(config.output_dir) / f"checkpoint-{done}").is_dir()
 
 
 def patient() -> None:

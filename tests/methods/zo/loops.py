@@ -33,3 +33,13 @@ def train(
         losses.append(opt.step(batches or [batch(seed=t)]))
     opt.flush()
     return [loss.item() for loss in losses]
+
+
+def check_one_visit(model: keyhole.Model, opt: keyhole.ZO, batches: list) -> None:
+    """A settled step moves every streamed float32 unit over the link once, up and down."""
+    for _ in range(2):
+        opt.step(batches)
+    up, down = model.engine.bytes_up, model.engine.bytes_down
+    opt.step(batches)
+    size = sum(model.layout.units[i].numel for i in model.engine.streamed) * 4
+    assert (model.engine.bytes_up - up, model.engine.bytes_down - down) == (size, size)

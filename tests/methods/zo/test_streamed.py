@@ -8,7 +8,7 @@ import torch
 import keyhole
 from keyhole.plan import fit
 from tests.matrix import in_every_run
-from tests.methods.zo.loops import EPS, equal, load, train, weights
+from tests.methods.zo.loops import EPS, check_one_visit, equal, load, train, weights
 from tests.model.decoders import NAMES, TWELVE, batch
 from tests.model.streaming import streamed
 
@@ -56,12 +56,7 @@ def test_a_unit_crosses_once_a_step() -> None:
     model = streamed(resident)
     opt = keyhole.ZO(model, directions=3, eps=EPS)
     batches = [batch(seed=k) for k in range(4)]
-    opt.step(batches)
-    opt.step(batches)
-    up, down = model.engine.bytes_up, model.engine.bytes_down
-    opt.step(batches)
-    size = sum(model.layout.units[i].numel for i in model.engine.streamed) * 4
-    assert (model.engine.bytes_up - up, model.engine.bytes_down - down) == (size, size)
+    check_one_visit(model, opt, batches)
 
 
 @pytest.mark.gpu
