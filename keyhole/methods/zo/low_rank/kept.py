@@ -71,13 +71,7 @@ class Kept:
     ) -> None:
         self.guided = guided
         self.parts, self.dtype, self.every, self.most = parts, dtype, periods, error
-        side, terms = max(min(m.inputs, m.outputs) for m in parts.matrices), (periods or 0) * parts.rank
-        if min(side, terms) > MOST_TERMS:  # minutes for a large model on a GPU; the time grows with the cube
-            raise UserError(
-                f"zo.fold_periods: {periods} periods of rank {parts.rank} are {terms} terms of a matrix, and a fold "
-                f"of more than {MOST_TERMS} takes too long; set zo.fold_periods={MOST_TERMS // parts.rank}, or lower "
-                "zo.rank"
-            )
+        check_folds(parts, periods)
         self.rooms: list[Rows] = []  # by matrix, on the device, as passes use them: the terms, then rows of zeros
         self.counts: list[int] = []  # by matrix, the number of terms
         self.number = next(NUMBERS)  # another one when a room is replaced
@@ -206,6 +200,17 @@ class Kept:
             self.sums.append((a_mO, v_mI))
         self._hold(self.sums, device)
         self.last = FoldedPeriods(int(steps), int(before), tuple(len(a) for a, _ in self.sums), error)
+
+
+def check_folds(parts: Parts, periods: int | None) -> None:
+    """UserError if a fold would take minutes for a large model on a GPU; the time grows with the cube."""
+    side, terms = max(min(m.inputs, m.outputs) for m in parts.matrices), (periods or 0) * parts.rank
+    if min(side, terms) > MOST_TERMS:
+        raise UserError(
+            f"zo.fold_periods: {periods} periods of rank {parts.rank} are {terms} terms of a matrix, and a fold "
+            f"of more than {MOST_TERMS} takes too long; set zo.fold_periods={MOST_TERMS // parts.rank}, or lower "
+            "zo.rank"
+        )
 
 
 def room_for(terms: int) -> int:
