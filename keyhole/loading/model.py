@@ -29,10 +29,13 @@ from keyhole.loading.source import check_source, find_source
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
+from keyhole.methods.base import Skeleton
 from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
+from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.freeze import freeze as freeze_parameters
+from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.source import has_adapter
 from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.random import fill_random
@@ -113,6 +116,7 @@ def load(
         files = stored.directory if init == "pretrained" else None
         formats, said = choose_format(module, files, choice.dtype, stored.wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
+        _check_shapes(module, layout, workload)
         placed.reasons[:0] = [str(choice), *said, *stored.notes(choice.dtype)]
         _limit_memory(changes, placed.budget_bytes, device)
         engine = make_engine(layout, placed, formats, device, workload, ranks, gather, engine_options)
@@ -160,6 +164,13 @@ def _fill(
             f"head: {names} are not in the files, or not for {counted(labels, 'label')}: drawn from seed {seed}"
         )
     _pin(loaded, touch=False)
+
+
+def _check_shapes(module: nn.Module, layout: Layout, workload: Workload) -> None:
+    """Lets the method refuse the model's shapes before weights are read, if its settings are known here."""
+    if workload.settings is not None and workload.method in METHODS:
+        skeleton = Skeleton(module, layout, find_blocks(module))
+        METHODS[workload.method].load().check_shapes(skeleton, workload.settings)
 
 
 def _add_adapter(loaded: Model, directory: Path) -> None:

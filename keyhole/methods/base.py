@@ -23,13 +23,14 @@ from keyhole.methods.wrapped import State, wrap
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from keyhole.methods.torch_optimizer import TorchOptimizer
     from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
     from keyhole.model.forward.low_rank import LowRank
     from keyhole.model.model import Model
-    from keyhole.model.structure.layout import Unit
+    from keyhole.model.structure.layout import Layout, Unit
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ class Shared:
     max_grad_norm: float | None = None
     model_dropout: bool = True
     seed: int = 0
+
+
+@dataclass
+class Skeleton:
+    """A model by its modules and shapes, without weights."""
+
+    module: nn.Module
+    layout: Layout
+    blocks: list[nn.Module]
 
 
 class Method:
@@ -108,6 +118,11 @@ class Method:
         """The method as configured: the settings that all methods share, and its own section."""
         rules = {key: value for key, value in vars(shared).items() if key != "learning_rate"}
         return cls(model, shared.learning_rate, **rules, **vars(own))
+
+    @classmethod
+    def check_shapes(cls, base: Skeleton, own: Any) -> None:
+        """UserError where making the method would be refused for the model's shapes; called before weights are read. It
+        changes nothing. own: the method's section."""
 
     @classmethod
     def outline(cls, base: Any, own: Any) -> None:

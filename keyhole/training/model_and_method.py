@@ -13,12 +13,11 @@ resumes from the original model or from the checkpoint's weights; no method is k
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from keyhole.assets import MODEL, locate
 from keyhole.checkpoint import select
@@ -32,14 +31,13 @@ from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method, Shared
+from keyhole.methods.base import Method, Shared, Skeleton
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.freeze import freeze
-from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.published import choose_format, forget_what_is_read
 from keyhole.model.weights.read import check_weights
@@ -138,15 +136,6 @@ def _tokens(batches: Loader | EvalBatches) -> int:
     return batches.dataset.most_samples(batches.batch_size) * width
 
 
-@dataclass
-class Skeleton:
-    """A model by its modules and shapes (Method.outline)."""
-
-    module: nn.Module
-    layout: Layout
-    blocks: list[nn.Module]
-
-
 def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[list[str]]:
     """The lines of the start block about model and machine, from the model's config and the headers of its weight
     files; no weight is read, and nothing is downloaded."""
@@ -166,6 +155,8 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
         weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
     row = METHODS[config.method]
     own = getattr(config, row.section)
-    row.load().outline(Skeleton(module, layout, find_blocks(module)), own)
+    skeleton = Skeleton(module, layout, find_blocks(module))
+    row.load().check_shapes(skeleton, own)
+    row.load().outline(skeleton, own)
     model = [*start_block.model_lines(module, layout, chosen.dtype, row.from_original(own)), *weights]
     return [model, [*where, *placed.reasons, start_block.kernels()]]

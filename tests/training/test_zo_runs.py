@@ -14,6 +14,7 @@ import keyhole
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.replay import replay
 from keyhole.errors import UserError
+from keyhole.loading import model as loading
 from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.freeze import is_left_out
@@ -102,6 +103,16 @@ def test_one_row_has_no_halves(make: Make) -> None:
     """auto compares two halves of a step's rows."""
     with pytest.raises(UserError, match=r"learning_rate: auto .* this step has one; raise batch_size"):
         train(make("one", **settings("auto") | {"batch_size": 1, "gradient_accumulation_steps": 1}))
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_shapes_that_no_direction_fits_are_refused_before_weights_are_read(
+    make: Make, dry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the model's config alone, so that nobody waits for the weights of a model to learn it."""
+    monkeypatch.setattr(loading, "_fill", None)
+    with pytest.raises(UserError, match="zo.rank: found 200, and no linear layer"):
+        train(make("wide", **settings("low rank") | {"zo": ZOConfig(rank=200)}), dry_run=dry)
 
 
 def test_long_runs_in_8_bits_are_wanted_by_somebody(make: Make, capsys: pytest.CaptureFixture) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, Shared
+from keyhole.methods.base import Method, Shared, Skeleton
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.traits import AUTO_RATE
@@ -44,7 +44,9 @@ from keyhole.methods.zo.low_rank import merge as factor_merge
 from keyhole.methods.zo.low_rank import state as factor_state
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
+from keyhole.methods.zo.low_rank.kept import check_folds
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
+from keyhole.methods.zo.low_rank.parts import find_parts
 from keyhole.methods.zo.perturbed import PerturbedWeights
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.recorded_step import RecordedSteps
@@ -145,6 +147,12 @@ class ZO(Method):
         """The method as configured; it has no gradient whose norm could be clipped."""
         rules = {"weight_decay": shared.weight_decay, "weight_decay_on": shared.weight_decay_on, "seed": shared.seed}
         return cls(model, shared.learning_rate, **rules, **vars(own))
+
+    @classmethod
+    def check_shapes(cls, base: Skeleton, own: Any) -> None:
+        if own.rank is not None:
+            parts = find_parts(base, own.rank)
+            check_folds(parts, None if own.fold else own.fold_periods)
 
     # -- one step --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ class ZOConfig:
 
     estimator: Literal["mezo", "fzoo", "grzo", "meazo"] = "mezo"
     """From losses to an update (docs/methods.md): pairs; one-sided; pairs on parts of the rows; scaled pairs."""
-    eps: Positive | None = None
+    eps: Annotated[float, Limit(1e-8, 1.0)] | None = None
     """Size of the perturbation: losses are evaluated at w + eps z and w - eps z (fzoo: not the latter); null = 1e-3."""
     directions: Annotated[int, Limit(1, 4096)] | None = None
     """Number of random directions z per step: two passes each (fzoo: one; grzo: two on its part of the rows); null = mezo 1, fzoo 7, grzo 4, meazo 1."""  # noqa: E501

@@ -215,7 +215,9 @@ def test_a_non_finite_loss_changes_nothing(estimator: str) -> None:
 
 @pytest.mark.parametrize(
     "bad, match", [({"estimator": "adam"}, "estimator"), ({"estimator": "fzoo", "directions": 1}, "directions"),
-                   ({"estimator": "fzoo", "clip": 1.0}, "clip")],
+                   ({"estimator": "fzoo", "clip": 1.0}, "clip"),
+                   ({"eps": 1e30}, r"zo.eps: found 1e\+30, expected a number >= 1e-08 and <= 1"),
+                   ({"eps": 1e-40}, "zo.eps")],
 )  # fmt: skip
 def test_what_an_estimator_cannot_do_is_refused(bad: dict[str, Any], match: str) -> None:
     with pytest.raises(UserError, match=match):

@@ -354,6 +354,14 @@ def test_graphs_change_no_number(name: str) -> None:
         model.close()
 
 
+def test_a_rank_above_the_sides_of_all_matrices_is_refused() -> None:
+    """More terms than a matrix has inputs or outputs reach nothing new. A narrower matrix beside wide ones is none."""
+    model = load("mistral")  # k and v have 16 outputs, the others 32 and more
+    assert torch.isfinite(keyhole.ZO(model, 1e-3, rank=32).step(batch()))
+    with pytest.raises(UserError, match="zo.rank: found 33, and .* more than 32: .* set zo.rank=32 or less"):
+        keyhole.ZO(load("mistral"), 1e-3, rank=33)
+
+
 @small_stacks()
 def test_a_few_experts_that_are_units_of_their_own_are_refused() -> None:
     """They are few enough to be trained at full size, but each unit has one of them only; as whole stacks they work."""

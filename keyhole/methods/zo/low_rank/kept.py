@@ -11,9 +11,10 @@ may be coarse:
 
 in the Frobenius norm. lost^2 is the energy that all folds before have dropped. Squares add up, because what a fold
 drops is orthogonal to what it keeps, and nearly orthogonal to periods that are drawn later. So the sum that a run uses
-stays within `error` (zo.fold_error) of everything that it has learned. If fewer terms would exceed the bound, the terms
-stay: the bound holds, and the rank is whatever that requires. A fold keeps at most min(O, I) terms. The log has the
-measured error and the ranks.
+stays within about `error` (zo.fold_error) of everything that it has learned (summed up beside it: 0.1011 for 0.1). If
+fewer terms would exceed the bound, the terms stay, and the rank is whatever that requires. The bound is of the sum at
+the fold: where a later sum is smaller, what was lost is a larger share of it (0.308 for 0.3), and nothing more is
+dropped until it has grown. A fold keeps at most min(O, I) terms. The log has the measured error and the ranks.
 
 Folds work on float32 tensors on the host: A of each period as it was learned, and the sums; passes use device copies in
 the dtype of compute. So rounding errors of 16 bits do not accumulate either. V of a period is drawn again.
@@ -71,13 +72,7 @@ class Kept:
     ) -> None:
         self.guided = guided
         self.parts, self.dtype, self.every, self.most = parts, dtype, periods, error
-        side, terms = max(min(m.inputs, m.outputs) for m in parts.matrices), (periods or 0) * parts.rank
-        if min(side, terms) > MOST_TERMS:  # minutes for a large model on a GPU; the time grows with the cube
-            raise UserError(
-                f"zo.fold_periods: {periods} periods of rank {parts.rank} are {terms} terms of a matrix, and a fold "
-                f"of more than {MOST_TERMS} takes too long; set zo.fold_periods={MOST_TERMS // parts.rank}, or lower "
-                "zo.rank"
-            )
+        check_folds(parts, periods)
         self.rooms: list[Rows] = []  # by matrix, on the device, as passes use them: the terms, then rows of zeros
         self.counts: list[int] = []  # by matrix, the number of terms
         self.number = next(NUMBERS)  # another one when a room is replaced
@@ -206,6 +201,17 @@ class Kept:
             self.sums.append((a_mO, v_mI))
         self._hold(self.sums, device)
         self.last = FoldedPeriods(int(steps), int(before), tuple(len(a) for a, _ in self.sums), error)
+
+
+def check_folds(parts: Parts, periods: int | None) -> None:
+    """UserError if a fold would take minutes for a large model on a GPU; the time grows with the cube."""
+    side, terms = max(min(m.inputs, m.outputs) for m in parts.matrices), (periods or 0) * parts.rank
+    if min(side, terms) > MOST_TERMS:
+        raise UserError(
+            f"zo.fold_periods: {periods} periods of rank {parts.rank} are {terms} terms of a matrix, and a fold "
+            f"of more than {MOST_TERMS} takes too long; set zo.fold_periods={MOST_TERMS // parts.rank}, or lower "
+            "zo.rank"
+        )
 
 
 def room_for(terms: int) -> int:

@@ -27,6 +27,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from keyhole.errors import UserError
+from keyhole.methods.base import Skeleton
 from keyhole.model.model import Model
 from keyhole.model.structure.find import relu_pair, relu_reader
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
@@ -116,8 +117,9 @@ def called_layers(blocks: list[nn.Module]) -> Iterator[nn.Module]:
         yield from inside(block)
 
 
-def find_parts(model: Model, rank: int) -> Parts:
-    """The parts of a model; UserError if it has no linear layers, or too many other weights."""
+def find_parts(model: Model | Skeleton, rank: int) -> Parts:
+    """The parts of a model; UserError if it has no linear layers, too many other weights, or no matrix with room for
+    the rank."""
     layout = model.layout
     tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
     in_spine = {id(t.param): t for t in layout.spine.tensors}
@@ -130,6 +132,7 @@ def find_parts(model: Model, rank: int) -> Parts:
             places[i] = slice(end, end + tensor.shape.numel())
             end = places[i].stop
     _check(layout, shapes, [tensors[i] for i in places], end - a_numel)
+    _check_rank(rank, list(shapes.values()))
     owners = {id(p): (owner, name) for owner in model.module.modules() for name, p in owner._parameters.items()}
     matrices, a_end, v_end = [], 0, 0
     for i, (inputs, outputs, transposed) in shapes.items():
@@ -222,6 +225,18 @@ def _check(layout: Layout, shapes: dict, vectors: list[FlatTensor], numel: int) 
         )
     if not shapes:
         raise UserError("zo.rank: this model has no linear layers in its blocks that are trained; set zo.rank=null")
+
+
+def _check_rank(rank: int, sides: list[tuple[int, int, bool]]) -> None:
+    """With as many terms as the shorter side, V spans all inputs or U all outputs: more terms only cost more. Narrower
+    matrices (k and v beside q) are no reason to refuse."""
+    most = max(min(inputs, outputs) for inputs, outputs, _ in sides)
+    if rank > most:
+        raise UserError(
+            f"zo.rank: found {rank}, and no linear layer in the blocks of this model has a shorter side of more than "
+            f"{most}: more terms than that reach no more directions, in more numbers; set zo.rank={most} or less (1 to "
+            "8 are usual), or zo.rank=null for dense directions"
+        )
 
 
 def vector_at(flat: torch.Tensor, vector: Vector) -> torch.Tensor:
