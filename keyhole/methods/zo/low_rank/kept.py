@@ -11,10 +11,10 @@ may be coarse:
 
 in the Frobenius norm. lost^2 is the energy that all folds before have dropped. Squares add up, because what a fold
 drops is orthogonal to what it keeps, and nearly orthogonal to periods that are drawn later. So the sum that a run uses
-stays within about `error` (zo.fold_error) of everything that it has learned (summed up beside it: 0.1011 for 0.1). If
-fewer terms would exceed the bound, the terms stay, and the rank is whatever that requires. The bound is of the sum at
-the fold: where a later sum is smaller, what was lost is a larger share of it (0.308 for 0.3), and nothing more is
-dropped until it has grown. A fold keeps at most min(O, I) terms. The log has the measured error and the ranks.
+stays within about `error` (zo.fold_error) of everything that it has learned: about, because of that "nearly". If fewer
+terms would exceed the bound, the terms stay, and the rank is whatever that requires. The bound is of the sum at the
+fold: where a later sum is smaller, what was lost is a larger share of it, and nothing more is dropped until it has
+grown. A fold keeps at most min(O, I) terms. The log has the measured error and the ranks.
 
 Folds work on float32 tensors on the host: A of each period as it was learned, and the sums; passes use device copies in
 the dtype of compute. So rounding errors of 16 bits do not accumulate either. V of a period is drawn again.
