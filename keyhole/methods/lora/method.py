@@ -30,7 +30,6 @@ from torch import nn
 
 from keyhole.disk.weights_hash import tensors_hash
 from keyhole.errors import UserError
-from keyhole.methods.base import State
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
@@ -39,6 +38,7 @@ from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
+from keyhole.methods.wrapped import State
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Nothing
 from keyhole.model.batch import Batch
