@@ -107,6 +107,7 @@ class Recompute:
         if experts is not None:
             experts.counts, experts.leave_out = counts, leave_out
         before = [layer.__dict__.get("forward") for layer in self.layers]
+        layer: Any  # its forward is replaced
         for layer in self.layers:
             layer.forward = self.wrapped(layer, receiver, leave_out, counts)
         try:
@@ -150,6 +151,8 @@ def _forward(layer: nn.Linear, receiver: Receiver, leave_out: int | None, counts
     def forward(x: torch.Tensor) -> torch.Tensor:
         index = counts.called(saves=1)
         counts.uses[id(layer.weight)] += 1
-        return _Linear.apply(x, layer.weight, layer.bias, _Call(receiver, index == leave_out, counts))
+        return _Linear.apply(  # type: ignore[no-untyped-call]
+            x, layer.weight, layer.bias, _Call(receiver, index == leave_out, counts)
+        )
 
     return forward

@@ -77,7 +77,7 @@ class RecordedBlocks(StaticMemory):
         self.pool, self.stream = self._new_pool(), torch.cuda.Stream(device)
         self.kept_pools: dict[Hashable, tuple[int, Any]] = {}  # of kept activations: the last block, and the pool
         self.recordings: dict[Hashable, _Recording | None] = {}  # None: runs eagerly
-        self.seen: Counter[Hashable] = Counter()
+        self.seen: Counter[Any] = Counter()
         self.ran: dict[Hashable, _Recording | None] = {}  # (turn, block) -> its forward of this pass, if replayed
         self.why = ""  # the reason of the last capture that failed
 
@@ -142,7 +142,7 @@ class RecordedBlocks(StaticMemory):
         ran = self.ran.get((turn, block))
         kept = ran.kept if ran is not None and run_kept is not None else []
         read = [] if kept else values  # a graph that was kept has the inputs
-        of_forward = ran.number if kept else 0
+        of_forward = ran.number if kept and ran is not None else 0
         kind = ("reverse", turn, block, signature_of([*values, *grads]), depends_on, of_forward)
         if not self._is_due(kind):
             return run(values, grads), False
@@ -164,7 +164,7 @@ class RecordedBlocks(StaticMemory):
                 key = (kind, self.sources_of(read), self.sources_of(grads))  # again: see `forward`
 
                 def run_static() -> tuple[Values, Values]:
-                    return run_kept(kept[0], static[1]) if kept else run(*static)
+                    return run_kept(kept[0], static[1]) if kept and run_kept is not None else run(*static)
 
                 def captured() -> tuple[Values, Values]:
                     of_inputs, of_parameters = run_static()
@@ -205,7 +205,7 @@ class RecordedBlocks(StaticMemory):
 
     # -- capture and replay ----------------------------------------------------------------------------------------
 
-    def _is_due(self, kind: Hashable) -> bool:
+    def _is_due(self, kind: tuple[Hashable, ...]) -> bool:
         if None in kind:
             return False
         self.seen[kind] += 1
@@ -221,17 +221,18 @@ class RecordedBlocks(StaticMemory):
 
     def _capture(self, run: Callable[[], Any], pool: Any = None) -> _Recording | None:
         """None: the capture failed. pool: instead of the common one."""
-        one = _Recording()
+        one: _Recording | None
+        one = recording = _Recording()
         if not any(self.recordings.values()):  # a pool goes with its last graph, also one that was not kept
             self.pool = self._new_pool()
         torch.cuda.synchronize(self.device)
         try:
             with torch.cuda.stream(self.stream), no_collector():
-                one.graph.capture_begin(pool=pool or self.pool, capture_error_mode="thread_local")
+                recording.graph.capture_begin(pool=pool or self.pool, capture_error_mode="thread_local")
                 try:
-                    one.result = run()
+                    recording.result = run()
                 finally:
-                    one.graph.capture_end()
+                    recording.graph.capture_end()
         except RuntimeError as error:
             one, self.why = None, str(error).partition("\n")[0]
             self.pool = self._new_pool()  # the old one may count as still being captured to

@@ -22,8 +22,7 @@ Views = list[tuple[nn.Parameter, torch.Tensor]]
 def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
     """[R, H]: the rows of a matrix that a unit holds (a chunk of a table, a tile), from its flat memory. For an expert:
     a stack of one matrix."""
-    assert unit.rows is not None
-    first, last = unit.rows
+    first, last = unit.span
     shape = (last - first, *unit.tensors[0].shape[1:])
     return flat[: math.prod(shape)].view(shape)
 
@@ -89,8 +88,7 @@ class Binding:
         bias = self.head.linear.bias
         if bias is not None:
             tensor = next(t for t in self.spine_of[None] if t.param is bias)
-            assert unit.rows is not None
-            bias = view(spine, tensor, self.layout.spine.start)[slice(*unit.rows)]
+            bias = view(spine, tensor, self.layout.spine.start)[slice(*unit.span)]
         self.head.bind(rows_view(unit, flat), bias)
 
     def _kept(self, key: tuple, find: Callable[[], Views]) -> Views:

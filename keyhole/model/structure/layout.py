@@ -86,6 +86,12 @@ class Unit:
         return self.stop - self.start
 
     @property
+    def span(self) -> tuple[int, int]:
+        """`rows`, of a unit that holds some."""
+        assert self.rows is not None
+        return self.rows
+
+    @property
     def has_gaps(self) -> bool:
         """Whether there is padding between its tensors."""
         return self.rows is None and sum(tensor.shape.numel() for tensor in self.tensors) < self.numel
