@@ -111,9 +111,10 @@ class AdaLOMO(LOMO):
             self._bound_elements(grad)
             how["sum_squares"] = None
         state, beta = self._moments_of(tensor, w.device), None
-        if self.update_key is not None:
-            lr, beta, how["step"] = self.numbers.lr, self.numbers.beta, self.numbers.step
-        when = {"lr": lr, "beta": beta, "t": self.step_count}
+        rate: Any = lr
+        if self.numbers is not None and self.update_key is not None:
+            rate, beta, how["step"] = self.numbers.lr, self.numbers.beta, self.numbers.step
+        when: dict[str, Any] = {"lr": rate, "beta": beta, "t": self.step_count}
         ops.adalomo_update_(w, grad, state, weight_decay=weight_decay, scale=scale, **when, **how)
 
     def _bound_elements(self, grad: torch.Tensor) -> None:

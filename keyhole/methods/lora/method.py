@@ -72,7 +72,7 @@ class LoRA(ByTorch):
         self._base: str | None = None
         self._base_as_of = 0  # changes by hand
         self.dropout = AdapterDropout(model, seed, model_dropout)  # before adding adapters, which have their own
-        settings = {"r": r, "alpha": alpha, "dropout": dropout, "target_modules": target_modules}
+        settings: dict[str, Any] = {"r": r, "alpha": alpha, "dropout": dropout, "target_modules": target_modules}
         with whole_or_none(model):
             adapted = adapt(model, seed, **settings, freezes=True)
             self.config, self.layers, self.params = adapted.config, adapted.layers, adapted.params

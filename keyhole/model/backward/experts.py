@@ -60,8 +60,7 @@ class ExpertGradients:
             there = [units[side][e] for e, _, _ in routed for side in (0, 1)] if not left_out else []
             self.model.expect(there + [units[side][e] for e, _, _ in reversed(routed) for side in (0, 1)])
         layer = self, experts, units, routed, left_out
-        y_TH: torch.Tensor
-        y_TH = _Layer.apply(x_TH, r_Tk, layer, *experts.stacks, *experts.biases)  # type: ignore[no-untyped-call]
+        y_TH: torch.Tensor = _Layer.apply(x_TH, r_Tk, layer, *experts.stacks, *experts.biases)
         return y_TH
 
     @property

@@ -151,8 +151,6 @@ def _forward(layer: nn.Linear, receiver: Receiver, leave_out: int | None, counts
     def forward(x: torch.Tensor) -> torch.Tensor:
         index = counts.called(saves=1)
         counts.uses[id(layer.weight)] += 1
-        return _Linear.apply(  # type: ignore[no-untyped-call]
-            x, layer.weight, layer.bias, _Call(receiver, index == leave_out, counts)
-        )
+        return _Linear.apply(x, layer.weight, layer.bias, _Call(receiver, index == leave_out, counts))
 
     return forward

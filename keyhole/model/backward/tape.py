@@ -129,8 +129,7 @@ class Visit:
     def _with_graph(self, values: list[Any]) -> Any:
         anchor = torch.zeros((), requires_grad=True)
         values = [
-            _Entrance.apply(anchor, v.detach(), self, i) if i in self.origins else v  # type: ignore[no-untyped-call]
-            for i, v in enumerate(values)
+            _Entrance.apply(anchor, v.detach(), self, i) if i in self.origins else v for i, v in enumerate(values)
         ]
         if self.compiled is None:
             return self._run(values)

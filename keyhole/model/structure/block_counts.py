@@ -157,7 +157,7 @@ class _Counter(TorchDispatchMode):
     """Counts calls and kernels, and the bytes that kernels read and write."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls, self.kernels, self.bytes = 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -191,8 +191,7 @@ class _Attention(torch.autograd.Function):
 @contextmanager
 def _one_attention_kernel() -> Iterator[None]:
     usual = nn.functional.scaled_dot_product_attention
-    counted: Any = _Attention
-    nn.functional.scaled_dot_product_attention = lambda q, k, v, *args, **kwargs: counted.apply(q, k, v)
+    nn.functional.scaled_dot_product_attention = lambda q, k, v, *args, **kwargs: _Attention.apply(q, k, v)
     try:
         yield
     finally:

@@ -165,7 +165,7 @@ class _Watch(TorchDispatchMode):
     values are not computed."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.module: Any = module
         self.reached: dict[int, int] = {}  # id of a parameter -> how many were used before
         self.readers: set[int] = set()  # ids of modules that read a matrix of a submodule without calling it
