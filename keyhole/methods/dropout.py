@@ -13,7 +13,7 @@ A model without dropout stays in evaluation mode, with the same bits. Zeroth-ord
 difference of two losses would be dominated by their masks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ KEY = "dropout_step"
 
 def dropout_rates(module: nn.Module) -> dict[str, float]:
     """The dropout rates in training: "OPTDecoderLayer.dropout" -> 0.1."""
-    found = {}
+    found: dict[str, float] = {}
     for part in module.modules():
         rates = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
         found |= {f"{type(part).__name__}.{key}": rate for key, rate in rates.items() if _is_rate(key, rate)}
@@ -133,7 +133,7 @@ class ModelDropout:
     def state_dict(self) -> dict[str, int]:
         return {KEY: self.steps} if self.active else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """UserError if only one of the two runs uses dropout."""
         if self.active != (KEY in state):
             ran, fix = ("without", "false") if self.active else ("with", "true")

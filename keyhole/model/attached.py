@@ -146,7 +146,8 @@ class AttachedMethods:
         self.model.by_hand.note()
 
     def _beside(self, method: Attached | None = None) -> list[nn.Parameter]:
-        addons = [addon for addon in (self.model.addon, method and method.addon) if addon is not None]
+        added = None if method is None else method.addon
+        addons = [addon for addon in (self.model.addon, added) if addon is not None]
         return [param for addon in addons for param in addon.params.values()]
 
     def take_changes(self, new: Attached | None = None, pointed: bool = True) -> None:

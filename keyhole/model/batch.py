@@ -14,6 +14,7 @@ arrived when they need it; on the compute stream the copy would queue behind wai
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -111,17 +112,17 @@ def check(batch: Batch, row_count: int) -> None:
     shape = tuple(getattr(batch["input_ids"], "shape", ()))
     for name, x in ((name, batch[name]) for name in PER_TOKEN if name in batch):
         if not isinstance(x, torch.Tensor) or x.ndim != 2 or tuple(x.shape) != shape or x.numel() == 0:
-            found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise UserError(f"batch: {name} is {found}; all must be tensors of one shape [rows, length], as input_ids")
+            shown = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise UserError(f"batch: {name} is {shown}; all must be tensors of one shape [rows, length], as input_ids")
         if x.is_floating_point():
             raise UserError(f"batch: {name} is {x.dtype}; integers are needed")
     mask = batch.get("attention_mask")
     check_mask(mask)
     check_tokens("input_ids", batch["input_ids"], row_count)
     check_tokens("labels", batch["labels"], row_count, f", or {IGNORED} where nothing is trained")
-    if found := [name for name in PER_ROW if name in batch]:
-        if len(found) < len(PER_ROW):
-            raise UserError(f"batch: {found[0]} alone; a choice between candidates needs {' and '.join(PER_ROW)}")
+    if given := [name for name in PER_ROW if name in batch]:
+        if len(given) < len(PER_ROW):
+            raise UserError(f"batch: {given[0]} alone; a choice between candidates needs {' and '.join(PER_ROW)}")
         if "position_ids" in batch and is_packed(batch["position_ids"], mask):
             raise UserError("batch: position_ids restart within a row; with question and answer a row is one candidate")
         check_candidates(batch["question"], batch["answer"], (batch["labels"][:, 1:] != IGNORED).sum(dim=1))
@@ -194,17 +195,15 @@ def to_device(batch: Batch, device: torch.device, shares: bool = False, most: in
     inputs = {"input_ids": ids}
     packed = positions is not None and is_packed(positions, mask)
     hides = hides_tokens(mask)  # an all-ones mask is dropped: it changes nothing, costs kernels
-    if hides and not packed:
+    if hides and not packed and mask is not None:
         inputs["attention_mask"] = mask
     if positions is not None:
-        inputs["position_ids"] = separate(positions, mask) if hides and packed else positions
+        inputs["position_ids"] = separate(positions, mask) if mask is not None and hides and packed else positions
     candidates = None
     if "question" in batch:
         candidates = places(batch["question"], batch["answer"], row_N)
-        candidates = replace(
-            candidates,
-            **{name: move(x, device) for name, x in vars(candidates).items() if isinstance(x, torch.Tensor)},
-        )
+        moved: dict[str, Any] = {n: move(x, device) for n, x in vars(candidates).items() if isinstance(x, torch.Tensor)}
+        candidates = replace(candidates, **moved)
     return DeviceBatch(
         inputs={name: move(x, device) for name, x in inputs.items()},
         index_N=move(index_N, device),

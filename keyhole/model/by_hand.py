@@ -127,7 +127,9 @@ class ByHand:
         parameters that a method has added."""
         if self._released or self._ids == list(map(id, chain.from_iterable(map(dict.values, self._tables)))):
             return
-        there = dict(self._module().named_parameters())
+        module = self._module()
+        assert module is not None  # the model holds both
+        there = dict(module.named_parameters())
         ids, known = {id(param) for param in there.values()}, self._loaded | {id(param) for param in beside}
         gone = next((tensor.name for tensor in self._layout.tensors if id(tensor.param) not in ids), None)
         if gone is not None:
@@ -142,7 +144,7 @@ class ByHand:
                 f"model: {added} was added to the module after keyhole.load, and would be neither trained nor saved; "
                 "save a model that has it, and load that (adapters: method lora or lomo-lora)"
             )
-        self._tables = [table for one in self._module().modules() for table in (one._parameters, one._modules)]
+        self._tables = [table for one in module.modules() for table in (one._parameters, one._modules)]
         self._members = [one for table in self._tables for one in table.values()]
         self._ids = [id(one) for one in self._members]
 

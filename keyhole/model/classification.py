@@ -61,7 +61,8 @@ class ClassificationHead:
     linear = None
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.config, self.problem = module, module.config, problem_of(module.config)
+        self.module, self.problem = module, problem_of(module.config)
+        self.config: Any = module.config
         takes = inspect.signature(module.forward).parameters
         self.takes = PER_TOKEN if "token_type_ids" in takes else PER_TOKEN[:2]
         self.options = {"use_cache": False} if "use_cache" in takes else {}  # recomputing a block would append to it
@@ -121,8 +122,8 @@ class ClassificationHead:
         shape = tuple(getattr(batch["input_ids"], "shape", ()))
         for name, x in ((name, batch[name]) for name in self.takes if name in batch):
             if not isinstance(x, torch.Tensor) or x.ndim != 2 or tuple(x.shape) != shape or x.numel() == 0:
-                found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise UserError(f"batch: {name} is {found}; tensors of one shape [rows, length] are needed")
+                shown = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise UserError(f"batch: {name} is {shown}; tensors of one shape [rows, length] are needed")
             if x.is_floating_point():
                 raise UserError(f"batch: {name} is {x.dtype}; integers are needed")
         if self.longest is not None and shape[1] > self.longest:

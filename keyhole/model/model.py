@@ -26,6 +26,7 @@ Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Model:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Any,
         layout: Layout,
         engine: Engine,
         formats: Wire,
@@ -101,8 +102,8 @@ class Model:
         self.graphs: BlockGraphs | None = None
         self.reverse_graphs = reverse_graphs  # first-order steps may use CUDA graphs too
         self.classifies = is_classifier(module.config)
-        self.head = ClassificationHead(module) if self.classifies else Head(module)
-        self.embedding = module.get_input_embeddings()
+        self.head: Any = ClassificationHead(module) if self.classifies else Head(module)
+        self.embedding: nn.Embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
         self.methods = AttachedMethods(self)
@@ -240,7 +241,7 @@ class Model:
             try:
                 if alone:
                     return [passes.run_alone(lambda: self.hidden(batches[0]), serve)]
-                return passes.run([lambda b=b: self.hidden(b) for b in batches], serve)
+                return passes.run([partial(self.hidden, b) for b in batches], serve)
             finally:
                 passes.rows = None
 
@@ -290,7 +291,7 @@ class Model:
         if self.classifies:
             found = evaluation.class_logits(self, self.to_device(batch, of_step=False))
             return found[0][0] if isinstance(batch, Mapping) else found
-        if isinstance(batch, list | tuple):
+        if not isinstance(batch, Mapping) and isinstance(batch, Sequence):
             return [self.logits(one) for one in batch]
         return generation.logits(self, batch)
 

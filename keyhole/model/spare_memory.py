@@ -37,6 +37,11 @@ class SpareMemory:
     def budget_bytes(self) -> int | None:
         return None if self.placed is None else self.placed.budget_bytes
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What cuBLAS takes for the stream on which graphs are captured."""
+        return 0 if self.placed is None else self.placed.workspace_bytes
+
     def left(self) -> int:
         """Bytes that are left now."""
         if self.device.type != "cuda":

@@ -38,7 +38,7 @@ from keyhole.report.view import STORY, View
 from keyhole.training import page_facts, rundir, start_block, trackers
 from keyhole.training.display import Display
 from keyhole.training.follow import Follower
-from keyhole.training.journaling import Journaling, open_journal
+from keyhole.training.journaling import Journaling, journaled, open_journal
 from keyhole.training.lock import Lock
 from keyhole.training.loop import Run
 from keyhole.training.metrics import MetricsFile
@@ -155,7 +155,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     _open_directory(job, lock, model, machine)
     saver.went_on_from(origin.choice.path, origin.step)
     if origin.tail:
-        seconds = apply_records(method, origin.tail, job.display.line)
+        seconds = apply_records(journaled(method), origin.tail, job.display.line)
         job.display.line(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
     with rundir.writing_to(job.directory.root):
         reports = _reports(job, model, lines, machine)
@@ -196,7 +196,7 @@ def _method(job: Job, model: Model) -> Method:
     with job.parts.waiting.phase("making the method"):
         method = make_method(model, config, job.origin)
     if METHODS[config.method].journaled:
-        keep_directions(method, job.directory.journal, job.run_id)
+        keep_directions(journaled(method), job.directory.journal, job.run_id)
     return method
 
 
@@ -210,7 +210,7 @@ def _follower(job: Job, lock: Lock, model: Model, method: Method) -> Follower:
     if _meet_on_disk(job, model):
         same_directory(job.parts.ranks, lock.path)
     if job.origin.tail:
-        apply_records(method, job.origin.tail, job.display.line)
+        apply_records(journaled(method), job.origin.tail, job.display.line)
     shared: dict[str, Any]
     shared = {"data": job.data, "schedule": job.schedule, "first": job.origin.step, "judge": job.judge}
     return Follower(root=job.directory.root, model=model, method=method, **shared)
@@ -305,7 +305,7 @@ def _journal(job: Job, method: Method, about: About) -> Journaling:
     if not METHODS[config.method].journaled:
         return Journaling(None, None, job.display.line)
     return open_journal(
-        method,
+        journaled(method),
         origin,
         job.directory.journal,
         source=config.model if origin.choice.path is None else str(origin.choice.path),

@@ -101,8 +101,14 @@ class Journaling:
             self.say(f"warning: the journal is on the disk up to step {self.writer.synced} only: {error}")
 
 
+def journaled(method: Method) -> ZO:
+    """The method, of a run that keeps a journal."""
+    assert isinstance(method, ZO)  # the only one that does
+    return method
+
+
 def open_journal(
-    method: Method,
+    method: ZO,
     origin: Origin,
     path: Path,
     *,
@@ -120,7 +126,6 @@ def open_journal(
 
     source: what the weights were loaded from; config: the settings that a resume or replay needs; run: the run's id;
     base: the content hash of the original weights, if known."""
-    assert isinstance(method, ZO)  # as METHODS says: it is journaled
     model = method.model
     header = journal.Header(
         base=base or "",

@@ -26,8 +26,8 @@ class Trial:
     quick_gpu_memory: str | None = None  # the budget of a quick run
     streamed: bool = False
     compare: str | None = None  # a streamed trial: the resident one whose step is its compute floor
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of the method; for native: `optimizer`, and arguments of torch.optim."""
+    # of the method; for native: `optimizer`, and arguments of torch.optim. A row of a table is checked with this type
+    options: dict = field(default_factory=dict)  # type: ignore[type-arg]
 
 
 def read_trials(path: Path, only: str, quick: bool) -> list[Trial]:

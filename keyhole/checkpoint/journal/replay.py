@@ -42,7 +42,6 @@ from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method
 from keyhole.methods.workload import Workload
 from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
 from keyhole.methods.zo.method import ZO
@@ -61,9 +60,8 @@ TAIL_BYTES = 2**16
 Say = Callable[[str], None]
 
 
-def apply_records(method: Method, records: list[Record], say: Say) -> float:
+def apply_records(method: ZO, records: list[Record], say: Say) -> float:
     """Applies the records to the weights of the method's model; returns seconds."""
-    assert isinstance(method, ZO)  # no other is journaled
     device, begin_s = method.model.device, time.perf_counter()
     coef_SQ = torch.tensor([record.coef for record in records], dtype=torch.float32, device=device)
     pending = [Pending(coef_Q, record.step - 1) for coef_Q, record in zip(coef_SQ, records, strict=True)]
@@ -154,9 +152,8 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     return Replayed(len(records), seconds, time.perf_counter() - begin_s)
 
 
-def keep_directions(method: Method, journal: Path, run: str | None) -> None:
+def keep_directions(method: ZO, journal: Path, run: str | None) -> None:
     """Sets where a method that finds its directions (zo.guide) keeps them: beside its journal. run: the run's id."""
-    assert isinstance(method, ZO)
     if method.guide is not None:
         method.guide.files = DirectionFiles(journal.with_name("directions"), run)
 

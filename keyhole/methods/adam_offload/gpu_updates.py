@@ -12,6 +12,7 @@ at the start. If the bits differ, or memory cannot be page-locked, the CPU updat
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -42,14 +43,18 @@ class AdamLane:
         weights go to the device's copy, or to `page` if the unit is streamed."""
         streamed = unit.index in self.engine.on_host
         home = None if streamed else self.exchange.kept(unit.index).data[part.begin : part.end]
+        how: dict[str, Any]
         how = {"step": part.step, "lr": lr, "clip": clip, "weight_decay": part.weight_decay, **self.state.rule}
+
+        by_gpu: Any = adamw_
+        by_host: Any = host_adamw_
 
         def change(begin: int, chunks: list[torch.Tensor]) -> None:
             weight = chunks[3] if home is None else home[begin : begin + chunks[3].numel()]
             if self.engine.cuda:
-                adamw_(*chunks, weight, squares=self.squares, **how)
+                by_gpu(*chunks, weight, squares=self.squares, **how)
             else:
-                host_adamw_(*chunks, weight, scratch=self.scratch, **how)
+                by_host(*chunks, weight, scratch=self.scratch, **how)
 
         tensors = [*self.state.of(unit, part.begin, part.end), page[part.begin : part.end]]
         self._count(tensors, streamed)

@@ -54,6 +54,7 @@ class UpdateJobs:
         page = self._page(step, unit, starts, part)
         if page is None:
             return lambda: None
+        assert self.lane is not None
         end = self.lane.update(unit, part, page, step.lr, step.clip())
         self.state.count(part)
         return end

@@ -110,6 +110,7 @@ class AdamOffload(Method):
         self.state = AdamState(model.layout, rule, decay, self.pool.threads, cut)
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.on_host}
         pages = [unit.index for unit in self.state.units]
+        again: dict[str, Any]
         again = {"slices": slices, "complete": partial(make_whole, model, slices)} if slices else {}
         most = waiting_bytes(model.layout, model.dtype.itemsize)
         self.exchange = Exchange(model.engine, pages, self.pool, masters, most_bytes=most, **again)
@@ -121,7 +122,7 @@ class AdamOffload(Method):
             arena.pin(arena.storage_of(self.state.flats[0]), model.device)
         self.updates = UpdateJobs(self.state, self.exchange, self.lane)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are adjacent
-        self.current: AdamStep | None = None
+        self.current: Any = None  # the AdamStep, after the first
         self.parts = AdamParts(model, self) if model.sharded else None
         self.as_of = model.steps  # the masters are those of the weights after so many steps of all methods
         self.taken = model.methods.changes  # and after so many changes by hand
@@ -145,7 +146,8 @@ class AdamOffload(Method):
                 loss = shards.total_loss(self.model, loss)
                 self.parts.begin()
             self._settle()  # the forward has waited for every unit, so the last step is complete
-            self._update(lambda: self.reverse.reverse(self.parts or self))
+            sink: Any = self.parts or self
+            self._update(lambda: self.reverse.reverse(sink))
         self.as_of = self.model.steps + 1
         return loss
 
@@ -156,7 +158,8 @@ class AdamOffload(Method):
         self._land()
         self._follow()
         self.exchange.wait_s = self.updates.host_s = 0.0
-        self._update(lambda: self.reverse.walk(loss, self, in_chunks=True))
+        sink: Any = self
+        self._update(lambda: self.reverse.walk(loss, sink, in_chunks=True))
         self._land()
         self.left = self._fingerprints()
         self.as_of = self.model.steps + 1

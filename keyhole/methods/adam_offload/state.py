@@ -183,6 +183,7 @@ class AdamState:
                 ranges[-1][1] = end
             else:
                 ranges.append([begin, end, how])
+        cuts: list[tuple[int, int, tuple[int, float]]]
         cuts = [(i, min(i + PART, end), how) for begin, end, how in ranges for i in range(begin, end, PART)]
         found = [Part(i, j, *how, tuple(at for at, place in places.items() if i <= place < j)) for i, j, how in cuts]
         elsewhere = tuple(at for at in starts if at not in places)  # on other ranks, but counted here too
@@ -197,8 +198,10 @@ class AdamState:
         updated."""
         grad, state = page[part.begin : part.end], self.of(unit, part.begin, part.end)
         weight = grad if in_place else None
+        how: dict[str, Any]
         how = {"step": part.step, "weight_decay": part.weight_decay, **self.rule}
-        host_adamw_(*state, grad, weight, lr=lr, clip=clip, scratch=self.scratch, **how)
+        update: Any = host_adamw_
+        update(*state, grad, weight, lr=lr, clip=clip, scratch=self.scratch, **how)
 
     def count(self, part: Part) -> None:
         """Counts the part's update."""

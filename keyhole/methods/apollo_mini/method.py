@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from keyhole import ops
-from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.wrapped import State
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 

@@ -19,12 +19,12 @@ import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError, listed
-from keyhole.methods.base import State
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
+from keyhole.methods.wrapped import State
 from keyhole.model.backward.attention import exact_attention
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.model import Model
@@ -122,7 +122,7 @@ class TorchMethod(ByTorch):
         """Lines for the start block."""
         return self.model_dropout.describe()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, torch.Tensor | float]:
         return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
 
     def state_dict(self) -> State:

@@ -34,13 +34,14 @@ class GaLoreAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "rank": None, **rule})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # no closure
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(param, group)
 
     def _update(self, param: torch.Tensor, rule: dict[str, Any]) -> None:
+        assert param.grad is not None
         state, grad = self.state[param], param.grad.float()
         step = state.get("step", 0)
         if rule["rank"] is not None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from keyhole import ops
-from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.table import TableUpdate, merge_chunks
+from keyhole.methods.wrapped import State
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.adalomo.matrix import moment_decay
@@ -111,9 +111,10 @@ class AdaLOMO(LOMO):
             self._bound_elements(grad)
             how["sum_squares"] = None
         state, beta = self._moments_of(tensor, w.device), None
-        if self.update_key is not None:
-            lr, beta, how["step"] = self.numbers.lr, self.numbers.beta, self.numbers.step
-        when = {"lr": lr, "beta": beta, "t": self.step_count}
+        rate: Any = lr
+        if self.numbers is not None and self.update_key is not None:
+            rate, beta, how["step"] = self.numbers.lr, self.numbers.beta, self.numbers.step
+        when: dict[str, Any] = {"lr": rate, "beta": beta, "t": self.step_count}
         ops.adalomo_update_(w, grad, state, weight_decay=weight_decay, scale=scale, **when, **how)
 
     def _bound_elements(self, grad: torch.Tensor) -> None:

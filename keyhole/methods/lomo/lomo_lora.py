@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.traits import LOMOLoRAConfig
 from keyhole.methods.lora import peft_layers
 from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import parameter_groups
+from keyhole.methods.wrapped import State
 from keyhole.model.model import Model
 
 

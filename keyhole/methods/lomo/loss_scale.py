@@ -5,6 +5,7 @@ gradients are divided by it afterwards, in fp32. If one of them overflowed, noth
 after INTERVAL good steps in a row it is doubled, up to MOST.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 FIRST, MOST, LEAST, INTERVAL = 2.0**16, 2.0**24, 1.0, 1000
@@ -28,5 +29,5 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         return {"loss_scale": self.scale, "loss_scale_good": self.good}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.scale, self.good = float(state["loss_scale"]), int(state["loss_scale_good"])

@@ -27,7 +27,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods import shards
-from keyhole.methods.base import Method, State
+from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.shards import Shards
@@ -36,6 +36,7 @@ from keyhole.methods.lomo.squares import Squares
 from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
+from keyhole.methods.wrapped import State
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
 from keyhole.model.batch import Batch
@@ -123,7 +124,7 @@ class LOMO(UpdateSink, Method):
                 loss = shards.total_loss(self.model, loss)
 
             def reverse(sink: Sink, last: bool) -> None:
-                front = sink if self.shards is None else self.shards.in_front_of(sink)
+                front: Any = sink if self.shards is None else self.shards.in_front_of(sink)
                 self.reverse.reverse(front, loss_scale=self._factor, last=last)
                 if self.shards is not None:
                     self.shards.add_up()
@@ -187,6 +188,7 @@ class LOMO(UpdateSink, Method):
             self.grad_scale.copy_(torch.where(fine, clip, torch.nan))
         found = Flags(fine)
         self.step_count += 1
+        assert self.numbers is not None
         self.numbers.set(self.lr, self.step_count, self._beta)
         self._last_reverse(reverse)
         if self.norm is None and self.measures_norm:
@@ -284,9 +286,10 @@ class LOMO(UpdateSink, Method):
         """Nothing is deferred; raises if the weights are broken."""
         self.raise_if_broken()
 
-    def metrics(self) -> dict[str, torch.Tensor]:
+    def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step, on the device. grad_norm: of the whole gradient, unclipped; changed: share of
         weights."""
+        found: dict[str, torch.Tensor | float]
         found = {} if self.norm is None else {"grad_norm": self.norm}
         if self.numbers is None and self._adds_directly(self.buffer):
             return found

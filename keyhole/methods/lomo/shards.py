@@ -42,14 +42,15 @@ class Shards(GradientParts):
     def surveys(self) -> int:  # type: ignore[override]
         return self.sink.surveys
 
-    def in_front_of(self, sink: UpdateSink | NormSink) -> "Shards":
+    def in_front_of(self, sink: Any) -> "Shards":
         """Sets the sink that receives the gradients from now on."""
         self.sink = sink
         self.begin()
         return self
 
     def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
-        self.sink.survey(tensor, w, self.ranks.sum(grad), turn)
+        sink: Any = self.sink  # an UpdateSink: the other asks for no surveys
+        sink.survey(tensor, w, self.ranks.sum(grad), turn)
 
     def whole(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         self.sink.gradient(tensor, w, grad)
@@ -82,14 +83,16 @@ class Shards(GradientParts):
         """Gives every rank the whole gradients of these tensors; each updates them in its slot."""
         if not tensors:
             return
-        w = self.model.engine.on_device(unit.index)
+        engine: Any = self.model.engine  # of shards
+        w = engine.on_device(unit.index)
         total = self.ranks.sum(torch.cat([self._view(tensor, unit).reshape(-1) for tensor in tensors]))
         for tensor, grad in zip(tensors, total.split([t.shape.numel() for t in tensors]), strict=True):
             self.sink.gradient(tensor, view(w, tensor, unit.start), grad.view(tensor.shape))
 
     def _pieces(self, unit: Unit, tensors: list[FlatTensor]) -> list[Piece]:
         """This rank's elements of these tensors, with their gradients summed over the ranks."""
-        w, part = self.model.engine.on_device(unit.index), self.part_of(unit)
+        engine: Any = self.model.engine  # of shards
+        w, part = engine.on_device(unit.index), self.part_of(unit)
         first, found = unit.start + self.ranks.rank * part.numel(), []
         for tensor in tensors:
             lo = min(max(tensor.start, first), tensor.stop)

@@ -47,6 +47,7 @@ class UpdateSink:
     compensation: dict[str, torch.Tensor]  # rounding errors kept by Kahan summation
     table_squares: dict[int, torch.Tensor]  # id(param) -> sum of squares of its gradient, for tables of several chunks
     received: set[str]  # names of tensors that had a gradient in this step
+    grad_scale: torch.Tensor | None  # factor of the gradients
     numbers: StepNumbers | None  # set if updates may be captured as CUDA graphs
 
     @property
@@ -104,10 +105,11 @@ class UpdateSink:
         self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
     ) -> None:
         how = self._rounding_of(tensor, w)
-        if self.update_key is not None:
-            lr, how["step"] = self.numbers.lr, self.numbers.step
+        rate: Any = lr
+        if self.numbers is not None and self.update_key is not None:
+            rate, how["step"] = self.numbers.lr, self.numbers.step
         clip = {"scale": scale, "clip_value": self.clip_value}
-        ops.sgd_update_(w, grad, lr=lr, weight_decay=weight_decay, **clip, **how)
+        ops.sgd_update_(w, grad, lr=rate, weight_decay=weight_decay, **clip, **how)
 
     def _rounding_of(self, tensor: FlatTensor, w: torch.Tensor) -> dict[str, Any]:
         """Arguments of an op: how one update is rounded, and where it is counted."""
@@ -146,6 +148,7 @@ class UpdateSink:
 
     def _group_scale(self, squares: torch.Tensor) -> torch.Tensor:
         """The factor from the sum of squares of a gradient: its norm becomes at most clip_group_norm."""
+        assert self.clip_group_norm is not None
         clip = (self.clip_group_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         return clip if self.grad_scale is None else clip * self.grad_scale
 

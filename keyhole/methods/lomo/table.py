@@ -81,6 +81,7 @@ class TableUpdate:
 
     def _update(self, first: int, grad_SC: torch.Tensor) -> torch.Tensor:
         """u for these rows, before the division by its rms."""
+        assert self.row_factor_R is not None
         rows_S = self.row_factor_R[first : first + len(grad_SC)]
         return self._scaled(grad_SC).mul_(rows_S.unsqueeze(1)).mul_(self.state["col"].rsqrt())
 
@@ -106,5 +107,5 @@ def merge_chunks(moments: dict[str, dict[str, torch.Tensor]]) -> None:
     for name in {name for name, _, _ in chunks}:
         parts = [moments.pop(key) for owner, _, key in chunks if owner == name]
         row_R = torch.cat([part["row"] for part in parts])
-        col_C = sum(part["col"] * (part["row"].numel() / row_R.numel()) for part in parts)
+        col_C: Any = sum(part["col"] * (part["row"].numel() / row_R.numel()) for part in parts)
         moments[name] = {"row": row_R, "col": col_C}

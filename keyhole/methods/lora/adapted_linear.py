@@ -101,7 +101,7 @@ def use_products(layer: Any) -> None:
     theirs, owner = type(layer).forward, weakref.ref(layer)
 
     def forward(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        layer = owner()
+        layer: Any = owner()
         if layer.disable_adapters or layer.merged or args or options:
             return theirs(layer, x, *args, **options)
         return adapted_forward(layer, x)
@@ -114,7 +114,8 @@ class AdapterRecompute(Recompute):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
-        self.layers = [m for m in block.modules() if hasattr(m, "lora_A") and type(m.base_layer) is nn.Linear]
+        modules: list[Any] = list(block.modules())
+        self.layers = [m for m in modules if hasattr(m, "lora_A") and type(m.base_layer) is nn.Linear]
 
     def wrapped(self, layer: Any, receiver: Receiver, leave_out: int | None, counts: Counts) -> Callable:
         return partial(self._counted, layer, leave_out, counts)

@@ -30,7 +30,6 @@ from torch import nn
 
 from keyhole.disk.weights_hash import tensors_hash
 from keyhole.errors import UserError
-from keyhole.methods.base import State
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
@@ -39,6 +38,7 @@ from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
+from keyhole.methods.wrapped import State
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Nothing
 from keyhole.model.batch import Batch
@@ -72,7 +72,7 @@ class LoRA(ByTorch):
         self._base: str | None = None
         self._base_as_of = 0  # changes by hand
         self.dropout = AdapterDropout(model, seed, model_dropout)  # before adding adapters, which have their own
-        settings = {"r": r, "alpha": alpha, "dropout": dropout, "target_modules": target_modules}
+        settings: dict[str, Any] = {"r": r, "alpha": alpha, "dropout": dropout, "target_modules": target_modules}
         with whole_or_none(model):
             adapted = adapt(model, seed, **settings, freezes=True)
             self.config, self.layers, self.params = adapted.config, adapted.layers, adapted.params

@@ -43,7 +43,7 @@ class Adapted:
     """Adapters in a module: peft's config, the layers by the names of those that they adapt, the weights by name."""
 
     config: Any
-    layers: dict[str, nn.Module]
+    layers: dict[str, Any]
     params: dict[str, nn.Parameter]
 
 
@@ -56,7 +56,7 @@ class Adapters:
         self,
         params: dict[str, nn.Parameter],
         config: Any,
-        merged: dict[str, nn.Module] | None = None,
+        merged: dict[str, Any] | None = None,
         base: str | None = None,
     ) -> None:
         self.params, self.config, self.base, self.merges = params, config, base, merged is not None
@@ -133,7 +133,8 @@ def adapt(
 
 def _without_frozen(base: Base, targets: list[str]) -> list[str]:
     """The targets that `freeze` does not name: an adapter would change what a frozen layer computes."""
-    left = [name for name in targets if not is_left_out(base.module.get_submodule(name).weight)]
+    module: Any = base.module
+    left = [name for name in targets if not is_left_out(module.get_submodule(name).weight)]
     if not left:
         raise UserError(
             f"freeze: it describes the weights of all {len(targets)} layers that would get adapters, such as "
@@ -180,8 +181,9 @@ def find_targets(base: Base, asked: list[str] | str | None) -> list[str]:
     so errors here and below name the key without its section."""
     names = {id(m): name for name, m in base.module.named_modules()}
     inside = [names[id(m)] for block in base.blocks for m in block.modules() if _is_linear(m)]
-    if is_classifier(base.module.config):  # a new head must be trained too
-        pretrained = {id(m) for m in base.module.base_model.modules()}
+    whole: Any = base.module
+    if is_classifier(whole.config):  # a new head must be trained too
+        pretrained = {id(m) for m in whole.base_model.modules()}
         inside += [name for name, m in base.module.named_modules() if _is_linear(m) and id(m) not in pretrained]
     if asked is not None:
         asked = [asked] if isinstance(asked, str) else asked
@@ -191,7 +193,7 @@ def find_targets(base: Base, asked: list[str] | str | None) -> list[str]:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
             raise UserError(f"target_modules: no linear layer of the blocks is called {unknown[0]!r}; known: {known}")
         return sorted({name for hits in found.values() for name in hits})
-    if base.module.config.model_type in MAMBAS:
+    if whole.config.model_type in MAMBAS:
         inside = [name for name in inside if name.rpartition(".")[2] not in NOT_WITH_MAMBA]
     if not inside:
         raise UserError("target_modules: this model has no linear layers in blocks to adapt")
@@ -203,7 +205,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Linear") or type(module).__name__ == "Conv1D"
 
 
-def inject(base: Base, config: Any, seed: int, empty: bool = False) -> dict[str, nn.Module]:
+def inject(base: Base, config: Any, seed: int, empty: bool = False) -> dict[str, Any]:
     """Injects the adapters in fp32 and freezes the rest. Returns them by the names of the layers that they adapt.
     empty: on the meta device."""
     from peft import inject_adapter_in_model
@@ -220,6 +222,7 @@ def inject(base: Base, config: Any, seed: int, empty: bool = False) -> dict[str,
             inject_adapter_in_model(inside, held, ADAPTER, low_cpu_mem_usage=empty)
         except ValueError as error:
             raise UserError(f"target_modules: peft refuses: {error}") from error
+    layers: dict[str, Any]
     layers = {name: m for name, m in base.module.named_modules() if isinstance(m, LoraLayer)}
     for layer in layers.values():
         for part in (layer.lora_A, layer.lora_B):

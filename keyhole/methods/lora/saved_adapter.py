@@ -18,7 +18,8 @@ from torch import nn
 from keyhole.disk.read_json import read_json
 from keyhole.disk.weight_files import Shard, open_shard
 from keyhole.errors import UserError
-from keyhole.methods.lora.peft_layers import ADAPTER, find_targets, inject, write_adapter
+from keyhole.methods.lora.adapted_linear import ADAPTER
+from keyhole.methods.lora.peft_layers import find_targets, inject, write_adapter
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.model.structure.source import ADAPTER_FILES as FILES

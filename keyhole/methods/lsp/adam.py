@@ -17,6 +17,8 @@ which updates were skipped. Bytes: 8 per number for the moments. With clipping b
 waits for that norm in a buffer of its own: 4 more. (Moments in host memory: host.py.)
 """
 
+from typing import Any
+
 import torch
 
 from keyhole.methods.lsp.gradient_buffers import ALL, Share, Targets
@@ -43,6 +45,7 @@ def adam_delta_(
         torch._foreach_mul_(grads, clip)
     elif clip is not None:
         divisor = 1.0 / clip
+    how: dict[str, Any]
     how = {"lr": 1.0, "weight_decay": 1.0, "amsgrad": False, "maximize": False, **rule}
     torch._fused_adamw_(grads, grads, exp_avgs, exp_avg_sqs, [], steps, grad_scale=divisor, found_inf=skip, **how)
 

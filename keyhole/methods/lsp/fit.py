@@ -163,7 +163,7 @@ def fit_blocks(grads: Sequence[Gradient], p: Projector, q: Projector, rounds: in
 
 
 def _float(grad: Gradient) -> Gradient:
-    return tuple(side.float() for side in grad) if isinstance(grad, tuple) else grad.float()
+    return (grad[0].float(), grad[1].float()) if isinstance(grad, tuple) else grad.float()
 
 
 def _transposed(grad: Gradient) -> Gradient:

@@ -98,7 +98,8 @@ class GradientBuffers:
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.lengths, self.groups, self.device, self.waiting = lengths, groups, device, waiting
-        self.begins, sizes = {}, {}
+        self.begins: dict[int, int] = {}
+        sizes: dict[Hashable, int] = {}
         for unit, numel in lengths.items():
             self.begins[unit] = sizes.get(groups[unit], 0)
             sizes[groups[unit]] = self.begins[unit] + numel

@@ -82,9 +82,12 @@ class HostAdam:
         self.views: dict[int, tuple[list[str], tuple[list[Target], Tensors, Tensors, Tensors]]] = {}  # by first unit
         self.step: tuple[int, torch.Tensor] | None = None
         self.wait_s = 0.0  # how long the launching thread has waited for the worker
-        self.down, self.up = Downlink(engine), torch.cuda.Stream(engine.device) if engine.cuda else None
+        self.down = Downlink(engine)
+        up: Any = torch.cuda.Stream(engine.device) if engine.cuda else None
+        self.up = up
         self.slots = [torch.empty(max(self.lengths.values()), device=engine.device) for _ in range(SLOTS)]
-        self.idle, self.coming = list(range(SLOTS)), {}  # slots; unit -> slot
+        self.idle = list(range(SLOTS))  # slots
+        self.coming: dict[int, int] = {}  # unit -> slot
         self.started: list[Any] = [None] * SLOTS  # events at which the copies into slots began
         if self.cuda:
             for buffer in self.slots:
@@ -134,7 +137,8 @@ class HostAdam:
         limit = deciding.limit
         clip = None if limit is None else (limit / (deciding.norm + 1e-6)).clamp(max=1.0)
         if here:
-            adam_delta_(*flats, steps, self.rule, clip=clip)
+            grads, exp_avgs, exp_avg_sqs = flats
+            adam_delta_(grads, exp_avgs, exp_avg_sqs, steps, self.rule, clip=clip)
         deciding.outcomes.append(True)
         self.timing.add("update", time.perf_counter() - begin_s)
 

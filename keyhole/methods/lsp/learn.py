@@ -23,7 +23,7 @@ leaves open are the same in both: the weight of the regularisation, the optimize
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class Learning:
     def fitted(self, grads: list[Gradient], p: Projector, q: Projector) -> tuple[Projector, Projector]:
         return fit(grads, p, q, steps=self.fit_steps, alpha=self.alpha, refined=self.rule.refined)
 
-    def restore(self, target: Target, state: dict[str, Any]) -> None:
+    def restore(self, target: Target, state: Mapping[str, Any]) -> None:
         """Restores projectors from a checkpoint: positions are drawn again, numbers are loaded."""
         generation = int(state[f"{target.name}/generation"])
         target.generation = max(0, generation - 1)  # they were drawn in the generation before
@@ -115,7 +115,8 @@ class Check:
             slices = self.learning.rule.slices
             rows = max(1, dy_MO.shape[0] // slices)
             parts = zip(dy_MO.detach().split(rows), x_MI.detach().split(rows), strict=True)
-            self._check(tensor, list(parts)[:slices])
+            grads: list[Gradient] = [part for part in parts]
+            self._check(tensor, grads[:slices])
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
@@ -138,9 +139,9 @@ class Check:
         """Fits the target's first projectors, or new ones if its own are no longer good. Changes nothing."""
         learning, rule = self.learning, self.learning.rule
         if is_first(target, rule):
-            p, q = learning.fitted(grads, target.p, target.q)
+            p, q = learning.fitted(grads, *target.pair)
             return Verdict(None, mean_bias(grads, p, q), (p, q))
-        before = mean_bias(grads, target.p, target.q)
+        before = mean_bias(grads, *target.pair)
         if before <= learning.alpha:
             return Verdict(before, before)
         p, q = learning.fitted(grads, *learning.draw(target))
@@ -167,7 +168,7 @@ class Check:
     def _carried(self, old: Moments, target: Target, p: Projector, q: Projector) -> Moments:
         """The moments in the subspace of other projectors, on the device."""
         m, v = (moment.to(self.learning.device) for moment in old)
-        return transfer_moments(m, v, target.p, target.q, p, q, refined=self.learning.rule.refined)
+        return transfer_moments(m, v, *target.pair, p, q, refined=self.learning.rule.refined)
 
 
 def is_first(target: Target, rule: LearningRule) -> bool:

@@ -162,7 +162,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     found, numbers = _without_moments(layout, streamed, work, room), count_numbers(layout, own)
     left = None if room.limit_bytes is None else room.limit_bytes - found.without_state
     chosen = choose_units(numbers, own.optimizer_on, work.clips, left)
-    if streamed and left is not None and own.optimizer_on == "auto":
+    if streamed and left is not None and room.limit_bytes is not None and own.optimizer_on == "auto":
         everything = {unit.index for unit in layout.units[1:]}
         least = _without_moments(layout, everything, work, room).without_state
         first = _first_units(layout) & set(numbers.of)

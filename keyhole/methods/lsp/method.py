@@ -97,7 +97,8 @@ class LSP(Method):
         if model.sharded:
             shards.check(self.name, compile, activations)
         self.model, self.lr, self.seed, self.learn = model, checked_rate(lr), seed, learn
-        rule, often = RULES[preset], {"check_freq": check_freq, "check_share": check_share}
+        rule = RULES[preset]
+        often: dict[str, Any] = {"check_freq": check_freq, "check_share": check_share}
         often |= {} if rule.check_share is None else {"check_share": rule.check_share}
         self.learning = Learning(d, r, alpha, **often, fit_steps=fit_steps, seed=seed, device=model.device, rule=rule)
         self.units = find_targets(model, self.learning, rule.kind or kind, others)
@@ -238,7 +239,7 @@ class LSP(Method):
                 state[f"{target.name}/{key}"] = self._as_saved(target, moment)
             state[f"{target.name}/step"] = place.count(target)
             if target.p is not None:
-                state |= {f"{target.name}/p": target.p.values_Rr, f"{target.name}/q": target.q.values_Rr}
+                state |= {f"{target.name}/{side}": each.values_Rr for side, each in zip("pq", target.pair, strict=True)}
                 state[f"{target.name}/generation"] = target.generation
         return state
 
@@ -267,7 +268,7 @@ class LSP(Method):
         begin, _ = self.updates.own_place(target)
         return Ranges(target.shape, moment.dtype, [(begin, moment)] if moment.numel() else [])
 
-    def _of_saved(self, target: Target, state: dict[str, Any], key: str) -> torch.Tensor:
+    def _of_saved(self, target: Target, state: Mapping[str, Any], key: str) -> torch.Tensor:
         if not isinstance(self.updates, SharedUpdates):
             found: torch.Tensor = state[key]
             return found

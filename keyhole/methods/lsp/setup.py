@@ -79,7 +79,7 @@ def place_moments(model: Model, targets: Targets, optimizer_on: str, clips: bool
 
 def _projector_bytes(targets: Targets) -> int:
     found = [target for members in targets.values() for target in members if target.p is not None]
-    return sum(4 * side.values_Rr.numel() for target in found for side in (target.p, target.q))
+    return sum(4 * side.values_Rr.numel() for target in found for side in target.pair)
 
 
 def describe_targets(targets: list[Target], learning: Learning, updates: SubspaceUpdates) -> list[str]:

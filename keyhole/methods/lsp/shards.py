@@ -58,7 +58,8 @@ class SharedUpdates(SubspaceUpdates):
 
     def _weight(self, unit: Unit, target: Target) -> torch.Tensor:
         known = self.current.weights.pop(target.name, None)
-        return view(self.model.engine.on_device(unit.index), target.tensor, unit.start) if known is None else known
+        engine: Any = self.model.engine  # of shards
+        return view(engine.on_device(unit.index), target.tensor, unit.start) if known is None else known
 
     def _total(self, page: int) -> torch.Tensor:
         part = self.ranks.sum_of_parts(self.buffer(page))
@@ -139,8 +140,8 @@ class SharedCheck(Check):
             self._judge_sums(starts)
             sent = self.updates.ranks.from_rank(self.judge, lambda: {s: self._sent(s) for s in starts})
             for start in starts:
-                if sent[start] is not None:
-                    super()._decided(self.targets[start], self._received(self.targets[start], *sent[start]))
+                if (verdict := sent[start]) is not None:
+                    super()._decided(self.targets[start], self._received(self.targets[start], *verdict))
         return False
 
     def _judge_sums(self, starts: list[int]) -> None:
@@ -163,7 +164,7 @@ class SharedCheck(Check):
     def _received(self, target: Target, found: float | None, bias: float, values: Any) -> Verdict:
         if values is None:
             return Verdict(found, bias)
-        drawn = (target.p, target.q) if is_first(target, self.learning.rule) else self.learning.draw(target)
+        drawn = target.pair if is_first(target, self.learning.rule) else self.learning.draw(target)
         p, q = (side.with_values(new.to(self.learning.device)) for side, new in zip(drawn, values, strict=True))
         return Verdict(found, bias, (p, q))
 

@@ -30,9 +30,9 @@ class LSPStep:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)  # of units on the device, and of groups sent to the host
     target_norms: dict[int, torch.Tensor] = field(default_factory=dict)  # of their targets, by the first element
-    host_norms: torch.Tensor | None = None  # on the host: by the first unit sent, and at the end the global norm
-    clip: torch.Tensor | None = None
-    skip: torch.Tensor | None = None
+    host_norms: Any = None  # a tensor on the host: by the first unit sent, and at the end the global norm
+    clip: Any = None  # and skip: tensors, once the norm is known
+    skip: Any = None
     submitted: int = 0  # number of jobs submitted to the worker
     outcomes: list[bool] = field(default_factory=list)  # from the worker: whether the units of a job were updated
     skips: list[torch.Tensor] = field(default_factory=list)  # of units on the device: 1.0 means not updated

@@ -20,6 +20,7 @@ A side of the matrix that is not longer than d has the identity as its projector
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,15 +52,21 @@ class Target:
         return self.tensor.name
 
     @property
+    def pair(self) -> tuple[Projector, Projector]:
+        """Its projectors, if it is not plain."""
+        assert self.p is not None and self.q is not None
+        return self.p, self.q
+
+    @property
     def identity(self) -> tuple[float, ...]:
         """A value that changes when the projectors do."""
-        places = () if self.p is None else (self.p.values_Rr.data_ptr(), self.q.values_Rr.data_ptr())
+        places = () if self.p is None else tuple(side.values_Rr.data_ptr() for side in self.pair)
         return self.generation, self.scale, *places
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of what the optimizer sees."""
-        return tuple(self.tensor.shape) if self.p is None else (self.p.d, self.q.d)
+        return tuple(self.tensor.shape) if self.p is None else (self.pair[0].d, self.pair[1].d)
 
     @property
     def numel(self) -> int:
@@ -67,7 +74,7 @@ class Target:
 
     def add(self, s: torch.Tensor, first: bool, dy_TM: torch.Tensor, x_TN: torch.Tensor) -> None:
         """s += the (compressed) gradient dy^T x; first: overwrites s."""
-        if self.p is not None:
+        if self.p is not None and self.q is not None:
             dy_TM, x_TN = ops.compress(_rows(dy_TM), self.p), ops.compress(_rows(x_TN), self.q)
         if dy_TM.dtype == torch.float32 or dy_TM.device.type == "cpu":
             s.addmm_(dy_TM.float().t(), x_TN.float(), beta=0.0 if first else 1.0)
@@ -78,7 +85,7 @@ class Target:
 
     def add_gradient(self, s: torch.Tensor, first: bool, grad: torch.Tensor) -> None:
         """The same, for a gradient given as a tensor."""
-        grad = grad if self.p is None else compressed(grad.contiguous(), self.p, self.q)
+        grad = grad if self.p is None else compressed(grad.contiguous(), *self.pair)
         s.copy_(grad) if first else s.add_(grad)
 
     def rates(self, lr: float, decay: float) -> tuple[float, float]:
@@ -92,10 +99,11 @@ class Target:
     def apply(self, w: torch.Tensor, delta: torch.Tensor, rates: tuple[Number, Number], how: dict) -> None:
         """Updates the weight by lr delta, through the projectors. how: rounding, seed, step."""
         how = how | {"offset": self.tensor.start}
-        if self.p is not None:
+        if self.p is not None and self.q is not None:
             ops.decompress_add_(w, delta.view(self.shape), self.p, self.q, rates[0], keep=rates[1], **how)
         else:
-            ops.sgd_update_(w, delta.view(w.shape), lr=rates[0], weight_decay=rates[1], **how)
+            decay: Any = rates[1]  # may be on the device, as the rate
+            ops.sgd_update_(w, delta.view(w.shape), lr=rates[0], weight_decay=decay, **how)
 
     def take(self, p: Projector, q: Projector) -> None:
         """Sets new projectors."""
@@ -106,8 +114,9 @@ class Target:
         """Sets `scale` for the projectors."""
         if not self.scaled:
             return
-        lengths = self.p.values_Rr.double().norm() * self.q.values_Rr.double().norm()
-        self.scale = float((self.p.rows * self.q.rows) ** 0.5 / lengths.clamp(min=1e-30))
+        p, q = self.pair
+        lengths = p.values_Rr.double().norm() * q.values_Rr.double().norm()
+        self.scale = float((p.rows * q.rows) ** 0.5 / lengths.clamp(min=1e-30))
 
     def draw(self, d: int, r: int, seed: int, device: torch.device) -> tuple[Projector, Projector]:
         """Newly drawn projectors: a function of the seed, the tensor and its generation."""

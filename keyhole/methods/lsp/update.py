@@ -20,6 +20,7 @@ clipping the global norm decides.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ class SubspaceUpdates(GradientSink):
         waiting, buffers = partial(self.timing.of, "exposed down"), 2 if host_units else 1
         device = DeviceAdam(device_units, lengths, model.device, rule.adam, self.clips, share)
         super().__init__(units, lengths, GradientBuffers(lengths, groups, model.device, buffers, waiting), device)
-        self.host = self._host(host_units, groups, threads) if host_units else None
+        self.host: Any = self._host(host_units, groups, threads) if host_units else None  # a HostAdam
         self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
         self.unchecked = UncheckedSteps()
@@ -97,12 +98,12 @@ class SubspaceUpdates(GradientSink):
     def _host(self, units: Targets, groups: dict[int, Hashable], threads: int | None) -> HostAdam:
         layout = self.model.layout
         outside = {"spine": -1, "table": -1, "head": layout.block_count}
-        layers = {u: outside.get(layout.units[u].kind, layout.units[u].block) for u in units}
+        layers: dict[int, Any] = {u: outside.get(layout.units[u].kind, layout.units[u].block) for u in units}
         order = UpdateOrder(layers, layout.block_count, self.timing)
         return HostAdam(units, self.lengths, groups, self.model.engine, self.rule.adam, order, threads, self.share)
 
-    def place_of(self, unit: int) -> DeviceAdam | HostAdam:
-        """The optimizer that has the unit's moments."""
+    def place_of(self, unit: int) -> Any:
+        """The optimizer that has the unit's moments: the DeviceAdam or the HostAdam."""
         return self.device if unit in self.device.lengths else self.host
 
     def moments_of(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,7 +242,7 @@ class SubspaceUpdates(GradientSink):
                 self._apply_arrived()
                 self._fetch_next()
             return
-        if self.norm is None:
+        if self.norm is None or self.rule.max_grad_norm is None:
             return
         step.clip, step.skip = self.decided
         step.clip.copy_((self.rule.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0))

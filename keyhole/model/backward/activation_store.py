@@ -12,6 +12,7 @@ Pinned buffers are reused from step to step. On a CPU device tensors stay where 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class ActivationStore:
     def __init__(self, device: torch.device, to_host: bool) -> None:
         self.to_host = to_host and device.type == "cuda"
         self.free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.side = torch.cuda.Stream(device) if self.to_host else None
+        self.side: Any = torch.cuda.Stream(device) if self.to_host else None
 
     def put(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
         """Starts the D2H copy; returns x itself if to_host is False."""
@@ -62,6 +63,7 @@ class ActivationStore:
     def get(self, stored: HostActivation, last: bool) -> torch.Tensor:
         """The tensor on the device. last: its pinned buffer may be reused."""
         self.prefetch(stored)
+        assert stored.arrived is not None and stored.on_device is not None
         torch.cuda.current_stream(stored.device).wait_event(stored.arrived)
         x, stored.on_device = stored.on_device, None
         if last:

@@ -49,17 +49,18 @@ def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
     if device.type != "cuda" or longest <= TILE:
         yield
         return
-    cudnn, fills = torch.backends.cuda.cudnn_sdp_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    cudnn, fills = torch.backends.cuda.cudnn_sdp_enabled(), settings.fill_uninitialized_memory
     before = F.scaled_dot_product_attention  # ours, in a context within another
     _note(device)
     torch.backends.cuda.enable_cudnn_sdp(cudnn and not _has_others())
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings.fill_uninitialized_memory = False
     F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
         F.scaled_dot_product_attention = before
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         _reset()
 

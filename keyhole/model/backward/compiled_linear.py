@@ -80,11 +80,12 @@ def linears_offer(device: torch.device) -> Iterator[None]:
     """A context for forward and recomputation of a compiled block, in which linear layers are the operations above."""
     if device not in _anchors:  # must not be created inside compiled code
         _anchors[device] = torch.zeros(1, device=device, requires_grad=True)
-    before, nn.Linear.forward = nn.Linear.forward, _forward
+    linear: Any = nn.Linear
+    before, linear.forward = linear.forward, _forward
     try:
         yield
     finally:
-        nn.Linear.forward = before
+        linear.forward = before
 
 
 @contextmanager

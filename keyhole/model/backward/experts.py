@@ -174,7 +174,7 @@ class _Layer(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         parameters = (*experts.stacks, *experts.biases)
         whole = [w and (i > 1 or not owner.by_expert) for i, w in enumerate(wanted)]
-        grads = [torch.zeros_like(p.data) if w else None for p, w in zip(parameters, whole, strict=True)]
+        grads: list[Any] = [torch.zeros_like(p.data) if w else None for p, w in zip(parameters, whole, strict=True)]
         dx_TH = torch.zeros(x_TH.shape, dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device)
         dr_Tk = torch.zeros_like(r_Tk)
 

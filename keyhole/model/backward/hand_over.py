@@ -25,7 +25,7 @@ class HandOver:
     """Hands gradients to the sink of the backward pass that is running."""
 
     def __init__(self, tensors: list[FlatTensor]) -> None:
-        self.sink: Sink | None = None  # None: no backward pass is running
+        self.sink: Sink = None  # type: ignore[assignment]  # None: no backward pass is running
         self.visits: RecordedVisits | None = None  # is told which gradients arrive
         self.is_final = False  # after this visit param.grad holds the complete gradient
         self.visited_once = False  # the current block is visited once: a product that it offers is complete
@@ -42,7 +42,7 @@ class HandOver:
 
     def end(self) -> None:
         """The step is over, also after an error."""
-        self.sink = self.visits = None
+        self.sink, self.visits = None, None  # type: ignore[assignment]
         self.is_final = self.visited_once = False
         self._chunks.clear()
         self.leave_block()
@@ -70,7 +70,7 @@ class HandOver:
         """Whether the sink has taken the product. used_once: the block uses the weight once."""
         w_OI = self.stored.get(id(weight))
         offered = w_OI is not None and ((self.visited_once and used_once) or self.sink.accumulates)
-        accepted = offered and self.sink.linear(self._tensor[id(weight)], w_OI, dy_MO, x_MI)
+        accepted = w_OI is not None and offered and self.sink.linear(self._tensor[id(weight)], w_OI, dy_MO, x_MI)
         if accepted and self.visits is not None:
             self.visits.note_offer(self._tensor[id(weight)])
         return accepted
@@ -97,7 +97,7 @@ class HandOver:
             grad, param.grad = param.grad, None
             self.count += 1
             for unit in self._chunks.get(id(param), ()):
-                first, last = unit.rows
+                first, last = unit.span
                 self.sink.gradient(chunk(unit), self.stored[id(param)][first:last], grad[first:last])
             if id(param) not in self._chunks:
                 self.sink.gradient(self._tensor[id(param)], self.stored[id(param)], grad)

@@ -107,6 +107,7 @@ class Recompute:
         if experts is not None:
             experts.counts, experts.leave_out = counts, leave_out
         before = [layer.__dict__.get("forward") for layer in self.layers]
+        layer: Any  # its forward is replaced
         for layer in self.layers:
             layer.forward = self.wrapped(layer, receiver, leave_out, counts)
         try:

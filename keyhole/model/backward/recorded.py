@@ -79,7 +79,7 @@ class RecordedBlocks(StaticMemory):
         self.pool, self.stream = self._new_pool(), torch.cuda.Stream(device)
         self.kept_pools: dict[Hashable, tuple[int, Any]] = {}  # of kept activations: the last block, and the pool
         self.recordings: dict[Hashable, _Recording | None] = {}  # None: runs eagerly
-        self.seen: Counter[Hashable] = Counter()
+        self.seen: Counter[Any] = Counter()
         self.ran: dict[Hashable, _Recording | None] = {}  # (turn, block) -> its forward of this pass, if replayed
         self.why = ""  # the reason of the last capture that failed
 
@@ -144,7 +144,7 @@ class RecordedBlocks(StaticMemory):
         ran = self.ran.get((turn, block))
         kept = ran.kept if ran is not None and run_kept is not None else []
         read = [] if kept else values  # a graph that was kept has the inputs
-        of_forward = ran.number if kept else 0
+        of_forward = ran.number if kept and ran is not None else 0
         kind = ("reverse", turn, block, signature_of([*values, *grads]), depends_on, of_forward)
         if not self._is_due(kind):
             return run(values, grads), False
@@ -166,7 +166,7 @@ class RecordedBlocks(StaticMemory):
                 key = (kind, self.sources_of(read), self.sources_of(grads))  # again: see `forward`
 
                 def run_static() -> tuple[Values, Values]:
-                    return run_kept(kept[0], static[1]) if kept else run(*static)
+                    return run_kept(kept[0], static[1]) if kept and run_kept is not None else run(*static)
 
                 def captured() -> tuple[Values, Values]:
                     of_inputs, of_parameters = run_static()
@@ -208,7 +208,7 @@ class RecordedBlocks(StaticMemory):
 
     # -- capture and replay ----------------------------------------------------------------------------------------
 
-    def _is_due(self, kind: Hashable) -> bool:
+    def _is_due(self, kind: tuple[Hashable, ...]) -> bool:
         if None in kind:
             return False
         self.seen[kind] += 1
@@ -224,20 +224,21 @@ class RecordedBlocks(StaticMemory):
 
     def _capture(self, run: Callable[[], Any], pool: Any = None) -> _Recording | None:
         """None: the capture failed. pool: instead of the common one."""
-        one = _Recording()
+        one, captured = _Recording(), False
         if not any(self.recordings.values()):  # a pool goes with its last graph, also one that was not kept
             self.pool = self._new_pool()
         torch.cuda.synchronize(self.device)
         try:
             with self.spare.holding("graphs"), capturing(one.graph, pool or self.pool, self.stream):
                 one.result = run()
+            captured = True
         except RuntimeError as error:
-            one, self.why = None, str(error).partition("\n")[0]
+            self.why = str(error).partition("\n")[0]
             self.pool = self._new_pool()  # the old one may count as still being captured to
             self.kept_pools.clear()
         torch.cuda.synchronize(self.device)
         self.spare.held["static memory"] = self.nbytes
-        return one
+        return one if captured else None
 
     def _new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()

@@ -103,7 +103,7 @@ class RecordedVisits:
         if spare.budget_bytes is None:
             return True
         if (turn, tokens) not in self.fits:
-            self.fits[turn, tokens] = spare.has(self.needs(tokens) + spare.placed.workspace_bytes)
+            self.fits[turn, tokens] = spare.has(self.needs(tokens) + spare.workspace_bytes)
         return self.fits[turn, tokens]
 
     def first_run(self, visit: Visit, values: list[Any]) -> Any:
@@ -119,12 +119,13 @@ class RecordedVisits:
         def keep(static: list[Any]) -> BlockGraph:
             return visit.graph_of(static, lambda call: self.run_whole(visit.block, call))
 
-        kept = {} if self.kept is None else {"keep": keep, "has_room": lambda: self.kept.has_room(_tokens(values))}
+        kept: dict[str, Any]
+        kept = {} if self.kept is None else {"keep": keep, "has_room": lambda: self.kept.has_room(_tokens(values) or 0)}
         return self.blocks.forward(visit.index, visit.block, values, self._addresses(visit), visit.run, **kept), []
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
-    def front_of(self, sink: Sink) -> Sink:
+    def front_of(self, sink: Sink) -> Any:
         """The sink itself, or UnitGradients in front of it."""
         return sink if sink.by_factors or self.repeats else self.gathered.in_front_of(sink)
 
@@ -209,9 +210,10 @@ class RecordedVisits:
             return False
         if self.gathered.hands_over_runs:
             grads = {tensor.start: grad for tensor, _, grad in found}
-            for run in runs_of([tensor for tensor, _, _ in found]):
-                each = [grads[tensor.start] for tensor in run]
-                self.gathered.sink.run_of_gradients(run, each, torch.cat([grad.flatten() for grad in each]))
+            takes_runs: Any = self.gathered.sink
+            for adjacent in runs_of([tensor for tensor, _, _ in found]):
+                each = [grads[tensor.start] for tensor in adjacent]
+                takes_runs.run_of_gradients(adjacent, each, torch.cat([grad.flatten() for grad in each]))
             return True
         how = self.gathered.sink.update_key
         if how is None:

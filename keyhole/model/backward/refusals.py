@@ -58,7 +58,7 @@ def check_loss(model: Model, loss: Any) -> None:
 def _is_scaled(loss: torch.Tensor) -> bool:
     """Whether a GradScaler made this loss, perhaps with products or quotients around it: one factor is the scale of a
     GradScaler in this process. They are searched for only if a factor can be one: a power of two in a tensor."""
-    node = loss.grad_fn
+    node: Any = loss.grad_fn
     while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
         factor, inner = node._saved_other, [f for f, _ in node.next_functions if f is not None]
         is_product = node.name() == "MulBackward0" and len(inner) == 1  # no scaler divides

@@ -98,7 +98,7 @@ class Reverse:
             if room is not None:
                 no_stream_warning(model.changes)
             self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)
-        self.tape: Tape | None = None
+        self.tape: Tape = None  # type: ignore[assignment]
         self.hidden: list[Any] = []
         self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
         self._longest = 0  # tokens of a row in this step
@@ -175,10 +175,11 @@ class Reverse:
 
         if self.compiled is not None:  # with one micro-batch, the product that a linear layer offers is complete
             self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
-        recording = self.tape.recording(self.blocks, lambda: model.conductor.current.index)
+        conductor_of: Any = model  # a pass runs
+        recording = self.tape.recording(self.blocks, lambda: conductor_of.conductor.current.index)
         self._longest = max(one.inputs["input_ids"].shape[-1] for one in batches)
         with torch.enable_grad(), recording, exact_attention(model.device, self._longest):
-            how = {"block_at_once": block_at_once, "alone": alone}
+            how: dict[str, Any] = {"block_at_once": block_at_once, "alone": alone}
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, **how)
             release(None)
         self.vocabulary.drop_rows()
@@ -206,7 +207,7 @@ class Reverse:
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
         gathers = self.visits is not None and (self.compiled is None or self.tape.through is not None)
-        self.gradients.begin(self.visits.front_of(sink) if gathers else sink, self.visits)
+        self.gradients.begin(self.visits.front_of(sink) if self.visits is not None and gathers else sink, self.visits)
         self.last = last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
@@ -216,7 +217,7 @@ class Reverse:
         self.vocabulary.reverse_embedding(self._turns(self.layout.of_kind("table")))
         self._reverse_spine()
 
-    def _reverse_end(self, grads: list[torch.Tensor]) -> None:
+    def _reverse_end(self, grads: list[Any]) -> None:
         """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
         of the last block, their gradients, and of a norm the same in float32, for every micro-batch. Not if there are
         graphs between blocks: gradients arrive at outputs through them, which must be alive then. (Parts of it may
@@ -279,7 +280,7 @@ class Reverse:
                         how = self._run_again, gradients.stored, gradients.accumulated
                         self.visits.reverse(visit, gradients.sink, *how)
                     else:
-                        visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
+                        visit.reverse(partial(self._run_again, block), self.last)
             if self.visits is not None:
                 self.visits.block_done()
             self._release_block(block, done=to_come[block] == 0)
@@ -374,7 +375,7 @@ class Reverse:
 
     def _forget(self) -> None:
         """Drops graphs and gradients, also after an error."""
-        self.tape, self.hidden = None, []
+        self.tape, self.hidden = None, []  # type: ignore[assignment]
         self.vocabulary.forget()
         self.gradients.end()
         if self.visits is not None:

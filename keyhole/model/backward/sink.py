@@ -18,24 +18,29 @@ from keyhole.model.structure.layout import FlatTensor, Unit
 class Sink(Protocol):
     """Receives every gradient once. w is the tensor as it is stored at home; it is on the device during the call."""
 
-    accumulates: bool
-    """True: the sink is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight, and
-    sums them itself. False: it is offered only products that are the complete gradient."""
+    @property
+    def accumulates(self) -> bool:
+        """True: the sink is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight,
+        and sums them itself. False: it is offered only products that are the complete gradient."""
 
-    surveys: int
-    """How many times the chunks of a table are shown (`survey`) before they are handed over (`gradient`)."""
+    @property
+    def surveys(self) -> int:
+        """How many times the chunks of a table are shown (`survey`) before they are handed over (`gradient`)."""
 
-    by_factors: bool
-    """True: the sink takes products of linear layers as (dy, x), never as a tensor."""
+    @property
+    def by_factors(self) -> bool:
+        """True: the sink takes products of linear layers as (dy, x), never as a tensor."""
 
-    update_key: Hashable | None
-    """What the launches of `gradient` depend on besides addresses. Set it if they are our own kernels at fixed
-    addresses and all values that change from step to step are on the device; they may then be captured as a CUDA graph
-    (unit_gradients.py). None: they may not."""
+    @property
+    def update_key(self) -> Hashable | None:
+        """What the launches of `gradient` depend on besides addresses. Set it if they are our own kernels at fixed
+        addresses and all values that change from step to step are on the device; they may then be captured as a CUDA
+        graph (unit_gradients.py). None: they may not."""
 
-    by_expert: bool
-    """True: each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); the sink is an
-    ExpertSink. False: a stack is one tensor."""
+    @property
+    def by_expert(self) -> bool:
+        """True: each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); the sink is
+        an ExpertSink. False: a stack is one tensor."""
 
     def updated(self, tensors: list[FlatTensor]) -> None:
         """A graph replay has done on the device what `gradient` does with these tensors."""

@@ -141,6 +141,7 @@ class Visit:
         values, spec = tree_flatten(output)
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
+                leaf: Any
                 values[i] = leaf = value.detach().requires_grad_()
                 leaf.keyhole_origin = (self, len(self.outputs))
                 self.outputs.append(TensorWeakRef(leaf))
@@ -197,7 +198,9 @@ class Visit:
     def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
         """The backward pass of the block, whose parameters are bound. run_again(call) recomputes the forward
         (recompute.py). last: this visit needs no further backward pass."""
-        inputs, outputs, grads = {}, self.graph, self.take_output_grads()
+        inputs: dict[int, torch.Tensor] = {}
+        outputs: list[Any] = [*self.graph]
+        grads = self.take_output_grads()
         if not self.has_graph:
             values = [self.store.get(v, last) if isinstance(v, HostActivation) else v for v in self.values]
             if all(grad is None for grad in grads):  # nothing that is differentiated depends on this visit
@@ -208,11 +211,13 @@ class Visit:
             del again, values
         if self.saved is not None:
             self.saved.last = last
-        edges = outputs if self.has_graph else [y if y.requires_grad else None for y in outputs]
+        edges: list[Any] = outputs if self.has_graph else [y if y.requires_grad else None for y in outputs]
         pairs = [(y, g) for y, g in zip(edges, grads, strict=True) if y is not None and g is not None]
         self.arrived: dict[int, torch.Tensor] = {}
         if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True), retain_graph=self.has_graph and not last)
+            ends, of_ends = zip(*pairs, strict=True)
+            torch.autograd.backward(ends, of_ends, retain_graph=self.has_graph and not last)
+            del ends, of_ends
         del outputs, edges, pairs, grads
         for i, origin in self.origins.items():
             grad = self.arrived.pop(i, None) if self.has_graph else inputs[i].grad

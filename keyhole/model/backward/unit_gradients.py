@@ -17,7 +17,7 @@ to compare and to restore. The sink computes the same numbers either way, so thi
 """
 
 from collections.abc import Hashable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -33,7 +33,7 @@ COPIES = 4
 
 def block_bytes(layout: Layout, itemsize: int) -> int:
     """Bytes of the gradients of the largest block; 0 without blocks."""
-    sizes: dict[int, int] = {}
+    sizes: dict[int | None, int] = {}
     for unit in layout.of_kind("block"):
         sizes[unit.block] = sizes.get(unit.block, 0) + unit.numel * itemsize
     return max(sizes.values(), default=0)
@@ -79,7 +79,7 @@ class UnitGradients:
         trains = any(tensor.param.requires_grad for tensor in layout.tensors)
         self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.device)  # compared later: no nan
         recorded.spare.held["gradients"] = self.buffer.nbytes
-        begins: dict[int, int] = {}
+        begins: dict[int | None, int] = {}
         for unit in reversed(layout.of_kind("block")):
             begins[unit.block] = unit.start
         self.begin_of = {t.start: t.start - begins[u.block] for u in layout.of_kind("block") for t in u.tensors}
@@ -155,10 +155,11 @@ class UnitGradients:
 
         def hand_over() -> None:
             if self.hands_over_runs:
+                takes_runs: Any = self.sink
                 for run in runs_of([tensor for tensor, _ in inside]):
                     begin = self.begin_of[run[0].start]
                     together = self.buffer[begin : begin + run[-1].stop - run[0].start].clone()
-                    self.sink.run_of_gradients(run, [self.view(tensor) for tensor in run], together)
+                    takes_runs.run_of_gradients(run, [self.view(tensor) for tensor in run], together)
                 return
             for tensor, w in inside:
                 self.sink.gradient(tensor, w, self.view(tensor))

@@ -103,6 +103,7 @@ class VocabularyGradients:
         the number to divide by, if it is not theirs; weight: multiplies the loss and its gradients."""
         self.hidden, self.spine, self.weight = [x.detach() for x in hidden], spine, weight
         self.loss_count = loss_count or max(1, sum(b.loss_count for b in batches))
+        losses: list[tuple[torch.Tensor, Any]]
         if self.model.classifies:
             self.labels = [b.target_N for b in batches]
             losses = [(self.model.head.nll(x, b.target_N), None) for x, b in zip(hidden, batches, strict=True)]
@@ -123,9 +124,9 @@ class VocabularyGradients:
                     trained = unit.tensors[0].param.requires_grad
                     made = self._logits(rows_view(unit, weights), hidden_NH, (True, trained, True))
                     self.kept[unit.index, p] = made
-                    state.add(made.logits_NR.detach(), unit.rows[0])
+                    state.add(made.logits_NR.detach(), unit.span[0])
                 else:
-                    self.model.head.add_nll(state, hidden_NH.detach(), unit.rows[0])
+                    self.model.head.add_nll(state, hidden_NH.detach(), unit.span[0])
             self.model.engine.release(unit.index)
         return [state.nll_N() for state in self.running]
 
@@ -163,7 +164,7 @@ class VocabularyGradients:
             passes = zip(self.hidden, self.labels, self.scales, strict=True)
             return [self.model.head.nll_grad(*one).to(one[0].dtype) for one in passes]
         units, bias = self.layout.head_units, self.model.head.linear.bias
-        bias_grad_V = None if bias is None else bias.new_zeros(units[-1].rows[1])  # bias is bound to one chunk now
+        bias_grad_V = None if bias is None else bias.new_zeros(units[-1].span[1])  # bias is bound to one chunk now
         trained = units[0].tensors[0].param.requires_grad and not self.layout.tied
         total: list[Any] = [None] * len(self.hidden)
         for unit in units:
@@ -175,7 +176,7 @@ class VocabularyGradients:
                 total[p] = dx if len(units) == 1 else dx.float() if total[p] is None else total[p].add_(dx)
                 dw_RH, db_R = _add(dw_RH, dw), _add(db_R, db)
             if bias_grad_V is not None:
-                bias_grad_V[slice(*unit.rows)] += db_R
+                bias_grad_V[slice(*unit.span)] += db_R
             turns[0 if trained else -1](unit, stored, dw_RH)
         for hand_over in turns[1:] if trained else ():
             for unit in units:
@@ -209,7 +210,7 @@ class VocabularyGradients:
 
     def _head_grads(self, unit: Unit, p: int, weight_RH: torch.Tensor, wants: tuple[bool, bool, bool]) -> Any:
         """Gradients of the loss of pass p through one chunk of logits, with respect to hidden states, rows and bias."""
-        first, kept = unit.rows[0], self.kept.get((unit.index, p))
+        first, kept = unit.span[0], self.kept.get((unit.index, p))
         if kept is None:
             self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
         dx, dw, db = [], None, None
@@ -225,7 +226,7 @@ class VocabularyGradients:
                 grad = scale
             else:
                 grad = state.grad_(logits.detach().clone(), first, scale)
-            inputs = [t for t, wanted in zip(made.leaves, wants, strict=True) if wanted]
+            inputs: list[Any] = [t for t, wanted in zip(made.leaves, wants, strict=True) if wanted]
             found = iter(torch.autograd.grad(logits, inputs, grad, retain_graph=kept is not None))
             if wants[0]:
                 dx.append(next(found))
@@ -254,13 +255,13 @@ class VocabularyGradients:
         ids_M = torch.cat([e.ids_M for e in found])
         if self.padding_idx is not None:
             ids_M = torch.where(ids_M == self.padding_idx, -1, ids_M)
-        return ids_M, torch.cat([e.rows_MH.grad for e in found])
+        return ids_M, torch.cat([e.rows_MH.grad for e in found if e.rows_MH.grad is not None])
 
     def _embedding_grad(self, unit: Unit, looked_up: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor | None:
         """[R, H]: the gradients of the rows of this chunk that were looked up, summed row by row."""
         if looked_up is None:
             return None
-        (ids_M, grad_MH), (first, end) = looked_up, unit.rows
+        (ids_M, grad_MH), (first, end) = looked_up, unit.span
         ids_M = torch.where((ids_M < first) | (ids_M >= end), end - first, ids_M - first)  # other chunks: an extra row
         add_up = torch.ops.aten.embedding_dense_backward
         return add_up(grad_MH, ids_M, end - first + 1, -1, False)[: end - first]

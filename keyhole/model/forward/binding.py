@@ -8,11 +8,11 @@ a pass is resumed, those inside a block when the pass enters that block.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from keyhole.model.forward.head import Head
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.homes import Homes, view
 
@@ -22,7 +22,7 @@ Views = list[tuple[nn.Parameter, torch.Tensor]]
 def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
     """[R, H]: the rows of a matrix that a unit holds (a chunk of a table, a tile), from its flat memory. For an expert:
     a stack of one matrix."""
-    first, last = unit.rows
+    first, last = unit.span
     shape = (last - first, *unit.tensors[0].shape[1:])
     return flat[: math.prod(shape)].view(shape)
 
@@ -30,7 +30,7 @@ def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
 class Binding:
     """Points the parameters of a module into flat memory. keep_views: memory is reused, so views of it are cached."""
 
-    def __init__(self, homes: Homes, head: Head, keep_views: bool) -> None:
+    def __init__(self, homes: Homes, head: Any, keep_views: bool) -> None:
         self.homes, self.layout, self.head, self.keep_views = homes, homes.layout, head, keep_views
         self.spine: torch.Tensor  # the memory that the spine's parameters point into, for the running pass
         blocks = (None, *range(self.layout.block_count))
@@ -59,9 +59,10 @@ class Binding:
         if unit is not None and unit.rows is not None:  # there may be thousands of experts: their views are not kept
             self.enter_block(None)
             self.enter_block(unit.block)
+            assert flat is not None
             unit.tensors[0].param.data = rows_view(unit, flat)
             return
-        key = ("unit", None if unit is None else (unit.index, flat.data_ptr()), spine.data_ptr())
+        key = ("unit", None if unit is None or flat is None else (unit.index, flat.data_ptr()), spine.data_ptr())
         for param, at in self._kept(key, lambda: self._views_of(unit, flat)):
             param.data = at
 
@@ -72,7 +73,7 @@ class Binding:
 
     def _views_of(self, unit: Unit | None, flat: torch.Tensor | None) -> Views:
         outside = self._spine_views(None)
-        if unit is None:
+        if unit is None or flat is None:
             return outside
         own = [(tensor.param, view(flat, tensor, unit.start)) for tensor in unit.tensors]
         return outside + self._spine_views(unit.block) + own
@@ -87,7 +88,7 @@ class Binding:
         bias = self.head.linear.bias
         if bias is not None:
             tensor = next(t for t in self.spine_of[None] if t.param is bias)
-            bias = view(spine, tensor, self.layout.spine.start)[slice(*unit.rows)]
+            bias = view(spine, tensor, self.layout.spine.start)[slice(*unit.span)]
         self.head.bind(rows_view(unit, flat), bias)
 
     def _kept(self, key: tuple, find: Callable[[], Views]) -> Views:

@@ -47,7 +47,7 @@ def compute_by_expert(model: Any) -> None:
         model.patches.forward(experts.module, _forward(weakref.ref(model), experts, cut))
 
 
-def _forward(model: Callable[[], Any], experts: Experts, units: list[list[Unit]] | None) -> Callable:
+def _forward(model: Callable[[], Any], experts: Experts, units: Any) -> Callable:
     """units: of both stacks, one per expert, if they are cut; None if the whole stacks are bound."""
     ordinary = experts.module.forward
 
@@ -105,7 +105,7 @@ def upper(experts: Experts, expert: int, x: torch.Tensor, weight: torch.Tensor) 
 
 def activated(experts: Experts, x: torch.Tensor) -> torch.Tensor:
     """The activation between the two products of an expert."""
-    module = experts.module
+    module: Any = experts.module
     y: torch.Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     return y
 

@@ -70,7 +70,7 @@ def _forward(model: Callable[[], Any], block: nn.Module, same: dict[tuple, bool]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         owner = model()
-        factors = None if owner is None or torch.is_grad_enabled() else owner.low_rank
+        factors: Any = None if owner is None or torch.is_grad_enabled() else owner.low_rank
         share = None if factors is None else factors.running
         if share is None or share.count == 1:
             return ordinary(*args, **kwargs)

@@ -57,7 +57,7 @@ def _product(model: Callable[[], Any], block: nn.Module, layer: nn.Linear, activ
             return nn.Linear.forward(layer, x)  # looked up now: model/backward/compiled_linear.py replaces it
         x_MI = x.reshape(-1, x.shape[-1])
         y_MO = torch._addmm_activation(layer.bias, x_MI, layer.weight.t(), use_gelu=False)
-        y = y_MO.view(*x.shape[:-1], y_MO.shape[-1])
+        y: Any = y_MO.view(*x.shape[:-1], y_MO.shape[-1])
         y.keyhole_rectified = True
         return y
 

@@ -86,7 +86,7 @@ class BlockGraphs:
             inputs = signature_of((*args, *kwargs.values()))
             if inputs is None:
                 return ordinary(*args, **kwargs)
-            key = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
+            key: tuple = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
             if self.model.low_rank is not None:
                 added = self.model.low_rank.graph_key()
                 if added is None:

@@ -64,7 +64,7 @@ class _Reached(Exception):
 class Head:
     """The part of an HF causal LM after its decoder."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
         self.decoder = find_decoder(module)
         self.linear = module.get_output_embeddings()

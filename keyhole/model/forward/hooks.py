@@ -61,8 +61,8 @@ def install_hooks(model: Any) -> None:
             if torch.compiler.is_compiling():  # the block's units were met before it was entered
                 return
             conductor = conductor_of()
-            current = conductor and conductor.current
-            if current and not conductor.block_at_once and current.unit is not unit:
+            current = None if conductor is None else conductor.current
+            if conductor is not None and current and not conductor.block_at_once and current.unit is not unit:
                 current.meet(unit)
 
         return hook
@@ -73,7 +73,8 @@ def install_hooks(model: Any) -> None:
                 return
             for unit in units if conductor.block_at_once else ():
                 conductor.current.meet(unit)
-            model_of().binding.enter_block(block)
+            owner: Any = model_of()
+            owner.binding.enter_block(block)
 
         return hook
 

@@ -162,7 +162,8 @@ class _Alone:
     index = 0
 
     def __init__(self, serve: Callable[[Any, Callable[[int], None]], None]) -> None:
-        self.unit, self.serve = None, serve
+        self.unit = None
+        self.serve: Any = serve
 
     def meet(self, unit: Any) -> None:
         self.unit = unit
@@ -180,7 +181,8 @@ class Lockstep:
         self.turn = _turn()
         self.device = device
         self.passes: list[Pass] = []
-        self.current: Pass | _Alone | None = None
+        self.current: Any = None  # Pass or _Alone
+        self.rows: Any = None  # the embedding's rows for a pass, if they are not the table's
         self.abandoned = self.block_at_once = self.steady = False
         self.streams: dict[int, torch.cuda.Stream] = {}  # of passes that do not use the conductor's (branches.py)
         self.expect: Callable[[list[Any]], None] = lambda units: None  # called with the experts that passes will need

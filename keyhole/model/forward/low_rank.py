@@ -136,7 +136,7 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         owner = model()
-        factors = None if owner is None or torch.is_grad_enabled() else owner.low_rank
+        factors: Any = None if owner is None or torch.is_grad_enabled() else owner.low_rank
         added = None if factors is None else factors.added_to(layer)
         x = pending.finished(x)
         if added is None:
@@ -161,12 +161,12 @@ def install_relu(model: Any, pairs: list[tuple[nn.ReLU, nn.Module]]) -> None:
             model.patches.forward(activation, _relu(weakref.ref(model), activation, weakref.ref(layer)))
 
 
-def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], nn.Module]) -> Forward:
+def _relu(model: Callable[[], Any], activation: nn.ReLU, layer: Callable[[], Any]) -> Forward:
     ordinary = activation.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         owner = model()
-        factors = None if owner is None or torch.is_grad_enabled() else owner.low_rank
+        factors: Any = None if owner is None or torch.is_grad_enabled() else owner.low_rank
         added = None if factors is None else factors.added_to(layer())
         readers = None if added is None else added.readers
         if readers is None or (x.shape[-1], x.dtype) != (readers.v_kI.shape[1], readers.v_kI.dtype):
@@ -189,11 +189,12 @@ def install_by_look(model: Any, modules: list[nn.Module], factors: LowRank) -> N
 
 
 def _by_look(model: Callable[[], Any], module: nn.Module, known: Known | None) -> Forward:
-    ordinary, module_of = module.forward, weakref.ref(module)
+    ordinary = module.forward
+    module_of: Callable[[], Any] = weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         owner = model()
-        factors = None if owner is None or torch.is_grad_enabled() else owner.low_rank
+        factors: Any = None if owner is None or torch.is_grad_enabled() else owner.low_rank
         args, kwargs = pending.finished(args), pending.finished(kwargs)
         if factors is None:
             return ordinary(*args, **kwargs)
@@ -249,7 +250,7 @@ def _together(outputs: list[Any], share: Share) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-def product(x: torch.Tensor, layer: nn.Module, added: Added, tiles: RowTiles | None = None) -> torch.Tensor:
+def product(x: torch.Tensor, layer: Any, added: Added, tiles: RowTiles | None = None) -> torch.Tensor:
     """The layer's output, with its factors added, or waiting for what reads it (pending.py)."""
     looks, _, outputs = added.b_LrO.shape
     x_MI = x.reshape(-1, x.shape[-1]).contiguous()

@@ -31,9 +31,10 @@ class Patches:
         """Calls `hook` before the module's own save_pretrained, unless that is given the tensors to save."""
         if not hasattr(type(module), "save_pretrained"):
             return
-        found = weakref.ref(module)
+        found: Callable[[], Any] = weakref.ref(module)
+        own: Any = type(module)
 
-        @wraps(type(module).save_pretrained)
+        @wraps(own.save_pretrained)
         def save_pretrained(*args: Any, **options: Any) -> Any:
             if options.get("state_dict") is None:
                 hook()

@@ -97,8 +97,8 @@ class Pending(torch.Tensor):
 
     @staticmethod
     def __new__(cls, product: _Product, view: Tensor) -> "Pending":
-        like = {"strides": view.stride(), "dtype": view.dtype, "device": view.device}
-        made = Tensor._make_wrapper_subclass(cls, view.shape, **like)  # type: ignore[attr-defined]
+        like: dict[str, Any] = {"strides": view.stride(), "dtype": view.dtype, "device": view.device}
+        made: Any = Tensor._make_wrapper_subclass(cls, view.shape, **like)
         made.keyhole_product, made.keyhole_view = product, view
         torch._C._set_throw_on_mutable_data_ptr(made)  # otherwise C++ code is given a null pointer
         return made
@@ -117,7 +117,9 @@ class Pending(torch.Tensor):
         return func(*finished(args), **finished(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """What C++ code calls, which does not ask `__torch_function__`."""
         return func(*finished(args), **finished(kwargs or {}))
 
@@ -151,7 +153,8 @@ def _sum(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
         return None
     if (other.shape, other.dtype, other.device) != (y.shape, y.dtype, y.device):
         return None
-    return ops.correct(product.y_MO, *product.lacks, other.view(product.y_MO.shape)).view(y.shape)
+    lacks: Small = product.lacks
+    return ops.correct(product.y_MO, *lacks, other.view(product.y_MO.shape)).view(y.shape)
 
 
 def finished(value: Any) -> Any:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from keyhole.errors import UserError
@@ -28,14 +27,13 @@ from keyhole.model.structure.layout import Unit
 class RowTiles:
     """The tiles of one layer. units: one per tile, if the layer is cut; None if its whole weight is bound."""
 
-    def __init__(
-        self, model: Callable[[], Any], layer: nn.Linear, rows: list[tuple[int, int]], units: list[Unit] | None
-    ):
+    def __init__(self, model: Callable[[], Any], layer: Any, rows: list[tuple[int, int]], units: list[Unit] | None):
         self.model, self.layer, self.rows, self.units = model, weakref.ref(layer), rows, units
 
     def weight(self, tile: int) -> torch.Tensor:
         """[rows, I] of a tile, bound for the running pass."""
-        conductor, layer = self.model().conductor, self.layer()
+        conductor = self.model().conductor
+        layer: Any = self.layer()
         if self.units is None or conductor is None:
             return layer.weight[slice(*self.rows[tile])]
         current = conductor.current
@@ -52,6 +50,7 @@ def compute_in_tiles(model: Any) -> dict[int, RowTiles]:
             units.setdefault(id(unit.tensors[0].param), []).append(unit)
     found = {}
     for block in find_blocks(model.module):
+        layer: Any
         for layer in block.modules():
             if rows := row_tiles(layer):
                 tiles = RowTiles(weakref.ref(model), layer, rows, units.get(id(layer.weight)))
@@ -60,7 +59,7 @@ def compute_in_tiles(model: Any) -> dict[int, RowTiles]:
     return found
 
 
-def _forward(layer: nn.Linear, tiles: RowTiles) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(layer: Any, tiles: RowTiles) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
             if tiles.units is not None and tiles.model().conductor is not None:
@@ -69,7 +68,7 @@ def _forward(layer: nn.Linear, tiles: RowTiles) -> Callable[[torch.Tensor], torc
                     "whole ones. Pass keyhole.load(..., workload=Workload(method=...)) with the method that will run"
                 )
             return F.linear(x, layer.weight, layer.bias)
-        y = None
+        y: Any = None
         for i, (first, last) in enumerate(tiles.rows):
             weight_RI = tiles.weight(i)
             part = F.linear(x, weight_RI, None if layer.bias is None else layer.bias[first:last])

@@ -16,6 +16,7 @@ are built in another way (Llama 4, DBRX, JetMoE).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -33,7 +34,8 @@ class Experts:
 
     @property
     def count(self) -> int:
-        return int(self.module.num_experts)
+        count: Any = self.module.num_experts
+        return int(count)
 
     @property
     def stacks(self) -> tuple[nn.Parameter, nn.Parameter]:

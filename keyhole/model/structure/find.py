@@ -5,6 +5,7 @@ holds the most parameters. Everything here works on the meta device, and depends
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -23,12 +24,13 @@ AFTER = {"OPTDecoderLayer": "fc2"}
 def find_decoder(module: nn.Module) -> nn.Module:
     """The module that the causal LM calls for hidden states; it holds the input embedding. If Transformers' own lookup
     returns the LM itself (Llama 4) or something else (the head of ModernBERT), the child that holds the embedding."""
-    embedding = module.get_input_embeddings()
+    model: Any = module  # a class of Transformers
+    embedding = model.get_input_embeddings()
 
     def holds_embedding(part: nn.Module) -> bool:
         return part is not embedding and any(inside is embedding for inside in part.modules())
 
-    decoder = module.get_decoder()
+    decoder: nn.Module = model.get_decoder()
     return (
         decoder
         if decoder is not module and holds_embedding(decoder)

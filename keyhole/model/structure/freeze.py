@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -39,6 +40,7 @@ def freeze(module: nn.Module, described: str | Sequence[str] | None) -> None:
         found = list(_described(module, text))
         if not found:
             raise UserError(f"freeze: no parameter of {type(module).__name__} is called {text!r}{_meant(module, text)}")
+        param: Any  # gets an attribute
         for param in found:
             param.requires_grad_(False)
             param.keyhole_frozen = True
@@ -56,9 +58,10 @@ def frozen_as(module: nn.Module, described: str | Sequence[str] | None) -> Itera
         freeze(module, described)
         yield
     finally:
-        for param, trained, left_out in before:
-            param.requires_grad_(trained)
-            param.keyhole_frozen = left_out
+        one: Any
+        for one, trained, left_out in before:
+            one.requires_grad_(trained)
+            one.keyhole_frozen = left_out
 
 
 def is_left_out(param: nn.Parameter) -> bool:
@@ -80,7 +83,8 @@ def _embeddings(module: nn.Module) -> Iterator[nn.Parameter]:
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             yield from part.parameters()
-    head = module.get_output_embeddings()
+    model: Any = module  # a class of Transformers
+    head = model.get_output_embeddings()
     if head is not None:
         yield from head.parameters()
 

@@ -44,7 +44,7 @@ def make_writable(generation: Any) -> None:
     them, and Transformers refuses to save them. The model generates as before. None: a classifier has no settings."""
     if generation is None:
         return
-    unused = () if generation.do_sample else ONLY_SAMPLING
+    unused: tuple[str, ...] = () if generation.do_sample else ONLY_SAMPLING
     unused += () if (generation.num_beams or 1) > 1 else ONLY_BEAMS
     try:
         generation.validate(strict=True)

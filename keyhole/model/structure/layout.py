@@ -86,6 +86,12 @@ class Unit:
         return self.stop - self.start
 
     @property
+    def span(self) -> tuple[int, int]:
+        """`rows`, of a unit that holds some."""
+        assert self.rows is not None
+        return self.rows
+
+    @property
     def has_gaps(self) -> bool:
         """Whether there is padding between its tensors."""
         return self.rows is None and sum(tensor.shape.numel() for tensor in self.tensors) < self.numel
@@ -183,7 +189,8 @@ class Layout:
 
 def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> list[list[nn.Module]]:
     """Groups consecutive leaves into runs of at most max_numel elements; one run if max_numel is None."""
-    runs, size = [], 0
+    runs: list[list[nn.Module]] = []
+    size = 0
     for leaf in leaves:
         numel = sum(_numel(p) for p in leaf.parameters() if id(p) in owned)
         if numel == 0:
@@ -220,7 +227,7 @@ def find_layout(
             cuts = cut_experts and len(runs) > 1 and id(run[0]) in of.experts
             if cut_rows and len(runs) > 1 and len(run) == 1 and (tiles := row_tiles(run[0])):
                 builder.rows("block", name, params[0], tiles)
-            elif cuts and sum(map(_numel, params)) > max_unit_numel:
+            elif cuts and max_unit_numel is not None and sum(map(_numel, params)) > max_unit_numel:
                 for stack in params:
                     builder.experts(name, stack)
             else:

@@ -7,6 +7,7 @@ table, and parameters that several leaves share.
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -35,9 +36,10 @@ class Parts:
 def find_parts(module: nn.Module) -> Parts:
     """Blocks, leaves and spine of an HF decoder."""
     names = {id(p): name for name, p in module.named_parameters()}  # a tied parameter once, by its first name
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    table_p = embedding.weight if isinstance(embedding, nn.Embedding) else None
-    head_p = head.weight if isinstance(head, nn.Linear) else None
+    model: Any = module  # a class of Transformers
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table_p: Any = embedding.weight if isinstance(embedding, nn.Embedding) else None
+    head_p: Any = head.weight if isinstance(head, nn.Linear) else None
     blocks = find_blocks(module)
     tables = {id(p) for p in (table_p, head_p)}
     by_block = [leaves_of(block) for block in blocks]

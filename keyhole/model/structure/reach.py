@@ -62,6 +62,7 @@ def mark_use(module: nn.Module) -> str:
             f"model: the forward of {type(module).__name__} changes weights in place ({found.changed}), so it would do "
             'that once per pass. Switch it off in its config.json (RWKV: "rescale_every": 0)'
         )
+    param: Any  # gets attributes
     for name, param in module.named_parameters():
         if name in found.unreached:
             param.keyhole_unreached = True
@@ -69,11 +70,12 @@ def mark_use(module: nn.Module) -> str:
         elif name in found.first_use:
             param.keyhole_first_use = found.first_use[name]
     for name in found.readers:
-        module.get_submodule(name).keyhole_reads_inside = True
+        reader: Any = module.get_submodule(name)
+        reader.keyhole_reads_inside = True
     return found.why
 
 
-def config_text(module: nn.Module) -> str:
+def config_text(module: Any) -> str:
     """A module's config, whatever directory it was read from."""
     return json.dumps(module.config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
 
@@ -164,7 +166,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module: Any = module
         self.reached: dict[int, int] = {}  # id of a parameter -> how many were used before
         self.readers: set[int] = set()  # ids of modules that read a matrix of a submodule without calling it
         self.changed: set[int] = set()  # ids of parameters
@@ -211,11 +213,11 @@ class _Watch(TorchDispatchMode):
             self.entered.pop()
 
         hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-        nn.Module.__getattr__ = note
+        nn.Module.__getattr__ = note  # type: ignore[method-assign]
         try:
             yield
         finally:
-            nn.Module.__getattr__ = fetch
+            nn.Module.__getattr__ = fetch  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 

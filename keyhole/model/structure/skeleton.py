@@ -36,21 +36,22 @@ def _matrices_on_meta() -> Iterator[None]:
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.ndim > 1 and param.device.type != "meta":
-            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
-            param._is_hf_initialized = True  # initialising values would take half of the time of a build
+            empty: Any = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+            empty._is_hf_initialized = True  # initialising values would take half of the time of a build
+            param = empty
         register(module, name, param)
 
     def unless_on_meta(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda tensor, *args, **options: tensor if tensor.is_meta else draw(tensor, *args, **options)
 
     drawn = {name: getattr(nn.init, name) for name in ("normal_", "uniform_", "kaiming_uniform_")}
-    nn.Module.register_parameter = register_on_meta
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     for name, draw in drawn.items():  # nothing to initialise; the calls alone take a sixth of the time of a build
         setattr(nn.init, name, unless_on_meta(draw))
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
         for name, draw in drawn.items():
             setattr(nn.init, name, draw)
 
@@ -194,7 +195,8 @@ def _check_embedding(module: nn.Module) -> None:
     """Refuses a model that does not look up its tokens in one table (CANINE: hashes of characters; I-BERT: a quantised
     table)."""
     try:
-        embedding = module.get_input_embeddings()
+        model: Any = module  # a class of Transformers
+        embedding = model.get_input_embeddings()
     except NotImplementedError:
         embedding = None
     if not isinstance(embedding, nn.Embedding):
@@ -205,7 +207,7 @@ def _check_embedding(module: nn.Module) -> None:
         )
 
 
-def _check_depth(module: nn.Module) -> None:
+def _check_depth(module: Any) -> None:
     """Refuses a model without blocks, which Transformers builds from 0 layers, or fewer, without a word: beside the
     embedding, all lists of modules are empty."""
     body = find_decoder(module) if not is_classifier(module.config) else module.base_model
@@ -230,7 +232,7 @@ def _check_one_dtype(module: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
-def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> list[str]:
+def _kept_in_fp32(module: Any, dtype: torch.dtype) -> list[str]:
     """Names of parameters that the family keeps in float32 whatever the dtype, or that its code converts to it."""
     patterns = [pattern.replace("*", ".*") for pattern in module._get_dtype_plan(dtype)]
     return [

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from keyhole.errors import UserError
 
@@ -133,6 +134,7 @@ def _download(model: str | Path, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        how: dict[str, Any]
         how = {"allow_patterns": list(patterns), "ignore_patterns": NOT_READ, "local_files_only": is_local(model)}
         return Path(snapshot_download(str(model), **how))
     except Exception as error:  # no network, no such model, no access, disk full: they have no common type

@@ -38,7 +38,9 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
     try:
         how = {"local_files_only": is_local(path), "trust_remote_code": trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(model, **how)
-        added = getattr(tokenizer, "get_added_vocab", dict)()  # Mistral's own class does not have this method
+        added: dict[str, int] = getattr(
+            tokenizer, "get_added_vocab", dict
+        )()  # Mistral's own class does not have this method
         if len(tokenizer) <= len(added):
             return None
         tokenizer("a")  # settings of the wrong type fail at the first text, half characters at the first save

@@ -93,7 +93,10 @@ class Wire:
         """Number of elements of the home, in its own dtype."""
         if self.home_dtype(unit) != PACKED:
             return unit.numel
-        return self.codec.bytes_of(unit.numel) if self.codec is not None else self.frozen.bytes_of(unit)
+        if self.codec is not None:
+            return self.codec.bytes_of(unit.numel)
+        assert self.frozen is not None  # what is packed has one of them
+        return self.frozen.bytes_of(unit)
 
     def home_bytes(self, unit: Unit) -> int:
         return self.home_numel(unit) * self.home_dtype(unit).itemsize
@@ -109,5 +112,5 @@ class Wire:
         """out <- the weights of a packed unit, in the dtype of `out`."""
         if self.codec is not None:
             self.codec.decode(home, out)
-        else:
+        elif self.frozen is not None:
             self.frozen.decode(unit, home, out)

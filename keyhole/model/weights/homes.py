@@ -19,8 +19,8 @@ from keyhole.model.weights.frozen import is_matrix
 from keyhole.ops.lowbit import Grid, table
 
 PIECE = 1 << 26
-Write = Callable[[torch.Tensor], None]
-WritePiece = Callable[[torch.Tensor, int], None]
+Write = Callable[[torch.Tensor], object]
+WritePiece = Callable[[torch.Tensor, int], object]
 """(flat memory, index of its first element in the tensor): fills the memory."""
 
 
@@ -84,7 +84,7 @@ class Homes:
         assert unit.index not in self.parts, f"{tensor.name} is sharded"
         if flat.dtype == PACKED and self.formats.frozen is not None:
             return self.formats.frozen.read(unit, tensor, flat, self.device)
-        if flat.dtype == PACKED:
+        if flat.dtype == PACKED and self.formats.codec is not None:
             unpacked = torch.empty(unit.numel, dtype=self.formats.saved, device=flat.device)
             self.formats.codec.decode(flat, unpacked)
             return view(unpacked, tensor, unit.start)
@@ -117,6 +117,7 @@ class Homes:
         written.add(tensor.name)
         if len(written) == len(unit.tensors):
             packed = torch.empty_like(self.flats[unit.index], device=self.device)
+            assert self.formats.codec is not None  # frozen formats are packed by _freeze
             self.formats.codec.encode_(unpacked, packed, offset=unit.start, seed=0, step=0, rounding="nearest")
             self.flats[unit.index].copy_(packed)
             del self._gathered[unit.index]
@@ -124,6 +125,7 @@ class Homes:
     def _freeze(self, unit: Unit, tensor: FlatTensor, write: Write, write_piece: WritePiece | None) -> None:
         """Packs a tensor in pieces, each on the device."""
         frozen, home, numel = self.formats.frozen, self.flats[unit.index], tensor.shape.numel()
+        assert frozen is not None
         step = PIECE if write_piece is not None else max(1, numel)
         for begin in range(0, numel, step):
             n = min(step, numel - begin)
@@ -139,17 +141,20 @@ class Homes:
     def takes_codes(self, tensor: FlatTensor, grid: tuple[str, int, str, bool] | None) -> bool:
         """Whether weights that were published on this grid are stored without conversion."""
         frozen = self.formats.frozen
-        at_home = frozen is not None and self.is_packed(tensor) and is_matrix(tensor.shape)
-        return at_home and grid is not None and Grid(*grid) == frozen.grid and tensor.shape.numel() % ALIGN == 0
+        if frozen is None or not self.is_packed(tensor) or not is_matrix(tensor.shape):
+            return False
+        return grid is not None and Grid(*grid) == frozen.grid and tensor.shape.numel() % ALIGN == 0
 
     def put_codes(
         self, tensor: FlatTensor, codes: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor | None = None
     ) -> None:
         """Stores the codes and scales of such weights. levels: the numbers that the codes stand for, by their file."""
-        unit, grid = self.unit_of(tensor), self.formats.frozen.grid
+        unit, frozen = self.unit_of(tensor), self.formats.frozen
+        assert frozen is not None  # takes_codes has said so
+        grid = frozen.grid
         if levels is not None and not torch.equal(levels.float().cpu(), table(torch.device("cpu"))[:16]):
             raise UserError(
                 f"wire: the codes of {tensor.name} have a table of their own, which is not that of {grid.name}; set "
                 "wire=null, and they are unpacked"
             )
-        self.formats.frozen.put_codes(unit, tensor, self.flats[unit.index], codes, scales)
+        frozen.put_codes(unit, tensor, self.flats[unit.index], codes, scales)

@@ -9,6 +9,7 @@ tensor by tensor; each tensor is freed after its copy.
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -131,7 +132,7 @@ def match_names(
     return names
 
 
-def _other_labels(module: nn.Module, own: tuple[int, ...], found: tuple[int, ...]) -> bool:
+def _other_labels(module: Any, own: tuple[int, ...], found: tuple[int, ...]) -> bool:
     """Whether two shapes of a head's last layer differ in the number of labels alone."""
     return own[:1] == (module.config.num_labels,) and found[:1] != own[:1] and found[1:] == own[1:]
 

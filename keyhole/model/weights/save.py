@@ -182,7 +182,7 @@ def merge_files(model: Any, path: Path, factors: Any) -> None:
         stored = torch.empty(spec.shape, dtype=spec.dtype)
         with (path / place.file).open("r+b") as file:
             file.seek(place.offset)
-            file.readinto(stored.view(-1).view(torch.uint8).numpy())
+            file.readinto(stored.view(-1).view(torch.uint8).numpy().data)
             file.seek(place.offset)
             for piece in pieces(factors.as_saved(tensor, stored.to(model.device))):
                 file.write(piece)

@@ -47,8 +47,9 @@ def write_parts(model: Any, path: Path | None) -> None:
     leads, ranks = model.ranks.is_leader, model.ranks
     if leads:
         model.call_others("write")
-    path = Path(ranks.from_leader(lambda: str(path.absolute())))
+    path = Path(ranks.from_leader(lambda: _absolute(path)))
     names = names_on_disk(model)
+    assert names is not None  # a sharded model without is refused above
     files = plan_files(model, names)
 
     def make() -> None:
@@ -74,7 +75,7 @@ def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Te
     leads, ranks = model.ranks.is_leader, model.ranks
     if leads:
         model.call_others("state")
-    path = Path(ranks.from_leader(lambda: str(path.absolute())))
+    path = Path(ranks.from_leader(lambda: _absolute(path)))
     files = lay_out(
         [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)], path.stem
     )
@@ -109,3 +110,8 @@ def _write(path: Path, place: Place, begin: int, part: torch.Tensor) -> None:
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _absolute(path: Path | None) -> str:
+    assert path is not None
+    return str(path.absolute())

@@ -32,7 +32,7 @@ def names_on_disk(model: Any) -> dict[str, str] | None:
         stored = revert_weight_conversion(model.module, dict(tensors))
     except Exception:  # the conversion needs more than shapes: renaming is not enough
         return None
-    names = {owners.get(id(tensor)): name for name, tensor in stored.items()}
+    names = {owners.get(id(tensor), ""): name for name, tensor in stored.items()}
     return names if names.keys() == tensors.keys() else None
 
 
