@@ -160,3 +160,11 @@ def test_the_version_is_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and keyhole.__version__ == project == newest[1]
+
+
+def test_the_changelog_is_for_users() -> None:
+    """A version says what was added, changed, fixed and removed, a line of at most 200 characters per fact."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    groups = {"Added", "Changed", "Fixed", "Removed", "Known limits"}
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= groups
+    assert [line for line in text.splitlines() if len(line) > 200] == []
