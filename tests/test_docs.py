@@ -27,10 +27,19 @@ def code_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(text: str) -> set[str]:
     """The names of a page's headings in links, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_the_log_lists_its_sections() -> None:
+    """Every section of LOG.md stands in the table at its top, once; its links are tested below."""
+    _, table, sections = re.split(
+        r"^(## Contents$.*?)(?=^## )", (ROOT / "LOG.md").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    listed = [link.removeprefix("#") for link in LINK.findall(table)]
+    assert sorted(listed) == sorted(anchors(sections))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -42,7 +51,7 @@ def test_relative_links_resolve(page: Path) -> None:
         target, _, anchor = link.partition("#")
         file = page.parent / target if target else page
         assert file.exists(), link
-        assert not anchor or anchor in anchors(file), link
+        assert not anchor or anchor in anchors(file.read_text()), link
 
 
 def paths_of(page: Path) -> Iterator[str]:
@@ -151,3 +160,11 @@ def test_the_version_is_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and keyhole.__version__ == project == newest[1]
+
+
+def test_the_changelog_is_for_users() -> None:
+    """A version says what was added, changed, fixed and removed, a line of at most 200 characters per fact."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    groups = {"Added", "Changed", "Fixed", "Removed", "Known limits"}
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= groups
+    assert [line for line in text.splitlines() if len(line) > 200] == []
