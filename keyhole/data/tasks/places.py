@@ -196,7 +196,10 @@ def _parts(name: str) -> tuple[list[str], Bound, Bound]:
     match = SLICE.fullmatch(name)
     if match is None:
         raise UserError(f"splits: found {name!r:.80}, expected a name such as validation, or a part of it: val[:2270]")
-    return match[1].split("+"), _bound(match[2]), _bound(match[3])
+    start, stop = _bound(match[2]), _bound(match[3])
+    if any(isinstance(bound, str) and abs(int(bound[:-1])) > 100 for bound in (start, stop)):
+        raise UserError(f"splits: found {name!r}, expected percentages of at most 100; all rows are {match[1]!r}")
+    return match[1].split("+"), start, stop
 
 
 def _bound(text: str | None) -> Bound:
