@@ -8,11 +8,15 @@
 
 A failed run has `error` instead. Its kind decides what happens next time: `refused` (a mistake in settings or data,
 NaN, out of memory) would fail again and is not repeated; `crash` is tried again.
+
+The file ends with a checksum of the rest (`crc`), so that a damaged digit never becomes a number of the table. A result
+of an earlier version has none, and counts.
 """
 
 import json
 import math
 import typing
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from keyhole.training.validation import Judge, common_metric
 
 MOST_POINTS = 200
 MOST_BYTES = 2**24
+CHECKSUM = "crc"
 REFUSED, CRASH = "refused", "crash"
 
 
@@ -168,14 +173,21 @@ def write_result(root: Path, result: Result) -> None:
     """Marks a run as finished."""
     path = path_of(root, result.id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json_text(asdict(result), indent=1) + "\n")
+    content = asdict(result)
+    write_text(path, json_text(content | {CHECKSUM: _crc(content)}, indent=1) + "\n")
+
+
+def _crc(content: dict[str, Any]) -> int:
+    return zlib.crc32(json_text(content).encode())
 
 
 def read_result(root: Path, run: str) -> Result | None:
-    """The result of a finished run; None if there is none, or if it has invalid values."""
+    """The result of a finished run; None if there is none, or if it has invalid values or another checksum."""
     try:
         text = read_small(path_of(root, run), MOST_BYTES)
         content: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)  # NaN of earlier versions
+        if CHECKSUM in content and content.pop(CHECKSUM) != _crc(content):
+            return None
         kinds = typing.get_type_hints(Result)
         made = Result(**{key: value for key, value in content.items() if key in kinds})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):

@@ -127,8 +127,29 @@ def test_a_result_with_wrong_values_is_no_result(tmp_path: Path, key: str) -> No
     write_result(tmp_path, good)
     assert read_result(tmp_path, "a") == good
     content = json.loads((tmp_path / "results" / "a.json").read_text())
+    del content["crc"]  # as an earlier version wrote it
     (tmp_path / "results" / "a.json").write_text(json.dumps(content | {key: DAMAGED[key]}))
     assert read_result(tmp_path, "a") is None
+
+
+def test_a_damaged_digit_is_found(tmp_path: Path) -> None:
+    """Wherever it is: a number of another value has the right type, too. A result without a checksum is of old."""
+    curve = [[1, 0.5, None, 2.0], [2, 1.1, 0.25, 1e-7]]
+    good = Result("a", "m", "t", "adamw", [], 0, dev=0.75, test=0.1 + 0.2, curve=curve)
+    write_result(tmp_path, good)
+    path = tmp_path / "results" / "a.json"
+    text = path.read_text()
+    found = read_result(tmp_path, "a")
+    assert found is not None and found.test == good.test and found.curve == curve
+    digits = [i for i, letter in enumerate(text) if letter.isdigit()]
+    for i in digits:
+        path.write_text(text[:i] + str((int(text[i]) + 1) % 10) + text[i + 1 :])
+        assert read_result(tmp_path, "a") in (None, good), text[max(0, i - 20) : i + 20]
+    assert len(digits) > 30
+    content = json.loads(text)
+    del content["crc"]
+    path.write_text(json.dumps(content))
+    assert read_result(tmp_path, "a") == found
 
 
 def test_a_damaged_result_is_said_and_run_again(tmp_path: Path) -> None:
