@@ -36,6 +36,20 @@ def test_a_test_that_is_not_finite_is_no_damaged_result(tmp_path: Path) -> None:
     assert read_result(tmp_path, trial.id) == found
 
 
+def test_a_head_that_stays_as_it_was_drawn_is_noted(tmp_path: Path) -> None:
+    """And a loss that has risen: the table must not show such a number without them. Other lines are the run's own."""
+    comparison = read_comparison(write(tmp_path / "a.yaml"), [f"output_dir={tmp_path}"])
+    trial = next(iter(plan(comparison, lambda model: "content")[0][0].trials.values()))
+    run = trial.directory / "run"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "tokens": 8, "seconds": 0.5}\n')
+    head = "warning: head: classifier.weight: drawn from the seed, and not trained; take classifier out of `freeze`"
+    risen = "warning: the loss has risen from 1 at step 32 to 9 at step 64"
+    (run / "log.txt").write_text(f"lora, m\n  {head}\n  {head}\n{risen}\nwarning: page failed\nstep 1/1\n")
+    found = summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=[0])))
+    assert found.warnings == [head, risen]
+
+
 def test_passes_over_more_rows_than_there_are_do_not_count(tmp_path: Path) -> None:
     """zo.guide takes the rows of the data, once each, before the first step of each period."""
     text = "models: {m: demo}\ntasks: [sst2]\nmethods: {zo: {zo: {rank: 1, refresh: 5, guide: 100000}}}\n"
