@@ -14,7 +14,7 @@ def test_the_steps_of_a_rise_are_named_once() -> None:
     rises, falls = Overshoot(), Overshoot()
     told = rises.note(1, 3.45, 5e-3, 87.0)
     assert told is not None and "norm is 87, for which learning_rate=0.005 is too high" in told
-    assert "set learning_rate=2e-04, or clip: max_grad_norm=1" in told
+    assert "set learning_rate=9e-04, or clip: max_grad_norm=1" in told
     assert rises.note(2, 2.97, 5e-3, 105.0) is None
     assert not any(falls.note(step, *of) for step, of in enumerate([(11.7, 5e-3, 71.0), (2.3, 4.9e-3, 46.0)], 1))
 
