@@ -206,7 +206,7 @@ def test_an_absurd_split_is_refused(tmp_path: Path, name: str) -> None:
 def test_more_than_all_rows_are_refused(tmp_path: Path, name: str) -> None:
     """A percentage is of the rows that are there; 100 is the largest."""
     files_of(tmp_path, "train.jsonl", "dev.jsonl")
-    with pytest.raises(UserError, match=r"splits: found 'dev\[.*at most 100; all rows are 'dev'"):
+    with pytest.raises(UserError, match=r"splits: found 'dev\[.* for test .*at most 100; all rows are 'dev'"):
         find_splits(read_spec("sst2"), str(tmp_path), {"test": name})
     assert str(find_splits(read_spec("sst2"), str(tmp_path), {"test": "dev[:100%]"})["test"]) == "dev.jsonl[:100%]"
 
