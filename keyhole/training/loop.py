@@ -93,8 +93,9 @@ class Run:
         device, say = self.model.device, self.display.line
         self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.show)
         self.recorder.overshoot = self.overshoot
-        for notice in (self.recorder.divergence, *([self.overshoot] if self.overshoot is not None else [])):
-            notice.recall(self.reports.metrics.kept)
+        self.recorder.divergence.recall(self.reports.metrics.kept)
+        if self.overshoot is not None:
+            self.overshoot.recall(self.reports.metrics.kept)
 
     def go(self) -> int:
         """Runs the remaining steps and publishes the model; returns the exit code."""
