@@ -2,8 +2,8 @@
 
 From top to bottom: the winner, in a sentence; a table per model; for every task the dev metric over steps, over
 training time and, if several methods without gradients are compared, over forward passes, and the test metric over GPU
-memory; every point of every grid; failures; and how to run it again. It follows the reader's light or dark theme and
-fits a phone. All text from files or settings is escaped.
+memory; every point of every grid; failures and warnings; and how to run it again. It follows the reader's light or dark
+theme and fits a phone. All text from files or settings is escaped.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from keyhole.compare.file import Comparison
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import Result, lower_is_better
-from keyhole.compare.table import Cell, average, mean_heading, number, point_text, shown
+from keyhole.compare.table import Cell, average, mean_heading, number, point_text, shown, warned_runs
 from keyhole.config.fields import sections, settings
 from keyhole.machine.text import counted, duration
 from keyhole.pages.chart import Series, chart
@@ -34,7 +34,7 @@ def make_page(comparison: Comparison, cells: Sequence[Cell], runs: Settings, env
         parts.append(f"<section><h2>{escape(model)}</h2>{_table(own, colours)}</section>")
         for task in dict.fromkeys(cell.task for cell in own):
             parts.append(_charts(task, [cell for cell in own if cell.task == task], colours))
-    parts += [_grids(cells, colours), _failures(cells), _again(comparison, cells, runs, environment)]
+    parts += [_grids(cells, colours), _failures(cells), _warnings(cells), _again(comparison, cells, runs, environment)]
     return page(comparison.title, parts)
 
 
@@ -230,6 +230,16 @@ def _failures(cells: Sequence[Cell]) -> str:
         if result.error
     ]
     return f"<section><h3>What failed</h3><ul>{''.join(items)}</ul></section>" if items else ""
+
+
+def _warnings(cells: Sequence[Cell]) -> str:
+    items = [
+        f"<li><b>{escape(cell.method)}</b> on {escape(_place(cell, cells))}, {escape(warned_runs(runs))}: "
+        f"{escape(text[:1000])}</li>"
+        for cell in cells
+        for text, runs in cell.warnings.items()
+    ]
+    return f"<section><h3>What runs warned of</h3><ul>{''.join(items)}</ul></section>" if items else ""
 
 
 def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, environment: dict[str, Any]) -> str:

@@ -6,13 +6,20 @@
     curve      (step, seconds so far, dev, loss on dev) of every evaluation
     losses     (step, seconds so far, mean training loss) in at most MOST_POINTS pieces
 
+    warnings   of the run's log, those that say that the numbers are not what they seem: a head that stays as it was
+               drawn, a loss that has risen, a gradient of 0
+
 A failed run has `error` instead. Its kind decides what happens next time: `refused` (a mistake in settings or data,
 NaN, out of memory) would fail again and is not repeated; `crash` is tried again.
+
+The file ends with a checksum of the rest (`crc`), so that a damaged digit never becomes a number of the table. A result
+of an earlier version has none, and counts.
 """
 
 import json
 import math
 import typing
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +37,9 @@ from keyhole.training.validation import Judge, common_metric
 
 MOST_POINTS = 200
 MOST_BYTES = 2**24
+MOST_LOG_BYTES = 2**26
+CHECKSUM = "crc"
+WARNINGS = ("warning: head: ", "warning: the loss has risen", "warning: the gradient has been exactly 0")
 REFUSED, CRASH = "refused", "crash"
 
 
@@ -59,6 +69,7 @@ class Result:
     curve: list[list[float | None]] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     tests: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     error: str | None = None
     kind: str | None = None
 
@@ -105,6 +116,7 @@ def summarise(trial: Trial, data: Data) -> Result:
         made.period_forwards, made.period_steps = row.forwards_ahead(own, rows, len(data.train.dataset))
         if config.learning_rate == AUTO_RATE:
             made.search_forwards = row.search_steps * (row.search_passes - made.forwards)
+    made.warnings = _warnings(Path(config.output_dir) / "run" / "log.txt")
     made.tokens = sum(entry["tokens"] for entry in steps)
     made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
     made.curve = [
@@ -118,6 +130,14 @@ def summarise(trial: Trial, data: Data) -> Result:
         made.tests = finite_tests(entry)
         made.test = made.tests.get(f"test_{made.test_metric}")
     return made
+
+
+def _warnings(log: Path) -> list[str]:
+    try:
+        lines = read_small(log, MOST_LOG_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return list(dict.fromkeys(line.strip() for line in lines if line.strip().startswith(WARNINGS)))
 
 
 def finite_tests(found: Entry) -> dict[str, float]:
@@ -168,14 +188,21 @@ def write_result(root: Path, result: Result) -> None:
     """Marks a run as finished."""
     path = path_of(root, result.id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json_text(asdict(result), indent=1) + "\n")
+    content = asdict(result)
+    write_text(path, json_text(content | {CHECKSUM: _crc(content)}, indent=1) + "\n")
+
+
+def _crc(content: dict[str, Any]) -> int:
+    return zlib.crc32(json_text(content).encode())
 
 
 def read_result(root: Path, run: str) -> Result | None:
-    """The result of a finished run; None if there is none, or if it has invalid values."""
+    """The result of a finished run; None if there is none, or if it has invalid values or another checksum."""
     try:
         text = read_small(path_of(root, run), MOST_BYTES)
         content: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)  # NaN of earlier versions
+        if CHECKSUM in content and content.pop(CHECKSUM) != _crc(content):
+            return None
         kinds = typing.get_type_hints(Result)
         made = Result(**{key: value for key, value in content.items() if key in kinds})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):

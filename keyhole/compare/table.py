@@ -55,6 +55,15 @@ class Cell:
         return list(dict.fromkeys(result.error for result in [*self.grid, *self.runs] if result.error))
 
     @property
+    def warnings(self) -> dict[str, list[Result]]:
+        """The runs that have a warning, by its text."""
+        found: dict[str, dict[str, Result]] = {}
+        for result in [*self.grid, *self.runs]:
+            for text in result.warnings:
+                found.setdefault(text, {})[result.id] = result
+        return {text: [*of.values()] for text, of in found.items()}
+
+    @property
     def partial(self) -> str:
         """`1 of 3 seeds`, if the mean is not over all seeds; "" otherwise."""
         have = sum(result.test is not None for result in self.runs if not result.error)
@@ -210,7 +219,15 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
         for result in (result for result in cell.grid if result.error):
             about = [cell.model, cell.task, cell.method, point_text(result.grid), f"seed {result.seed}"]
             parts.append(f"- failed: {_plain(', '.join(about))}: {_plain(result.error or '')}")
+        for text, runs in cell.warnings.items():
+            about = _plain(", ".join([cell.model, cell.task, cell.method, warned_runs(runs)]))
+            parts.append(f"- {about}: {_plain(text)}")
     return "\n".join(parts).rstrip() + "\n"
+
+
+def warned_runs(runs: Sequence[Result]) -> str:
+    """`learning_rate=0.01, seed 0` of a single run; `3 runs` of several."""
+    return f"{len(runs)} runs" if len(runs) > 1 else f"{point_text(runs[0].grid)}, seed {runs[0].seed}"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -199,6 +199,8 @@ def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             quotes = f"; plain text needs quotes: '{key}=\"...\"'"
+            if text.startswith("{"):
+                quotes = f"; text with brackets needs quotes inside: '{key}={{name: \"...\"}}'"
             hint = f"cannot read `{text}`{_star(error) or quotes}"
             faults.append(Finding(key, hint, COMMAND_LINE))
             return {}

@@ -7,6 +7,7 @@ where the numbers are to be written there must be room for a file. No row is rea
 import os
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from keyhole.data.tasks.names import check_names, divided, own_splits
@@ -56,5 +57,6 @@ def _called(name: str) -> str:
 def _check_word(name: str, with_tasks: bool) -> None:
     """Refuses an argument that is no file and looks like a mistyped task. with_tasks: --task-data is given."""
     is_word = name != "demo" and not is_task_name(name) and re.fullmatch(r"[\w -]+", name) is not None
-    if is_word and (with_tasks or nearest_task(name)) and not os.path.exists(name):
+    may_be_on_hub = find_spec("datasets") is not None and not (with_tasks or nearest_task(name))
+    if is_word and not may_be_on_hub and not os.path.exists(name):
         raise UserError(f"--tasks: {unknown_task(name)}; nor is there a file of that name")

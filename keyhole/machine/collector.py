@@ -13,22 +13,45 @@ origin            finalizers of unrelated objects would fail for want of depth.
 import atexit
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 HEAVY = "transformers"
 
 
+class _Inside:
+    """How many contexts of all threads are open, and whether the collector was on before the first of them."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.was_on = threading.Lock(), 0, False
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.count == 0:
+                self.was_on = gc.isenabled()
+            self.count += 1
+            gc.disable()
+
+    def leave(self) -> None:
+        with self.lock:
+            self.count -= 1
+            if self.count == 0 and self.was_on:
+                gc.enable()
+
+
+_inside = _Inside()
+
+
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Turns the collector off inside the context, and on again afterwards if it was on."""
-    was_on = gc.isenabled()
-    gc.disable()
+    """Turns the collector off inside the context, and on again afterwards if it was on. The collector is the process's:
+    while contexts of several threads overlap, it is off until the last of them ends."""
+    _inside.enter()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        _inside.leave()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ metrics.py       one entry per step, read one step late, checked, appended to ru
 reports.py       sends a step's metrics to the metrics file, the page, the trackers and the display
 run_page.py      run/report.html; page_facts.py, sample_answers.py: its contents besides the curves
 guard.py         stops a run at numbers that are not finite
+divergence.py    warns if the loss has risen far; overshoot.py: if the first steps of gradient descent are too long
 change_check.py  checks that every trained tensor changes
 selection.py     the best step, early stopping, the time limit
 validation.py    loss and perplexity on held-out data, metrics of tasks

@@ -50,6 +50,7 @@ from keyhole.training.model_and_method import (
     total_steps,
     weights_source,
 )
+from keyhole.training.overshoot import Overshoot
 from keyhole.training.renewal import Renewal
 from keyhole.training.reports import Reports
 from keyhole.training.request import Parts, Request
@@ -140,7 +141,7 @@ def build_run(job: Job, lock: Lock) -> Run | Follower:
 
 
 def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follower:
-    config, origin, ranks = job.config, job.origin, job.parts.ranks
+    config, origin, ranks, row = job.config, job.origin, job.parts.ranks, METHODS[job.config.method]
     method = _method(job, model)
     ranks_lines = ranks.describe(model.device)
     check_names(model)
@@ -179,6 +180,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         journal=journal,
         selection=_selection(job, reports),
         judge=job.judge,
+        overshoot=Overshoot(config.max_grad_norm) if row.descends(getattr(config, row.section)) else None,
         sample_answers=config.sample_answers,
     )
 

@@ -34,6 +34,7 @@ from keyhole.training.display import Display
 from keyhole.training.follow import next_batches, one_update, take_weights
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
+from keyhole.training.overshoot import Overshoot
 from keyhole.training.page_facts import Trace, planned
 from keyhole.training.planning import pace_line
 from keyhole.training.reports import Reports
@@ -75,6 +76,7 @@ class Run:
     last_eval: dict[str, float] | None = None
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoints were found damaged
     ends: str | None = None  # why the run ends before its last step
+    overshoot: Overshoot | None = None  # None: steps are not plain gradient descent
     sample_answers: int = 0  # number per evaluation, for the page
     timed: list[dict[str, float]] = field(default_factory=list)  # tokens and seconds of steps, until the check
 
@@ -90,6 +92,10 @@ class Run:
         self.answers = SampleAnswers(self.model, self.data.eval.dataset, self.reports, self.sample_answers)
         device, say = self.model.device, self.display.line
         self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.show)
+        self.recorder.overshoot = self.overshoot
+        self.recorder.divergence.recall(self.reports.metrics.kept)
+        if self.overshoot is not None:
+            self.overshoot.recall(self.reports.metrics.kept)
 
     def go(self) -> int:
         """Runs the remaining steps and publishes the model; returns the exit code."""

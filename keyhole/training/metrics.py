@@ -34,9 +34,10 @@ from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
 from keyhole.report.entries import Entry, is_test, read_lines
 from keyhole.training import guard
+from keyhole.training.divergence import Divergence
+from keyhole.training.overshoot import Overshoot
 
 AHEAD_BYTES = 2**20  # disk space that metrics.jsonl reserves
-RISE, RISEN_STEPS = 2.0, 3  # a loss so many times that of the first step, in so many steps in a row, is worth a word
 
 
 @dataclass
@@ -79,9 +80,9 @@ class Recorder:
         self.done, self.show = done, show
         self.lag = 1 if device.type == "cuda" else 0
         self.queue: deque[tuple[QueuedStep, torch.Tensor, Stamp]] = deque()
-        self.skips = self.still = self.risen = 0
-        self.first: tuple[int, float] | None = None  # step and loss at which this process began
-        self.warned = False  # that the loss has risen
+        self.skips = self.still = 0
+        self.divergence = Divergence()
+        self.overshoot: Overshoot | None = None  # for methods of plain gradient descent
         self.clock = Stamp(device)
 
     def add(self, record: QueuedStep) -> None:
@@ -146,17 +147,14 @@ class Recorder:
         return f"{', '.join(bad)}, for {self.skips} steps in a row" if self.skips >= guard.MOST_SKIPS else None
 
     def _notice(self, record: QueuedStep, loss: float, extra: dict[str, float]) -> None:
-        """Warns once if the loss has risen far, and if the gradient has been exactly 0 for a while: a run that has
-        diverged to a plateau looks healthy."""
-        self.first = self.first or (record.step, loss)
-        step, begin = self.first
-        self.risen = self.risen + 1 if loss > max(RISE * begin, begin + 1) else 0
-        if self.risen == RISEN_STEPS and not self.warned:
-            self.warned = True
-            self.warn(
-                f"warning: the loss has risen from {begin:.3g} at step {step} to {loss:.3g} at step {record.step}: "
-                "most likely the run diverges; lower learning_rate, or clip (max_grad_norm=1; zo: zo.clip)"
-            )
+        """Warns if the loss has risen far (divergence.py), if the first steps are too long (overshoot.py), and if the
+        gradient has been exactly 0 for a while."""
+        if (risen := self.divergence.note(record.step, loss)) is not None:
+            self.warn(risen)
+        if self.overshoot is not None and "grad_norm" in extra:
+            long = self.overshoot.note(record.step, loss, record.learning_rate, extra["grad_norm"])
+            if long is not None:
+                self.warn(long)
         moved = [extra[name] for name in ("grad_norm", "projected_grad") if name in extra]
         self.still = self.still + 1 if moved and not any(moved) and record.learning_rate else 0
         if self.still == guard.MOST_SKIPS:

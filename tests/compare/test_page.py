@@ -113,6 +113,18 @@ def test_a_mean_over_fewer_seeds_than_asked_for_is_marked(runs: list[Result]) ->
     assert "1 seeds" not in to_markdown(comparison, [made]) + make_page(comparison, [made], {}, ENVIRONMENT)
 
 
+def test_warnings_of_runs_are_told() -> None:
+    """Once for all the runs that have one, in the table and on the page."""
+    head, rise = "warning: head: drawn from the seed, and not trained", "warning: the loss has risen"
+    runs = [result("a", warnings=[head]), result("a", warnings=[head, rise])]
+    for i, run in enumerate(runs):
+        run.id, run.seed = str(i), i
+    made = [Cell("m", "t", "a", (), "accuracy", 0.7, runs=runs, grid=runs[:1], seeds=2)]
+    text, html = to_markdown(Comparison("c", "s", {"m": "d"}, {}, {}, [0, 1], "out"), made), page(made)
+    assert f"- m, t, a, 2 runs: {head}" in text and text.count(rise) == 1 and ", seed 1: warning: the loss" in text
+    assert html.count(head) == html.count(rise) == 1 and "2 runs: warning: head" in html
+
+
 def test_methods_with_one_number_lead_together_or_not_at_all() -> None:
     """0.0 and 0.0 is no lead; equal is what is published as equal."""
     comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")

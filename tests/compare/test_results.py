@@ -36,6 +36,20 @@ def test_a_test_that_is_not_finite_is_no_damaged_result(tmp_path: Path) -> None:
     assert read_result(tmp_path, trial.id) == found
 
 
+def test_a_head_that_stays_as_it_was_drawn_is_noted(tmp_path: Path) -> None:
+    """And a loss that has risen: the table must not show such a number without them. Other lines are the run's own."""
+    comparison = read_comparison(write(tmp_path / "a.yaml"), [f"output_dir={tmp_path}"])
+    trial = next(iter(plan(comparison, lambda model: "content")[0][0].trials.values()))
+    run = trial.directory / "run"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "tokens": 8, "seconds": 0.5}\n')
+    head = "warning: head: classifier.weight: drawn from the seed, and not trained; take classifier out of `freeze`"
+    risen = "warning: the loss has risen from 1 at step 32 to 9 at step 64"
+    (run / "log.txt").write_text(f"lora, m\n  {head}\n  {head}\n{risen}\nwarning: page failed\nstep 1/1\n")
+    found = summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=[0])))
+    assert found.warnings == [head, risen]
+
+
 def test_passes_over_more_rows_than_there_are_do_not_count(tmp_path: Path) -> None:
     """zo.guide takes the rows of the data, once each, before the first step of each period."""
     text = "models: {m: demo}\ntasks: [sst2]\nmethods: {zo: {zo: {rank: 1, refresh: 5, guide: 100000}}}\n"
@@ -127,8 +141,29 @@ def test_a_result_with_wrong_values_is_no_result(tmp_path: Path, key: str) -> No
     write_result(tmp_path, good)
     assert read_result(tmp_path, "a") == good
     content = json.loads((tmp_path / "results" / "a.json").read_text())
+    del content["crc"]  # as an earlier version wrote it
     (tmp_path / "results" / "a.json").write_text(json.dumps(content | {key: DAMAGED[key]}))
     assert read_result(tmp_path, "a") is None
+
+
+def test_a_damaged_digit_is_found(tmp_path: Path) -> None:
+    """Wherever it is: a number of another value has the right type, too. A result without a checksum is of old."""
+    curve = [[1, 0.5, None, 2.0], [2, 1.1, 0.25, 1e-7]]
+    good = Result("a", "m", "t", "adamw", [], 0, dev=0.75, test=0.1 + 0.2, curve=curve)
+    write_result(tmp_path, good)
+    path = tmp_path / "results" / "a.json"
+    text = path.read_text()
+    found = read_result(tmp_path, "a")
+    assert found is not None and found.test == good.test and found.curve == curve
+    digits = [i for i, letter in enumerate(text) if letter.isdigit()]
+    for i in digits:
+        path.write_text(text[:i] + str((int(text[i]) + 1) % 10) + text[i + 1 :])
+        assert read_result(tmp_path, "a") in (None, good), text[max(0, i - 20) : i + 20]
+    assert len(digits) > 30
+    content = json.loads(text)
+    del content["crc"]
+    path.write_text(json.dumps(content))
+    assert read_result(tmp_path, "a") == found
 
 
 def test_a_damaged_result_is_said_and_run_again(tmp_path: Path) -> None:

@@ -229,6 +229,14 @@ def test_a_name_that_begins_with_a_star_needs_quotes(value: str) -> None:
         assert parse_config(GOOD, [f"freeze={value}"])[0].freeze == value
 
 
+def test_a_mapping_with_brackets_is_told_of_the_quotes_inside() -> None:
+    """Quotes around the whole would make a text of it."""
+    says = faults_of(GOOD, "task_splits={test: dev[:50%]}")
+    assert "text with brackets needs quotes inside: 'task_splits={name: \"...\"}'" in says
+    good = parse_config(GOOD, ['task_splits={test: "dev[:50%]"}'])[0]
+    assert good.task_splits == {"test": "dev[:50%]"}
+
+
 @pytest.mark.parametrize(("content", "says"), [(b"\xff\xfe\x00junk", "not UTF-8"), (b"", "empty")])
 def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str) -> None:
     """A binary or an empty file is named for what it is."""

@@ -14,6 +14,7 @@ from keyhole.data.tasks.encode import Encoder
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
+from keyhole.eval.asked import asked_names
 from keyhole.eval.evaluate import evaluate, table
 from keyhole.eval.programs import run_program
 from keyhole.eval.score import AnswerScore, DataScore, score, value, verdicts
@@ -144,6 +145,17 @@ def test_names_of_tasks_are_read_as_folders_are(tmp_path: Path, tiny_model: Path
             evaluate(str(tiny_model), words, task_data=str(tmp_path))
     with pytest.raises(UserError, match="^--tasks: no task `stt2`; did you mean `sst2`"):
         evaluate(str(tiny_model), ["stt2"])
+
+
+def test_a_word_that_can_be_nothing_else_is_an_unknown_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `datasets` no hub id is read, so the tasks there are help more than advice on the hub."""
+    for there in (False, True):
+        monkeypatch.setattr("keyhole.eval.asked.find_spec", lambda name, there=there: object() if there else None)
+        if there:
+            assert asked_names(["nope"]) == ["nope"]
+        else:
+            with pytest.raises(UserError, match="^--tasks: no task `nope`; there are .*sst2.*; nor is there a file"):
+                asked_names(["nope"])
 
 
 def test_an_answer_without_a_match_is_wrong(tmp_path: Path) -> None:

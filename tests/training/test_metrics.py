@@ -75,20 +75,6 @@ def test_a_gradient_of_nothing_is_noticed() -> None:
     assert len(warnings) == 1 and "has been exactly 0 for 10 steps" in warnings[0]
 
 
-def test_a_loss_that_rises_is_noticed() -> None:
-    """Once, after three steps in a row; not a small loss that doubles, nor single steps."""
-    warnings: list = []
-    calm, lost = (recorder([], warnings=warnings) for _ in range(2))
-    for step, loss in enumerate([0.1, 0.4, 0.5, 0.9, 1.0], 1):
-        calm.add(record(step, loss))
-    for step, loss in enumerate([7.6, 20.0, 30.0, 9.0, 20.0, 30.0], 1):
-        lost.add(record(step, loss))
-    assert not warnings
-    for step in range(7, 20):
-        lost.add(record(step, 45.0))
-    assert len(warnings) == 1 and "the loss has risen from 7.6 at step 1 to 45 at step 7" in warnings[0]
-
-
 def test_file_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     """Opening at step 2 keeps entries up to 2, drops later ones and a torn line, and appends."""
     path = tmp_path / "metrics.jsonl"

@@ -3,6 +3,9 @@
 A label is compared as text (`columns.spelled`): true, "True" and 1 are spellings like `entailment`, and the task file
 lists the spellings of each candidate. Any other label is refused with its row, never guessed: with 0 and 1 exchanged,
 the model would learn the opposite.
+
+Spaces at the very beginning of a prompt with candidates, from a column that begins with them, are left out, as in MeZO:
+most tokenizers would make other tokens of its first word. Answers in free text keep them: they may be code.
 """
 
 import math
@@ -42,7 +45,7 @@ def _choice(record: Record, spec: TaskSpec) -> Question:
     nearest = [] if value is None else [abs(number_of(text, "candidates") - value) for text in texts]
     named = spec.right is not None or spec.has_label
     right = _right(row, raw, spec) if named else [nearest.index(min(nearest))]
-    prompt = spec.prompt.run(row)
+    prompt = spec.prompt.run(row).lstrip(" ")  # as in MeZO
     _different(texts)
     given = tuple(text.run(row) for text in spec.texts)
     check_text("\n".join([prompt, *texts, *given]), "the row")

@@ -181,7 +181,7 @@ def _has_split(spec: TaskSpec, folder: Path) -> bool:
 def _find(folder: Path, names: tuple[str, ...], split: str) -> Split | None:
     """The first of the names that exists. split: its purpose."""
     for name in names:
-        words, start, stop = _parts(name)
+        words, start, stop = _parts(name, split)
         words = ["+".join(words)] if os.path.isfile(folder / "+".join(words)) else words
         found = [_called(folder, word, split) for word in words]
         if all(found):
@@ -193,11 +193,15 @@ def _called(folder: Path, name: str, split: str) -> list[Path]:
     return next((files for word in SAME.get(name.lower(), (name,)) if (files := _files(folder, word, split))), [])
 
 
-def _parts(name: str) -> tuple[list[str], Bound, Bound]:
+def _parts(name: str, split: str) -> tuple[list[str], Bound, Bound]:
     match = SLICE.fullmatch(name)
+    found = f"splits: found {name!r:.80} for {split} (of task_splits, or of the task's file)"
     if match is None:
-        raise UserError(f"splits: found {name!r:.80}, expected a name such as validation, or a part of it: val[:2270]")
-    return match[1].split("+"), _bound(match[2]), _bound(match[3])
+        raise UserError(f"{found}, expected a name such as validation, or a part of it: val[:2270]")
+    start, stop = _bound(match[2]), _bound(match[3])
+    if any(isinstance(bound, str) and abs(int(bound[:-1])) > 100 for bound in (start, stop)):
+        raise UserError(f"{found}, expected percentages of at most 100; all rows are {match[1]!r}")
+    return match[1].split("+"), start, stop
 
 
 def _bound(text: str | None) -> Bound:
@@ -259,7 +263,7 @@ def _hub_splits(spec: TaskSpec, given: dict[str, str]) -> dict[str, Split]:
     }
     found = {}
     for split, name in (usual | given).items():
-        words, start, stop = _parts(name)
+        words, start, stop = _parts(name, split)
         place = [spec.hub["dataset"], *([spec.hub["config"]] if "config" in spec.hub else [])]
         found[split] = Split(tuple(":".join([*place, word]) for word in words), start, stop, len(words) > 1)
     return found

@@ -10,7 +10,8 @@ A directory has a tokenizer if it has a vocabulary, which comes under many names
 
 special_tokens_map.json, added_tokens.json and chat_template.jinja are not enough for a tokenizer. Without a vocabulary,
 Transformers raises an error for some families, and for others builds a tokenizer that maps every text to no tokens. The
-latter counts as none: a run with it would train on nothing.
+latter counts as none: a run with it would train on nothing. If a file is there that should hold a vocabulary, and the
+tokenizer knows special tokens only, that file is damaged or of another kind, and an error names it.
 """
 
 import json
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.disk.read_json import LIMIT_BYTES, read_json
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
+from keyhole.machine.text import counted
 from keyhole.model.structure.source import TOKENIZER_FILES, is_local
 
 OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 READ_WITH_IT = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja")
 
 
@@ -42,9 +45,11 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
             tokenizer, "get_added_vocab", dict
         )()  # Mistral's own class does not have this method
         if len(tokenizer) <= len(added):
-            return None
+            return _without_vocabulary(path, len(added))
         tokenizer("a")  # settings of the wrong type fail at the first text, half characters at the first save
         json.dumps(getattr(tokenizer, "init_kwargs", ""), ensure_ascii=False, default=str).encode()
+    except UserError:
+        raise
     except Exception as error:  # bad files, a bad name, no network: each raises its own type
         for name in OBJECTS if path.is_dir() else ():
             if (path / name).exists():
@@ -53,6 +58,17 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
         act = "; copy its files (tokenizer*, vocab*) from the original model again" if path.is_dir() else ""
         raise UserError(f"model: the tokenizer of {model} cannot be read: {why}{act}") from error
     return tokenizer
+
+
+def _without_vocabulary(path: Path, special: int) -> None:
+    """UserError if a file is there that should hold the vocabulary."""
+    files = sorted(file.name for name in VOCABULARIES for file in path.glob(name)) if path.is_dir() else []
+    if files:
+        raise UserError(
+            f"model: the tokenizer of {path} has no vocabulary: {listed(files)} gives it "
+            f"{counted(special, 'special token')} and nothing else, so no text would have a token; copy its files "
+            "(tokenizer*, vocab*) from the original model again"
+        )
 
 
 def _check_readable(file: Path) -> None:

@@ -212,6 +212,16 @@ def test_a_number_needs_no_label() -> None:
         build(rows[0], parse_spec(REGRESSION.replace("-2", "low"), "my", "my.yaml"))
 
 
+def test_spaces_at_the_beginning_of_a_prompt_are_left_out() -> None:
+    """As MeZO does, so that the first word has its usual tokens; line breaks stay, and so does code."""
+    row = {"passage": "  \n It rains", "question": "does it rain", "label": 1}
+    made = build(Record("x.jsonl", "line", 1, row), read_spec("boolq"))
+    assert made is not None and made.prompt == "\n It rains Does it rain?\n"
+    spec = parse_spec('columns: {a: a, b: b}\nprompt: "{{ a }}"\nanswer: "{{ b }}"\nmetric: perplexity\n', "t", "t")
+    free = build(Record("x.jsonl", "line", 1, {"a": "    if x:", "b": " y"}), spec)
+    assert free is not None and free.prompt == "    if x:"
+
+
 def test_candidates_that_become_the_same_are_refused() -> None:
     """A query without a gap, or choices that differ in case only, leave no choice."""
     row = {"premise": "It rains.", "choice1": "A dog", "choice2": "a dog", "question": "cause", "label": 0}

@@ -202,6 +202,15 @@ def test_an_absurd_split_is_refused(tmp_path: Path, name: str) -> None:
         find_splits(read_spec("sst2"), str(tmp_path), {"train": name, "test": "dev"})
 
 
+@pytest.mark.parametrize("name", ["dev[:200%]", "dev[101%:]", "dev[-500%:]"])
+def test_more_than_all_rows_are_refused(tmp_path: Path, name: str) -> None:
+    """A percentage is of the rows that are there; 100 is the largest."""
+    files_of(tmp_path, "train.jsonl", "dev.jsonl")
+    with pytest.raises(UserError, match=r"splits: found 'dev\[.* for test .*at most 100; all rows are 'dev'"):
+        find_splits(read_spec("sst2"), str(tmp_path), {"test": name})
+    assert str(find_splits(read_spec("sst2"), str(tmp_path), {"test": "dev[:100%]"})["test"]) == "dev.jsonl[:100%]"
+
+
 @pytest.mark.parametrize("where", ["a" * 300, "~nosuchuser/x"])
 def test_an_absurd_directory_is_refused(where: str) -> None:
     """task_data is looked for as it stands."""

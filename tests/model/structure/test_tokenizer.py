@@ -67,6 +67,18 @@ def test_without_a_vocabulary_there_is_none(directory: Path, names: tuple[str, .
         load_tokenizer(str(directory))
 
 
+def test_a_vocabulary_of_special_tokens_is_named(directory: Path) -> None:
+    """A tokenizer file that maps every text to nothing is not called missing: what is wrong is said, on both roads."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(directory)
+    for read in (lambda: keyhole.load(directory, device="cpu"), lambda: load_tokenizer(str(directory))):
+        with pytest.raises(UserError, match="has no vocabulary: tokenizer.json gives it 2 special tokens and nothing"):
+            read()
+
+
 def test_bytes_need_no_vocabulary(directory: Path) -> None:
     """ByT5's tokenizer is its config."""
     from transformers import ByT5Tokenizer
