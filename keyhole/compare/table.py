@@ -220,8 +220,8 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
             about = [cell.model, cell.task, cell.method, point_text(result.grid), f"seed {result.seed}"]
             parts.append(f"- failed: {_plain(', '.join(about))}: {_plain(result.error or '')}")
         for text, runs in cell.warnings.items():
-            about = _plain(", ".join([cell.model, cell.task, cell.method, warned_runs(runs)]))
-            parts.append(f"- {about}: {_plain(text)}")
+            warned = _plain(", ".join([cell.model, cell.task, cell.method, warned_runs(runs)]))
+            parts.append(f"- {warned}: {_plain(text)}")
     return "\n".join(parts).rstrip() + "\n"
 
 
