@@ -40,7 +40,7 @@ rates = st.floats(1e-12, 1e3)
 counts = st.integers(1, 10**9)
 zo_configs = st.builds(
     ZOConfig,
-    eps=rates,
+    eps=st.floats(1e-8, 1.0),
     directions=st.integers(1, 4096),
     distribution=st.sampled_from(["gaussian", "rademacher"]),
     rounding=st.sampled_from(["stochastic", "nearest"]),
