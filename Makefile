@@ -50,8 +50,9 @@ fix: $(STAMP)  # what ruff can repair by itself
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: $(STAMP)  # the page of settings, from their docstrings
+docs: $(STAMP)  # the page of settings, from their docstrings; the names of the library, from the table of methods
 	$(BIN)/python -m keyhole.config.docs > docs/config.md
+	$(BIN)/python -m scripts.stub > keyhole/__init__.pyi
 
 setup: $(STAMP)
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import keyhole
+from scripts.stub import stub
 from tests.training.children import server
 
 PACKAGE = Path(keyhole.__file__).parent
@@ -39,6 +40,11 @@ def test_the_library_imports_with_the_core_dependencies_alone() -> None:
     child.start()
     child.join()
     assert child.exitcode == 0, "the traceback is above"
+
+
+def test_the_stub_names_what_the_module_offers() -> None:
+    """`make docs` writes it again."""
+    assert (PACKAGE / "__init__.pyi").read_text() == stub()
 
 
 def test_starting_imports_neither_torch_nor_transformers() -> None:

@@ -74,6 +74,7 @@ def squeeze(name: str, seed: int = 0, steps: int = STEPS, device: str | None = N
         made.skipped = str(error)
         return made
     made.seconds.append(seconds)
+    assert streamed.placed is not None
     made.planned_bytes = streamed.placed.device_bytes.total
     engine = streamed.engine
     made.streamed_bytes = sum(page_bytes(engine.homes[page]) for page in engine.streamed)

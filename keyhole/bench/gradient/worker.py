@@ -74,7 +74,7 @@ class GradientWorker:
         found |= {"device": measure.device_memory(self.device), "host_bytes": measure.host_memory()}
         found |= {"weights_bytes": model.layout.numel * model.dtype.itemsize, "parts": step_parts(method)}
         planned = trial.system != NATIVE and METHODS[trial.system].streams  # the memory of baselines is not planned
-        found["planned_bytes"] = model.placed.device_bytes.total if planned else None
+        found["planned_bytes"] = model.placed.device_bytes.total if planned and model.placed is not None else None
         found["decided"] = model.describe() + method.describe()
         found["updates_alone_s"] = updates_alone_s(method)
         rounds = self.job.warm_up, self.job.timed

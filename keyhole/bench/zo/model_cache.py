@@ -47,15 +47,21 @@ class ModelCache:
         self.links: dict[int, dict[str, float]] = {}
         self.link: dict[str, float] | None = None
 
+    @property
+    def loaded(self) -> keyhole.Model:
+        """The model that was loaded last."""
+        assert self.model is not None
+        return self.model
+
     def ready(self, case: Case) -> keyhole.Model:
         """The model of a case, loaded now or kept from the previous case; always with fresh weights."""
         textbook = case.system == "textbook"
         if case.load == self.key and textbook:
             self.lend()
-            return self.model
+            return self.loaded
         if case.load == self.key and not self.lent:
             self.refresh()
-            return self.model
+            return self.loaded
         self.close()
         begin_s = time.perf_counter()
         options: dict[str, Any] = {}
@@ -82,13 +88,12 @@ class ModelCache:
 
     def lend(self) -> None:
         """Prepares the module for the textbook loop, with the initial weights."""
-        take_weights(self.model, {id(param): as_loaded for param, as_loaded in self.vectors})
+        take_weights(self.loaded, {id(param): as_loaded for param, as_loaded in self.vectors})
         self.lent = True
 
     def refresh(self) -> None:
         """Draws the same weights again."""
-        model = self.model
-        assert model is not None
+        model = self.loaded
         model.apply_deferred()  # otherwise the last method's update would be applied to the new weights
         model.engine.wait_for_homes()
         std = getattr(model.config, "initializer_range", None) or 0.02
@@ -101,7 +106,7 @@ class ModelCache:
     def measure_link(self) -> None:
         """Measures the link with copies of this model's usual unit, unless a similar size was measured already."""
         self.link = None
-        homes = streamed_homes(self.model)
+        homes = streamed_homes(self.loaded)
         if self.device.type != "cuda" or not homes:
             return
         sizes = sorted(home.numel() * home.element_size() for home in homes)

@@ -71,8 +71,8 @@ class ZoWorker:
     def method(self, model: keyhole.Model, case: Case) -> keyhole.ZO:
         compiled: bool | str = "aot_eager" if case.compiled and self.job.quick else case.compiled
         every = None if case.rare_write_backs else 1
-        how = {"deferred_update": case.deferred_update, "write_back_every": every}
-        return keyhole.ZO(model, LR, eps=EPS, compile=compiled, **how)
+        deferred = case.deferred_update
+        return keyhole.ZO(model, LR, eps=EPS, compile=compiled, deferred_update=deferred, write_back_every=every)
 
     def planned_bytes(self, model: keyhole.Model, case: Case) -> int:
         """The planned device peak for this case's tokens (a load may serve several batch sizes)."""
@@ -81,8 +81,7 @@ class ZoWorker:
 
     def batch(self, case: Case) -> dict[str, torch.Tensor]:
         length = max(4, case.length // QUICK_SHRINK) if self.job.quick else case.length
-        assert self.models.model is not None
-        return measure.random_batch(case.batch, length, self.models.model.config.vocab_size)
+        return measure.random_batch(case.batch, length, self.models.loaded.config.vocab_size)
 
 
 if __name__ == "__main__":
