@@ -36,7 +36,7 @@ class OffloadConfig:
     graphs: bool = True
     """Launch small blocks as CUDA graphs, if the GPU would otherwise wait for the host."""
     reverse_graphs: bool = True
-    """The same for the backward pass and the updates of first-order methods; with `gpu_memory` where it has room for that beside the planned step."""
+    """The same for the backward pass and the updates of first-order methods; with `gpu_memory` where it has room."""
     gather: Literal["auto", "always", "never"] = "auto"
     """zo on several GPUs of a machine: each uploads a part of a unit, then all-gather; auto = if that is faster."""
 
