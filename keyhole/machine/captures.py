@@ -2,7 +2,10 @@
 
 While a graph is captured, the allocator gives no cached memory back. A capture that an operation has made invalid
 cannot be ended in order, and then counts as still going on: for the rest of the process neither empty_cache() nor an
-allocation that finds no room would free what is cached.
+allocation that finds no room would free what is cached. Its pool would count one graph too many, and keep its memory
+after all of its graphs are gone.
+
+After a failure use another pool: PyTorch's allocator of page-locked memory, which cannot be told, refuses the old one.
 """
 
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
             finally:
                 graph.capture_end()
     except BaseException:
-        with suppress(RuntimeError):  # it has ended in order
+        with suppress(RuntimeError):  # it has ended in order, and the pool is released with the graph
             torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            torch._C._cuda_releasePool(stream.device_index, pool)
         raise

@@ -4,12 +4,14 @@
     with a budget       budget - max(reserved, planned + held), at most what is free
 
 planned: the largest step of the plan. It runs without any of this, and may still come: a longer batch, another shape.
+Steps that the plan does not cover (another method, a batch longer than planned) may need the rest of the budget, so
+from then on there is nothing to spare (`covers`).
 held: what recordings keep for good beside it, which the plan does not count. reserved: by PyTorch's allocator, all of
 this included.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +43,22 @@ class SpareMemory:
     def workspace_bytes(self) -> int:
         """What cuBLAS takes for the stream on which graphs are captured."""
         return 0 if self.placed is None else self.placed.workspace_bytes
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget has no room for more than is held beside the planned step."""
+        placed = self.placed
+        if placed is None or placed.budget_bytes is None:
+            return False
+        return bool(placed.budget_bytes < placed.device_bytes.total + self.held.total())
+
+    def covers(self, tokens: Sequence[int] = ()) -> bool:
+        """Whether the budget, if there is one, was planned for this method, and for passes over so many tokens."""
+        placed = self.placed
+        if placed is None or placed.budget_bytes is None:
+            return True
+        work = placed.work
+        return not placed.is_of_another and len(tokens) <= work.passes and max(tokens, default=0) <= work.tokens
 
     def left(self) -> int:
         """Bytes that are left now."""

@@ -9,6 +9,7 @@ and the loss fell from 4.3 to 0.4 in a step and was 0.3 after 10; with max_grad_
 that is named makes it GOOD, and comes before clipping.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,6 +39,8 @@ class Overshoot:
         length = norm if self.max_grad_norm is None else min(norm, self.max_grad_norm)
         fall = rate * norm * length
         if self.said or step > STEPS or fall <= max(TIMES * loss, AT_LEAST):
+            return None
+        if not math.isfinite(fall):  # such an update is left out (guard.py): a loss scale that is too high, for one
             return None
         self.said = True
         lower = f"learning_rate={GOOD * max(loss, AT_LEAST / TIMES) / (norm * length):.0e}"

@@ -14,7 +14,9 @@ BYTES = st.integers(0, 100)
 
 
 def placed(budget: int | None, planned: int) -> Any:
-    return SimpleNamespace(budget_bytes=budget, device_bytes=SimpleNamespace(total=planned), workspace_bytes=0)
+    work = SimpleNamespace(tokens=16, passes=2)
+    of_step = SimpleNamespace(total=planned)
+    return SimpleNamespace(budget_bytes=budget, device_bytes=of_step, workspace_bytes=0, work=work, is_of_another=False)
 
 
 @given(BYTES, BYTES, BYTES, BYTES)
@@ -51,3 +53,21 @@ def test_what_pools_grow_by_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spare.held.total() == 15 and spare.left() == 45
     reserved[0] = 90
     assert spare.left() == 10 and spare.has(45) and not spare.has(46)
+
+
+def test_a_plan_covers_steps_of_its_size_and_method() -> None:
+    """Others may need the rest of the budget. Without a budget there is no plan to keep to."""
+    for budget in (None, 100):
+        spare = SpareMemory(placed(budget, 40), torch.device("cpu"))
+        assert spare.covers() and spare.covers([16, 9])
+        found = [spare.covers([17]), spare.covers([1, 1, 1])]
+        spare.placed.is_of_another = True  # type: ignore[union-attr]
+        assert [*found, spare.covers()] == [budget is None] * 3
+
+
+def test_a_budget_is_spent_when_more_is_held_than_the_planned_step_leaves() -> None:
+    spare, free = (SpareMemory(placed(budget, 40), torch.device("cpu")) for budget in (100, None))
+    spare.held["graphs"] = free.held["graphs"] = 60
+    assert not spare.is_spent
+    spare.held["static memory"] = free.held["static memory"] = 1
+    assert spare.is_spent and not free.is_spent

@@ -28,6 +28,14 @@ def test_only_the_first_steps_and_large_falls_count() -> None:
     assert "lower it" in (Overshoot(max_grad_norm=50.0).note(1, 3.45, 5e-3, 87.0) or "")
 
 
+@pytest.mark.parametrize("norm", [float("inf"), float("nan"), 1e200])
+def test_a_step_that_is_left_out_is_not_too_long(norm: float) -> None:
+    """With float16 the first loss scales are too high, and such gradients are not finite."""
+    noticed = Overshoot()
+    assert noticed.note(1, 3.45, 5e-3, norm) is None
+    assert noticed.note(2, 3.45, 5e-3, 87.0) is not None
+
+
 def test_it_is_not_said_again_after_a_resume() -> None:
     before = [{"step": 1, "loss": 3.45, "learning_rate": 5e-3, "grad_norm": 87.0}, {"step": 1, "eval_loss": 3.0}]
     gone_on = Overshoot()

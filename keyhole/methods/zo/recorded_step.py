@@ -224,6 +224,7 @@ class RecordedSteps:
             recording.graph = graph
         except Exception as error:  # any operation of the model that cannot be captured
             self.why = str(error).partition("\n")[0]
+            self.pool = torch.cuda.graph_pool_handle()  # the old one may be refused (machine/captures.py)
         torch.cuda.synchronize(model.device)
         model.engine.compute = torch.cuda.current_stream(model.device)
 

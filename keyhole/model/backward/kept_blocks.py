@@ -9,7 +9,9 @@ The limit is the budget, or the free memory of the device. The bytes of one bloc
 the same bits either way, so this choice may depend on memory.
 
 Small blocks run as CUDA graphs (recorded.py), whose memory is their own, for every shape of batches: they keep
-activations as long as SPARE of the device's memory, or of the budget beside the planned step, stays free.
+activations as long as SPARE of the device's memory, or of the budget beside the planned step, stays free. Within a
+budget, what recordings hold is not for others to keep: not what they held when the peak was measured (of which it
+counts all but the temporaries in the pool of graphs), nor what came since.
 """
 
 import math
@@ -29,7 +31,7 @@ class KeptBlocks:
 
     def __init__(self, model: Model, spare: SpareMemory) -> None:
         self.model, self.spare = model, spare
-        self.first: dict[int, float] = {}  # by the number of tokens; nan: will be known after this step
+        self.room: dict[int, float] = {}  # bytes beside a step on so many tokens; nan: will be known after this step
         blocks = model.layout.of_kind("block")
         wide = max((max(t.shape[-2:]) for u in blocks for t in u.tensors if len(t.shape) > 1), default=0)
         self.bytes_per_token = model.dtype.itemsize * (HIDDEN * model.layout.table.shape[1] + WIDE * wide)
@@ -47,15 +49,16 @@ class KeptBlocks:
         model = self.model
         if model.device.type != "cuda" or model.engine.streamed:  # a streamed block has moved by its backward pass
             return math.inf
-        if tokens not in self.first:
-            self.first[tokens] = math.nan
+        if tokens not in self.room:
+            self.room[tokens] = math.nan
             torch.cuda.reset_peak_memory_stats(model.device)
             return math.inf
-        if math.isnan(self.first[tokens]):
+        budget, held = self.spare.budget_bytes, self.spare.held
+        if math.isnan(self.room[tokens]):
             free, _ = torch.cuda.mem_get_info(model.device)
             peak, now = torch.cuda.max_memory_allocated(model.device), torch.cuda.memory_reserved(model.device)
-            budget = None if model.placed is None else model.placed.budget_bytes
             limit = now + free if budget is None else min(budget, now + free)
-            count = max(0, int(SHARE * (limit - peak) / (self.bytes_per_token * tokens)))
-            self.first[tokens] = max(0, model.layout.block_count - count)
-        return self.first[tokens]
+            self.room[tokens] = limit - peak + (0 if budget is None else held.total() - held["graphs"])
+        room = self.room[tokens] - (0 if budget is None else held.total())
+        count = max(0, int(SHARE * room / (self.bytes_per_token * tokens)))
+        return max(0, model.layout.block_count - count)

@@ -215,8 +215,8 @@ class RecordedBlocks(StaticMemory):
         return self.seen[kind] >= SIGHTS
 
     def _is_full(self, key: Hashable) -> bool:
-        """Whether the table of recordings has no room for a new key."""
-        return key not in self.recordings and len(self.recordings) >= MAX_GRAPHS
+        """Whether there is no room for a new key: in the table of recordings, or in the budget."""
+        return key not in self.recordings and (len(self.recordings) >= MAX_GRAPHS or self.spare.is_spent)
 
     def _rehearse(self, run: Callable[..., Any], *args: Any) -> None:
         if self.rehearses:
@@ -229,12 +229,13 @@ class RecordedBlocks(StaticMemory):
             self.pool = self._new_pool()
         torch.cuda.synchronize(self.device)
         try:
-            with self.spare.holding("graphs"), capturing(one.graph, pool or self.pool, self.stream):
+            kind = "graphs" if pool is None else "kept graphs"
+            with self.spare.holding(kind), capturing(one.graph, pool or self.pool, self.stream):
                 one.result = run()
             captured = True
         except RuntimeError as error:
             self.why = str(error).partition("\n")[0]
-            self.pool = self._new_pool()  # the old one may count as still being captured to
+            self.pool = self._new_pool()  # the old one may be refused (machine/captures.py)
             self.kept_pools.clear()
         torch.cuda.synchronize(self.device)
         self.spare.held["static memory"] = self.nbytes
@@ -300,5 +301,5 @@ class RecordedBlocks(StaticMemory):
         for kind in [one for one in self.seen if one[0] == "reverse" and one[-1]]:  # of forwards that are dropped
             del self.seen[kind]
         self.pool = self._new_pool()  # the old pool is freed with its last graph
-        for kind in ("graphs", "static memory"):
+        for kind in ("graphs", "kept graphs", "static memory"):
             self.spare.held.pop(kind, None)

@@ -60,6 +60,7 @@ class RecordedVisits:
         self.visited: set[tuple[int, int]] = set()  # (pass, block) of this forward pass
         self.repeats = False  # whether a block is used twice in a pass
         self.fits: dict[tuple[int, int], bool] = {}  # by pass and tokens: whether recordings fit in the budget
+        self.promised: dict[int, int] = {}  # by pass: the most tokens for which they do
         self._reaching: set[int] | None = None  # the entry of `reached` that is being filled
         self._offering: list[FlatTensor] | None = None  # the entry of `offers` that is being filled
 
@@ -83,6 +84,12 @@ class RecordedVisits:
                 self.blocks.forget()
             self.trained = trained
 
+    def end(self) -> None:
+        """Gives all memory back: the budget was planned for smaller steps than this one."""
+        self.blocks.forget()
+        vars(self).pop("gathered", None)
+        self.blocks.spare.held.clear()
+
     def are_small(self, batches: list[DeviceBatch]) -> bool:
         """Whether every block is small in every pass, and may be recorded."""
         largest = max(self.numel_of.values(), default=0)
@@ -97,13 +104,19 @@ class RecordedVisits:
         return self._fits(visit.index, tokens)
 
     def _fits(self, turn: int, tokens: int) -> bool:
-        """Whether recordings of a pass over so many tokens fit in the budget beside the planned step, and beside the
-        recordings that there are when the first block asks."""
+        """Whether recordings of a pass over so many tokens fit in the budget beside the planned step, beside the
+        recordings that there are when the first block asks, and beside those that are promised to other passes: all
+        passes of a step ask before the first of them is recorded."""
         spare = self.blocks.spare
         if spare.budget_bytes is None:
             return True
         if (turn, tokens) not in self.fits:
-            self.fits[turn, tokens] = spare.has(self.needs(tokens) + spare.workspace_bytes)
+            promised = self.promised | {turn: max(tokens, self.promised.get(turn, 0))}
+            made = spare.held["graphs"] + spare.held["static memory"]
+            to_come = sum(map(self.needs, promised.values())) - made
+            found = spare.has(max(self.needs(tokens), to_come) + spare.workspace_bytes)
+            self.fits[turn, tokens] = found
+            self.promised = promised if found else self.promised
         return self.fits[turn, tokens]
 
     def first_run(self, visit: Visit, values: list[Any]) -> Any:

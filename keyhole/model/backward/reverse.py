@@ -189,6 +189,10 @@ class Reverse:
     def _new_tape(self, batches: list[DeviceBatch], alone: bool, may_draw: bool) -> Tape:
         """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these. alone: there is one pass,
         on this thread; may_draw: a block may draw random numbers."""
+        tokens = [one.inputs["input_ids"].numel() for one in batches]
+        if self.visits is not None and not self.visits.blocks.spare.covers(tokens):
+            self.visits.end()
+            self.visits = None
         if self.visits is not None:
             self.visits.begin()
         first_run = None if self.visits is None else self.visits.first_run
@@ -199,7 +203,7 @@ class Reverse:
             return Tape(self.activations, self.store, self.compiled, may_draw=may_draw)
         first_kept = math.inf
         if self.kept is not None and not small:
-            first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
+            first_kept = self.kept.first_kept(sum(tokens))
         return Tape(self.activations, self.store, None, first_run, first_kept, may_draw=may_draw)
 
     # -- reverse ---------------------------------------------------------------------------------------------------

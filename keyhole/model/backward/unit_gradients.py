@@ -45,7 +45,7 @@ def has_room(model: Model, spare: SpareMemory) -> bool:
     if model.device.type != "cuda" or needed == 0:
         return False
     if spare.budget_bytes is not None:
-        return spare.has(COPIES * needed)
+        return spare.covers() and spare.has(COPIES * needed)
     return needed <= spare.left() * FREE_SHARE
 
 

@@ -156,6 +156,7 @@ class BlockGraphs:
             with capturing(one.graph, self.pool, self.stream):
                 one.output = ordinary(*static_args, **static_kwargs)
         except RuntimeError:
+            self.pool = torch.cuda.graph_pool_handle()  # the old one may be refused (machine/captures.py)
             torch.cuda.synchronize(self.model.device)
             return None
         return None if signature_of(one.output) is None else one

@@ -300,3 +300,25 @@ def test_a_hook_of_the_user_s_is_called_at_every_step(pretended: None) -> None:
         opt.step(batch())
         assert len(calls) == 4
         calls.clear()
+
+
+@pytest.mark.usefixtures("pretended")
+@torch.no_grad()
+def test_a_pool_whose_capture_failed_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch may refuse it; other shapes are recorded all the same, while earlier graphs are alive."""
+    pools, used, fails = itertools.count(), [], [2]
+
+    def begin(self: Recorder, pool: int, **_: Any) -> None:
+        used.append(pool)
+        if len(used) in fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.__enter__()
+
+    monkeypatch.setattr(Recorder, "capture_begin", begin)
+    monkeypatch.setattr(Stream, "device_index", 0, raising=False)
+    model = graphed(device="cpu")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    for length in (5, 7, 9):
+        model.graphs._record(lambda x: 2 * x, (torch.ones(length),), {})
+        model.graphs.recorded[length,] = object()  # type: ignore[assignment]  # alive
+    assert used[0] == used[1] != used[2]
