@@ -29,9 +29,9 @@ compared by a sum of their bits.
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -170,7 +170,8 @@ class RecordedSteps:
             self.why = "there is not enough free memory"
             return passes.run(self.perturbed, looks)
         self._set_numbers()
-        before, changed_before, pending = [home.clone() for home in homes], update.changed.clone(), update.pending
+        assert self.coef is not None  # _set_numbers has made it
+        before, changed_before, pending = [home.clone() for home in homes], update.changed.clone(), update.waiting[-1]
         sums = list(map(sum_of_bits, still))
         blocks = self.perturbed.model.blocks if is_plain(looks.passes) else []
         with noted(blocks) as without_mask:
@@ -238,12 +239,12 @@ class RecordedSteps:
 
     def _set_numbers(self) -> None:
         """Writes the pending update and the step numbers to the device."""
-        pending = self.update.pending
+        pending = self.update.waiting[-1]
         if self.coef is None:
             self.coef = torch.empty_like(pending.coef)
         self.coef.copy_(pending.coef)
         self.before.set(0.0, pending.step)
-        self.now.set(0.0, self.perturbed.step)
+        self.now.set(0.0, cast(int, self.perturbed.step))  # on the device within `captured` only
 
     def _divided(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The homes that a step changes, and those that it leaves as they are."""
@@ -279,21 +280,27 @@ def restore(homes: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
         home.copy_(old)
 
 
-def with_tensors(value: Any, make: Any) -> Any:
+def with_tensors(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same batch with other tensors."""
     if isinstance(value, torch.Tensor):
         return make(value)
     if isinstance(value, dict):
         return {name: with_tensors(part, make) for name, part in value.items()}
     if is_dataclass(value):
-        return replace(value, **{field.name: with_tensors(getattr(value, field.name), make) for field in fields(value)})
+        parts = {field.name: with_tensors(getattr(value, field.name), make) for field in fields(value)}
+        return replace(cast(Any, value), **parts)
     return value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """All tensors of a batch, in order."""
     found: list[torch.Tensor] = []
-    with_tensors(value, lambda tensor: found.append(tensor) or tensor)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    with_tensors(value, note)
     return found
 
 
