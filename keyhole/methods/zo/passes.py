@@ -28,7 +28,8 @@ from keyhole.ops.loss import RunningNLL
 
 
 def run(perturbed: PerturbedWeights, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
-    """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses."""
+    """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses. steady:
+    blocks may run as graphs of their own (Model.lockstep); False while the whole step is captured."""
     with perturbed.model.sweep("train", of_all=True):
         _perturb_spine(perturbed, looks)
         if (layers := perturbed.layers) is not None:

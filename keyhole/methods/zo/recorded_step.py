@@ -50,7 +50,7 @@ from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import Layout
 
-SIGHTS = 3  # a shape is captured at this step: libraries choose kernels in the first ones
+SIGHTS = 3  # a shape is captured in its third step: libraries choose kernels in the first ones
 MAX_RECORDINGS = 32
 SHARE = 1 / 16  # of the free memory, for copies of a unit
 ROOM = 4  # free memory that a capture requires, in multiples of the weights that a step changes
@@ -69,7 +69,7 @@ class Recording:
         self.looks = replace(looks, batches=batches)
         self.graph: Any = None
         self.nll: list[torch.Tensor] = []
-        self.counted: set[int] = set()
+        self.counted: set[int] = set()  # units whose changed weights the graph counts
 
     def take(self, looks: Looks) -> None:
         """Copies the batches of another step into the static tensors."""
@@ -99,7 +99,7 @@ class RecordedSteps:
         self.stream: torch.cuda.Stream | None = None
         self.branches = Branches()
         self.more: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of a unit for the pairs after the first
-        self.kept: int | None = None  # the rooms of kept factors that the recordings read
+        self.rooms_version: int | None = None  # of the kept factors that the recordings read
 
     def run(self, looks: Looks) -> list[torch.Tensor]:
         """The losses of all passes; applies the pending update. Read them before the next step."""
@@ -146,9 +146,9 @@ class RecordedSteps:
     def _drop_outdated(self) -> None:
         """Frees the recordings that read kept factors from memory that is used no more."""
         factors = self.perturbed.factors
-        if factors is None or factors.kept.number == self.kept:
+        if factors is None or factors.kept.version == self.rooms_version:
             return
-        self.kept = factors.kept.number
+        self.rooms_version = factors.kept.version
         if self.stream is not None:  # the last replay may be running
             torch.cuda.synchronize(self.perturbed.model.device)
         self.recordings.clear()

@@ -250,6 +250,7 @@ class Update:
         self.at_home[unit.index] = len(self.waiting)
 
     def _must_go(self, unit: Unit) -> bool:
+        """Whether updates change the unit, or a checkpoint waits for it."""
         return any(span.trained for span in self.trained[unit.index]) or self.write_back.is_awaited(unit)
 
     def _count(self, unit: Unit, pending: Pending) -> torch.Tensor | None:

@@ -35,7 +35,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.looks import compacted
+from keyhole.methods.zo.looks import send_options
 from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
 from keyhole.methods.zo.low_rank.error_directions import predictors, principal_errors
 from keyhole.methods.zo.low_rank.factors import Factors
@@ -103,7 +103,7 @@ class Guide:
 
     def _find(self, batches: list[Batch], period: int) -> torch.Tensor:
         model, factors = self.factors.model, self.factors
-        sent = model.send(batches, **compacted(batches))
+        sent = model.send(batches, **send_options(batches))
         sent = sent if model.classifies else _thinned(sent)
         self.inputs = inputs = _Inputs(factors, sent)
         try:

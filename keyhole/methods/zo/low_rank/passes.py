@@ -60,7 +60,7 @@ def carry(looks: Looks, together: bool) -> list[Carried]:
 
 
 def run(perturbed: PerturbedWeights, layers: FactoredLayers, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
-    """The hidden states of all passes, numbered as those of a dense step."""
+    """The hidden states of all passes, numbered as those of a dense step. steady: as in ../passes.py."""
     if layers.together:
         try:
             return _run(perturbed, layers, looks, steady)
