@@ -205,7 +205,8 @@ def matrix_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule
 
 def moment_decay(t: int, decay_rate: float = -0.8) -> float:
     """beta for step t."""
-    return 1 - t**decay_rate
+    share: float = t**decay_rate
+    return 1 - share
 
 
 def adalomo_update_(

@@ -175,7 +175,7 @@ class FactoredLayers:
         share = self.running
         return self.factors.now[None] if share is None else self.factors.looks[share.first : share.first + share.count]
 
-    def graph_key(self) -> tuple | None:
+    def graph_key(self) -> tuple[Share | int | None, ...] | None:
         if not self.shares or not self.factors.folds or self.spines is None:
             return None
         memory = (self.factors.looks, self.factors.v, self.spines)

@@ -208,7 +208,7 @@ def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
     return (rows, columns, True) if transposed else (columns, rows, False)
 
 
-def _check(layout: Layout, shapes: dict, vectors: list[FlatTensor], numel: int) -> None:
+def _check(layout: Layout, shapes: dict[int, tuple[int, int, bool]], vectors: list[FlatTensor], numel: int) -> None:
     total = sum(unit.numel for unit in layout.of_kind("block"))
     if numel > MOST_VECTORS * total:
         large = max(vectors, key=lambda tensor: tensor.shape.numel())
