@@ -11,6 +11,7 @@ one program after the other, in numpy.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -24,18 +25,18 @@ except ImportError as error:
     TRITON_MISSING = str(error)
     INTERPRETED = False
 
-    class tl:
+    class tl:  # type: ignore[no-redef]  # where there is no such module
         """Stands in for triton.language, whose names modules use at import."""
 
         @staticmethod
-        def constexpr(value):
+        def constexpr(value: Any) -> Any:
             return value
 
 
 _forced: str | None = None
 
 
-def jit(**options) -> Callable:
+def jit(**options: Any) -> Callable[..., Any]:
     """`triton.jit(**options)` where Triton exists; the bare function elsewhere."""
     return (lambda fn: fn) if TRITON_MISSING else triton.jit(**options)
 
@@ -59,7 +60,7 @@ def use_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and not TRITON_MISSING
 
 
-def on_device(tensor: torch.Tensor) -> AbstractContextManager:
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Makes the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 

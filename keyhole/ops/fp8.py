@@ -27,6 +27,8 @@ if rounding had left a group with a maximum below what its scale allows.
 One pass over memory each; a zeroth-order step does both and more in one (zo/packed.py). Legend: G groups.
 """
 
+from typing import Any
+
 import torch
 
 from keyhole.ops.arguments import DTYPES
@@ -92,7 +94,8 @@ def fp8_encode_reference_(
     w: torch.Tensor, packed: torch.Tensor, offset: int, seed: int, step: int, stochastic: bool
 ) -> None:
     """Chunk by chunk."""
-    n, which = w.numel(), {"seed": seed, "step": step, "device": w.device}
+    n = w.numel()
+    which: dict[str, Any] = {"seed": seed, "step": step, "device": w.device}
     for part in chunks(offset, n):
         w_G64 = w[part].view(-1, GROUP)
         k_G = scale_exponents_reference(w_G64)

@@ -30,6 +30,7 @@ int4 to bfloat16: at 4 TB/s a block of 218 million parameters is unpacked in 0.1
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -287,7 +288,9 @@ def lowbit_decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, 
     _launch(_decode_kernel, (codes, scales, out), out, grid, {"OFFSET": grid.offset})
 
 
-def _launch(kernel, tensors: tuple[torch.Tensor, ...], flat: torch.Tensor, grid: Grid, flags: dict[str, bool]) -> None:
+def _launch(
+    kernel: Any, tensors: tuple[torch.Tensor, ...], flat: torch.Tensor, grid: Grid, flags: dict[str, bool]
+) -> None:
     groups = flat.numel() // grid.group
     how = flags | {"KIND": grid.kind, "GROUP": grid.group, "AT_ONCE": GROUPS_AT_ONCE, "num_warps": WARPS}
     with on_device(flat):

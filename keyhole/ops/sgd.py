@@ -20,6 +20,7 @@ address, and each thread would wait for memory eight times instead of once. Only
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,8 +88,8 @@ def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor |
     """Chunk by chunk."""
     if rule.sum_squares is not None or rule.bad is not None:
         sum_squares_reference_(grad, rule, how.offset)
-    which, stochastic = {"seed": how.seed, "step": int(how.step), "device": w.device}, how.is_stochastic(w.dtype)
-    lr = float(rule.lr)
+    which: dict[str, Any] = {"seed": how.seed, "step": int(how.step), "device": w.device}
+    stochastic, lr = how.is_stochastic(w.dtype), float(rule.lr)
     for part in chunks(how.offset, w.numel()):
         g, old, c_old = scaled_reference(grad[part], rule.scale), w[part], None if c is None else c[part]
         finite = torch.isfinite(g)
@@ -96,7 +97,7 @@ def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor |
             g = g.clamp(-rule.clip_value, rule.clip_value)
         if rule.weight_decay:
             g = g.add(old.to(torch.float32), alpha=rule.weight_decay)
-        x = (old if c is None else c_old).to(torch.float32).add(g, alpha=-lr)
+        x = (old if c_old is None else c_old).to(torch.float32).add(g, alpha=-lr)
         bits = chunk_bits_reference(how.offset + part.start, g.numel(), **which) if stochastic else None
         store_weight_reference_(old, c_old, x, finite, bits, how)
 
@@ -124,7 +125,7 @@ class Flags:
 def _flags(w: torch.Tensor | None, c: torch.Tensor | None, rule: Rule, how: Store) -> Flags:
     count = w is not None and how.changed is not None
     stochastic = w is not None and how.is_stochastic(w.dtype)
-    pairs = count and c is None and counts_pairs(w.dtype, w.device)
+    pairs = w is not None and count and c is None and counts_pairs(w.dtype, w.device)
     return Flags(stochastic, count, pairs, is_on_device(rule.lr, how.step))
 
 
@@ -229,7 +230,7 @@ def _launch(w: torch.Tensor | None, grad: torch.Tensor, c: torch.Tensor | None, 
     flags = _flags(w, c, rule, how)
     with on_device(grad):
         _sgd_kernel[(programs,)](*tensors, *place, *key(how.seed, how.step), *rates, HOW=flags, **options)
-    if partial is not None:
+    if partial is not None and rule.sum_squares is not None:
         rule.sum_squares.add_(partial.sum())
 
 

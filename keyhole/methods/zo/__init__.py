@@ -4,6 +4,7 @@ From the bottom up; a file imports only from files above it:
 
     traits.py         settings and row                    defaults.py      of the estimators
     rounded_run.py    how many steps 8-bit weights may be updated
+    arguments.py      the settings of ops, in typed parts
     estimators/       from losses to coefficients         parts.py         the rows of a step, in parts
     looks.py          the perturbed points of a step, and their rows
     spans.py          ranges of a unit updated alike      write_back.py    when a unit is written back

@@ -43,6 +43,7 @@ class AtLook:
         perturbed = self.perturbed
         if perturbed.factors is not None and unit.index in perturbed.factors.units:  # the layers add the perturbation
             return perturbed.model.in_compute_dtype(unit, stored)
+        both: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
         if unit.kind == "spine":
             both = perturbed.spines[self.number]
         else:

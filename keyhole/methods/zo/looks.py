@@ -57,17 +57,17 @@ class Looks:
 
 
 def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks) -> Looks:
-    """Evaluates every look on all rows."""
-    sent = model.send(ranks.share(batches), **compacted(batches))
+    """The looks of a step that evaluates each of them on all rows."""
+    sent = model.send(ranks.share(batches), **send_options(batches))
     count = ranks.total(sum(batch.loss_count for batch in sent))
     looks = sum(pair.looks for pair in pairs)
     return Looks(pairs, [sent] * looks, count, [len(batches)] * looks)
 
 
 def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], ranks: Ranks) -> Looks:
-    """Evaluates each pair on its part of the rows."""
+    """The looks of a step that evaluates each pair on its own part of the rows."""
     parts = split(batches, estimator.directions)
-    sent = [model.send(ranks.share(part), **compacted(part)) for part in parts]
+    sent = [model.send(ranks.share(part), **send_options(part)) for part in parts]
     count = ranks.total(sum(batch.loss_count for part in sent for batch in part))
     counts = [len(part) for part in parts for _ in range(2)]
     return Looks(estimator.pairs, [part for part in sent for _ in range(2)], count, counts)
@@ -85,8 +85,8 @@ def warn_of_unused(directions: int, batches: list[Batch]) -> None:
         )
 
 
-def compacted(batches: list[Batch]) -> dict[str, bool]:
-    """How batches are sent: candidates may share rows (model/shared_rows.py), and their rows be joined
+def send_options(batches: list[Batch]) -> dict[str, bool]:
+    """Options of Model.send: candidates may share rows (model/shared_rows.py), and their rows be joined
     (model/joined_rows.py)."""
     by_candidates = any(PER_ROW[0] in batch for batch in batches)
     return {"shares": by_candidates, "joins": by_candidates}

@@ -82,6 +82,7 @@ def guide_work(layout: Layout, work: Workload, own: ZOConfig, element_bytes: int
 
 def _guide_rows(work: Workload, own: ZOConfig) -> int:
     """The number of rows that V is found from; no row is used twice."""
+    assert own.guide is not None
     return own.guide if work.rows is None else min(own.guide, work.rows)
 
 
@@ -106,6 +107,7 @@ def _guide_bytes(layout: Layout, work: Workload, own: ZOConfig, element_bytes: i
 
 def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, steps: int | None = None) -> int:
     """Bytes of factors, their looks, and a waiting fold, or all kept terms at the end of a run of `steps` steps."""
+    assert own.rank is not None
     factors, v = factor_numels(layout, own.rank)
     now = 4 * factors * (1 + 2 * pairs) + element_bytes * v
     later = 4 * factors + element_bytes * v if own.fold else element_bytes * kept_terms(layout, own, steps)
@@ -115,10 +117,11 @@ def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, 
 def kept_terms(layout: Layout, own: ZOConfig, steps: int | None) -> int:
     """Numbers in the rooms of all kept terms at the end of a run (low_rank/kept.py), at most: a fold may be able to
     drop only the terms beyond a matrix's full rank."""
-    periods = KEPT_PERIODS if steps is None else steps // own.refresh
+    assert own.rank is not None
+    rank, periods = own.rank, KEPT_PERIODS if steps is None else steps // own.refresh
     since = periods if own.fold_periods is None else min(periods, own.fold_periods)
 
     def terms(side: int) -> int:
-        return room_for(own.rank * since + min(side, own.rank * (periods - since)))
+        return room_for(rank * since + min(side, rank * (periods - since)))
 
     return kept_numels(layout, terms)

@@ -35,10 +35,11 @@ from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo import passes
+from keyhole.methods.zo.arguments import Decay, Noise
 from keyhole.methods.zo.closure import Closure, losses_at_looks
-from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, Defaults
+from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, with_defaults
 from keyhole.methods.zo.estimators import ESTIMATORS
-from keyhole.methods.zo.estimators.base import Estimate
+from keyhole.methods.zo.estimators.base import Estimate, Estimator
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts, warn_of_unused
 from keyhole.methods.zo.low_rank import merge as factor_merge
 from keyhole.methods.zo.low_rank import state as factor_state
@@ -97,7 +98,7 @@ class ZO(Method):
         fold_error: float = FOLD_ERROR,
         guide: int | None = None,
     ) -> None:
-        usual, eps, directions = _usual(estimator, eps, directions, clip)
+        usual, eps, directions = with_defaults(estimator, eps, directions, clip)
         low_rank = rank is not None
         if not merge and (fold or not low_rank):
             raise UserError("zo: merge=False saves factors beside the weights, which needs rank=... and fold=False")
@@ -115,8 +116,8 @@ class ZO(Method):
         self.search = RateSearch(self.estimator, rank) if lr == AUTO_RATE else None
         self.lr = 1.0 if lr == AUTO_RATE else checked_rate(usual.learning_rate if lr == USUAL else lr)
         self.weight_decay, self.deferred_update = weight_decay, deferred_update
-        self.noise: dict[str, Any] = {"seed": seed, "distribution": distribution or usual.distribution}
-        self.decay = {"weight_decay": weight_decay, "rounding": rounding}
+        self.noise: Noise = {"seed": seed, "distribution": distribution or usual.distribution}
+        self.decay: Decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count, self.fp8_steps = 0, fp8_steps
         self._has_split = False
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
@@ -127,14 +128,14 @@ class ZO(Method):
         self.latest: Pending | None = None  # the update of the last step, applied or not: for the journal
         self.projected: torch.Tensor | None = None
         model.binding.forget()
-        rules = [self.estimator] if self.search is None else [self.estimator, self.search]
+        rules: list[Estimator | RateSearch] = [self.estimator] if self.search is None else [self.estimator, self.search]
         pairs = max(len(rule.pairs) for rule in rules)
         self.memory = torch.zeros(sum(rule.remembers for rule in rules), device=model.device)
         self.perturbed = PerturbedWeights(model, self.update, eps, pairs, block_at_once=bool(compile))
         self.factors: Factors | None = None
         self.guide: Guide | None = None  # finds the directions of each period; None: they are random
         if low_rank:
-            how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
+            how: dict[str, Any] = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
             how |= {"fold_periods": fold_periods, "fold_error": fold_error, "guided": guide is not None}
             self.factors = Factors(model, self.noise, **how, pairs=pairs)
             self.guide = None if guide is None else Guide(self.factors, guide)
@@ -145,7 +146,7 @@ class ZO(Method):
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
         """The method as configured; it has no gradient whose norm could be clipped."""
-        rules = {"weight_decay": shared.weight_decay, "weight_decay_on": shared.weight_decay_on, "seed": shared.seed}
+        rules = {name: getattr(shared, name) for name in ("weight_decay", "weight_decay_on", "seed")}
         return cls(model, shared.learning_rate, **rules, **vars(own))
 
     @classmethod
@@ -163,21 +164,21 @@ class ZO(Method):
         self.perturbed.step = self.step_count
         if callable(batch) and not isinstance(batch, Mapping):
             return self._step_by_closure(batch)
-        searches = self.search is not None and self.search.found is None
+        search = self.search if self.search is not None and self.search.found is None else None
         batches = self.model.checked(batch)
-        looks = self._look(batches, searches)
+        looks = self._look(batches, search)
         self.model.apply_deferred(before_step_of=self)
         if self.guide is not None:
             self.guide.renew(self.update, batches)
         if self.step_count == self.fp8_steps and self.model.formats.codec is not None and not self.light:
             warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # in a user's own loop
         self.update.begin()
-        if searches:
+        if search is not None:
             with nullcontext() if self.factors is None else self.factors.another_v(self.step_count):
                 nll = passes.run(self.perturbed, looks)
         else:
             nll = self.recorded.run(looks)
-        loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
+        loss = self._estimate(nll, looks) if search is None else self._search(search, nll, looks)
         if not self.deferred_update:
             self.flush()
         return loss
@@ -197,10 +198,10 @@ class ZO(Method):
             self.flush()
         return self.estimator.loss(losses)
 
-    def _look(self, batches: list[Batch], searches: bool) -> Looks:
+    def _look(self, batches: list[Batch], search: RateSearch | None) -> Looks:
         """The looks of this step: each on all rows, or each pair on its part of them."""
-        if searches:  # a few steps, which every rank makes alone: they need the losses of single rows
-            return look_at_all(self.model, self.search.pairs, self.search.halves(batches), Ranks())
+        if search is not None:  # a few steps, which every rank makes alone: they need the losses of single rows
+            return look_at_all(self.model, search.pairs, search.halves(batches), Ranks())
         if self.estimator.splits:
             if not self._has_split:  # later steps are as large, but for the last one of an epoch
                 warn_of_unused(self.directions, batches)
@@ -222,13 +223,13 @@ class ZO(Method):
         self.defer(found, losses, torch.cat([found.memory, self.memory[kept:]]), self.rate)
         return self.estimator.loss(losses)
 
-    def _search(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
+    def _search(self, search: RateSearch, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
         """A step of the rate search: no weight changes."""
         kept, nothing = self.estimator.remembers, self.memory.new_zeros(self.directions)
-        losses, tally = self.search.measure(nll, looks.batches[0], self.memory[kept:])
+        losses, tally = search.measure(nll, looks.batches[0], self.memory[kept:])
         slope = (losses[:1] - losses[1:2]) / (2 * self.eps)
         self.defer(Estimate(slope, nothing, self.memory), losses, torch.cat([self.memory[:kept], tally]), 0.0)
-        self.search.note(self.memory[kept:])
+        search.note(self.memory[kept:])
         return losses.mean()
 
     def defer(self, found: Estimate, losses: torch.Tensor, memory: torch.Tensor, rate: float) -> None:
@@ -283,8 +284,9 @@ class ZO(Method):
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""
-        apart = self.factors is not None and unit.index in self.factors.units
-        return self.factors.is_behind(unit) if apart else bool(self.update.owed(unit))
+        if self.factors is not None and unit.index in self.factors.units:
+            return self.factors.is_behind(unit)
+        return bool(self.update.owed(unit))
 
     def describe(self) -> list[str]:
         """Lines for the start block: the decisions made."""
@@ -325,10 +327,11 @@ class ZO(Method):
         if self.projected is None:
             return {}
         changed, total = self.changed, self.update.trained_numel
+        kept: dict[str, float] = {}
         if self.factors is not None:
+            kept = self.factors.kept.metrics() if self.light else {}
             changed, total = changed + self.factors.changed, total + self.factors.parts.numel
-        found = {"projected_grad": self.projected.abs().mean(), "changed": changed / total}
-        return found | self.factors.kept.metrics() if self.light else found
+        return {"projected_grad": self.projected.abs().mean(), "changed": changed / total, **kept}
 
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state besides the step count. Flush first."""
@@ -340,14 +343,15 @@ class ZO(Method):
         return None if self.pending is None or self.light else self._counts()
 
     def _counts(self) -> dict[str, Any]:
-        counts = {"step_count": self.step_count, "seed": self.noise["seed"]}
+        counts: dict[str, Any] = {"step_count": self.step_count, "seed": self.noise["seed"]}
         counts |= {"memory": self.memory.tolist()} if self.memory.numel() else {}
         return counts if self.factors is None else counts | factor_state.to_state(self.factors)
 
     def learned_beside(self, state: Mapping[str, Any]) -> FactoredLayers | None:
         """The factors of a checkpoint, if its weights lack them."""
-        saved = None if self.factors is None else factor_state.saved(self.factors, state)
-        return None if saved is None else self.perturbed.layers.with_factors(saved)
+        layers = self.perturbed.layers
+        saved = None if layers is None else factor_state.saved(layers.factors, state)
+        return None if layers is None or saved is None else layers.with_factors(saved)
 
     def journal_update(self) -> torch.Tensor | None:
         """[lr, c_1 .. c_q] of the last step, applied or not, and the estimator's memory after it."""
@@ -381,20 +385,3 @@ class ZO(Method):
             factor_state.from_state(self.factors, state, self.step_count)
         self.changed.fill_(state.get("changed", 0))
         self.remember(state.get("memory", ()))
-
-
-def _usual(
-    estimator: str, eps: float | None, directions: int | None, clip: float | None
-) -> tuple[Defaults, float, int]:
-    """The defaults of the estimator, and eps and directions with these defaults; UserError for what it cannot use."""
-    if estimator not in DEFAULTS:
-        raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
-    usual = DEFAULTS[estimator]
-    eps, directions = usual.eps if eps is None else eps, usual.directions if directions is None else directions
-    if not eps > 0 or directions < usual.least:
-        raise UserError(
-            f"zo: eps {eps} must be above 0 (1e-3 is usual), and directions {directions} at least {usual.least}"
-        )
-    if clip is not None and not usual.clips:
-        raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
-    return usual, eps, directions

@@ -15,8 +15,8 @@ With low-rank directions units are not copied: low_rank/passes.py runs the block
 Legend: M tokens looked up, N trained tokens, H width.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -28,20 +28,21 @@ from keyhole.ops.loss import RunningNLL
 
 
 def run(perturbed: PerturbedWeights, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
-    """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses."""
+    """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses. steady:
+    blocks may run as graphs of their own (Model.lockstep); False while the whole step is captured."""
     with perturbed.model.sweep("train", of_all=True):
         _perturb_spine(perturbed, looks)
-        if perturbed.factors is not None:
-            hidden = shared_passes.run(perturbed, looks, steady)
+        if (layers := perturbed.layers) is not None:
+            hidden = shared_passes.run(perturbed, layers, looks, steady)
         else:
             serve, rows = _server(perturbed, looks), _rows(perturbed, looks)
-            how = {"steady": steady, "block_at_once": perturbed.block_at_once}
-            how["streams"] = perturbed.branches.of_passes([by_look for _, _, by_look in looks.visits])
-            hidden = perturbed.model.lockstep(looks.passes, serve, rows, **how)
+            streams = perturbed.branches.of_passes([by_look for _, _, by_look in looks.visits])
+            at_once = perturbed.block_at_once
+            hidden = perturbed.model.lockstep(looks.passes, serve, rows, steady, at_once, streams)
         nll = _nll(perturbed, hidden, looks)
         perturbed.update.apply_to_rest()
-        if perturbed.factors is not None:
-            shared_passes.fold_rest(perturbed)
+        if layers is not None:
+            shared_passes.fold_rest(perturbed, layers.factors)
     return nll
 
 
@@ -91,7 +92,9 @@ class _Copies:
         return self._views[key]
 
 
-def _arrive(perturbed: PerturbedWeights, unit: Unit | None, looks: Looks, copies: _Copies) -> Any:
+def _arrive(
+    perturbed: PerturbedWeights, unit: Unit | None, looks: Looks, copies: _Copies
+) -> Iterator[Iterable[tuple[range, torch.Tensor | None, torch.Tensor]]]:
     """Yields, per pair, (passes of a look, perturbed weights of a unit, perturbed spine) of its looks; releases the
     unit's slot as early as possible."""
     if not looks.visits:
@@ -100,7 +103,7 @@ def _arrive(perturbed: PerturbedWeights, unit: Unit | None, looks: Looks, copies
     w = None if unit is None else engine.acquire(unit.index)
     for i, (p, pair, by_look) in enumerate(looks.visits):
         weights: Sequence[torch.Tensor | None] = (None, None)
-        if unit is not None:
+        if unit is not None and w is not None:
             weights = plus, minus = copies.of(unit, i)
             perturbed.update.perturb(unit, w, plus, minus, perturbed.perturbation(pair), arrived=p == looks.first)
             if p == last:
@@ -113,7 +116,7 @@ def _rows(perturbed: PerturbedWeights, looks: Looks) -> Callable[[int, torch.Ten
     is_trained = perturbed.model.layout.table.param.requires_grad
     waiting: dict[int, torch.Tensor] = {}
     pairs = {index: pair for _, pair, (first, *_) in looks.visits for index in first}
-    partner = {}
+    partner: dict[int, int] = {}  # the pass of the other look
     for _, _, by_look in looks.visits:
         if len(by_look) == 2:
             partner |= zip(*by_look, strict=True)
@@ -150,8 +153,8 @@ def _visit_head(perturbed: PerturbedWeights, hidden: list[torch.Tensor], looks: 
     for unit in perturbed.model.layout.head_units:
         for sides in _arrive(perturbed, unit, looks, copies):
             for passes, weights, spine in sides:
-                perturbed.model.binding.bind_head(unit, weights, spine)
+                perturbed.model.binding.bind_head(unit, cast(torch.Tensor, weights), spine)  # None without a unit
                 for index in passes:
-                    perturbed.model.head.add_nll(running[index], hidden[index], unit.rows[0])
+                    perturbed.model.head.add_nll(running[index], hidden[index], unit.span[0])
     perturbed.model.binding.bind_homes()
     return [state.nll_N() for state in running]

@@ -11,11 +11,11 @@ of compute.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from keyhole import ops
+from keyhole.methods.zo.arguments import Applied, Perturbation
 from keyhole.methods.zo.estimators.base import Pair
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
@@ -31,11 +31,11 @@ class PerturbedWeights:
 
     def __init__(self, model: Model, update: Update, eps: float, pairs: int, block_at_once: bool = False) -> None:
         self.model, self.update, self.eps, self.block_at_once = model, update, eps, block_at_once
-        layout, how = model.layout, {"dtype": model.dtype, "device": model.device}
+        layout, dtype, device = model.layout, model.dtype, model.device
         dense = max((u.numel for u in layout.units[1:] if u.index not in update.elsewhere), default=0)
-        self.plus, self.minus = (torch.empty(dense, **how) for _ in range(2))
+        self.plus, self.minus = (torch.empty(dense, dtype=dtype, device=device) for _ in range(2))
         self.copies = [(self.plus, self.minus)]  # of a unit; more than one within `captured`
-        self.spines = torch.empty((pairs, 2, layout.spine.numel), **how)
+        self.spines = torch.empty((pairs, 2, layout.spine.numel), dtype=dtype, device=device)
         self.layers: FactoredLayers | None = None  # low-rank directions of the blocks
         self.step: Count = 0  # whose directions are used; within `captured` a number on the device
         self.branches = Branches()  # streams for looks, within `captured`
@@ -45,7 +45,7 @@ class PerturbedWeights:
         """The factors of low-rank directions; None: all directions are dense."""
         return None if self.layers is None else self.layers.factors
 
-    def perturbation(self, pair: Pair) -> dict[str, Any]:
+    def perturbation(self, pair: Pair) -> Perturbation:
         """The step, eps and direction of a pair, as arguments of ops."""
         eps = self.eps * pair.scale
         return {"step": self.step, "eps": eps, "direction": pair.direction, "beside": pair.beside}
@@ -53,7 +53,7 @@ class PerturbedWeights:
     def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a trained table at both looks of a pair, from the rows at home, which get the pending update."""
         table, update = self.model.layout.table, self.update
-        fused = {}
+        fused: Applied = {}
         if update.pending is not None:
             fused = update.fused(update.pending, decays=id(table.param) not in update.spared)
         step = ops.ZOStep(table.start, **update.noise, **self.perturbation(pair), **fused)

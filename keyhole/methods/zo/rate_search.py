@@ -119,7 +119,8 @@ class RateSearch:
         steps, *sums = tally.tolist()
         self.taken = int(steps)
         if self.taken >= STEPS:
-            self.found, self.why = chosen_rate(self.estimator, *(total / steps for total in sums), self.rank)
+            product, square, bend = (total / steps for total in sums)
+            self.found, self.why = chosen_rate(self.estimator, product, square, bend, self.rank)
 
     def describe(self) -> list[str]:
         """Lines for the start block."""

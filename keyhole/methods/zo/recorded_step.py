@@ -29,9 +29,9 @@ compared by a sum of their bits.
 """
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,7 +50,7 @@ from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import Layout
 
-SIGHTS = 3  # a shape is captured at this step: libraries choose kernels in the first ones
+SIGHTS = 3  # a shape is captured in its third step: libraries choose kernels in the first ones
 MAX_RECORDINGS = 32
 SHARE = 1 / 16  # of the free memory, for copies of a unit
 ROOM = 4  # free memory that a capture requires, in multiples of the weights that a step changes
@@ -69,7 +69,7 @@ class Recording:
         self.looks = replace(looks, batches=batches)
         self.graph: Any = None
         self.nll: list[torch.Tensor] = []
-        self.counted: set[int] = set()
+        self.counted: set[int] = set()  # units whose changed weights the graph counts
 
     def take(self, looks: Looks) -> None:
         """Copies the batches of another step into the static tensors."""
@@ -99,7 +99,7 @@ class RecordedSteps:
         self.stream: torch.cuda.Stream | None = None
         self.branches = Branches()
         self.more: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of a unit for the pairs after the first
-        self.kept: int | None = None  # the rooms of kept factors that the recordings read
+        self.rooms_version: int | None = None  # of the kept factors that the recordings read
 
     def run(self, looks: Looks) -> list[torch.Tensor]:
         """The losses of all passes; applies the pending update. Read them before the next step."""
@@ -146,9 +146,9 @@ class RecordedSteps:
     def _drop_outdated(self) -> None:
         """Frees the recordings that read kept factors from memory that is used no more."""
         factors = self.perturbed.factors
-        if factors is None or factors.kept.number == self.kept:
+        if factors is None or factors.kept.version == self.rooms_version:
             return
-        self.kept = factors.kept.number
+        self.rooms_version = factors.kept.version
         if self.stream is not None:  # the last replay may be running
             torch.cuda.synchronize(self.perturbed.model.device)
         self.recordings.clear()
@@ -170,7 +170,8 @@ class RecordedSteps:
             self.why = "there is not enough free memory"
             return passes.run(self.perturbed, looks)
         self._set_numbers()
-        before, changed_before, pending = [home.clone() for home in homes], update.changed.clone(), update.pending
+        assert self.coef is not None  # _set_numbers has made it
+        before, changed_before, pending = [home.clone() for home in homes], update.changed.clone(), update.waiting[-1]
         sums = list(map(sum_of_bits, still))
         blocks = self.perturbed.model.blocks if is_plain(looks.passes) else []
         with noted(blocks) as without_mask:
@@ -239,12 +240,12 @@ class RecordedSteps:
 
     def _set_numbers(self) -> None:
         """Writes the pending update and the step numbers to the device."""
-        pending = self.update.pending
+        pending = self.update.waiting[-1]
         if self.coef is None:
             self.coef = torch.empty_like(pending.coef)
         self.coef.copy_(pending.coef)
         self.before.set(0.0, pending.step)
-        self.now.set(0.0, self.perturbed.step)
+        self.now.set(0.0, cast(int, self.perturbed.step))  # on the device within `captured` only
 
     def _divided(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The homes that a step changes, and those that it leaves as they are."""
@@ -280,21 +281,27 @@ def restore(homes: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
         home.copy_(old)
 
 
-def with_tensors(value: Any, make: Any) -> Any:
+def with_tensors(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same batch with other tensors."""
     if isinstance(value, torch.Tensor):
         return make(value)
     if isinstance(value, dict):
         return {name: with_tensors(part, make) for name, part in value.items()}
     if is_dataclass(value):
-        return replace(value, **{field.name: with_tensors(getattr(value, field.name), make) for field in fields(value)})
+        parts = {field.name: with_tensors(getattr(value, field.name), make) for field in fields(value)}
+        return replace(cast(Any, value), **parts)
     return value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """All tensors of a batch, in order."""
     found: list[torch.Tensor] = []
-    with_tensors(value, lambda tensor: found.append(tensor) or tensor)
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    with_tensors(value, note)
     return found
 
 

@@ -29,18 +29,19 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.zo.arguments import Applied, Decay, Noise, Perturbation
 from keyhole.methods.zo.spans import Span, cut_unit
 from keyhole.methods.zo.write_back import SHARED_EVERY, WriteBack
 from keyhole.model.model import Model
 from keyhole.model.rank_duties import rewriting_shared, writes_home
 from keyhole.model.structure.layout import Unit
-from keyhole.model.weights.format import PACKED
+from keyhole.model.weights.format import PACKED, Codec
 
 
 @dataclass
@@ -52,21 +53,22 @@ class Pending:
 
 
 class Update:
-    """The updates that a model's homes lack. noise: seed, distribution; decay: weight_decay, rounding; spared: ids of
-    the parameters that do not decay."""
+    """The updates that a model's homes lack. spared: ids of the parameters that do not decay."""
 
     def __init__(
         self,
         model: Model,
-        noise: dict[str, Any],
-        decay: dict[str, Any],
+        noise: Noise,
+        decay: Decay,
         spared: frozenset[int] = frozenset(),
         every: int | None = None,
         elsewhere: frozenset[int] = frozenset(),
     ) -> None:
         """elsewhere: units that other code updates (low_rank/)."""
-        self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds this object
-        self.spared, self.codec, self.elsewhere = spared, model.formats.codec, elsewhere
+        self.model: Model = weakref.proxy(model)  # which holds this object
+        self.noise, self.decay = noise, decay
+        self.spared, self.elsewhere = spared, elsewhere
+        self.codec = cast(Codec, model.formats.codec)  # read for packed units only, which have one
         self.flush_elsewhere: Callable[[], None] | None = None  # flushes the units in `elsewhere`
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
@@ -124,11 +126,10 @@ class Update:
         """The spans of the unit for an update with this weight decay."""
         return (self.decaying if weight_decay else self.trained)[unit.index]
 
-    def fused(self, pending: Pending, decays: bool = True) -> dict[str, Any]:
+    def fused(self, pending: Pending, decays: bool = True) -> Applied:
         """The update as arguments of an op that also perturbs."""
-        return {"coef": pending.coef, "update_step": pending.step, **self.decay} | (
-            {} if decays else {"weight_decay": 0.0}
-        )
+        applied: Applied = {**self.decay, "coef": pending.coef, "update_step": pending.step, "changed": None}
+        return applied if decays else {**applied, "weight_decay": 0.0}
 
     def perturb(
         self,
@@ -136,16 +137,18 @@ class Update:
         w: torch.Tensor,
         plus: torch.Tensor,
         minus: torch.Tensor,
-        perturbation: dict[str, Any],
+        perturbation: Perturbation,
         arrived: bool,
     ) -> None:
-        """Writes two perturbed copies (perturbation: step, eps, direction, beside). A unit that has just arrived gets
-        its owed updates, and is written back if it is due. For a packed unit, the packed values are perturbed."""
+        """Writes two perturbed copies. A unit that has just arrived gets its owed updates, and is written back if it is
+        due. For a packed unit, the packed values are perturbed."""
         owed = self.owed(unit) if arrived else []
         in_spans = w.dtype == PACKED and not self.is_one_span(unit)
         for pending in owed if in_spans else owed[:-1]:
             self.apply(unit, w, pending)
-        fused = self.fused(owed[-1]) | {"changed": self._count(unit, owed[-1])} if owed and not in_spans else {}
+        fused: Applied = {}
+        if owed and not in_spans:
+            fused = {**self.fused(owed[-1]), "changed": self._count(unit, owed[-1])}
         if in_spans:
             self.codec.decode(w, self.unpacked[: unit.numel])
             w = self.unpacked[: unit.numel]
@@ -162,16 +165,17 @@ class Update:
         w: torch.Tensor,
         plus: torch.Tensor,
         minus: torch.Tensor,
-        perturbation: dict[str, Any],
-        fused: dict[str, Any],
+        perturbation: Perturbation,
+        fused: Applied,
     ) -> None:
         for span in self.spans(unit, fused.get("weight_decay", 0.0)):
             w_, plus_, minus_ = w, plus, minus
             if span.end - span.begin < unit.numel:
                 w_, plus_, minus_ = (flat[span.begin : span.end] for flat in (w, plus, minus))
             if span.trained:
-                how = perturbation | fused | ({} if span.decays else {"weight_decay": 0.0})
-                ops.zo_flat_(w_, plus_, minus_, ops.ZOStep(unit.start + span.begin, **self.noise, **how))
+                own: Applied = fused if span.decays else {**fused, "weight_decay": 0.0}
+                step = ops.ZOStep(unit.start + span.begin, **self.noise, **perturbation, **own)
+                ops.zo_flat_(w_, plus_, minus_, step)
             else:
                 plus_.copy_(w_)
                 minus_.copy_(w_)
@@ -198,7 +202,7 @@ class Update:
             for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
                 view.copy_(part)
 
-    def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any] | None = None) -> None:
+    def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: Decay | None = None) -> None:
         """Applies an update to a unit that is on the device, plain or packed. decay: overrides this run's. (For a unit
         that is unpacked and packed, `changed` also counts changes that packing then loses.)"""
         changed, decay = self._count(unit, pending), decay or self.decay
@@ -214,12 +218,12 @@ class Update:
             self.codec.encode_(unpacked, w, **where, rounding=decay["rounding"])
 
     def _apply_plain(
-        self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any], changed: torch.Tensor | None
+        self, unit: Unit, w: torch.Tensor, pending: Pending, decay: Decay, changed: torch.Tensor | None
     ) -> None:
         for span in self.spans(unit, decay["weight_decay"]):
             if span.trained:
-                how = decay if span.decays else decay | {"weight_decay": 0.0}
-                how = how | {"coef": pending.coef, "update_step": pending.step, "changed": changed}
+                how: Applied = {"coef": pending.coef, "update_step": pending.step, "changed": changed, **decay}
+                how = how if span.decays else {**how, "weight_decay": 0.0}
                 step = ops.ZOStep(unit.start + span.begin, **self.noise, **how)
                 ops.zo_flat_(w[span.begin : span.end], None, None, step)
 
@@ -246,6 +250,7 @@ class Update:
         self.at_home[unit.index] = len(self.waiting)
 
     def _must_go(self, unit: Unit) -> bool:
+        """Whether updates change the unit, or a checkpoint waits for it."""
         return any(span.trained for span in self.trained[unit.index]) or self.write_back.is_awaited(unit)
 
     def _count(self, unit: Unit, pending: Pending) -> torch.Tensor | None:
@@ -308,12 +313,12 @@ class Update:
                     if not writes_home(self.model, unit.index) or (apart and update_elsewhere is None):
                         continue
                     w = engine.acquire(unit.index)
-                    if apart:
+                    if apart and update_elsewhere is not None:
                         update_elsewhere(unit, w)
                         engine.commit(unit.index)
                     else:
                         for pending, weight_decay in updates:
-                            self.apply(unit, w, pending, self.decay | {"weight_decay": weight_decay})
+                            self.apply(unit, w, pending, {**self.decay, "weight_decay": weight_decay})
                         self._go_home(unit)
                     engine.release(unit.index)
                     yield unit

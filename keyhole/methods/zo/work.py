@@ -93,7 +93,7 @@ def _low_rank_work(
     pairs, found = -(-looks // 2), forward_work(layout, streamed, work, room, rates)
     dense = [unit for unit in layout.units if unit.kind != "block"]
     numel, at_home = sum(u.numel for u in dense), sum(unpacked_bytes(u, room) for u in dense)
-    touched = (1 + pairs) * at_home + 2 * b * numel * pairs + 2 * NOISE * numel * pairs
+    touched: float = (1 + pairs) * at_home + 2 * b * numel * pairs + 2 * NOISE * numel * pairs
     tensors = (t for u in layout.of_kind("block") for t in u.tensors if t.param.requires_grad)
     sides = [t.shape for t in tensors if len(t.shape) == 2]
     touched += work.passes * work.tokens * b * sum(2 * rows + columns for rows, columns in sides)

@@ -101,7 +101,7 @@ class LowRank(Protocol):
         """[L, ..] for each of the module's own parameters: its values at the looks of the running pass, in the dtype
         of compute. None: not all of them differ by look."""
 
-    def graph_key(self) -> tuple | None:
+    def graph_key(self) -> tuple[Share | int | None, ...] | None:
         """Equal for passes whose factors are at the same addresses; None: the addresses change."""
 
     def added_to(self, layer: nn.Module) -> Added | None:

@@ -28,7 +28,7 @@ import torch
 
 from keyhole.ops.adalomo.step import Rule, State, if_finite, moment_reference_, moved, step_reference_, step_size
 from keyhole.ops.adalomo.vector import vector_reference_, vector_triton_
-from keyhole.ops.arguments import VECTOR, Count, Number, Scalar, check_scalars, is_on_device, number
+from keyhole.ops.arguments import VECTOR, Count, Number, Scalar, check_scalars, float32, is_on_device, number
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.noise.index import NUM_WARPS, WIDTH, key, lanes, program_span, span, unsigned
 from keyhole.ops.rounding.bits import TILE, tile_bits, vector_bits
@@ -205,7 +205,8 @@ def matrix_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule
 
 def moment_decay(t: int, decay_rate: float = -0.8) -> float:
     """beta for step t."""
-    return 1 - t**decay_rate
+    share: float = t**decay_rate
+    return 1 - share
 
 
 def adalomo_update_(
@@ -246,7 +247,7 @@ def adalomo_update_(
     if w.numel() == 0:
         return
     beta = moment_decay(t, decay_rate) if beta is None else beta
-    rates = (lr, weight_decay, beta, eps1, eps2, clip_threshold)
-    rule = Rule(*map(number, rates), scale, sum_squares, bad)
+    decay, eps1, eps2, threshold = (float32(x) for x in (weight_decay, eps1, eps2, clip_threshold))
+    rule = Rule(number(lr), decay, number(beta), eps1, eps2, threshold, scale, sum_squares, bad)
     reference, triton = (matrix_reference_, matrix_triton_) if w.dim() > 1 else (vector_reference_, vector_triton_)
     (triton if use_kernel(w.device) else reference)(w, grad, state, rule, how)

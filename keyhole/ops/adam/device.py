@@ -19,6 +19,7 @@ beside that.
 """
 
 import math
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -32,15 +33,29 @@ BLOCK = 1024
 _APART, _DECAYED = tl.constexpr(0), tl.constexpr(1)
 
 
+class Constants(TypedDict):
+    """Numbers of one update, in the order in which the kernel takes them. None: not needed."""
+
+    keep: float | None
+    mean: float
+    beta2: float
+    square: float
+    root: float
+    eps: float
+    move: float
+    divisor: float | None
+
+
 def constants(
     step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, clip: float
-) -> dict[str, float | None]:
-    """The rule's constants: computed in double, rounded once, as in torch. None: not needed."""
+) -> Constants:
+    """The rule's constants: computed in double, rounded once, as in torch."""
     mean = float32(1 - beta1)
-    found = {"keep": 1 - lr * weight_decay if weight_decay else None, "mean": mean if mean < 0.5 else mean - 1}
+    keep = 1 - lr * weight_decay if weight_decay else None
+    found: dict[str, float | None] = {"keep": keep, "mean": mean if mean < 0.5 else mean - 1}
     found |= {"beta2": beta2, "square": 1 - beta2, "root": math.sqrt(1 - beta2**step), "eps": eps}
     found |= {"move": -lr / (1 - beta1**step), "divisor": None if clip == 1.0 else 1 / clip}
-    return {name: None if value is None else float32(value) for name, value in found.items()}
+    return cast(Constants, {name: None if value is None else float32(value) for name, value in found.items()})
 
 
 def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -48,7 +63,7 @@ def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
     return (b.double() * a + c.double()).float()
 
 
-def adamw_reference_(tensors: tuple[torch.Tensor, ...], n: dict[str, float | None], small: bool, squares: str) -> None:
+def adamw_reference_(tensors: tuple[torch.Tensor, ...], n: Constants, small: bool, squares: str) -> None:
     """The formulas above, in order. tensors: master, exp_avg, exp_avg_sq, grad, weight; small: 1 - b1 < 1/2."""
     w, m, v, g, weight = tensors
     g = g.float() if n["divisor"] is None else g.float() / n["divisor"]
@@ -137,9 +152,10 @@ def squares_of_host(device: torch.device, **rule: float) -> str | None:
     return next((squares for squares in SQUARES if all(_alike(state, squares, device, how) for how in ways)), None)
 
 
-def _alike(state: list[torch.Tensor], squares: str, device: torch.device, how: dict[str, float]) -> bool:
+def _alike(state: list[torch.Tensor], squares: str, device: torch.device, how: dict[str, Any]) -> bool:
     """Whether both compute the same bits from this state."""
     host, mine = [flat.clone() for flat in state], [flat.to(device, copy=True) for flat in state]
-    host_adamw_(*host, None, **how)
-    adamw_(*mine, torch.empty_like(mine[0]), squares=squares, **how)
+    (w, m, v, g), (w_mine, m_mine, v_mine, g_mine) = host, mine
+    host_adamw_(w, m, v, g, None, **how)
+    adamw_(w_mine, m_mine, v_mine, g_mine, torch.empty_like(w_mine), squares=squares, **how)
     return all(torch.equal(a, b.cpu()) for a, b in zip(host[:3], mine, strict=False))

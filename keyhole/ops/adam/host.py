@@ -21,6 +21,8 @@ operations differently and agree to about 1e-7 of an update. c is applied as a d
 one more rounding.
 """
 
+from typing import Any
+
 import torch
 
 CHUNK_PER_THREAD = 128 * 1024  # elements: w, m, v and the cast gradient are 2 MiB per thread
@@ -50,7 +52,7 @@ def host_adamw_(
     chunk = scratch.numel()
     count = [torch.tensor(float(step))]
     divisor = None if clip == 1.0 else torch.tensor(1.0 / clip)
-    how = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    how: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     how |= {"amsgrad": False, "maximize": False, "grad_scale": divisor, "found_inf": None}
     pieces = (flat.split(chunk) for flat in (master, exp_avg, exp_avg_sq, grad, grad if weight is None else weight))
     for w, m, v, g, out in zip(*pieces, strict=True):

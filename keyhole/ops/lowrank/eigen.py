@@ -35,7 +35,9 @@ def root(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
-def _rotation(a_p: torch.Tensor, a_q: torch.Tensor, a_pq: torch.Tensor, turns: torch.Tensor) -> tuple:
+def _rotation(
+    a_p: torch.Tensor, a_q: torch.Tensor, a_pq: torch.Tensor, turns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(cosine, sine) that make a_pq zero; (1, 0) where `turns` is False."""
     tau = (a_q - a_p) / torch.where(turns, 2.0 * a_pq, torch.ones_like(a_pq))
     tangent = 1.0 / (tau.abs() + root(tau * tau + 1.0))

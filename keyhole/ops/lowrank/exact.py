@@ -13,6 +13,7 @@ Operations: 8 R S C in float64. Legend: R, S rows; C columns, over which the pro
 """
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -42,7 +43,7 @@ def _pieces(x_RC: torch.Tensor, y_SC: torch.Tensor) -> Iterator[tuple[torch.Tens
 
 def exact_product(x_RC: torch.Tensor, y_SC: torch.Tensor) -> torch.Tensor:
     """x y^T [.., R, S] in float64, accurate to 2^-40 of the largest elements of its rows."""
-    total = None
+    total: torch.Tensor | None = None
     for x, y in _pieces(x_RC, y_SC):
         (x_scale, x_high, x_low), (y_scale, y_high, y_low) = _cut(x), _cut(y)
         y_high, y_low = y_high.mT, y_low.mT
@@ -50,4 +51,4 @@ def exact_product(x_RC: torch.Tensor, y_SC: torch.Tensor) -> torch.Tensor:
         product = x_high @ y_high + (middle + (x_low @ y_low) * 2.0 ** (-2 * BITS))
         product = product * x_scale * y_scale.mT
         total = product if total is None else total + product
-    return total
+    return cast(torch.Tensor, total)  # of one piece at least

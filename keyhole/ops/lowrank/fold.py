@@ -11,6 +11,8 @@ Bytes per 16-bit weight: 2 read + 2 written; the factors are read from cache. Op
 Legend: R rows, C columns of W; r the rank; a [r, R] float32, v [r, C].
 """
 
+from typing import Any
+
 import torch
 
 from keyhole.ops.arguments import Scalar
@@ -29,7 +31,7 @@ def fold_reference_(w_RC: torch.Tensor, a_rR: torch.Tensor, v_rC: torch.Tensor, 
     total = a_rR[0].float()[:, None] * v_rC[0].float()[None, :]
     for a_R, v_C in zip(a_rR[1:], v_rC[1:], strict=True):
         total += a_R.float()[:, None] * v_C.float()[None, :]
-    which = {"offset": how.offset, "seed": how.seed, "step": int(how.step), "device": w_RC.device}
+    which: dict[str, Any] = {"offset": how.offset, "seed": how.seed, "step": int(how.step), "device": w_RC.device}
     bits = bits2d_reference(*w_RC.shape, **which) if how.is_stochastic(w_RC.dtype) else None
     everywhere = torch.ones((), dtype=torch.bool, device=w_RC.device)
     store_weight_reference_(w_RC, None, w_RC.to(torch.float32) + total, everywhere, bits, how)

@@ -18,6 +18,8 @@ Sums differ from the reference's by rounding; the order of a sum is the same in 
 Legend: L looks, M rows of each, I inputs, O outputs, r rank.
 """
 
+from typing import Any
+
 import torch
 
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
@@ -122,7 +124,7 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
         return narrow_reference(x_MI, v_rI)
     p_Mr = torch.empty(rows, rank, device=x_MI.device)
     if rank <= FEW:
-        flags = {"ROWS": FEW_ROWS, "DEPTH": FEW_DEPTH, "RANK": rank, "num_warps": FEW_WARPS}
+        flags: dict[str, Any] = {"ROWS": FEW_ROWS, "DEPTH": FEW_DEPTH, "RANK": rank, "num_warps": FEW_WARPS}
         with on_device(x_MI):
             grid = (-(-rows // FEW_ROWS),)
             _narrow_few_kernel[grid](x_MI, v_rI, p_Mr, rows, width, rank, **flags, enable_fp_fusion=False)

@@ -147,7 +147,8 @@ def _launch(
 ) -> None:
     """v, parts: None if no sketch is made."""
     width = y_MO.shape[1]
-    small, looks, rows, own, strides = (None, None, None), 1, len(y_MO), 0, (0, 0, 0)
+    small: Small | tuple[None, None, None] = (None, None, None)
+    looks, rows, own, strides = 1, len(y_MO), 0, (0, 0, 0)
     if lacks is not None:
         small, (p_LMr, b_LrO, bias_LO) = lacks, lacks
         looks, rows, own = p_LMr.shape

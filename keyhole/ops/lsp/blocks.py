@@ -30,6 +30,8 @@ Bytes per bfloat16 weight: 2 read + 2 written; from cache 4 r / g_P of P for eac
 Legend: m, n sides of W; A, D sides of delta; r entries per row; g rows of a block.
 """
 
+from typing import Any
+
 import torch
 
 from keyhole.ops.arguments import Number, is_on_device
@@ -168,7 +170,8 @@ def blocks_triton_(
     (m, n), columns = w_mn.shape, COLUMNS if q.r & (q.r - 1) == 0 else WIDE
     tensors = (w_mn, how.compensation, delta_Ad, p.values_Rr, q.values_Rr, how.changed)
     numbers = (m, n, p.d, q.d, alpha, keep, how.offset, *key(how.seed, how.step))
-    flags = {"group_p": p.group, "group_q": q.group, "r_p": p.r, "r_q": q.r, "ALIGNED": is_aligned(p, LANE_ROWS)}
+    flags: dict[str, Any] = {"group_p": p.group, "group_q": q.group, "r_p": p.r, "r_q": q.r}
+    flags["ALIGNED"] = is_aligned(p, LANE_ROWS)
     flags |= {"DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, columns), "COLUMNS": columns}
     flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "ON_DEVICE": is_on_device(alpha, keep, how.step)}
     flags |= {"PAIRS": how.compensation is None and counts_pairs(w_mn.dtype, w_mn.device), "PRECISION": EXACT}

@@ -17,6 +17,7 @@ Legend: T tokens, R rows, d columns, r entries per row.
 """
 
 from math import gcd
+from typing import Any, cast
 
 import torch
 
@@ -107,7 +108,7 @@ def power_of_two(n: int) -> int:
 def compress_triton(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> None:
     """The same by kernel."""
     (T, R), stride, values = x_TR.shape, x_TR.stride(0), p.values_Rr
-    tile = {"TOKENS": TOKENS, "num_warps": 4}
+    tile: dict[str, Any] = {"TOKENS": TOKENS, "num_warps": 4}
     with on_device(x_TR):
         if p.group:
             per = max(1, WIDTH // p.r)
@@ -117,10 +118,11 @@ def compress_triton(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> N
             grid = (-(-p.d // (per * p.r)), -(-T // TOKENS))
             _compress_blocks_kernel[grid](x_TR, values, out_Td, T, R, p.d, stride, p.group, r=p.r, **tile)
         else:
-            columns, L = p.run if 16 <= p.run < COLUMNS else COLUMNS, p.sources.shape[1]
+            columns, sources = p.run if 16 <= p.run < COLUMNS else COLUMNS, cast(torch.Tensor, p.sources)
             tile |= {"RUN": p.run, "COLUMNS": columns, "UNROLL": UNROLL}
             grid = (-(-p.d // columns), -(-T // TOKENS))
-            _compress_runs_kernel[grid](x_TR, values, p.sources, out_Td, T, R, p.d, stride, p.r, L, **tile)
+            L = sources.shape[1]
+            _compress_runs_kernel[grid](x_TR, values, sources, out_Td, T, R, p.d, stride, p.r, L, **tile)
 
 
 def compress(x_TR: torch.Tensor, projector: Projector, out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -18,6 +18,8 @@ rounding/bits2d.py: a program processes a strip of 128 rows, 16 at a time) or ka
 Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r entries per row.
 """
 
+from typing import Any
+
 import torch
 
 from keyhole.ops.arguments import Count, Number, Scalar, is_on_device, number
@@ -53,7 +55,7 @@ def apply_reference_(
     x_mn = w_fp32_mn * keep + moved_mn * alpha
     if c_mn is not None:
         x_mn = c_mn + (moved_mn * alpha + w_fp32_mn * (keep - 1))
-    which = {"offset": how.offset, "seed": how.seed, "step": int(how.step), "device": w_mn.device}
+    which: dict[str, Any] = {"offset": how.offset, "seed": how.seed, "step": int(how.step), "device": w_mn.device}
     bits = bits2d_reference(*w_mn.shape, **which) if how.is_stochastic(w_mn.dtype) else None
     store_weight_reference_(w_mn, c_mn, x_mn, torch.isfinite(moved_mn), bits, how)
 

@@ -20,6 +20,7 @@ Legend: R rows, d columns, r entries per row, L most sources of a column, rounde
 """
 
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
@@ -55,7 +56,8 @@ class Projector:
         row_R1 = torch.arange(self.rows, device=self.values_Rr.device)[:, None]
         if self.group:
             return row_R1 // self.group * self.r + torch.arange(self.r, device=self.values_Rr.device)
-        return self.runs[row_R1[:, 0] // self.run].long() * self.run + row_R1 % self.run
+        runs = cast(torch.Tensor, self.runs)  # there are some, if not blocks
+        return runs[row_R1[:, 0] // self.run].long() * self.run + row_R1 % self.run
 
     def dense_Rd(self) -> torch.Tensor:
         """The matrix with its zeros, for tests and for fitting; differentiable in the values."""
@@ -69,7 +71,7 @@ class Projector:
 
     def to(self, device: torch.device | str) -> "Projector":
         """The same on another device."""
-        moved = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        moved: dict[str, Any] = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
         return replace(self, **moved)
 
 

@@ -18,6 +18,8 @@ the device or the number of threads.
     rademacher   +1 where the top bit of word l is 0, -1 where it is 1
 """
 
+from typing import Any, cast
+
 import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
@@ -65,7 +67,7 @@ def signs_reference(word: torch.Tensor) -> torch.Tensor:
 def noise_at_reference(e: torch.Tensor, *, seed: int, step: int, direction: int, distribution: str) -> torch.Tensor:
     """z of any elements (int64 indices of any shape): four times the work per element of a whole tile."""
     group, lane = (e >> 12 << 10) | (e & 1023), (e >> 10) & 3
-    words = philox_reference(group & MASK_32, group >> 32, direction, step, seed)
+    words = cast(tuple[torch.Tensor, ...], philox_reference(group & MASK_32, group >> 32, direction, step, seed))
     w0, w1, w2, w3 = (word.to(torch.int32) for word in words)
     a, b = torch.where(lane < 2, w0, w2), torch.where(lane < 2, w1, w3)
     if distribution == "rademacher":
@@ -137,7 +139,8 @@ def draw_noise(
         with on_device(z):
             _noise_kernel[(programs,)](z, *place, direction, *key(seed, step), **flags)
         return z
-    which = {"seed": seed, "step": step, "direction": direction, "distribution": distribution, "device": z.device}
+    which: dict[str, Any] = {"seed": seed, "step": step, "direction": direction, "device": z.device}
+    which["distribution"] = distribution
     for part in chunks(offset, n):
         z[part] = chunk_noise_reference(offset + part.start, part.stop - part.start, **which)
     return z

@@ -7,6 +7,8 @@ a tile is 8192 elements (noise/tiles.py explains this shape):
     the low half (even l) or the high half (odd l) of word l // 2
 """
 
+from typing import Any
+
 import torch
 
 from keyhole.ops.backend import jit, tl
@@ -29,7 +31,7 @@ def chunk_bits_reference(start: int, n: int, *, seed: int, step: int, device: to
 
 def bits_reference(w: torch.Tensor, offset: int, seed: int, step: int) -> torch.Tensor:
     """The bits of all elements of a contiguous tensor, in its shape."""
-    which = {"seed": seed, "step": step, "device": w.device}
+    which: dict[str, Any] = {"seed": seed, "step": step, "device": w.device}
     parts = [(offset + part.start, part.stop - part.start) for part in chunks(offset, w.numel())]
     return torch.cat([chunk_bits_reference(start, n, **which) for start, n in parts]).view(w.shape)
 

@@ -13,6 +13,8 @@ stream is one more than that of bits.py. As there, the bits are a function of se
 depend on launch shape, device or placement.
 """
 
+from typing import cast
+
 import torch
 
 from keyhole.ops.backend import jit, tl
@@ -35,7 +37,7 @@ def bits2d_reference(m: int, n: int, *, offset: int, seed: int, step: int, devic
     lane_row = torch.arange(LANE_ROWS, device=device)[:, None] * n + torch.arange(n, device=device)
     for strip in range(-(-m // STRIP_ROWS)):
         group = offset + strip * LANE_ROWS * n + lane_row
-        words = philox_reference(group & MASK_32, group >> 32, STREAM, step, seed)
+        words = cast(tuple[torch.Tensor, ...], philox_reference(group & MASK_32, group >> 32, STREAM, step, seed))
         halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
         rows = bits_mn[strip * STRIP_ROWS : (strip + 1) * STRIP_ROWS]
         rows.copy_(torch.cat(halves)[: rows.shape[0]])

@@ -12,6 +12,7 @@ c_{q-1}] is a tensor on the device: the host never reads the projected gradients
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 
@@ -114,7 +115,7 @@ def updated_reference(
     w: torch.Tensor, how: ZOStep, draw: Callable[[int], torch.Tensor], bits: torch.Tensor | None
 ) -> torch.Tensor:
     """round(w - lr (sum_i c_i z_i + wd w)) in w's dtype. `draw(i)` makes z_i; `bits` is None for nearest."""
-    w_fp32, coef, weight_decay = w.to(torch.float32), how.coef, float32(how.weight_decay)
+    w_fp32, coef, weight_decay = w.to(torch.float32), cast(torch.Tensor, how.coef), float32(how.weight_decay)
     u = draw(0).mul_(coef[1])
     for i in range(1, how.directions):
         u.add_(draw(i).mul_(coef[1 + i]))

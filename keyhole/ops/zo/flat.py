@@ -15,6 +15,7 @@ are masked, so any offset and size work; the others take a branch without masks.
 elements (and the tensors are 16-byte aligned), memory is accessed 4 elements at a time.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,19 +46,23 @@ _WIDTH, _TILE = tl.constexpr(WIDTH), tl.constexpr(TILE)
 def zo_flat_reference_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep) -> None:
     """Chunk by chunk."""
     for part in chunks(how.offset, w.numel()):
-        where = {"start": how.offset + part.start, "n": part.stop - part.start, "seed": how.seed, "device": w.device}
+        n, device = part.stop - part.start, w.device
+        where: dict[str, Any] = {"start": how.offset + part.start, "n": n, "seed": how.seed, "device": device}
         draw = partial(chunk_noise_reference, **where, distribution=how.distribution)
         if how.coef is not None:
             update_step = on_host(how.update_step)
             bits = chunk_bits_reference(**where, step=update_step) if how.is_stochastic(w.dtype) else None
-            draw_update = partial(draw, step=update_step)
-            new = updated_reference(w[part], how, lambda i, draw=draw_update: draw(direction=i), bits)
+            new = updated_reference(w[part], how, _of_step(draw, update_step), bits)
             if how.changed is not None:
                 how.changed.add_((new != w[part]).sum())
             w[part] = new
-        if plus is not None:
-            draw_move = partial(draw, step=on_host(how.step))
-            perturb_reference(w[part], lambda i, draw=draw_move: draw(direction=i), how, plus[part], minus[part])
+        if plus is not None and minus is not None:
+            perturb_reference(w[part], _of_step(draw, on_host(how.step)), how, plus[part], minus[part])
+
+
+def _of_step(draw: Callable[..., torch.Tensor], step: int) -> Callable[[int], torch.Tensor]:
+    """The noise of each direction of a step."""
+    return lambda direction: draw(step=step, direction=direction)
 
 
 @jit()

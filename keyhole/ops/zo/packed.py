@@ -15,6 +15,7 @@ Tensors start and end between groups: `offset` and n are multiples of 64. Legend
 """
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -50,9 +51,10 @@ def zo_packed_reference_(
     if how.coef is not None:
         before = None if how.changed is None else w.clone()
         zo_flat_(w, None, None, replace(how, changed=None))
-        fp8_encode_(w, packed, offset=how.offset, seed=how.seed, step=how.update_step, rounding=how.rounding)
+        step = cast(int, how.update_step)  # steps on packed weights are not recorded
+        fp8_encode_(w, packed, offset=how.offset, seed=how.seed, step=step, rounding=how.rounding)
         fp8_decode(packed, w)
-        if how.changed is not None:
+        if how.changed is not None and before is not None:
             how.changed.add_((w != before).sum())
     if plus is not None:
         zo_flat_(w, plus, minus, replace(how, coef=None))

@@ -68,4 +68,4 @@ class DirectionFiles:
 
 
 def _checksum(v: torch.Tensor) -> str:
-    return f"{zlib.crc32(v.cpu().contiguous().view(torch.uint8).numpy()):08x}"
+    return f"{zlib.crc32(v.cpu().contiguous().view(torch.uint8).numpy().data):08x}"

@@ -29,12 +29,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.zo.arguments import Applied, Noise, Perturbation
 from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.parts import Parts, find_parts, vector_at
 from keyhole.methods.zo.update import Pending
@@ -59,7 +59,7 @@ class Factors:
     def __init__(
         self,
         model: Model,
-        noise: dict[str, Any],
+        noise: Noise,
         *,
         rank: int,
         refresh: int,
@@ -71,7 +71,8 @@ class Factors:
         fold_error: float = 0.0,
         guided: bool = False,
     ) -> None:
-        self.model, self.noise, self.rounding = weakref.proxy(model), noise, rounding
+        self.model: Model = weakref.proxy(model)  # which holds this object, by its layers
+        self.noise, self.rounding = noise, rounding
         self.rank, self.refresh, self.folds, self.merges = rank, refresh, fold, merge
         self.parts: Parts = find_parts(model, rank)
         self.units = {unit.index for unit in model.layout.of_kind("block")}
@@ -93,8 +94,9 @@ class Factors:
 
     def draw_v(self, period: int) -> torch.Tensor:
         """V / sqrt(r) of all layers, in the dtype of compute."""
-        where = {"offset": self.parts.v_start, "step": period, "device": self.model.device}
-        return ops.draw_noise(self.parts.v_numel, **where, **self.noise).mul_(self.rank**-0.5).to(self.model.dtype)
+        parts, device = self.parts, self.model.device
+        v = ops.draw_noise(parts.v_numel, offset=parts.v_start, step=period, device=device, **self.noise)
+        return v.mul_(self.rank**-0.5).to(self.model.dtype)
 
     @property
     def period(self) -> int:
@@ -115,7 +117,7 @@ class Factors:
         finally:
             self.v.copy_(self.draw_v(self.period))
 
-    def perturb(self, perturbations: list[dict[str, Any]]) -> None:
+    def perturb(self, perturbations: list[Perturbation]) -> None:
         """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
         for p, how in enumerate(perturbations):
             moved = ops.ZOStep(self.parts.start, **self.noise, **how)
@@ -124,7 +126,7 @@ class Factors:
     def update(self, pending: Pending) -> None:
         """Applies the update of a finished step."""
         assert self.fold is None or not self.fold.left, "a fold of the period before is not done"
-        how = {"coef": pending.coef, "update_step": pending.step, "changed": self.changed.zero_()}
+        how: Applied = {"coef": pending.coef, "update_step": pending.step, "changed": self.changed.zero_()}
         ops.zo_flat_(self.now, None, None, ops.ZOStep(self.parts.start, **self.noise, **how))
         self.steps = pending.step + 1
         if self.steps % self.refresh == 0:

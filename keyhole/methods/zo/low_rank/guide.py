@@ -27,6 +27,7 @@ Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D);
 KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or one layer.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.looks import compacted
+from keyhole.methods.zo.looks import send_options
 from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
 from keyhole.methods.zo.low_rank.error_directions import predictors, principal_errors
 from keyhole.methods.zo.low_rank.factors import Factors
@@ -102,7 +103,7 @@ class Guide:
 
     def _find(self, batches: list[Batch], period: int) -> torch.Tensor:
         model, factors = self.factors.model, self.factors
-        sent = model.send(batches, **compacted(batches))
+        sent = model.send(batches, **send_options(batches))
         sent = sent if model.classifies else _thinned(sent)
         self.inputs = inputs = _Inputs(factors, sent)
         try:
@@ -114,10 +115,10 @@ class Guide:
                 inputs.keeps = may_keep(inputs.bytes)
                 errors = token_errors(model, sent, positions)
             d_NH = torch.cat(errors)
-            where = {"offset": _after(factors), "step": period, "device": model.device}
-            start_Nr = ops.draw_noise(len(d_NH) * factors.rank, **where, **factors.noise).view(len(d_NH), factors.rank)
+            at, shape = _after(factors), (len(d_NH), factors.rank)
+            start = ops.draw_noise(math.prod(shape), offset=at, step=period, device=model.device, **factors.noise)
             inputs.drawn, inputs.found = factors.draw_v(period), factors.draw_v(period)
-            inputs.y_Nr = principal_errors(d_NH, start_Nr)
+            inputs.y_Nr = principal_errors(d_NH, start.view(shape))
             if inputs.keeps:
                 inputs.solve()
             else:
@@ -195,7 +196,9 @@ class _Inputs:
         """Called with the input of a layer."""
         if not self.keeps and not self.y_Nr.numel():
             return
-        current, parts = self.factors.model.conductor.current.index, self.seen.setdefault(index, {})
+        conductor, parts = self.factors.model.conductor, self.seen.setdefault(index, {})
+        assert conductor is not None  # a pass is running
+        current = conductor.current.index
         again = current in parts or index in self.solved
         if x.shape[:-1].numel() != self.tokens[current] or again or index in self.odd:
             self._leave_random(index)

@@ -20,10 +20,11 @@ from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward.evaluation import swept
+from keyhole.model.model import Model
 
 
 def token_errors(
-    model: Any, sent: list[DeviceBatch], positions: list[tuple[torch.Tensor, torch.Tensor]]
+    model: Model, sent: list[DeviceBatch], positions: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[torch.Tensor]:
     """[N, H] float32, per batch. positions: the N distinct ones, and which of them each trained token has."""
     head = VocabularyGradients(model)
@@ -45,7 +46,7 @@ def _summed(d_NH: torch.Tensor, place_N: torch.Tensor, count: int) -> torch.Tens
     return d_NH if count == len(d_NH) else torch.nn.functional.one_hot(place_N, count).float().t() @ d_NH
 
 
-def class_errors(model: Any, sent: list[DeviceBatch], most: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def class_errors(model: Model, sent: list[DeviceBatch], most: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Positions [N] that the head reads, and their errors [N, H] in float32, per batch; of more than `most` in all,
     some at equal distances. None, if the last block has other positions than the tokens of the batch (Funnel)."""
     leaves: dict[int, torch.Tensor] = {}
@@ -55,6 +56,7 @@ def class_errors(model: Any, sent: list[DeviceBatch], most: int) -> tuple[list[t
 
     def leave(block: torch.nn.Module, inputs: Any, output: Any) -> Any:
         """After the last block: its output becomes a leaf, and what comes next has a graph."""
+        assert model.conductor is not None  # a pass is running
         first = output if isinstance(output, torch.Tensor) else output[0]
         leaf = leaves[model.conductor.current.index] = first.detach().requires_grad_()
         torch.set_grad_enabled(True)

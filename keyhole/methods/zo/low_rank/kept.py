@@ -21,7 +21,7 @@ the dtype of compute. So rounding errors of 16 bits do not accumulate either. V 
 
 On the device the terms of a matrix are the first rows of a *room*, whose other rows are zeros and add nothing. A period
 is written into the room; if it is full, a room for STEP more terms takes its place. So passes read the same addresses
-for several periods, and a CUDA graph (../recorded_step.py) is valid as long as `number` is the same.
+for several periods, and a CUDA graph (../recorded_step.py) is valid as long as `version` is the same.
 
 Bytes for K terms of a matrix: b K (O + I) on the device, K rounded up to a multiple of STEP; on the host 4 r O per
 period and 4 K (O + I) per sum.
@@ -42,7 +42,7 @@ from keyhole.ops.lowrank.compress import Cut, combine, cuts, fewest, gram, toget
 Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
 MOST_TERMS = 2048  # of a matrix between two folds
 STEP = 16  # terms by which a room grows; products are fast with multiples of 8
-NUMBERS = itertools.count()
+VERSIONS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Kept:
         check_folds(parts, periods)
         self.rooms: list[Rows] = []  # by matrix, on the device, as passes use them: the terms, then rows of zeros
         self.counts: list[int] = []  # by matrix, the number of terms
-        self.number = next(NUMBERS)  # another one when a room is replaced
+        self.version = next(VERSIONS)  # of the rooms: another one when any of them is replaced
         self.periods: list[torch.Tensor] = []  # all A of each period since the last fold, on the host
         self.vs: list[torch.Tensor] = []  # and all V, if guided
         self.sums: list[Rows] = []  # by matrix, on the host
@@ -107,13 +107,13 @@ class Kept:
             k, end = self.counts[i], self.counts[i] + self.parts.rank
             if end > len(self.rooms[i][0]):  # one matrix at a time, so that little is held twice
                 self.rooms[i] = _roomy(self.rooms[i][0][:k], end), _roomy(self.rooms[i][1][:k], end)
-                self.number = next(NUMBERS)
+                self.version = next(VERSIONS)
             self.rooms[i][0][k:end], self.rooms[i][1][k:end] = self._rows(a, matrix.a), self._rows(v, matrix.v)
             self.counts[i] = end
 
     def _hold(self, terms: list[Rows], device: torch.device) -> None:
         """Copies these terms of each matrix to rooms on the device."""
-        self.counts, self.number = [len(a) for a, _ in terms], next(NUMBERS)
+        self.counts, self.version = [len(a) for a, _ in terms], next(VERSIONS)
         held = ([rows.to(device, self.dtype) for rows in both] for both in terms)
         self.rooms = [(_roomy(a, len(a)), _roomy(v, len(v))) for a, v in held]
 

@@ -16,12 +16,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.methods.zo.arguments import Perturbation
 from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
@@ -42,7 +42,8 @@ class FactoredLayers:
     """The layers of one model, which add these factors from now on. guide: sees the inputs of layers."""
 
     def __init__(self, model: Model, factors: Factors, guide: Guide | None = None) -> None:
-        self.model, self.factors, self.guide = weakref.proxy(model), factors, guide  # the model holds this object
+        self.model: Model = weakref.proxy(model)  # which holds this object
+        self.factors, self.guide = factors, guide
         parts = factors.parts
         self.share: Share | None = None  # None: the unperturbed weights
         self.shares: dict[int, Share] = {}  # by pass, during a step
@@ -108,7 +109,7 @@ class FactoredLayers:
 
     # -- the looks of a step ---------------------------------------------------------------------------------------
 
-    def perturb(self, perturbations: list[dict[str, Any]]) -> None:
+    def perturb(self, perturbations: list[Perturbation]) -> None:
         """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
         if self.model.low_rank is not self:
             raise UserError(
@@ -140,20 +141,29 @@ class FactoredLayers:
 
     @property
     def running(self) -> Share | None:
-        if not self.shares:
-            return self.share
-        return self.shares[self.model.conductor.current.index]
+        return self._in_step if self.shares else self.share
+
+    @property
+    def _pass(self) -> int:
+        """The number of the running pass."""
+        assert self.model.conductor is not None
+        return self.model.conductor.current.index
+
+    @property
+    def _in_step(self) -> Share:
+        """The share of the running pass, which is one of a step."""
+        return self.shares[self._pass]
 
     @property
     def parted(self) -> bool:
-        return self.model.conductor.current.index in self.differ
+        return self._pass in self.differ
 
     def part(self) -> None:
-        self.differ.add(self.model.conductor.current.index)
+        self.differ.add(self._pass)
 
     @contextmanager
     def one_look(self) -> Iterator[None]:
-        index, share = self.model.conductor.current.index, self.running
+        index, share = self._pass, self._in_step
         self.shares[index] = Share(share.first, 1, share.rows // share.count, share.tokens // share.count)
         try:
             yield
@@ -165,10 +175,10 @@ class FactoredLayers:
         share = self.running
         return self.factors.now[None] if share is None else self.factors.looks[share.first : share.first + share.count]
 
-    def graph_key(self) -> tuple | None:
-        memory = (self.factors.looks, self.factors.v, self.spines)
+    def graph_key(self) -> tuple[Share | int | None, ...] | None:
         if not self.shares or not self.factors.folds or self.spines is None:
             return None
+        memory = (self.factors.looks, self.factors.v, self.spines)
         return self.running, *(tensor.data_ptr() for tensor in memory)
 
     def added_to(self, layer: torch.nn.Module) -> Added | None:
@@ -181,10 +191,10 @@ class FactoredLayers:
         if isinstance(matrix.bias, slice):
             bias = flat[:, matrix.bias]
         elif matrix.bias is not None and self.spines is not None:
-            share, begin = self.running, matrix.bias.start - self.model.layout.spine.start
+            share, begin = self._in_step, matrix.bias.start - self.model.layout.spine.start
             bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
-        elif getattr(layer, "bias", None) is not None:
-            bias = layer.bias[None].expand(flat.shape[0], -1)
+        elif (own := getattr(layer, "bias", None)) is not None:
+            bias = own[None].expand(flat.shape[0], -1)
         earlier = factors.kept.rooms[index] if factors.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (factors.rank, matrix.outputs))
         how = matrix.transposed, self._readers(index), index in self.waiting
@@ -208,6 +218,7 @@ class FactoredLayers:
         for vector in self.by_owner.get(id(module), ()):
             vector.tensor.param.data = vector_at(flat, vector).to(self.model.dtype)
         if several:
+            assert self.spines is not None  # a pass carries several looks in a step only
             for tensor in self.in_spine.get(id(module), {}).values():
                 tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
 
@@ -217,7 +228,8 @@ class FactoredLayers:
         return {name: own[name].shape if name in own else p.shape for name, p in _parameters(module)}
 
     def vectors_at_looks(self, module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-        share, start = self.running, self.model.layout.spine.start
+        share, start = self._in_step, self.model.layout.spine.start
+        assert self.spines is not None  # as there is a step
         at = slice(share.first, share.first + share.count)
         found = {v.name: self.factors.looks[at, v.at].to(self.model.dtype) for v in self.by_owner.get(id(module), ())}
         for name, tensor in self.in_spine.get(id(module), {}).items():

@@ -26,15 +26,16 @@ from keyhole.model.weights.homes import view
 def arrive(factors: Factors, unit: Unit, w: torch.Tensor, awaited: bool) -> bool:
     """Called with a unit that is on the device as at home. Applies the folds that it lacks; True: it must be
     written back. awaited: a checkpoint needs its home, so its vectors are updated too."""
-    owed = factors.owes(unit)
-    if owed:
-        fold_into(factors, unit, w, factors.fold)
-        factors.fold.left.discard(unit.index)
-    if (owed or awaited) and w.dtype != PACKED:
+    fold, is_changed = factors.fold, False
+    if fold is not None and factors.owes(unit):
+        fold_into(factors, unit, w, fold)
+        fold.left.discard(unit.index)
+        is_changed = True
+    if (is_changed or awaited) and w.dtype != PACKED:
         for vector in factors.parts.vectors_of(unit):
             view(w, vector.tensor, unit.start).copy_(vector_at(factors.now, vector))
-            owed = True
-    return owed
+            is_changed = True
+    return is_changed
 
 
 def fold_into(factors: Factors, unit: Unit, w: torch.Tensor, fold: Fold) -> None:
@@ -51,8 +52,8 @@ def _add(
     if not matrix.transposed:
         a = a[:, first_row : first_row + w.shape[0]].contiguous()
     left, right = (v, a) if matrix.transposed else (a, v)
-    where = {"offset": matrix.tensor.start, "first_row": first_row, "seed": factors.noise["seed"]}
-    ops.fold_(w, left, right, **where, step=step, rounding=factors.rounding)
+    begin, seed = matrix.tensor.start, factors.noise["seed"]
+    ops.fold_(w, left, right, offset=begin, first_row=first_row, seed=seed, step=step, rounding=factors.rounding)
 
 
 def as_saved(factors: Factors, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:

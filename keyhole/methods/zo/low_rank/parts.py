@@ -150,7 +150,7 @@ def readers(matrices: list[Matrix]) -> dict[int, slice]:
     """Index of a matrix -> the v of all layers that may read the same input: neighbours in one module, of one width.
     Layers that do so come with an equal: k with v, the gate with the other half. Without equals (one matrix for q, k
     and v, and the projection after it) they are not likely to, and are left out."""
-    found = {}
+    found: dict[int, slice] = {}
 
     def place(i: int) -> tuple[str, int]:
         return matrices[i].tensor.name.rsplit(".", 2)[0], matrices[i].inputs
@@ -175,10 +175,11 @@ def waiting(blocks: list[nn.Module], matrices: list[Matrix]) -> set[int]:
     have the same bits. Not: experts (which see some of the rows, and whose outputs are weighed), and layers with a bias
     that is not trained (which may be in a slot, and gone when it is needed)."""
     index = {id(matrix.layer): i for i, matrix in enumerate(matrices)}
-    found = []
+    found: list[nn.Module] = []
     for block in blocks:
-        if (reader := relu_reader(block)) and id(reader[1]) in index:
-            found.append(relu_pair(block)[0])
+        pair, reader = relu_pair(block), relu_reader(block)
+        if pair and reader and id(reader[1]) in index:
+            found.append(pair[0])
         linear = list(called_layers([block]))
         fits = {id(layer) for layer in linear if _width(layer, 1) == _width(linear[0], 0)}
         for part in _outside_of_lists(block):
@@ -207,7 +208,7 @@ def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
     return (rows, columns, True) if transposed else (columns, rows, False)
 
 
-def _check(layout: Layout, shapes: dict, vectors: list[FlatTensor], numel: int) -> None:
+def _check(layout: Layout, shapes: dict[int, tuple[int, int, bool]], vectors: list[FlatTensor], numel: int) -> None:
     total = sum(unit.numel for unit in layout.of_kind("block"))
     if numel > MOST_VECTORS * total:
         large = max(vectors, key=lambda tensor: tensor.shape.numel())

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.low_rank.merge import arrive
 from keyhole.methods.zo.perturbed import PerturbedWeights
 from keyhole.model.batch import DeviceBatch, repeated
@@ -57,24 +59,24 @@ def carry(looks: Looks, together: bool) -> list[Carried]:
     return found
 
 
-def run(perturbed: PerturbedWeights, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
-    """The hidden states of all passes, numbered as those of a dense step."""
-    if perturbed.layers.together:
+def run(perturbed: PerturbedWeights, layers: FactoredLayers, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
+    """The hidden states of all passes, numbered as those of a dense step. steady: as in ../passes.py."""
+    if layers.together:
         try:
-            return _run(perturbed, looks, steady)
+            return _run(perturbed, layers, looks, steady)
         except NotByRows:  # depends only on the model's code, so it is raised in the first step
-            perturbed.layers.together = False
-    return _run(perturbed, looks, steady)
+            layers.together = False
+    return _run(perturbed, layers, looks, steady)
 
 
-def _run(perturbed: PerturbedWeights, looks: Looks, steady: bool) -> list[torch.Tensor]:
-    model, layers, engine = perturbed.model, perturbed.layers, perturbed.model.engine
+def _run(perturbed: PerturbedWeights, layers: FactoredLayers, looks: Looks, steady: bool) -> list[torch.Tensor]:
+    model, engine = perturbed.model, perturbed.model.engine
     assert all(pair.looks == 2 for pair in looks.pairs[:-1]), "looks are numbered without gaps"
     layers.perturb([perturbed.perturbation(pair) for pair in looks.pairs])
     passes, spines = carry(looks, layers.together), perturbed.spines.flatten(0, 1)
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-        weights = None if unit is None else _acquire(perturbed, unit)
+        weights = None if unit is None else _acquire(perturbed, layers.factors, unit)
         try:
             for index, one in enumerate(passes):
                 model.binding.bind(unit, weights, spines[one.first])
@@ -86,33 +88,32 @@ def _run(perturbed: PerturbedWeights, looks: Looks, steady: bool) -> list[torch.
     found: list[torch.Tensor] = [torch.empty(0)] * len(looks.passes)
     with layers.carried({i: one.share() for i, one in enumerate(passes)}, perturbed.spines):
         batches = [repeated(one.batch, one.count) for one in passes]
-        rows = _rows(perturbed, looks, passes)
+        rows = _rows(perturbed, layers, looks, passes)
         for one, hidden in zip(passes, model.lockstep(batches, serve, rows, steady=steady), strict=True):
             for number, part in zip(one.numbers, hidden.chunk(one.count), strict=True):
                 found[number] = part
     return found
 
 
-def _acquire(perturbed: PerturbedWeights, unit: Unit) -> torch.Tensor:
+def _acquire(perturbed: PerturbedWeights, factors: Factors, unit: Unit) -> torch.Tensor:
     """The unit's weights on the device, in the dtype of compute, with missing folds applied. Release it afterwards."""
-    factors, engine = perturbed.factors, perturbed.model.engine
-    awaited = perturbed.update.write_back.is_awaited(unit)
+    engine, awaited = perturbed.model.engine, perturbed.update.write_back.is_awaited(unit)
     w = engine.acquire(unit.index, changes=awaited or factors.owes(unit))
     if arrive(factors, unit, w, awaited) or awaited:
         engine.commit(unit.index)
     return perturbed.model.in_compute_dtype(unit, w)
 
 
-def fold_rest(perturbed: PerturbedWeights) -> None:
+def fold_rest(perturbed: PerturbedWeights, factors: Factors) -> None:
     """Folds units that no pass has visited, at the end of a sweep."""
     for unit in perturbed.model.layout.of_kind("block"):
-        if perturbed.factors.owes(unit):
-            _acquire(perturbed, unit)
+        if factors.owes(unit):
+            _acquire(perturbed, factors, unit)
             perturbed.model.engine.release(unit.index)
 
 
 def _rows(
-    perturbed: PerturbedWeights, looks: Looks, passes: list[Carried]
+    perturbed: PerturbedWeights, layers: FactoredLayers, looks: Looks, passes: list[Carried]
 ) -> Callable[[int, torch.Tensor], torch.Tensor]:
     """Rows of the table for a pass, concatenated over its looks."""
     model = perturbed.model
@@ -123,7 +124,7 @@ def _rows(
         stale_MH = model.table_rows(ids_M)
         if not model.layout.table.param.requires_grad:
             return stale_MH.to(model.dtype).repeat(one.count, 1)
-        perturbed.layers.part()
+        layers.part()
         made: dict[int, torch.Tensor] = {}
         for p in {look // 2 for look in range(one.first, one.first + one.count)}:
             made[2 * p], made[2 * p + 1] = perturbed.rows(stale_MH, ids_M, looks.pairs[p])

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from keyhole.methods.lora.peft_layers import ADAPTER, peft_config, write_adapter
+from keyhole.methods.lora.adapted_linear import ADAPTER
+from keyhole.methods.lora.peft_layers import peft_config, write_adapter
 from keyhole.methods.zo.low_rank.factors import Factors
 
 

@@ -10,12 +10,13 @@ A finished run needs none of this: its output directory holds an ordinary model.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from keyhole.disk.read_json import read_json
 from keyhole.disk.tensors import MethodState
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
+from keyhole.methods.zo.arguments import Noise
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.low_rank.state import from_state
@@ -32,7 +33,7 @@ class SavedFactors:
     """Factors in a directory."""
 
     directory: Path
-    own: ZOConfig
+    own: ZOConfig  # filled: without settings that are null for the estimator's default
     seed: int
     steps: int
     original: str | None  # the model whose weights they belong to; None: the weights in the directory
@@ -67,8 +68,8 @@ class SavedFactors:
 
     def add_to(self, model: Model) -> str:
         """Attaches them to the model; returns a line that says so."""
-        noise = {"seed": self.seed, "distribution": self.own.distribution}
-        how = {"rank": self.own.rank, "refresh": self.own.refresh, "fold": self.own.fold, "rounding": self.own.rounding}
+        noise: Noise = {"seed": self.seed, "distribution": cast(str, self.own.distribution)}
+        how: dict[str, Any] = {name: getattr(self.own, name) for name in ("rank", "refresh", "fold", "rounding")}
         try:
             with frozen_as(model.module, self.freeze):
                 factors = Factors(model, noise, **how, pairs=1)
@@ -95,11 +96,13 @@ def find_factors(directory: Path) -> SavedFactors | None:
 def _read(directory: Path, config: dict[str, Any], method: dict[str, Any], base: Any) -> SavedFactors:
     names = ("estimator", "distribution", "rounding", "rank", "refresh", "fold")
     own = {name: config[f"{ZO.section}.{name}"] for name in names if f"{ZO.section}.{name}" in config}
-    seed, steps, light = method.get("seed"), method.get("step_count"), bool(method.get("light"))
-    numbers = (own.get("rank"), own.get("refresh", 1), seed, steps)
+    light = bool(method.get("light"))
+    numbers: list[Any] = [own.get("rank"), own.get("refresh", 1), method.get("seed"), method.get("step_count")]
+    rank, refresh, seed, steps = numbers
     whole = all(type(number) is int and 0 <= number < 2**32 for number in numbers)
-    if not whole or not 0 < own["rank"] <= 256 or own.get("refresh", 1) < 1:
-        raise UserError(f"model: {directory / STATE} was edited: rank, refresh, seed and steps cannot be {numbers}")
+    if not whole or not 0 < rank <= 256 or refresh < 1:
+        found = ", ".join(map(repr, numbers))
+        raise UserError(f"model: {directory / STATE} was edited: rank, refresh, seed and steps cannot be ({found})")
     known = {
         "distribution": (None, "gaussian", "rademacher"),
         "rounding": ("stochastic", "nearest"),

@@ -15,7 +15,7 @@ of A).
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ def _changing(factors: Factors) -> Iterator[tuple[Unit, torch.Tensor]]:
             yield unit, factors.model.engine.homes[unit.index]
 
 
-def _take_homes(factors: Factors, state: Any) -> None:
+def _take_homes(factors: Factors, state: Mapping[str, Any]) -> None:
     """Copies the saved homes, in the order of units: their numbers depend on how many units a memory budget cuts the
     blocks between them into. ValueError if they are of other units."""
     saved = sorted((name for name in state if name.startswith("home.")), key=lambda name: int(name[len("home.") :]))
@@ -63,7 +63,7 @@ def _take_homes(factors: Factors, state: Any) -> None:
     factors.model.engine.invalidate()
 
 
-def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> None:
+def from_state(factors: Factors, state: Mapping[str, Any], steps: int, homes: bool = True) -> None:
     """Loads the tensors of a checkpoint after `steps` steps. homes: for a light checkpoint, also the weights at home
     that it contains."""
     if "factors" not in state or state["factors"].shape != factors.now.shape:
@@ -88,7 +88,7 @@ def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> 
         factors.v.copy_(factors.draw_v(factors.period))
 
 
-def check_guide(factors: Factors, state: Any, guided: bool) -> None:
+def check_guide(factors: Factors, state: Mapping[str, Any], guided: bool) -> None:
     """Refuses a state whose V were found from data, if this run draws V, and the reverse: within a period the factors
     would be multiplied by another V, and V of kept periods would be lost."""
     found = "directions" in state or "kept_v" in state
@@ -98,7 +98,7 @@ def check_guide(factors: Factors, state: Any, guided: bool) -> None:
         raise UserError(f"zo.guide: the directions of the state are {was}; zo.guide must be as it was")
 
 
-def saved(factors: Factors, state: Any) -> Factors | None:
+def saved(factors: Factors, state: Mapping[str, Any]) -> Factors | None:
     """The factors of a checkpoint, beside those of the run; None if its weights contain everything."""
     steps = int(state["step_count"])
     if steps % factors.refresh == 0 and "kept" not in state and "folds" not in state:
