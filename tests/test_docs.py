@@ -166,6 +166,23 @@ def test_the_yaml_example_is_a_config(tmp_path: Path) -> None:
     assert config.method == "zo" and config.gpu_memory == 8 * 2**30
 
 
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
+def test_commands_with_a_budget_may_stream(page: Path) -> None:
+    """Weights are resident by default: a command that gives a new run a budget says where they are."""
+    commands = [line for line in page.read_text().splitlines() if line.startswith("    keyhole train model=")]
+    assert [line for line in commands if "gpu_memory=" in line and "placement=" not in line] == []
+
+
+def test_the_8_gb_runs_are_the_recipes() -> None:
+    """What README promises for 8 GB is in the table of recipes, which is the planner's."""
+    (promise,) = re.findall(r"^- \*\*With 8 GB\.\*\*.*?(?=^- )", (ROOT / "README.md").read_text(), re.M | re.S)
+    for name in ("adalomo-llama-3.2-3b-8gb", "zo-14b-8gb"):
+        (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
+        model, method, _, gpu, host, seconds, *_ = [cell.strip() for cell in row.split("|")]
+        assert all(part in promise for part in (model.split("/")[1], method, f"{gpu} GiB", f"{seconds} s per step"))
+        assert method != "`zo`" or f"{host} GiB of host memory" in promise
+
+
 def test_the_planned_tables_are_the_planners() -> None:
     """README's row of one model, and its cells in the table of methods, are what scripts/plan_table.py prints today."""
     text, name = (ROOT / "README.md").read_text(), "Llama-3 8B"
