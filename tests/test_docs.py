@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
 HISTORY = (ROOT / "LOG.md", ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").rglob("*.md"))
 OF_TODAY = [page for page in PAGES if page not in HISTORY]
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(\s*<?([^)>\"\s]*)[^)]*\)")  # [text](target), also <target> and with a title
+OTHER_LINK = re.compile(r"^\[[^\]]+\]:\s*(\S+)|(?:href|src)=\"([^\"]+)\"", re.MULTILINE)  # [name]: target, and HTML
+FENCED = re.compile(r"^( *)```.*?^\1``` *$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?<![\w/.-])((?:keyhole|tests|benchmarks|scripts|docs)/[\w./*<>-]*[\w>]/?)")
 TEST_NAME = re.compile(r"`(test_\w+)(?:\.\.\.)?`")
 
@@ -28,9 +30,25 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The names of a page's headings in links, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    """The names of a page's headings in links, as GitHub makes them; comments in code are none."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def links_of(text: str) -> list[str]:
+    """The targets of all links of a page to files and headings."""
+    text = FENCED.sub("", text)
+    found = LINK.findall(text) + [a or b for a, b in OTHER_LINK.findall(text)]
+    return [link for link in found if not link.startswith(("http:", "https:", "mailto:"))]
+
+
+def leads_somewhere(link: str, page: Path) -> bool:
+    """Whether a link of a page finds a file, folder or heading of the repository, not of this machine."""
+    target, _, anchor = link.partition("#")
+    file = (page.parent / target).resolve() if target else page
+    kept = file.is_relative_to(ROOT) and not target.startswith("/")
+    kept = kept and not any(part.startswith(".") for part in file.relative_to(ROOT).parts)
+    return kept and file.exists() and (not anchor or (file.is_file() and anchor in anchors(file.read_text())))
 
 
 def test_the_log_lists_its_sections() -> None:
@@ -45,13 +63,27 @@ def test_the_log_lists_its_sections() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_resolve(page: Path) -> None:
     """A link to a file or a heading of this repository finds it."""
-    for link in LINK.findall(page.read_text()):
-        if link.startswith(("http:", "https:", "mailto:")):
-            continue
-        target, _, anchor = link.partition("#")
-        file = page.parent / target if target else page
-        assert file.exists(), link
-        assert not anchor or anchor in anchors(file.read_text()), link
+    assert [link for link in links_of(page.read_text()) if not leads_somewhere(link, page)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[out of it](../../etc/passwd)",
+        "[absolute](/etc/hosts)",
+        "[hidden](.venv/pyvenv.cfg)",
+        '[titled](docs/none.md "x")',
+        "[angle](<docs/none.md>)",
+        "[ref]\n\n[ref]: docs/none.md",
+        '<img src="docs/none.svg">',
+        "[a comment](docs/compare.md#adamw-against-lomo-on-two-tasks)",
+        "[a folder's heading](docs#x)",
+    ],
+)
+def test_links_that_lead_nowhere_are_found(text: str) -> None:
+    """A broken link is seen in every form in which a page may have it."""
+    (link,) = links_of(text)
+    assert not leads_somewhere(link, ROOT / "README.md")
 
 
 def paths_of(page: Path) -> Iterator[str]:
@@ -132,6 +164,23 @@ def test_the_yaml_example_is_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(example)
     config, _ = load_config(tmp_path / "config.yaml")
     assert config.method == "zo" and config.gpu_memory == 8 * 2**30
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
+def test_commands_with_a_budget_may_stream(page: Path) -> None:
+    """Weights are resident by default: a command that gives a new run a budget says where they are."""
+    commands = [line for line in page.read_text().splitlines() if line.startswith("    keyhole train model=")]
+    assert [line for line in commands if "gpu_memory=" in line and "placement=" not in line] == []
+
+
+def test_the_8_gb_runs_are_the_recipes() -> None:
+    """What README promises for 8 GB is in the table of recipes, which is the planner's."""
+    (promise,) = re.findall(r"^- \*\*With 8 GB\.\*\*.*?(?=^- )", (ROOT / "README.md").read_text(), re.M | re.S)
+    for name in ("adalomo-llama-3.2-3b-8gb", "zo-14b-8gb"):
+        (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", (ROOT / "docs" / "recipes.md").read_text(), re.M)
+        model, method, _, gpu, host, seconds, *_ = [cell.strip() for cell in row.split("|")]
+        assert all(part in promise for part in (model.split("/")[1], method, f"{gpu} GiB", f"{seconds} s per step"))
+        assert method != "`zo`" or f"{host} GiB of host memory" in promise
 
 
 def test_the_planned_tables_are_the_planners() -> None:

@@ -13,7 +13,11 @@ The loop is the Trainer's own, so callbacks, logging, schedules, evaluation, sav
 This is the top layer: nothing else in keyhole imports it.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keyhole.hf.arguments import KeyholeArguments
+    from keyhole.hf.trainer import KeyholeMixin, KeyholeTrainer
 
 __all__ = ["KeyholeArguments", "KeyholeMixin", "KeyholeTrainer"]
 
