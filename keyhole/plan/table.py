@@ -242,7 +242,8 @@ def make_row(
         host, gpu = host + gpu, 0
     weights = itemsize * sum(t.shape.numel() for t in layout.tensors)
     own = work.settings or traits.settings()
-    dense = itemsize * sum(u.numel for u in layout.units if u.kind != "block")  # changed, and in light checkpoints too
+    changed = [u for u in layout.units if u.kind != "block" and any(t.param.requires_grad for t in u.tensors)]
+    dense = itemsize * sum(unit.numel for unit in changed)  # in light checkpoints too
     checkpoint = (dense if traits.light(own) else weights) + asked.saved_bytes
     disk = checkpoint * (question.keeps + 1) + (weights if traits.light(own) else 0)  # and the model at the end
     total = sum(room.formats.homes(layout))

@@ -76,6 +76,7 @@ class Factors:
         self.rank, self.refresh, self.folds, self.merges = rank, refresh, fold, merge
         self.parts: Parts = find_parts(model, rank)
         self.units = {unit.index for unit in model.layout.of_kind("block")}
+        self.restored: set[int] = set()  # which of the other units came from a light checkpoint (state.py)
         if fold and any(model.engine.homes[i].dtype == PACKED for i in self.units):
             raise UserError("wire: weights that are packed are not rounded anew by zo.rank; set zo.fold=false")
         device = model.device

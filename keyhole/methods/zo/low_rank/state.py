@@ -5,8 +5,9 @@ since: `factors` (all A of the period, and the vectors), and for kept periods `k
 the sums that earlier periods were folded into (kept.py). V is drawn again (with zo.guide it cannot be, and is saved:
 `directions`, `kept_v`). So a run resumes in the middle of a period, to the bit, and a checkpoint takes 4 n bytes more
 (OPT-13B, rank 2: 22 MB). If all factors are kept, blocks never change, and a checkpoint is *light*: it holds no model,
-but beside the factors the homes of the units that do change (spine, table, head), and the run resumes from the
-original model.
+but beside the factors the homes of the other units (spine, table, head), and the run resumes from the original model.
+Of these, units whose weights are all frozen are left out: `homes` says which are there (0 or 1 for each; without it all
+are).
 
 A journal has the scalars of every step, from which A of any period can be recomputed: an update of A is elementwise,
 and its noise is a function of (seed, step, element). A replay is the run without its passes: A is updated step by step,
@@ -38,23 +39,38 @@ def to_state(factors: Factors) -> dict[str, Any]:
     if factors.found_for == factors.period:
         state["directions"] = factors.v
     if not factors.folds:
-        state |= {"light": True} | {f"home.{unit.index}": home for unit, home in _changing(factors)}
+        others = list(_others(factors))
+        saved = [number in factors.restored or _may_differ(factors, unit) for number, (unit, _) in enumerate(others)]
+        there = [other for other, is_there in zip(others, saved, strict=True) if is_there]
+        state |= {"light": True} | {f"home.{unit.index}": home for unit, home in there}
+        state |= {} if all(saved) else {"homes": torch.tensor(saved, dtype=torch.int64)}
     state |= dict(factors.kept.to_state())
     return state
 
 
-def _changing(factors: Factors) -> Iterator[tuple[Unit, torch.Tensor]]:
-    """The units that change although blocks do not, and their homes."""
+def _others(factors: Factors) -> Iterator[tuple[Unit, torch.Tensor]]:
+    """The units outside of blocks, and their homes."""
     for unit in factors.model.layout.units:
         if unit.index not in factors.units:
             yield unit, factors.model.engine.homes[unit.index]
+
+
+def _may_differ(factors: Factors, unit: Unit) -> bool:
+    """Whether the unit may differ from the original model: something in it is trained, or a head that was drawn."""
+    drawn = {id(tensor) for tensor in factors.model.drawn_head}
+    return any(tensor.param.requires_grad or id(tensor) in drawn for tensor in unit.tensors)
 
 
 def _take_homes(factors: Factors, state: Mapping[str, Any]) -> None:
     """Copies the saved homes, in the order of units: their numbers depend on how many units a memory budget cuts the
     blocks between them into. ValueError if they are of other units."""
     saved = sorted((name for name in state if name.startswith("home.")), key=lambda name: int(name[len("home.") :]))
-    changing = [home for _, home in _changing(factors)]
+    others = [home for _, home in _others(factors)]
+    there = state["homes"].tolist() if "homes" in state else [1] * len(others)
+    if len(there) != len(others):
+        raise ValueError(f"saved for {len(there)} units outside of blocks, and this model has {len(others)}")
+    factors.restored = {number for number, is_there in enumerate(there) if is_there}
+    changing = [others[number] for number in sorted(factors.restored)]
     found = [state[name] for name in saved]
     if [home.shape for home in found] != [home.shape for home in changing]:
         raise ValueError(f"{len(saved)} saved units for {len(changing)} of this model, or of other sizes")
