@@ -51,6 +51,7 @@ from keyhole.training.model_and_method import (
     weights_source,
 )
 from keyhole.training.overshoot import Overshoot
+from keyhole.training.planning import faster_line
 from keyhole.training.renewal import Renewal
 from keyhole.training.reports import Reports
 from keyhole.training.request import Parts, Request
@@ -236,6 +237,7 @@ def _saver(job: Job, model: Model, method: Method, about: About) -> Saver:
 def _start_block(job: Job, model: Model, method: Method, saver: Saver, ranks_lines: list[str]) -> list[str]:
     config = job.config
     machine = start_block.machine_lines(config.device, model, method)
+    machine += [line for line in [faster_line(model, method.name)] if line is not None]
     shown = start_block.model_lines(model.module, model.layout, model.dtype, method.keeps_base)
     groups = [shown, machine, job.data.report]
     groups += [ranks_lines, job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]

@@ -12,7 +12,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -41,6 +41,7 @@ from keyhole.training.plan_request import DEFAULT, PlanRequest
 
 RESERVE_BYTES = GIB  # left free on a card for the CUDA context and the desktop
 USABLE = 0.95  # share of the free memory
+GAIN = 0.1  # share of a step that is worth a line
 
 
 @dataclass(frozen=True)
@@ -154,16 +155,16 @@ class Prediction:
     source: str
 
 
-def predict(model: Model, method: str, tokens: float | None = None) -> Prediction | None:
+def predict(model: Model, method: str, tokens: float | None = None, own: Any = None) -> Prediction | None:
     """The plan for the actual placement, with this number of tokens per step (None: the largest step). None if
-    there is no memory plan."""
+    there is no memory plan. own: other settings of the method than the run's."""
     if model.placed is None:
         return None
     row, placed, rates = METHODS[method], model.placed, known(model.device)
     micro = max(1, placed.work.passes // row.passes(placed.work.settings or row.settings()))
     each = placed.work.tokens if tokens is None else max(1, round(tokens / micro))
     work = replace(placed.work, method=method, tokens=min(each, placed.work.tokens))
-    work = replace(work, experts=experts_share(model.config))
+    work = replace(work, experts=experts_share(model.config), settings=own or work.settings)
     formats: Wire = model.formats
     room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
     streamed = model.engine.streamed
@@ -177,6 +178,37 @@ def predict(model: Model, method: str, tokens: float | None = None) -> Predictio
     how = {"rows": work.tokens, "itemsize": formats.dtype.itemsize, "units": sweeps * len(streamed)}
     source = "rates measured here" if rates.measured else "estimated rates; `keyhole plan` measures this machine"
     return Prediction(each * micro, int(host), step_seconds(asked, rates, **how), source)
+
+
+def faster_line(model: Model, method: str) -> str | None:
+    """`faster: lomo.activations=auto, ..` if a step would be by GAIN shorter where blocks kept their activations in
+    the memory that is free. None if blocks are streamed (one that has moved cannot keep any), or nothing is planned."""
+    row, placed = METHODS[method], model.placed
+    own = None if placed is None else placed.work.settings or row.settings()
+    if own is None or model.engine.streamed or getattr(own, "activations", None) not in ("block", "host"):
+        return None
+    value = "none" if getattr(own, "compile", False) else "auto"  # compiled blocks keep all of it or nothing
+    if value not in get_args(get_type_hints(type(own))["activations"]):
+        return None
+    other = replace(own, activations=value)
+    now, then = predict(model, method), predict(model, method, own=other)
+    if now is None or then is None or now.seconds is None or then.seconds is None:
+        return None
+    if then.seconds.total > (1 - GAIN) * now.seconds.total or not _has_room(model, method, other):
+        return None
+    return (
+        f"faster: {row.section}.activations={value} uses memory that is free now, and computes fewer blocks twice: "
+        f"{then.seconds.total:.3g} s per step instead of {now.seconds.total:.3g} s ({then.source})"
+    )
+
+
+def _has_room(model: Model, method: str, own: Any) -> bool:
+    placed, formats = model.placed, model.formats
+    assert placed is not None
+    room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
+    work = replace(placed.work, method=method, settings=own)
+    needed = METHODS[method].planned_bytes(model.layout, set(), work, room).total
+    return placed.limit_bytes is not None and needed <= placed.limit_bytes
 
 
 def pace_line(model: Model, method: str, entries: Sequence[dict[str, Any]]) -> str | None:
