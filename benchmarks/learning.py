@@ -226,6 +226,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     **{f"encoder-{name}": ("sst2", [0], how | HEAD) for name, how in ENCODER.items()},
     **{f"alpaca-{name}": ("alpaca", [0], how | first_order(2, 25) | TOKENS) for name, how in PERPLEXITY.items()},
     "rte-zo": ("rte", [0], ZO | {"learning_rate": 3e-5}),
+    "rte-guided": ("rte", [0], GUIDED_16 | {"learning_rate": 8e-5}),
 }
 
 
