@@ -70,6 +70,12 @@ GUIDE = {"rank": 1, "refresh": 100, "guide": 1024}  # V from the errors of 1,024
 SEVEN = {"zo": GUIDE | {"estimator": "fzoo", "directions": 7}, "num_train": 60000}  # eight passes
 GUIDED = LARGE | DEV | UPPER | {"zo": GUIDE | {"clip": 3.0}, "eval_steps": 500}
 GUIDED_16 = ZO | DEV | UPPER | {"zo": GUIDE | {"clip": 5.0}}
+GUIDED_2000 = GUIDED_16 | {  # so many forward passes, with those for V
+    "learning_rate": 2e-4,
+    "max_steps": 800,
+    "eval_steps": 400,
+    "zo": {"rank": 1, "refresh": 150, "guide": 512, "clip": 5.0},
+}
 SHORT = {"max_steps": 400, "eval_steps": 400}
 MINUTES = {"max_steps": 6000, "eval_steps": 2000, "pad_to_multiple_of": "auto"}  # max_steps by the GPU's pace
 TOKENS = {"loss": "tokens"}
@@ -157,13 +163,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     ),
     "sst2-zo-guided-1000": ("sst2", [0, 1, 2], GUIDED | {"learning_rate": [2.5e-4, 5e-4]}),
     "sst2-zo-guided-16": ("sst2", [0, 1, 2], GUIDED_16 | {"learning_rate": 8e-5}),
-    "sst2-zo-guided-2000": (  # forward passes
-        "sst2",
-        [0, 1, 2],
-        GUIDED_16
-        | {"learning_rate": 2e-4, "max_steps": 800, "eval_steps": 400}
-        | {"zo": {"rank": 1, "refresh": 150, "guide": 512, "clip": 5.0}},
-    ),
+    "sst2-zo-guided-2000": ("sst2", [0, 1, 2], GUIDED_2000),
     "sst2-zo-top": (
         "sst2",
         [0, 1, 2],
@@ -227,6 +227,7 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     **{f"alpaca-{name}": ("alpaca", [0], how | first_order(2, 25) | TOKENS) for name, how in PERPLEXITY.items()},
     "rte-zo": ("rte", [0], ZO | {"learning_rate": 3e-5}),
     "rte-guided": ("rte", [0], GUIDED_16 | {"learning_rate": 8e-5}),
+    "rte-guided-2000": ("rte", [0], GUIDED_2000),
 }
 
 
