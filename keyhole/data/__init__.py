@@ -13,6 +13,7 @@ overlap                          held-out samples that are training samples too
 dataset, loader                  samples in memory, batches in a resumable order
 padding, strata                  the width of a batch; batches with the labels of the whole data set
 settings, run, cache             the data of a run
+sources, first_rows              checked before anything is read
 tasks/                           public tasks by name, and the user's own task files
 capacity                         the limits of a model
 preview, marked, token_texts     samples as readable text, and for a page; each token with its space

@@ -35,7 +35,7 @@ from keyhole.data.prepare import tokenise
 from keyhole.data.report import Report
 from keyhole.data.settings import AUTO, PrepareSettings
 from keyhole.disk import user_cache
-from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files
+from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files, versions
 from keyhole.errors import UserError
 
 MAGIC, FORMAT = b"KEYHOLED", 1
@@ -61,29 +61,23 @@ def cached(asked: str | Path, sources: list[str], tokenizer: Any, how: PrepareSe
         return tokenise(sources, tokenizer, how)
     if str(asked) == AUTO and sum(os.path.getsize(name) for name in names) < LEAST_BYTES:
         return tokenise(sources, tokenizer, how)
-    before = _versions(names)
+    before = versions(names)
     path = directory / f"{key(names, sources, tokenizer, how)}{SUFFIX}"
     found = read_entry(path)
     if found is not None:
         found.report.cached, found.report.remarks = str(path), remarks(sources, names)
         return found
     found = tokenise(sources, tokenizer, how)
-    if _versions(names) != before:
+    if versions(names) != before:
         return found  # a file was written to meanwhile: these may not be the tokens of the bytes in the key
     try:
         write_entry(path, found)
         if str(asked) == AUTO:
-            user_cache.trim(directory)
+            user_cache.trim(directory, SUFFIX)
     except OSError as error:
         if str(asked) != AUTO:
             raise UserError(f"data_cache: cannot write to {directory}: {error.strerror or error}") from None
     return found
-
-
-def _versions(names: list[str]) -> list[tuple[int, ...]]:
-    """What changes when a file is written to or replaced."""
-    found = [os.stat(name) for name in names]
-    return [(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns) for about in found]
 
 
 def key(names: list[str], sources: list[str], tokenizer: Any, how: PrepareSettings) -> str:

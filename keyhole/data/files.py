@@ -42,9 +42,14 @@ def read(source: str | list[str]) -> Iterator[Record]:
         records = read_file(Path(name)) if Path(name).is_file() else read_hub(name)
         first = next(records, None)
         if first is None:
-            raise UserError(f"{name}: the file holds no rows; remove it from the data or fill it")
+            raise no_rows(name)
         yield replace(first, source=index)
         yield from records if index == 0 else (replace(record, source=index) for record in records)
+
+
+def no_rows(name: str) -> UserError:
+    """The error for a file without rows."""
+    return UserError(f"{name}: the file holds no rows; remove it from the data or fill it")
 
 
 def resolve(sources: list[str]) -> list[str]:

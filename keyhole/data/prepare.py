@@ -23,13 +23,13 @@ from keyhole.data.collect import Collector
 from keyhole.data.count import count_rows
 from keyhole.data.dataset import Dataset
 from keyhole.data.files import Record, read, resolve
-from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename, unread
+from keyhole.data.first_rows import layout_of, with_columns
+from keyhole.data.formats import COLUMNS, Example, normalise, unread
 from keyhole.data.listing import remarks
 from keyhole.data.loader import order
 from keyhole.data.render import Renderer
 from keyhole.data.report import Report, count_names
-from keyhole.data.row_template import filled
-from keyhole.data.settings import TABLE, PrepareSettings
+from keyhole.data.settings import AUTO, PrepareSettings
 from keyhole.errors import UserError, listed, printable
 from keyhole.machine.progress import tell
 from keyhole.model.best_fit import pack
@@ -169,18 +169,13 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
     for record in records:
         if record.is_document:
             _check_document(record, how)
-        record = rename(record, how.columns) if how.columns else record
-        record = filled(record, how.row_templates) if how.row_templates else record
+        record = with_columns(record, how)
         layout = layouts.get(record.file)
         if layout is None:
-            given = how.data_format not in (None, "auto")
-            layout = TABLE if how.row_templates else str(how.data_format) if given else detect(record)
+            layout, why = layout_of(record, how)
             layouts[record.file] = layout
-            why = "data_format is set" if given else f"found column {', '.join(COLUMNS[layout])}"
-            why = f"{' and '.join(how.row_templates)} from columns" if how.row_templates else why
-            why = "plain text: one document, or several between lines of <|endoftext|>" if record.is_document else why
             report.formats[record.file] = f"format {layout} ({why})"
-        elif how.data_format in (None, "auto") and not how.row_templates:
+        elif how.data_format in (None, AUTO) and not how.row_templates:
             _check_layout(record, layout)
         report.read += record.ends
         example = normalise(record, layout)
@@ -197,7 +192,7 @@ def _check_document(record: Record, how: PrepareSettings) -> None:
             f"{record.file}: plain text has no columns, and {' and '.join(named)} is set; if the file is a table, "
             "rename it to .tsv or .csv"
         )
-    if how.data_format not in (None, "auto", "text"):
+    if how.data_format not in (None, AUTO, "text"):
         raise UserError(f"{record.file}: plain text, and data_format={how.data_format}; leave data_format out")
     if how.max_length is None:
         raise UserError(f"{record.file}: plain text is cut into samples of max_length tokens, and it is null; set it")

@@ -1,19 +1,25 @@
 """Checks that files, tasks and the chat template named in the data settings exist, before torch is imported.
 
-It also checks that the tasks support the loss. No row is read and no request is made, so it takes milliseconds, and a
-mistyped path is reported at once. The readers check again when they read. What reads tasks is imported only for them.
+It also checks the first row of each file, and that the tasks support the loss. No more is read and no request is made,
+so it takes milliseconds, and a mistyped path is reported at once. The readers check again when they read. What reads
+tasks is imported only for them.
 """
 
 from keyhole.data.files import resolve
+from keyhole.data.first_rows import check_first_rows
 from keyhole.data.settings import DataSettings
 
 
 def check_sources(settings: DataSettings) -> None:
-    """Refuses missing files, patterns and folders, unknown tasks, and a loss that a task does not support."""
-    for source in (settings.train_data, settings.eval_data):
-        if source:
-            resolve([source] if isinstance(source, str) else source)
+    """Refuses missing files, patterns and folders, first rows that cannot be trained on, unknown tasks, and a loss that
+    a task does not support."""
+    given = [source for source in (settings.train_data, settings.eval_data) if source]
+    sources = [[source] if isinstance(source, str) else source for source in given]
+    for names in sources:
+        resolve(names)
     _ = settings.template_text
+    for names in sources:
+        check_first_rows(names, settings)
     if settings.task or settings.test_task:
         _check_tasks(settings)
 

@@ -69,11 +69,14 @@ def read_entry(path: Path) -> bytes | None:
     return body if hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest() == digest else None
 
 
-def trim(directory: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Deletes the least recently used entries, until the rest takes at most most_bytes."""
+def trim(directory: Path, suffix: str, most_bytes: int = MOST_BYTES) -> None:
+    """Deletes the least recently used entries, until the rest takes at most most_bytes. Files without the suffix of
+    entries are not ours (KEYHOLE_CACHE may name a directory whose data/ is the user's), and stay."""
     found = []
     with suppress(OSError):
         for entry in os.scandir(directory):
+            if not entry.name.endswith(suffix) and not entry.name.startswith(WRITING):
+                continue
             with suppress(OSError):  # already deleted by another process
                 about = entry.stat(follow_symlinks=False)
                 found.append((about.st_mtime_ns, about.st_size, entry.path))
@@ -93,6 +96,12 @@ def digest_of_files(names: Iterable[str | Path]) -> bytes:
         with open(name, "rb") as file:
             digest.update(hashlib.file_digest(file, "blake2b").digest())
     return digest.digest()
+
+
+def versions(names: Iterable[str | Path]) -> list[tuple[int, ...]]:
+    """What changes when a file is written to or replaced."""
+    found = [os.stat(name) for name in names]
+    return [(about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns) for about in found]
 
 
 @cache

@@ -34,13 +34,25 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     """Reading counts as use."""
-    for i, name in enumerate("abc"):
+    for i, name in enumerate(("a.kept", "b.kept", "c.kept")):
         write_entry(tmp_path / name, [b"x" * 84])  # 100 bytes with its hash
         os.utime(tmp_path / name, ns=(i, i))
-    assert read_entry(tmp_path / "a") is not None
-    trim(tmp_path, 250)
-    assert sorted(os.listdir(tmp_path)) == ["a", "c"]
-    trim(tmp_path / "absent", 0)
+    assert read_entry(tmp_path / "a.kept") is not None
+    trim(tmp_path, ".kept", 250)
+    assert sorted(os.listdir(tmp_path)) == ["a.kept", "c.kept"]
+    trim(tmp_path / "absent", ".kept", 0)
+
+
+def test_files_of_the_user_stay(tmp_path: Path) -> None:
+    """KEYHOLE_CACHE=~/project, whose data/ holds data sets: they are neither counted nor deleted. What a killed process
+    left of an entry goes."""
+    for name in ("train.jsonl", "a.kept", ".writing-x"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, ns=(0, 0))
+    trim(tmp_path, ".kept", 250)
+    assert len(os.listdir(tmp_path)) == 3
+    trim(tmp_path, ".kept", 0)
+    assert os.listdir(tmp_path) == ["train.jsonl"]
 
 
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

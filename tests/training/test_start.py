@@ -78,6 +78,10 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
     (tmp_path / "good.yaml").write_text(
         f"model: demo\nmethod: zo\ntrain_data: demo\nmax_steps: 3\noutput_dir: {tmp_path / 'out'}\n"
     )
+    (tmp_path / "empty.tsv").write_text("sentence\tlabel\n")
+    (tmp_path / "words.jsonl").write_text("\nhello\n")
+    (tmp_path / "table.csv").write_text("sentence,label\ngood,1\n")
+    (tmp_path / "numbers.jsonl").write_text('{"text": 3}\n')
     (tmp_path / "squad").mkdir()
     for split in ("train", "dev"):
         (tmp_path / "squad" / f"{split}.json").write_text('{"data": []}')
@@ -92,7 +96,19 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
         "no weights in it": ([*run, f"model={tmp_path}/bare"], "has no weights"),
         "no data": ([*run, f"train_data={tmp_path}/absent.jsonl"], "absent.jsonl: no such file"),
         "no data, of several": ([*run, f"train_data=[demo, {tmp_path}/absent.jsonl]"], "absent.jsonl: no such file"),
-        "no eval data": ([*run, f"eval_data={tmp_path}/*.csv"], "no file matches"),
+        "no eval data": ([*run, f"eval_data={tmp_path}/*.parquet"], "no file matches"),
+        "no rows": ([*run, f"train_data={tmp_path}/empty.tsv"], "empty.tsv: the file holds no rows"),
+        "no JSON": ([*run, f"train_data={tmp_path}/words.jsonl"], "words.jsonl, line 2: not valid JSON"),
+        "other columns": ([*run, f"eval_data={tmp_path}/table.csv"], "cannot tell the data format from the columns"),
+        "no such column": (
+            [*run, f"train_data={tmp_path}/table.csv", "columns={text: sentnce}"],
+            "the data have no column sentnce; found: sentence, label",
+        ),
+        "no such column in a prompt": (
+            [*run, f"train_data={tmp_path}/table.csv", "prompt={sentense}", "completion={label}"],
+            "did you mean {sentence}?",
+        ),
+        "no text": ([*run, f"train_data={tmp_path}/numbers.jsonl"], "numbers.jsonl, line 1"),
         "no template": ([*run, f"chat_template={tmp_path}/absent.jinja"], "chat_template"),
         "no such task": ([*run, "train_data=null", "task=sst22"], "sst2"),
         "no task data": ([*run, "train_data=null", "task=sst2", f"task_data={tmp_path}/tasks"], "task_data"),

@@ -22,7 +22,7 @@ from keyhole.data.tasks.places import Split
 from keyhole.data.tasks.question import Question, Task
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.disk import user_cache
-from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files
+from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files, versions
 from keyhole.errors import UserError
 
 SUFFIX = ".keyhole-task"
@@ -44,6 +44,7 @@ def kept(
         return draw()
     if asked == AUTO and sum(map(os.path.getsize, names)) < LEAST_BYTES:
         return draw()
+    before = versions(names)
     parts = [spec.name, text, how, {split: dataclasses.astuple(place) for split, place in places.items()}, names]
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
     digest.update(digest_of_code(PACKAGE))
@@ -52,10 +53,12 @@ def kept(
     found = _read(path, spec)
     if found is None:
         found = draw()
+        if versions(names) != before:
+            return found  # a file was written to meanwhile: these may not be the rows of the bytes in the key
         try:
             user_cache.write_entry(path, [_packed(found)])
             if asked == AUTO:
-                user_cache.trim(directory)
+                user_cache.trim(directory, SUFFIX)
         except OSError as error:
             if asked != AUTO:
                 raise UserError(f"data_cache: cannot write to {directory}: {error.strerror or error}") from None

@@ -52,10 +52,8 @@ def with_defaults(
         raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
     usual = DEFAULTS[estimator]
     eps, directions = usual.eps if eps is None else eps, usual.directions if directions is None else directions
-    if not eps > 0 or directions < usual.least:
-        raise UserError(
-            f"zo: eps {eps} must be above 0 (1e-3 is usual), and directions {directions} at least {usual.least}"
-        )
+    if directions < usual.least:
+        raise UserError(f"zo: directions {directions}: {estimator} needs {usual.least} at least, to know a spread")
     if clip is not None and not usual.clips:
         raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
     return usual, eps, directions

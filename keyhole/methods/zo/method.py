@@ -100,6 +100,8 @@ class ZO(Method):
     ) -> None:
         usual, eps, directions = with_defaults(estimator, eps, directions, clip)
         low_rank = rank is not None
+        if not fold and not low_rank:
+            raise UserError("zo: fold=False keeps low-rank factors beside the weights, which needs rank=...")
         if not merge and (fold or not low_rank):
             raise UserError("zo: merge=False saves factors beside the weights, which needs rank=... and fold=False")
         if guide is not None and (not low_rank or lr == AUTO_RATE):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +71,22 @@ def test_small_files_leave_nothing_in_the_users_cache(
     (tmp_path / "own").unlink()
     load_task("sst2", str(folder), NUMBERS, cache="auto")
     assert len(list((tmp_path / "own" / "tasks").glob(f"*{SUFFIX}"))) == 1
+
+
+def test_a_file_that_is_written_to_meanwhile_is_not_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its questions may not be those of the bytes that the entry would be found by."""
+    cache, file, read = tmp_path / "cache", folder / "sst2" / "train.jsonl", draw.read_split
+
+    def slow(*args: Any) -> Any:
+        rows = list(read(*args))
+        file.write_text(file.read_text().replace("sentence 1", "sentence one"))
+        return rows
+
+    with monkeypatch.context() as patched:
+        patched.setattr(draw, "read_split", slow)
+        load_task("sst2", str(folder), NUMBERS, cache=str(cache))
+    assert not list(cache.glob(f"*{SUFFIX}"))
+    load_task("sst2", str(folder), NUMBERS, cache=str(cache))
+    assert len(list(cache.glob(f"*{SUFFIX}"))) == 1

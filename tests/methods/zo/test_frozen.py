@@ -48,7 +48,7 @@ def test_what_was_learned_is_merged_when_it_is_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(nll_B.sum(), again(**batch(seed=9)).loss * count_B.sum(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", [{"rank": None}, {"fold": True}])
+@pytest.mark.parametrize("how", [{"rank": None, "fold": True}, {"fold": True}])
 def test_weights_that_would_change_are_not_packed(how: dict[str, Any]) -> None:
     """Full rank, and factors that are folded, would write to the frozen weights."""
     with pytest.raises(UserError, match="wire"):
