@@ -9,9 +9,10 @@ offers dY and X, the factors of its gradient, which is processed before the next
                      moments are transferred into their subspace
 
 The gradients are those of the first micro-batch of the step itself. Its tokens are cut into slices with a gradient
-each, so that the fit generalises beyond one gradient. The bias is a mean over these slices. `found` is the bias before
-fitting, of projectors that have not seen this batch; `biases` are those that the step uses, which are in-sample for
-newly fitted projectors, and lower than on other batches (benchmarks/records/lsp_bias.md).
+each, so that the fit generalises beyond one gradient. Only tokens that have an error are counted, so the projectors do
+not depend on padding. The bias is a mean over these slices. `found` is the bias before fitting, of projectors that have
+not seen this batch; `biases` are those that the step uses, which are in-sample for newly fitted projectors, and lower
+than on other batches (benchmarks/records/lsp_bias.md).
 
 Cost: one backward pass, and the fits: products of d columns for blocks, some 50 steps of dense ones for the others
 (docs/methods.md has seconds, and so does the log of each run).
@@ -112,11 +113,7 @@ class Check:
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """Uses the first micro-batch as the sample."""
         if tensor.start in self.wanted:
-            slices = self.learning.rule.slices
-            rows = max(1, dy_MO.shape[0] // slices)
-            parts = zip(dy_MO.detach().split(rows), x_MI.detach().split(rows), strict=True)
-            grads: list[Gradient] = [part for part in parts]
-            self._check(tensor, grads[:slices])
+            self._check(tensor, slices_of(dy_MO.detach(), x_MI.detach(), self.learning.rule.slices))
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
@@ -169,6 +166,15 @@ class Check:
         """The moments in the subspace of other projectors, on the device."""
         m, v = (moment.to(self.learning.device) for moment in old)
         return transfer_moments(m, v, *target.pair, p, q, refined=self.learning.rule.refined)
+
+
+def slices_of(dy_MO: torch.Tensor, x_MI: torch.Tensor, count: int) -> list[Gradient]:
+    """Gradients of slices of the tokens, each with as many tokens that have an error. What is left over at the end is
+    in none. The host waits."""
+    moved = dy_MO.any(dim=1).nonzero().flatten().tolist()
+    each = max(1, len(moved) // count)
+    firsts = range(0, len(moved) - each + 1, each)[:count]
+    return [(dy_MO[begin:end], x_MI[begin:end]) for begin, end in ((moved[i], moved[i + each - 1] + 1) for i in firsts)]
 
 
 def is_first(target: Target, rule: LearningRule) -> bool:

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keyhole.errors import UserError
 from keyhole.methods.lsp.fit import bias
+from keyhole.methods.lsp.learn import slices_of
 from keyhole.methods.lsp.method import LSP
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import micro_batches, weights
@@ -99,3 +102,35 @@ def test_an_unknown_preset_is_refused() -> None:
     """With those that are known."""
     with pytest.raises(UserError, match="lsp.preset: found 'papers', expected one of default, paper"):
         LSP(load(), preset="papers")
+
+
+@given(moved=st.lists(st.booleans(), max_size=40), count=st.integers(1, 5))
+def test_slices_count_tokens_with_an_error_and_no_others(moved: list[bool], count: int) -> None:
+    """As if the others were not there; with an error at every token, slices of as many tokens."""
+    rows = torch.arange(1.0, len(moved) + 1)[:, None]
+    dy = rows * torch.tensor(moved, dtype=torch.bool)[:, None]
+    found = slices_of(dy, rows, count)
+    alone = dy[torch.tensor(moved, dtype=torch.bool)]
+    each = max(1, len(alone) // count)
+    expected = [part for part in alone.split(each) if len(part) == each][:count] if len(alone) else []
+    assert [part[part.any(dim=1)].tolist() for part, _ in found] == [part.tolist() for part in expected]
+    assert all(torch.equal(x[:1], dy[:1]) and len(x) == len(dy) for dy, x in found)
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_padding_changes_no_subspace(padding: str) -> None:
+    """Beyond rounding, which a fit repeats some times; it may turn the sign of a column, which cancels in P S Q^T."""
+    spans, trained = [], []
+    for more in (0, 21):
+        opt, at = LSP(load(), lr=1e-2, **SOON), (more, 0) if padding == "left" else (0, more)
+        for seed in (5, 6, 7):
+            (batch,) = micro_batches(seed, 1)
+            whole = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
+            fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+            opt.step({key: torch.nn.functional.pad(whole[key], at, value=fill[key]) for key in fill})
+        opt.flush()
+        spans.append({(t.name, side): (d := getattr(t, side).dense_Rd()) @ d.T for t in matrices(opt) for side in "pq"})
+        trained.append(weights(opt.model))
+    for found, padded in (spans, trained):
+        for name, values in found.items():
+            assert (values - padded[name]).norm() <= 1e-3 * values.norm(), name
