@@ -80,7 +80,7 @@ class Placed(Protocol):
     workspace_bytes: int
     work: Any
     adapter: Any
-    is_of_another: bool
+    is_for_another_method: bool
 
     def evaluation_passes(self, layout: Any, most: int) -> int:
         """How many batches of the planned size may go through the model together."""

@@ -58,7 +58,7 @@ class SpareMemory:
         if placed is None or placed.budget_bytes is None:
             return True
         work = placed.work
-        return not placed.is_of_another and len(tokens) <= work.passes and max(tokens, default=0) <= work.tokens
+        return not placed.is_for_another_method and len(tokens) <= work.passes and max(tokens, default=0) <= work.tokens
 
     def left(self) -> int:
         """Bytes that are left now."""

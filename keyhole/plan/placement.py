@@ -54,7 +54,7 @@ class Placement:
     adapter: Path | None = None  # fixed adapters that were loaded with the model
     reasons: list[str] = field(default_factory=list)
     warned: bool = False  # of a batch that is larger than planned
-    is_of_another: bool = False  # a method was made for which the budget was not planned
+    is_for_another_method: bool = False  # a method was made for which the budget was not planned
 
     def evaluation_passes(self, layout: Layout, most: int) -> int:
         """How many batches of the planned size may go through the model together, in the memory that is free after a
@@ -76,7 +76,7 @@ class Placement:
             raise refusals.trained_below_adapters(self.adapter, method)
         check_trainable(self.formats.dtype, method)
         if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
-            self.is_of_another = True
+            self.is_for_another_method = True
             refusals.warn_of_another_plan(self.budget_bytes, self.work.method, method)
 
     def warn_if_larger(self, tokens: int) -> None:

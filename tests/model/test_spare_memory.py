@@ -16,7 +16,9 @@ BYTES = st.integers(0, 100)
 def placed(budget: int | None, planned: int) -> Any:
     work = SimpleNamespace(tokens=16, passes=2)
     of_step = SimpleNamespace(total=planned)
-    return SimpleNamespace(budget_bytes=budget, device_bytes=of_step, workspace_bytes=0, work=work, is_of_another=False)
+    return SimpleNamespace(
+        budget_bytes=budget, device_bytes=of_step, workspace_bytes=0, work=work, is_for_another_method=False
+    )
 
 
 @given(BYTES, BYTES, BYTES, BYTES)
@@ -61,7 +63,7 @@ def test_a_plan_covers_steps_of_its_size_and_method() -> None:
         spare = SpareMemory(placed(budget, 40), torch.device("cpu"))
         assert spare.covers() and spare.covers([16, 9])
         found = [spare.covers([17]), spare.covers([1, 1, 1])]
-        spare.placed.is_of_another = True  # type: ignore[union-attr]
+        spare.placed.is_for_another_method = True  # type: ignore[union-attr]
         assert [*found, spare.covers()] == [budget is None] * 3
 
 

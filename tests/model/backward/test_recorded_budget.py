@@ -23,7 +23,7 @@ def plan(room: float, planned: int = 1000) -> Any:
     """A budget with so much room beside the planned step."""
     at_most = SimpleNamespace(total=planned)
     found = {"budget_bytes": planned + int(room), "device_bytes": at_most, "workspace_bytes": 7}
-    return SimpleNamespace(**found, work=WORK, is_of_another=False)
+    return SimpleNamespace(**found, work=WORK, is_for_another_method=False)
 
 
 def with_budget(name: str, room: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
