@@ -5,9 +5,13 @@ so it takes milliseconds, and a mistyped path is reported at once. The readers c
 tasks is imported only for them.
 """
 
+from pathlib import Path
+
 from keyhole.data.files import resolve
 from keyhole.data.first_rows import check_first_rows
 from keyhole.data.settings import DataSettings
+from keyhole.disk.read_json import read_json
+from keyhole.errors import UserError
 
 
 def check_sources(settings: DataSettings) -> None:
@@ -18,10 +22,18 @@ def check_sources(settings: DataSettings) -> None:
     for names in sources:
         resolve(names)
     _ = settings.template_text
-    for names in sources:
+    for names in () if _classifies(settings.model) else sources:
         check_first_rows(names, settings)
     if settings.task or settings.test_task:
         _check_tasks(settings)
+
+
+def _classifies(model: str) -> bool:
+    """Whether the model in a directory is a classifier: its labels come from a task, as is said when it is read."""
+    try:
+        return "ForSequenceClassification" in str(read_json(Path(model) / "config.json", "model").get("architectures"))
+    except UserError:  # a hub id, or a model that will be refused
+        return False
 
 
 def _check_tasks(settings: DataSettings) -> None:

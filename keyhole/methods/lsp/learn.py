@@ -9,10 +9,10 @@ offers dY and X, the factors of its gradient, which is processed before the next
                      moments are transferred into their subspace
 
 The gradients are those of the first micro-batch of the step itself. Its tokens are cut into slices with a gradient
-each, so that the fit generalises beyond one gradient. Only tokens that have an error are counted, so the projectors do
-not depend on padding. The bias is a mean over these slices. `found` is the bias before fitting, of projectors that have
-not seen this batch; `biases` are those that the step uses, which are in-sample for newly fitted projectors, and lower
-than on other batches (benchmarks/records/lsp_bias.md).
+each, so that the fit generalises beyond one gradient. Padding that `step` knows of (attention_mask) is not counted, so
+the projectors do not depend on it. The bias is a mean over these slices. `found` is the bias before fitting, of
+projectors that have not seen this batch; `biases` are those that the step uses, which are in-sample for newly fitted
+projectors, and lower than on other batches (benchmarks/records/lsp_bias.md).
 
 Cost: one backward pass, and the fits: products of d columns for blocks, some 50 steps of dense ones for the others
 (docs/methods.md has seconds, and so does the log of each run).
@@ -24,7 +24,7 @@ leaves open are the same in both: the weight of the regularisation, the optimize
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from keyhole.errors import UserError
 from keyhole.methods.lsp.fit import Gradient, bias, fit, norm_squared, transfer_moments
 from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.traits import OURS, LearningRule
+from keyhole.model.batch import DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.ops.lsp.projector import Projector
 
@@ -102,6 +103,10 @@ class Check:
 
     def __init__(self, learning: Learning, targets: dict[int, Target], step_count: int, moments_of: MomentsOf) -> None:
         self.learning, self.targets, self.moments_of = learning, targets, moments_of
+        self.positions, self.places = (
+            0,
+            list[int](),
+        )  # of the sample, and those of them that are not padding; 0: unknown
         self.found: dict[str, float] = {}
         self.biases: dict[str, float] = {}
         matrices = [start for start, target in targets.items() if target.p is not None]
@@ -110,10 +115,17 @@ class Check:
             matrices = random.Random(f"{learning.seed} {step_count}").sample(matrices, count)
         self.wanted = set(matrices)
 
+    def know(self, sample: DeviceBatch) -> None:
+        """Takes the first micro-batch, of which padding is not to be counted. The host waits."""
+        mask_BT = sample.inputs.get("attention_mask")
+        if mask_BT is not None:
+            self.positions, self.places = mask_BT.numel(), mask_BT.flatten().nonzero().flatten().tolist()
+
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """Uses the first micro-batch as the sample."""
         if tensor.start in self.wanted:
-            self._check(tensor, slices_of(dy_MO.detach(), x_MI.detach(), self.learning.rule.slices))
+            places = self.places if self.places and len(dy_MO) == self.positions else range(len(dy_MO))
+            self._check(tensor, slices_of(dy_MO.detach(), x_MI.detach(), self.learning.rule.slices, places))
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
@@ -168,13 +180,13 @@ class Check:
         return transfer_moments(m, v, *target.pair, p, q, refined=self.learning.rule.refined)
 
 
-def slices_of(dy_MO: torch.Tensor, x_MI: torch.Tensor, count: int) -> list[Gradient]:
-    """Gradients of slices of the tokens, each with as many tokens that have an error. What is left over at the end is
-    in none. The host waits."""
-    moved = dy_MO.any(dim=1).nonzero().flatten().tolist()
-    each = max(1, len(moved) // count)
-    firsts = range(0, len(moved) - each + 1, each)[:count]
-    return [(dy_MO[begin:end], x_MI[begin:end]) for begin, end in ((moved[i], moved[i + each - 1] + 1) for i in firsts)]
+def slices_of(dy_MO: torch.Tensor, x_MI: torch.Tensor, count: int, places: Sequence[int]) -> list[Gradient]:
+    """Gradients of slices of the positions, each with as many of these places. What is left over at the end is in none.
+    Others in a slice, which are padding, have no error."""
+    each = max(1, len(places) // count)
+    firsts = range(0, len(places) - each + 1, each)[:count]
+    ends = [(places[i], places[i + each - 1] + 1) for i in firsts]
+    return [(dy_MO[begin:end], x_MI[begin:end]) for begin, end in ends]
 
 
 def is_first(target: Target, rule: LearningRule) -> bool:

@@ -51,7 +51,7 @@ from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
 from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
-from keyhole.model.batch import Batch
+from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
 from keyhole.weak import weakly
 
@@ -144,7 +144,7 @@ class LSP(Method):
                 loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
                 loss = shards.total_loss(self.model, loss) if self.model.sharded else loss
             updates.unchecked.check()
-            self._update(lambda sink, last: self.reverse.reverse(sink, last=last), checks, judge)
+            self._update(lambda sink, last: self.reverse.reverse(sink, last=last), checks, judge, batches[:1])
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -158,9 +158,15 @@ class LSP(Method):
         self._update(lambda sink, last: self.reverse.walk(loss, sink, last, in_chunks=True), checks)
         self.flush()
 
-    def _update(self, reverse: Callable[[Any, bool], None], checks: bool, judge: int = 0) -> None:
+    def _update(
+        self,
+        reverse: Callable[[Any, bool], None],
+        checks: bool,
+        judge: int = 0,
+        sample: Sequence[DeviceBatch] = (),
+    ) -> None:
         """reverse(sink, last) hands all gradients of the step to a sink. judge: the rank whose gradients projectors are
-        learned from."""
+        learned from; sample: the micro-batch of these gradients, if it is known."""
         updates = self.updates
         if checks:
             begin_s, asked = time.perf_counter(), (self.learning, self.targets, self.step_count)
@@ -168,6 +174,8 @@ class LSP(Method):
                 self.check = SharedCheck(*asked, updates, judge)
             else:
                 self.check = Check(*asked, updates.moments_of)
+            for batch in sample:
+                self.check.know(batch)
             reverse(self.check, False)
             self.learn_s = time.perf_counter() - begin_s
         self.step_count += 1

@@ -104,16 +104,17 @@ def test_an_unknown_preset_is_refused() -> None:
         LSP(load(), preset="papers")
 
 
-@given(moved=st.lists(st.booleans(), max_size=40), count=st.integers(1, 5))
-def test_slices_count_tokens_with_an_error_and_no_others(moved: list[bool], count: int) -> None:
-    """As if the others were not there; with an error at every token, slices of as many tokens."""
-    rows = torch.arange(1.0, len(moved) + 1)[:, None]
-    dy = rows * torch.tensor(moved, dtype=torch.bool)[:, None]
-    found = slices_of(dy, rows, count)
-    alone = dy[torch.tensor(moved, dtype=torch.bool)]
+@given(real=st.lists(st.booleans(), max_size=40), count=st.integers(1, 5))
+def test_slices_count_no_padding(real: list[bool], count: int) -> None:
+    """Slices of equally many tokens, as if padding were not there."""
+    is_real = torch.tensor(real, dtype=torch.bool)
+    rows = torch.arange(1.0, len(real) + 1)[:, None]
+    places = is_real.nonzero().flatten().tolist()
+    found = slices_of(rows * is_real[:, None], rows, count, places)
+    alone = rows[is_real]
     each = max(1, len(alone) // count)
     expected = [part for part in alone.split(each) if len(part) == each][:count] if len(alone) else []
-    assert [part[part.any(dim=1)].tolist() for part, _ in found] == [part.tolist() for part in expected]
+    assert [dy[dy.any(dim=1)].tolist() for dy, _ in found] == [part.tolist() for part in expected]
     assert all(torch.equal(x[:1], dy[:1]) and len(x) == len(dy) for dy, x in found)
 
 
