@@ -12,6 +12,7 @@ from keyhole.data.first_rows import check_first_rows
 from keyhole.data.settings import DataSettings
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
+from keyhole.model.structure.source import names_classifier
 
 
 def check_sources(settings: DataSettings) -> None:
@@ -31,7 +32,7 @@ def check_sources(settings: DataSettings) -> None:
 def _classifies(model: str) -> bool:
     """Whether the model in a directory is a classifier: its labels come from a task, as is said when it is read."""
     try:
-        return "ForSequenceClassification" in str(read_json(Path(model) / "config.json", "model").get("architectures"))
+        return names_classifier(read_json(Path(model) / "config.json", "model"))
     except UserError:  # a hub id, or a model that will be refused
         return False
 

@@ -22,7 +22,7 @@ from keyhole.errors import UserError
 from keyhole.hub.run_files import Unusable, read_entries, read_environment, read_object, read_settings
 from keyhole.methods import METHODS
 from keyhole.methods.traits import Traits
-from keyhole.model.structure.source import has_adapter
+from keyhole.model.structure.source import has_adapter, names_classifier
 
 README = "README.md"
 NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
@@ -60,7 +60,7 @@ def _card(directory: Path, run: Path | None, name: str) -> str:
 def _metadata(
     name: str, config: dict[str, Any], model: dict[str, Any], entries: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    kind = "text-classification" if _classifies(model) else "text-generation"
+    kind = "text-classification" if names_classifier(model) else "text-generation"
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": kind}
     if base := hub_id(config.get("model")):
         found["base_model"] = base
@@ -81,10 +81,6 @@ def _metadata(
     return found
 
 
-def _classifies(model: dict[str, Any]) -> bool:
-    return "ForSequenceClassification" in str(model.get("architectures"))
-
-
 def _title(name: str, config: dict[str, Any]) -> str:
     base = hub_id(config.get("model"))
     made = f"[{base}](https://huggingface.co/{base})" if base else f"`{_told(config.get('model', ''))}`"
@@ -103,7 +99,7 @@ def _training(config: dict[str, Any], model: dict[str, Any], entries: list[dict[
             told = [Path(source).name if key == "task" else _told(source) for source in sources]
             lines.append(f"- {title}: {', '.join(f'`{name}`' for name in told)}")
     over = config["train_on"] if config.get("task") is None else config["loss"]
-    lines.append(f"- loss over: {'labels' if _classifies(model) else over}")
+    lines.append(f"- loss over: {'labels' if names_classifier(model) else over}")
     return "\n".join(["## Training", "", *lines])
 
 
@@ -182,7 +178,7 @@ def _environment(path: Path) -> str:
 
 def _use(name: str, model: dict[str, Any], adapted: bool) -> str:
     """How to load it. adapted: adapters were learned beside the weights, which a plain load leaves out."""
-    if _classifies(model):
+    if names_classifier(model):
         task = "AutoModelForSequenceClassification"
     else:
         task = "AutoModelForCausalLM"

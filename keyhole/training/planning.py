@@ -26,6 +26,7 @@ from keyhole.machine.text import counted
 from keyhole.methods import METHODS
 from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room
+from keyhole.model.attached import Placed
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
 from keyhole.model.structure.freeze import freeze
@@ -166,8 +167,7 @@ def predict(model: Model, method: str, tokens: float | None = None, own: Any = N
     work = replace(placed.work, method=method, tokens=min(each, placed.work.tokens))
     work = replace(work, experts=experts_share(model.config), settings=own or work.settings)
     formats: Wire = model.formats
-    room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
-    streamed = model.engine.streamed
+    room, streamed = _room(model, placed), model.engine.streamed
     asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
     on_gpu = model.device.type == "cuda"
     host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + process_bytes(row, work.settings, on_gpu)
@@ -181,11 +181,13 @@ def predict(model: Model, method: str, tokens: float | None = None, own: Any = N
 
 
 def faster_line(model: Model, method: str) -> str | None:
-    """`faster: lomo.activations=auto, ..` if a step would be by GAIN shorter where blocks kept their activations in
-    the memory that is free. None if blocks are streamed (one that has moved cannot keep any), or nothing is planned."""
+    """`faster: lomo.activations=auto ..` if a step would be by GAIN shorter where blocks kept their activations in the
+    memory that the plan leaves. None if blocks are streamed (one that has moved keeps nothing) or not planned."""
     row, placed = METHODS[method], model.placed
-    own = None if placed is None else placed.work.settings or row.settings()
-    if own is None or model.engine.streamed or getattr(own, "activations", None) not in ("block", "host"):
+    if placed is None or model.engine.streamed:
+        return None
+    own = placed.work.settings or row.settings()
+    if getattr(own, "activations", None) not in ("block", "host"):
         return None
     value = "none" if getattr(own, "compile", False) else "auto"  # compiled blocks keep all of it or nothing
     if value not in get_args(get_type_hints(type(own))["activations"]):
@@ -194,21 +196,22 @@ def faster_line(model: Model, method: str) -> str | None:
     now, then = predict(model, method), predict(model, method, own=other)
     if now is None or then is None or now.seconds is None or then.seconds is None:
         return None
-    if then.seconds.total > (1 - GAIN) * now.seconds.total or not _has_room(model, method, other):
+    if then.seconds.total > (1 - GAIN) * now.seconds.total or not _has_room(model, placed, method, other):
         return None
     return (
-        f"faster: {row.section}.activations={value} uses memory that is free now, and computes fewer blocks twice: "
+        f"faster: {row.section}.activations={value} uses memory that the plan leaves, and computes fewer blocks twice: "
         f"{then.seconds.total:.3g} s per step instead of {now.seconds.total:.3g} s ({then.source})"
     )
 
 
-def _has_room(model: Model, method: str, own: Any) -> bool:
-    placed, formats = model.placed, model.formats
-    assert placed is not None
-    room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
+def _has_room(model: Model, placed: Placed, method: str, own: Any) -> bool:
     work = replace(placed.work, method=method, settings=own)
-    needed = METHODS[method].planned_bytes(model.layout, set(), work, room).total
+    needed = METHODS[method].planned_bytes(model.layout, set(), work, _room(model, placed)).total
     return placed.limit_bytes is not None and needed <= placed.limit_bytes
+
+
+def _room(model: Model, placed: Placed) -> Room:
+    return Room(model.formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
 
 
 def pace_line(model: Model, method: str, entries: Sequence[dict[str, Any]]) -> str | None:

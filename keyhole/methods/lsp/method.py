@@ -144,7 +144,9 @@ class LSP(Method):
                 loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
                 loss = shards.total_loss(self.model, loss) if self.model.sharded else loss
             updates.unchecked.check()
-            self._update(lambda sink, last: self.reverse.reverse(sink, last=last), checks, judge, batches[:1])
+            self._update(
+                lambda sink, last: self.reverse.reverse(sink, last=last), checks, judge, next(iter(batches), None)
+            )
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -163,10 +165,10 @@ class LSP(Method):
         reverse: Callable[[Any, bool], None],
         checks: bool,
         judge: int = 0,
-        sample: Sequence[DeviceBatch] = (),
+        sample: DeviceBatch | None = None,
     ) -> None:
         """reverse(sink, last) hands all gradients of the step to a sink. judge: the rank whose gradients projectors are
-        learned from; sample: the micro-batch of these gradients, if it is known."""
+        learned from; sample: the micro-batch of these gradients (None: unknown)."""
         updates = self.updates
         if checks:
             begin_s, asked = time.perf_counter(), (self.learning, self.targets, self.step_count)
@@ -174,8 +176,8 @@ class LSP(Method):
                 self.check = SharedCheck(*asked, updates, judge)
             else:
                 self.check = Check(*asked, updates.moments_of)
-            for batch in sample:
-                self.check.know(batch)
+            if sample is not None:
+                self.check.know(sample)
             reverse(self.check, False)
             self.learn_s = time.perf_counter() - begin_s
         self.step_count += 1

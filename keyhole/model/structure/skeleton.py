@@ -24,10 +24,9 @@ from keyhole.errors import UserError
 from keyhole.model.structure.config_file import check_config_file, check_implementation
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import mark_use
-from keyhole.model.structure.source import check_directory, find_file, is_local
+from keyhole.model.structure.source import CLASSIFIER, check_directory, find_file, is_local
 
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
-CLASSIFIER = "ForSequenceClassification"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ missing (which the hub does not tell apart without a token), a token that is not
 import difflib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ PICKLED_PATTERNS = ["pytorch_model*.bin"]
 NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*.safetensors"]  # never downloaded
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of peft
 OF_ADAPTER = (*ADAPTER_FILES, "adapter_config.json")
+CLASSIFIER = "ForSequenceClassification"
 PATIENCE_S = 5.0
 
 
@@ -67,6 +68,11 @@ def check_directory(model: str | Path) -> None:
             f"model: {model} has adapters beside its weights ({adapters}), which are not read there: move them, with "
             "adapter_config.json, into its folder adapter/, or away if they are merged into the weights"
         )
+
+
+def names_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a text classifier."""
+    return CLASSIFIER in str(config.get("architectures"))
 
 
 def has_adapter(directory: Path) -> bool:
