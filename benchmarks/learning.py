@@ -55,7 +55,6 @@ FIRST_ORDER = {
 }
 RTE = {"lomo": {"learning_rate": 4e-2}, "adalomo": {"learning_rate": 3e-4}}  # SST-2's do not suit it
 ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
-PARTS = ZO | {"zo": {"estimator": "grzo", "directions": 16, "rank": 4, "refresh": 50}}  # a direction per row
 BF16 = {"dtype": "bfloat16"}
 RANK = {"rank": 2, "refresh": 50}
 CLIP = {"clip": 5.0}  # of the projected gradient, which is about twice as large in the first steps as later
@@ -193,7 +192,6 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     },
     "sst2-zo-fzoo": ("sst2", [0], FZOO | {"max_steps": 666, "eval_steps": 222}),
     "sst2-zo-2000": ("sst2", [0], FZOO | {"learning_rate": [5e-4, 1e-3, 2e-3], "max_steps": 222, "eval_steps": 111}),
-    "sst2-zo-parts": ("sst2", [0], PARTS | {"learning_rate": [5e-5, 1e-4, 2e-4], "max_steps": 1000, "eval_steps": 250}),
     **{f"sst2-{name}": ("sst2", [0, 1, 2], how | first_order(5)) for name, how in FIRST_ORDER.items()},
     "sst2-adam-offload-rates": (
         "sst2",

@@ -32,7 +32,7 @@ All other constants of the host are here too. Beside the block's own operations:
                 backward pass and for the updates of a unit, copies of inputs, and the sweep's own work
     EXPERT      per expert that a pass uses, in the forward pass and in the backward pass
 
-Where the numbers come from. `python -m benchmarks.host_work` times steps of models 16 numbers wide on one core, where
+Where the numbers come from. A script timed steps of models 16 numbers wide on one core, where
 nothing is computed, so that a step is the host's work alone. Differences between 6 and 18 blocks, and between methods,
 give the constants in operations of the same machine: a Neoverse N1 (launch 6.2 us, called 31, reversed 18). They were
 then checked, and some of them chosen, by steps on hosts of an H200

@@ -8,8 +8,8 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             benchmarks/records/), where the bytes alone take 0.01; since it sums over whole tables, 0.056 for a 3.5B
             (plan_check_h200_2026-11-16) and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and
             writes 2 bytes more.
-launches    an update per tensor (methods/launches.py). More than that, measured in the same way
-            (benchmarks/host_work.py): adalomo SUMMED operations per matrix and per vector for its sums; apollo-mini
+launches    an update per tensor (methods/launches.py). More than that, measured in the same way:
+            adalomo SUMMED operations per matrix and per vector for its sums; apollo-mini
             SKETCHED per matrix, for norms, the sketch and its moments, and ADAM per vector; lomo-lora has those of its
             adapters
 products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss. adalomo sums over a

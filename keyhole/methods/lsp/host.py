@@ -11,7 +11,7 @@ Adam, 0.7 GB.
 
 Copies are float32. In bfloat16 they would take 2 + 2 bytes on the link instead of 4 + 4, and 20 through host memory
 instead of 24, but the CPU kernel needs one dtype, so chunks would have to be cast: on one core 101 ms per layer,
-against 59 in place (benchmarks/ops_lsp.py --host). The link is not the bottleneck. So the steps equal those with
+against 59 in place. The link is not the bottleneck. So the steps equal those with
 moments on the device, up to the rounding of two kernels.
 
 Down and worker take the units of a block together, because each costs the launching thread some 0.7 ms, whatever its

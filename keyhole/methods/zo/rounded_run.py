@@ -9,7 +9,7 @@ For |u| of 1e-6 on weights of 0.02 that is 1 % of the weights' energy after 4,00
 spacing 16 times smaller: 0.3 %). It is proportional to rate x steps, like what a run learns, so a lower rate over more
 steps does not help.
 
-Its effect was measured on SmolLM2-135M and SST-2 (benchmarks/fp8_long.py, 5e-6, batches of 16, where an update is about
+Its effect was measured on SmolLM2-135M and SST-2 (5e-6, batches of 16, where an update is about
 3e-5): 2.2 % of the energy and 6 to 8 points of accuracy below fp32 and bf16 after 2,000 steps, 19 after 4,000, and a
 loss of 19 instead of 7 after 6,000. So a run that is longer than USUAL_STEPS must set zo.fp8_steps.
 

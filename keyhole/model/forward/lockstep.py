@@ -8,7 +8,7 @@ Each pass is a call of the model's own forward on a thread of its own, but only 
 *turn*, and all others are blocked. A pass returns the turn when it is about to enter a module of a unit whose weights
 it does not hold (`meet`), or when it has finished. So no model code is rewritten, there is no real concurrency, and the
 order of execution is always the same. Passing the turn takes 5 to 10 us; all of it, for two passes, 25 us per unit, of
-the 310 that a unit of `zo` takes (Neoverse N1, benchmarks/host_work.py).
+the 310 that a unit of `zo` takes (Neoverse N1).
 
     conductor:  serve(unit, resume)  ->  prepare weights, resume(pass) for each, ...
     pass i:                              ... runs through the unit, meets the next one, returns the turn
