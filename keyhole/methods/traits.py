@@ -143,8 +143,6 @@ class Traits:
     """Whether large stacks of experts may be cut into experts, which are streamed one by one."""
     advice: Callable[[Any], Advice] = lambda settings: Advice()
     """How the memory of a step could be lowered."""
-    descends: Callable[[Any], bool] = lambda settings: False
-    """Whether a step moves the weights by the rate times the gradient, which only max_grad_norm may shorten."""
     faults: Callable[[Any, RunSettings], Iterator[Fault]] = lambda settings, run: iter(())
     """Checks own settings against each other and against those of the run: yields every contradiction."""
     idle: Callable[[Any, RunSettings], Iterator[Fault]] = lambda settings, run: iter(())

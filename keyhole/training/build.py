@@ -40,7 +40,7 @@ from keyhole.training.display import Display
 from keyhole.training.follow import Follower
 from keyhole.training.journaling import Journaling, journaled, open_journal
 from keyhole.training.lock import Lock
-from keyhole.training.loop import Run
+from keyhole.training.loop import Run, best_saved
 from keyhole.training.metrics import MetricsFile
 from keyhole.training.model_and_method import (
     dry_lines,
@@ -50,15 +50,13 @@ from keyhole.training.model_and_method import (
     total_steps,
     weights_source,
 )
-from keyhole.training.overshoot import Overshoot
 from keyhole.training.planning import faster_line
-from keyhole.training.renewal import Renewal
 from keyhole.training.reports import Reports
 from keyhole.training.request import Parts, Request
 from keyhole.training.resume import flat_config
 from keyhole.training.run_page import RunPage, begin_curves, begin_story
 from keyhole.training.sameness import same_directory, same_everywhere, same_weights
-from keyhole.training.saving import Saver, SaveSettings
+from keyhole.training.saving import Saver, SaveSettings, background_of, describe, refuse_full_disk
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
 from keyhole.training.trackers.behind import Behind, wait_until_open
@@ -149,23 +147,45 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     if not ranks.is_leader:
         return _follower(job, lock, model, method)
     about = _about(job)
-    saver = _saver(job, model, method, about)
-    lines = _start_block(job, model, method, saver, ranks_lines)
+    # weights in host memory that ranks share, or hold shards of, must not change during a save
+    behind = config.background_save and not model.engine.shared and not model.sharded
+    saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
+    background = background_of(saves, model, method)
+    lines = _start_block(job, model, method, [ranks_lines, describe(saves, model, background)])
     job.display.lines(lines)
-    saver.refuse_full_disk()
+    if config.save_model:
+        refuse_full_disk(job.directory.root, model)
     machine = environment()
     _open_directory(job, lock, model, machine)
-    saver.went_on_from(origin.choice.path, origin.step)
     if origin.tail:
         seconds = apply_records(journaled(method), origin.tail, job.display.line)
         job.display.line(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
     with rundir.writing_to(job.directory.root):
-        reports = _reports(job, model, lines, machine)
+        metrics = MetricsFile(job.directory.metrics, origin.step, job.display.line)
+        opened.callback(metrics.close)
+        if metrics.lacks and not origin.elsewhere:
+            lost = f"{job.directory.metrics} is damaged: {metrics.lacks}; the run goes on without them"
+            job.display.line(f"warning: {lost}")
+        reports = _reports(job, model, lines, machine, metrics)
         opened.callback(reports.close)
-        journal = _journal(job, method, about)
-        opened.callback(journal.close)
-    saver.flush_journal = journal.flush_up_to
-    saver.renew = _renewal(job, lock, machine)
+        journal = _journal(job, method, about) if row.journaled else None
+        if journal is not None:
+            opened.callback(journal.close)
+    selection = _selection(job, metrics)
+    saver = Saver(
+        job.directory.root,
+        model,
+        method,
+        saves,
+        about,
+        job.display.line,
+        background=background,
+        loader=job.data.train,
+        journal=journal,
+        selection=selection,
+        best_step=best_saved(selection, config.save_model, job.directory.root),
+    )
+    saver.went_on_from(origin.choice.path, origin.step)
     return Run(
         directory=job.directory,
         display=job.display,
@@ -177,11 +197,11 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         eval_steps=config.eval_steps,
         model=model,
         method=method,
-        saver=saver,
+        metrics=metrics,
         journal=journal,
-        selection=_selection(job, reports),
+        saver=saver,
+        selection=selection,
         judge=job.judge,
-        overshoot=Overshoot(config.max_grad_norm) if row.descends(getattr(config, row.section)) else None,
         sample_answers=config.sample_answers,
     )
 
@@ -226,21 +246,14 @@ def _about(job: Job) -> About:
     return About(0, {}, flat_config(job.config), versions(), job.run_id, base)
 
 
-def _saver(job: Job, model: Model, method: Method, about: About) -> Saver:
-    config = job.config
-    # weights in host memory that ranks share, or hold shards of, must not change during a save
-    behind = config.background_save and not model.engine.shared and not model.sharded
-    saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
-    return Saver(job.directory.root, model, method, saves, about, job.display.line)
-
-
-def _start_block(job: Job, model: Model, method: Method, saver: Saver, ranks_lines: list[str]) -> list[str]:
+def _start_block(job: Job, model: Model, method: Method, others: list[list[str]]) -> list[str]:
     config = job.config
     machine = start_block.machine_lines(config.device, model, method)
     machine += [line for line in [faster_line(model, method.name)] if line is not None]
     shown = start_block.model_lines(model.module, model.layout, model.dtype, method.keeps_base)
     groups = [shown, machine, job.data.report]
-    groups += [ranks_lines, job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
+    ranks_lines, saves = others
+    groups += [ranks_lines, job.lines(), saves, job.notes, [str(job.parts.waiting)]]
     return start_block.block(config.method, config.model, groups)
 
 
@@ -254,17 +267,7 @@ def _open_directory(job: Job, lock: Lock, model: Model, machine: dict[str, Any])
         select.rename_damaged(job.origin.choice.damaged)
 
 
-def _renewal(job: Job, lock: Lock, machine: dict[str, Any]) -> Renewal:
-    """Notices that the output directory has gone, and writes what it held again."""
-
-    def write_again() -> None:
-        rundir.write_marker(job.directory, job.run_id)
-        rundir.write_about(job.directory, to_yaml(job.config), machine)
-
-    return Renewal(job.directory, job.run_id, lock, write_again)
-
-
-def _selection(job: Job, reports: Reports) -> Selection:
+def _selection(job: Job, metrics: MetricsFile) -> Selection:
     """The evaluations that the run in this directory has made so far."""
     config, origin, judge, held_out = job.config, job.origin, job.judge, job.data.eval.dataset
     settings = SelectionSettings(
@@ -277,18 +280,15 @@ def _selection(job: Job, reports: Reports) -> Selection:
     saved = None if origin.choice.state is None else origin.choice.state.selection
     rows = None if judge.dev or held_out is None else held_out.fingerprint  # of tasks: the questions
     made = Selection(settings, saved, [task.fingerprint for task in judge.dev], rows)
-    made.add_before(reports.metrics.kept, 0 if origin.choice.state is None else origin.choice.state.step)
+    made.add_before(metrics.kept, 0 if origin.choice.state is None else origin.choice.state.step)
     return made
 
 
-def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) -> Reports:
-    """Metrics file, page, trackers and display of the run. lines: the start block; machine: versions and hardware."""
+def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any], metrics: MetricsFile) -> Reports:
+    """Page, trackers and display of the run. lines: the start block; machine: versions and hardware."""
     config, directory, first = job.config, job.directory, job.origin.step
     name = directory.root.absolute().name
     title = start_block.title(config.method, config.model)
-    metrics = MetricsFile(directory.metrics, first)
-    if metrics.lacks and not job.origin.elsewhere:
-        job.display.line(f"warning: {directory.metrics} is damaged: {metrics.lacks}; the run goes on without them")
     fresh = Story(job.run_id or "", title, config.method, config.model, model.device.type)
     fresh.total, fresh.lines, fresh.began = job.schedule.total, lines, now()
     story = begin_story(directory.run / STORY, job.run_id, first, fresh)
@@ -296,7 +296,7 @@ def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) 
     told = trackers.About(directory.run, job.run_id or name, name, first, flat_config(config))
     opened = [Behind(each, partial(trackers.open_tracker, each, told)) for each in trackers.names_of(config.report_to)]
     wait_until_open(opened)
-    reports = Reports(metrics, opened, job.display, directory.curve, title, RunPage(view))
+    reports = Reports(directory.metrics, opened, job.display, directory.curve, title, RunPage(view))
     reports.tell("the plan", lambda: reports.page.planned(page_facts.planned(model, config.method)))
     reports.tell("rows of the data", lambda: setattr(story, "samples", page_facts.samples(job.data, model.tokenizer)))
     reports.begin()
@@ -304,10 +304,8 @@ def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) 
 
 
 def _journal(job: Job, method: Method, about: About) -> Journaling:
-    """The journal of this run, new or continued; empty for methods that have none."""
+    """The journal of this run, new or continued."""
     config, origin = job.config, job.origin
-    if not METHODS[config.method].journaled:
-        return Journaling(None, None, job.display.line)
     return open_journal(
         journaled(method),
         origin,

@@ -17,32 +17,30 @@ from keyhole.checkpoint.journal.writer import Writer
 from keyhole.data.run import Data
 from keyhole.methods.base import Method
 from keyhole.methods.zo.method import ZO
-from keyhole.training.metrics import QueuedStep
+from keyhole.training.observer import Observer, Reading
 
 PATIENCE_S = 60.0
 
 
-class Journaling:
-    """The journal of one run. `writer` is None for methods that have none."""
+class Journaling(Observer):
+    """The journal of one run."""
 
-    def __init__(self, writer: Writer | None, method: ZO | None, say: Callable[[str], None]) -> None:
+    def __init__(self, writer: Writer, method: ZO, say: Callable[[str], None]) -> None:
         self.writer, self.method, self.say = writer, method, say
         self.failing = self.flush_failing = False
 
-    def note(self, record: QueuedStep, update: list[float]) -> None:
-        """Records a step whose numbers were read and are finite; `update` is [lr, c_1 .. c_q] and the estimator's
+    def note(self, reading: Reading) -> None:
+        """Records a step whose numbers were read and are finite; its update is [lr, c_1 .. c_q] and the estimator's
         memory."""
-        if self.writer is None or self.method is None:
+        if reading.update is None:
             return
-        epoch, row = record.position
+        epoch, row = reading.position
         decay, device = self.method.weight_decay, self.method.model.device.type
         seed, split = self.method.noise["seed"], 1 + self.method.directions
-        memory = tuple(update[split:])[: self.writer.memory]
+        update, memory = tuple(reading.update[:split]), tuple(reading.update[split:])[: self.writer.memory]
         memory += (0.0,) * (self.writer.memory - len(memory))  # the rate search is over: nothing more to remember
         try:
-            self.writer.append(
-                journal.Record(record.step, seed, epoch, row, decay, device, tuple(update[:split]), memory)
-            )
+            self.writer.append(journal.Record(reading.step, seed, epoch, row, decay, device, update, memory))
         except OSError as error:
             if not self.failing:
                 self.say(
@@ -52,13 +50,12 @@ class Journaling:
             self.failing = True
             return
         if self.failing:
-            self.say(f"the journal is whole again, up to step {record.step}")
+            self.say(f"the journal is whole again, up to step {reading.step}")
         self.failing = False
         self._say_flushes()
 
     def _say_flushes(self) -> None:
         """Prints a line when the writer's thread has failed to flush, or has recovered."""
-        assert self.writer is not None
         fault, synced = self.writer.fault, self.writer.synced
         if fault is not None and not self.flush_failing:
             self.say(
@@ -72,8 +69,6 @@ class Journaling:
     def flush_up_to(self, step: int) -> bool:
         """Returns when the records up to this step are on the disk, before a checkpoint of the step gets its name.
         False: the step was not good. OSError: the journal cannot be written or flushed."""
-        if self.writer is None:
-            return True
         if not self.writer.wait_for(step, timeout_s=PATIENCE_S):
             return False
         self.writer.sync()
@@ -82,19 +77,16 @@ class Journaling:
     def has(self, step: int) -> bool:
         """Whether the journal is on the disk up to this step, so that a resume can replay it."""
         try:
-            return self.writer is not None and self.flush_up_to(step)
+            return self.flush_up_to(step)
         except OSError:
             return False
 
     def end(self) -> None:
         """Marks the end of the run: no more steps follow."""
-        if self.writer is not None:
-            self.writer.end()
+        self.writer.end()
 
     def close(self) -> None:
         """Writes and flushes the remaining records; prints a warning if that fails."""
-        if self.writer is None:
-            return
         try:
             self.writer.close()
         except OSError as error:

@@ -9,7 +9,8 @@ All state of the loop is in the checkpoint: step number, position in the data, t
 bit for bit, N steps, a stop, and M more steps. start.py shows how a run gets here.
 """
 
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,8 +34,8 @@ from keyhole.training.crew import Command, Crew
 from keyhole.training.display import Display
 from keyhole.training.follow import next_batches, one_update, take_weights
 from keyhole.training.journaling import Journaling
-from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
-from keyhole.training.overshoot import Overshoot
+from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder, memory_gib, token_count
+from keyhole.training.observer import Reading
 from keyhole.training.page_facts import Trace, planned
 from keyhole.training.planning import pace_line
 from keyhole.training.reports import Reports
@@ -65,8 +66,9 @@ class Run:
     eval_steps: int | None
     model: Model
     method: Method
+    metrics: MetricsFile
+    journal: Journaling | None
     saver: Saver
-    journal: Journaling
     selection: Selection
     judge: Judge
     interrupts: Interrupts = field(default_factory=Interrupts)
@@ -76,26 +78,20 @@ class Run:
     last_eval: dict[str, float] | None = None
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoints were found damaged
     ends: str | None = None  # why the run ends before its last step
-    overshoot: Overshoot | None = None  # None: steps are not plain gradient descent
     sample_answers: int = 0  # number per evaluation, for the page
     timed: list[dict[str, float]] = field(default_factory=list)  # tokens and seconds of steps, until the check
 
     def __post_init__(self) -> None:
-        self.total = self.schedule.total
+        self.total, self.done = self.schedule.total, self.first
+        self.observers = [self.metrics, *([] if self.journal is None else [self.journal]), self.reports, self.saver]
         self.crew = Crew(self.model.ranks, self.interrupts)
         parts = {"check": Command.CHECK, "write": Command.WRITE, "state": Command.STATE}
         self.model.call_others = lambda what: self.crew.call(parts[what])
-        self.saver.selection = self.selection.state_dict
-        self.saver.best_step = self.best_saved()
         self.display.gone = lambda: self.interrupts.ask("a closed output")
         self.trace = Trace(self.model, self.first, self.total)
         self.answers = SampleAnswers(self.model, self.data.eval.dataset, self.reports, self.sample_answers)
-        device, say = self.model.device, self.display.line
-        self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.show)
-        self.recorder.overshoot = self.overshoot
-        self.recorder.divergence.recall(self.reports.metrics.kept)
-        if self.overshoot is not None:
-            self.overshoot.recall(self.reports.metrics.kept)
+        self.recorder = Recorder(self.model.device, self.note, self.display.line, self.saver.newest_good)
+        self.recorder.divergence.recall(self.metrics.kept)
 
     def go(self) -> int:
         """Runs the remaining steps and publishes the model; returns the exit code."""
@@ -131,13 +127,13 @@ class Run:
             raise UserError(lacks) from error
 
     def loop(self) -> int:
-        step = self.first
         for step in range(self.first, self.total + 1):
             if step > self.first:
                 self.step(step)
+            self.done = step
             if step > self.first or (step > 0 and self.here):  # the evaluation or save may be missing
                 self.after_step(step)
-            if self.interrupts.requested and (step < self.total or self.gave_up):
+            if self.is_interrupted and (step < self.total or self.gave_up):
                 return self.leave(step)
             if self.ends:
                 break
@@ -158,46 +154,50 @@ class Run:
         self.moving_steps += rate > 0
         record = QueuedStep(step, loss, rate, loader.epoch, token_count(batches), loader.where())
         record.extra, record.position = self.method.metrics(), loader.position
-        record.update = None if self.journal.writer is None else self.method.journal_update()
+        record.update = None if self.journal is None else self.method.journal_update()
         self.recorder.add(record)
         self.display.lines(self.method.news())
 
-    def show(self, entry: dict[str, float]) -> None:
-        """Sends an entry to the reports; keeps tokens and seconds of the first steps for the check."""
-        if self.changes is not None:
-            self.timed.append(entry)
-        self.reports.tell("the trace of a step", lambda: self.trace.note(entry, self.reports.page))
-        self.reports.show(entry)
+    def note(self, reading: Reading) -> None:
+        """Tells the observers; keeps tokens and seconds of the first steps for the check."""
+        if self.changes is not None and "loss" in reading.entry:
+            self.timed.append(reading.entry)
+        self.reports.tell("the trace of a step", lambda: self.trace.note(reading.entry, self.reports.page))
+        for each in self.observers:
+            each.note(reading)
 
-    def last_good(self) -> Path | None:
-        """The newest good checkpoint, for an error message; waits for one that is still being written."""
-        self.journal.end()
-        return self.saver.newest_good()
+    @property
+    def is_last(self) -> bool:
+        return self.done == self.total or self.ends is not None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal has asked the run to stop."""
+        return self.interrupts.requested is not None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, all numbers are read and deferred updates are applied; its time counts towards no step."""
+        self.recorder.drain()
+        self.flush()
+        yield
+        self.recorder.restart_clock()
 
     def after_step(self, step: int) -> None:
         """Check, evaluation and save, if they are due after this step."""
         self.ends = self.ends or self.selection.out_of_time()
-        last = step == self.total or self.ends is not None
-        checks = self.changes is not None and (self.moving_steps == CHECK_STEPS or last)
-        evaluates = bool(self.data.eval) and (last or step % (self.eval_steps or self.total) == 0)
-        evaluates = evaluates and step not in self.reports.metrics.evaluated
-        saves = self.saver.is_due(step) and not last and not self.interrupts.requested
-        self.display.lines([*self.saver.poll(step), *([] if last else self.saver.look())])
-        waits = checks or evaluates or (saves and (self.saver.background is None or self.journal.writer is None))
-        if waits:
-            self.recorder.drain()
-        if waits or (saves and self.saver.background is None):
-            self.flush()
-        if checks:
-            self.check()
-        if evaluates:
-            self.evaluate(step)
+        checks = self.changes is not None and (self.moving_steps == CHECK_STEPS or self.is_last)
+        evaluates = bool(self.data.eval) and (self.is_last or step % (self.eval_steps or self.total) == 0)
+        if checks or (evaluates and step not in self.metrics.evaluated):
+            with self.paused():
+                if checks:
+                    self.check()
+                if evaluates and step not in self.metrics.evaluated:
+                    self.evaluate(step)
         self.keep_best(step)
         self.ends = self.ends or self.selection.out_of_patience()
-        if saves and self.saver.last_step != step:
-            self.display.lines(self.saver.try_save(step, self.data.train.state_dict()))
-        if waits:
-            self.recorder.restart_clock()
+        for each in self.observers:
+            each.after_step(self)
 
     def flush(self) -> None:
         """Applies deferred updates; all ranks do it together if they share host memory or hold shards."""
@@ -226,37 +226,33 @@ class Run:
         """Loss on the held-out data, and the tasks' metrics on dev. A signal aborts it, and the resumed run repeats
         it."""
         self.crew.call(Command.EVALUATE)
-        found = evaluate(self.model, self.data.eval, self.is_asked)
+        found = evaluate(self.model, self.data.eval, lambda: self.is_interrupted)
         answers = Answers(step, "the first questions of dev")
         keep = self.answers.keep_in(answers)
-        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked, keep)
+        metrics = None if found is None else self.judge.dev_metrics(self.model, lambda: self.is_interrupted, keep)
         self.gave_up = metrics is None
         if found is not None and metrics is not None:
             found |= metrics
             self.last_eval = found
             self.selection.note(step, found)
-            self.reports.send({"step": step, **found})
+            self.note(Reading({"step": step, **found}))
             scores = f"; {text}" if (text := shown(found, EVAL)) else ""
             self.display.line(f"eval at step {step}: {shown_loss(found)}{scores}")
             self.reports.tell("sample answers", lambda: self.answers.show(answers))
 
-    def is_asked(self) -> bool:
-        """Whether a signal has asked the run to stop."""
-        return bool(self.interrupts.requested)
-
     def test(self, step: int) -> None:
         """The tasks' metrics on the test questions, with the current weights, which are those of this step. A signal
         aborts it, and the resumed run repeats it."""
-        tested = self.reports.metrics.tested
+        tested = self.metrics.tested
         if not self.judge.test or self.judge.is_done(tested.get(step)):
             return
         self.flush()
         self.crew.call(Command.TEST)
-        found = self.judge.test_metrics(self.model, self.is_asked)
+        found = self.judge.test_metrics(self.model, lambda: self.is_interrupted)
         self.gave_up = found is None
         if found is not None:
             tested[step] = {"step": step, **found}
-            self.reports.send(tested[step])
+            self.note(Reading(tested[step]))
             self.display.line(f"test of step {step}: {shown(found, TEST)}")
 
     def keep_best(self, step: int) -> None:
@@ -265,24 +261,14 @@ class Run:
         if not self.selection.settings.best or self.selection.best_steps()[:1] != [step]:
             return
         if not self.saver.settings.model:
-            self.recorder.drain()
-            self.test(step)
-            self.recorder.restart_clock()
+            with self.paused():
+                self.test(step)
         elif self.saver.best_step != step:
-            self.recorder.drain()
-            self.flush()
-            self.display.lines(self.saver.save_best(step, self.data.train.state_dict()))
-            self.recorder.restart_clock()
+            with self.paused():
+                self.display.lines(self.saver.save_best(step))
 
     def best_saved(self) -> int | None:
-        """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the
-        last weights are wanted."""
-        if not self.selection.settings.best:
-            return None
-        if not self.saver.settings.model:
-            return next(iter(self.selection.best_steps()), None)
-        there = {select.step_of(path) for path in select.checkpoints(self.directory.root)}
-        return next((step for step in self.selection.best_steps() if step in there - self.damaged), None)
+        return best_saved(self.selection, self.saver.settings.model, self.directory.root, self.damaged)
 
     def intact_best(self, last: int) -> int | None:
         """The best step with an intact checkpoint. A damaged checkpoint is reported and set aside, and the next best
@@ -327,7 +313,7 @@ class Run:
         if self.gave_up:
             return self.leave(step)
         evaluated = "" if self.last_eval is None else f"; eval {shown_loss(self.last_eval)}"
-        tested = f"; test {text}" if (text := shown(self.reports.metrics.tested.get(best or step, {}), TEST)) else ""
+        tested = f"; test {text}" if (text := shown(self.metrics.tested.get(best or step, {}), TEST)) else ""
         where = f"the model is in {self.directory.root}" if self.saver.settings.model else "no model was saved"
         if self.saver.settings.model and has_adapter(self.directory.root):
             beside = self.directory.root / "adapter"
@@ -342,12 +328,12 @@ class Run:
         before = self.interrupts.requested
         given_up = lambda: self.interrupts.requested != before  # noqa: E731
         try:
-            return self.saver.save_last(step, self.data.train.state_dict(), given_up)
+            return self.saver.save_last(step, given_up)
         except NonFinite:
             raise
         except UserError as error:
             good = self.saver.last_good
-            if self.journal.has(step):
+            if self.journal is not None and self.journal.has(step):
                 kept = f"all {step} steps are in {self.directory.journal}: --resume replays them, and nothing is lost"
             elif good is None:
                 kept = "there is no checkpoint, so all steps are lost"
@@ -358,7 +344,7 @@ class Run:
 
     def go_back(self, step: int, best: int | None) -> None:
         """Loads the published weights, if they are to be tested and are not those of this step."""
-        tested = self.reports.metrics.tested
+        tested = self.metrics.tested
         if best in (None, step) or not self.judge.test or self.judge.is_done(tested.get(best)):
             return
         self.crew.call(Command.GO_BACK, best)
@@ -374,7 +360,19 @@ class Run:
     def close(self) -> None:
         """Closes files, draws the curve and frees memory, also after an error. Each of these is done even if another
         raises."""
-        parts = (self.display.close, self.journal.end, self.saver.close, self.journal.close, self.reports.close)
+        journal = () if self.journal is None else (self.journal.close,)
+        parts = (self.display.close, self.saver.close, self.metrics.close, *journal, self.reports.close)
         with ExitStack() as stack:
             for close in (self.model.close, *reversed(parts)):
                 stack.callback(close)
+
+
+def best_saved(selection: Selection, saves_model: bool, root: Path, damaged: Collection[int] = ()) -> int | None:
+    """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the last
+    weights are wanted."""
+    if not selection.settings.best:
+        return None
+    if not saves_model:
+        return next(iter(selection.best_steps()), None)
+    there = {select.step_of(path) for path in select.checkpoints(root)}
+    return next((step for step in selection.best_steps() if step in there.difference(damaged)), None)

@@ -35,7 +35,7 @@ from keyhole.model.batch import Batch
 from keyhole.report.entries import Entry, is_test, read_lines
 from keyhole.training import guard
 from keyhole.training.divergence import Divergence
-from keyhole.training.overshoot import Overshoot
+from keyhole.training.observer import Observer, Reading
 
 AHEAD_BYTES = 2**20  # disk space that metrics.jsonl reserves
 
@@ -61,28 +61,23 @@ class QueuedStep:
 
 
 class Recorder:
-    """Reads records when their step is done, passes entries to `write`, and stops at numbers that are not finite.
+    """Reads records when their step is done, passes them to `note`, and stops at numbers that are not finite.
 
-    warn is called with lines about skipped steps; last_good returns the checkpoint to go back to; done is called with
-    every record that did not stop the run, and its update as numbers.
+    warn is called with lines about skipped steps; last_good returns the checkpoint to go back to.
     """
 
     def __init__(
         self,
         device: torch.device,
-        write: Callable[[Entry], None],
+        note: Callable[[Reading], None],
         warn: Callable[[str], None],
         last_good: Callable[[], Path | None],
-        done: Callable[[QueuedStep, list[float]], None] = lambda record, update: None,
-        show: Callable[[Entry], None] = lambda entry: None,
     ) -> None:
-        self.device, self.write, self.warn, self.last_good = device, write, warn, last_good
-        self.done, self.show = done, show
+        self.device, self.note, self.warn, self.last_good = device, note, warn, last_good
         self.lag = 1 if device.type == "cuda" else 0
         self.queue: deque[tuple[QueuedStep, torch.Tensor, Stamp]] = deque()
         self.skips = self.still = 0
         self.divergence = Divergence()
-        self.overshoot: Overshoot | None = None  # for methods of plain gradient descent
         self.clock = Stamp(device)
 
     def add(self, record: QueuedStep) -> None:
@@ -128,10 +123,8 @@ class Recorder:
         }
         broken = self._broken(record.step, loss, extra)
         entry |= memory_gib(self.device) | extra
-        self.write(entry)
-        if broken is None:
-            self.done(record, list(numbers))
-        self.show(entry)
+        update = list(numbers) if record.update is not None and broken is None else None
+        self.note(Reading(entry, update, record.position))
         if broken is not None:
             raise guard.stop(record.step, broken, record.batch, self.last_good())
         self._notice(record, loss, extra)
@@ -147,14 +140,9 @@ class Recorder:
         return f"{', '.join(bad)}, for {self.skips} steps in a row" if self.skips >= guard.MOST_SKIPS else None
 
     def _notice(self, record: QueuedStep, loss: float, extra: dict[str, float]) -> None:
-        """Warns if the loss has risen far (divergence.py), if the first steps are too long (overshoot.py), and if the
-        gradient has been exactly 0 for a while."""
+        """Warns if the loss has risen far (divergence.py), and if the gradient has been exactly 0 for a while."""
         if (risen := self.divergence.note(record.step, loss)) is not None:
             self.warn(risen)
-        if self.overshoot is not None and "grad_norm" in extra:
-            long = self.overshoot.note(record.step, loss, record.learning_rate, extra["grad_norm"])
-            if long is not None:
-                self.warn(long)
         moved = [extra[name] for name in ("grad_norm", "projected_grad") if name in extra]
         self.still = self.still + 1 if moved and not any(moved) and record.learning_rate else 0
         if self.still == guard.MOST_SKIPS:
@@ -182,12 +170,13 @@ class Stamp:
         return float(earlier.event.elapsed_time(self.event) / 1e3)
 
 
-class MetricsFile:
+class MetricsFile(Observer):
     """run/metrics.jsonl. Opening it drops lines after `last_step`, because a resumed run repeats those steps. lacks:
-    which lines of earlier steps are missing."""
+    which lines of earlier steps are missing. A write that fails is said once; its entry is kept in memory and written
+    before the next one."""
 
-    def __init__(self, path: Path, last_step: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, last_step: int, say: Callable[[str], None]) -> None:
+        self.path, self.say, self.failing = path, say, False
         entries, unreadable = read_lines(path)
         kept = [entry for entry in entries if entry["step"] <= last_step]
         self.lacks = _lacks(kept, unreadable, last_step)
@@ -199,14 +188,27 @@ class MetricsFile:
         self.file = open_regular(path, os.O_WRONLY)
         self.appender = Appender(self.file, os.fstat(self.file).st_size, ahead=AHEAD_BYTES)
 
-    def write(self, entry: Entry) -> None:
-        """Appends an entry. OSError if the write fails; the entry is then kept and written before the next one."""
-        self.appender.append(_line(entry).encode())
+    def note(self, reading: Reading) -> None:
+        """Appends an entry."""
+        try:
+            self.appender.append(_line(reading.entry).encode())
+        except OSError as error:
+            if not self.failing:
+                again = "entries are kept in memory and tried again at every step"
+                self.say(f"warning: run/metrics.jsonl failed: {type(error).__name__}: {error}; {again}")
+            self.failing = True
+            return
+        if self.failing:
+            self.say(f"run/metrics.jsonl is complete again, up to step {reading.step}")
+        self.failing = False
 
     def close(self) -> None:
-        """OSError if entries remain that could not be written."""
+        """Writes what is left, says if it cannot be."""
         try:
             self.appender.write_pending()
+        except OSError as error:
+            what = f"{type(error).__name__}: {error}; some entries are lost"
+            self.say(f"warning: closing run/metrics.jsonl failed: {what}")
         finally:
             self.appender.release()
             os.close(self.file)

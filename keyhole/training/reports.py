@@ -1,18 +1,14 @@
-"""Reports of a run: run/metrics.jsonl, the page, trackers, and the lines on the terminal. A failing report does not end
-the run.
+"""Reports of a run: the page, trackers, and the lines on the terminal. A failing report does not end the run.
 
-Each failure is reported once. Entries that cannot be written to metrics.jsonl (a full disk) wait in memory until there
-is room again; the page is written again later; a tracker that has failed gets no more entries. metrics.py says in which
-order the reports and the journal are written.
+Each failure is reported once. The page is written again later; a tracker that has failed gets no more entries.
 """
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from keyhole.report.entries import Entry
 from keyhole.training.display import Display
-from keyhole.training.metrics import MetricsFile
+from keyhole.training.observer import Observer, Reading
 from keyhole.training.plot import plot_loss
 from keyhole.training.run_page import RunPage
 from keyhole.training.trackers.behind import Behind
@@ -20,11 +16,11 @@ from keyhole.training.trackers.behind import Behind
 AGAIN = "it is tried again"
 
 
-class Reports:
-    """Receives entries of steps and evaluations. curve and title: for the picture that is drawn at the end."""
+class Reports(Observer):
+    """Shows entries of steps and evaluations. metrics, curve and title: for the picture that is drawn at the end."""
 
     def __init__(
-        self, metrics: MetricsFile, trackers: list[Behind], display: Display, curve: Path, title: str, page: RunPage
+        self, metrics: Path, trackers: list[Behind], display: Display, curve: Path, title: str, page: RunPage
     ) -> None:
         self.metrics, self.trackers, self.display, self.curve, self.title = metrics, trackers, display, curve, title
         self.page = page
@@ -37,21 +33,9 @@ class Reports:
         if "run/report.html" not in self.failing:
             self.display.line(f"page: {self.page.path}")
 
-    def send(self, entry: Entry) -> None:
-        """Writes and shows the entry of an evaluation."""
-        self.write(entry)
-        self.show(entry)
-
-    def write(self, entry: Entry) -> None:
-        """Writes an entry into metrics.jsonl."""
-        kept = "entries are kept in memory and tried again at every step"
-        if self._try("run/metrics.jsonl", lambda: self.metrics.write(entry), kept, OSError):
-            if "run/metrics.jsonl" in self.failing:
-                self.failing.remove("run/metrics.jsonl")
-                self.display.line(f"run/metrics.jsonl is complete again, up to step {entry['step']}")
-
-    def show(self, entry: Entry) -> None:
+    def note(self, reading: Reading) -> None:
         """Shows an entry on the page, in the trackers and on the terminal."""
+        entry = reading.entry
         self._try("run/report.html", lambda: self.page.add(entry), AGAIN)
         for each in list(self.trackers):
             if not self._try(f"report_to: {each.name}", partial(each.write, entry), "it gets nothing more"):
@@ -59,11 +43,11 @@ class Reports:
         if "loss" in entry:
             self._try("the line of a step", lambda: self.display.step(entry), "training goes on")
 
-    def _try(self, name: str, act: Callable[[], object], then: str, kind: type[Exception] = Exception) -> bool:
+    def _try(self, name: str, act: Callable[[], object], then: str) -> bool:
         try:
             act()
             return True
-        except kind as error:
+        except Exception as error:
             if name not in self.failing:
                 self.display.line(f"warning: {name} failed: {type(error).__name__}: {error}; {then}")
             self.failing.add(name)
@@ -76,12 +60,11 @@ class Reports:
     def close(self) -> None:
         """Closes the files and draws the curve; prints what failed."""
         lost = "some entries are lost"
-        self._try("closing run/metrics.jsonl", self.metrics.close, lost)
         for each in self.trackers:
             self._try(f"report_to: {each.name}", each.close, lost)
         self._try("writing run/report.html", self.page.close, "the numbers are in run/metrics.jsonl")
         self._try("drawing run/loss.png", self._draw, "the numbers are in run/metrics.jsonl")
 
     def _draw(self) -> None:
-        if plot_loss(self.metrics.path, self.curve, self.title, self.page.view.by_candidates):
+        if plot_loss(self.metrics, self.curve, self.title, self.page.view.by_candidates):
             self.display.line(f"curve: {self.curve}")

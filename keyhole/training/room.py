@@ -1,10 +1,8 @@
 """Room on the disk for the checkpoint that ends a run.
 
 A save during training may be skipped: the weights stay in memory, and there will be another save. After the last step
-there is none, so the weights of a run that ended on a full disk were lost with the process. Three things prevent that:
+there is none, so the weights of a run that ended on a full disk were lost with the process. Two things prevent that:
 
-    a look      at most every LOOK_S seconds the free space is compared with the size of a checkpoint. A disk that has
-                become too small is reported at once, hours before the save, and so is one that has room again
     a wait      if the last save finds no room, the run waits up to WAIT_S seconds for somebody to free some, with the
                 weights in memory. It tries again when the free space has grown, and every RETRY_S seconds (quotas
                 cannot be seen from outside). A signal ends the wait
@@ -21,9 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keyhole.errors import UserError
-from keyhole.machine.sizes import GIB
 
-LOOK_S, RETRY_S, WAIT_S = 60.0, 60.0, 3600.0
+RETRY_S, WAIT_S = 60.0, 3600.0
 PAUSE_S = 2.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -69,32 +66,3 @@ def wait_for_room(
                 told = True
         while free() <= before and not given_up() and time.monotonic() - tried_s < min(RETRY_S, WAIT_S):
             time.sleep(PAUSE_S)
-
-
-class Lookout:
-    """Compares free space with the size of a checkpoint, now and then, and reports a change once."""
-
-    def __init__(self) -> None:
-        self.next_s, self.is_short = 0.0, False
-
-    def look(
-        self, need: Callable[[], int], free: Callable[[], int], renew: Callable[[], list[str]] = list
-    ) -> list[str]:
-        """Lines for the user. need: the bytes that the next checkpoint takes beyond what is deleted for it. renew:
-        looks whether the directory is still there."""
-        now_s = time.monotonic()
-        if now_s < self.next_s:
-            return []
-        self.next_s = now_s + LOOK_S
-        try:
-            lines, need_bytes, found = renew(), need(), free()
-        except (UserError, OSError):
-            return []  # a save will report it
-        before, self.is_short = self.is_short, need_bytes > found
-        if self.is_short == before:
-            return lines
-        room = f"{found / GIB:.2f} GiB are free in output_dir, and a checkpoint takes {need_bytes / GIB:.2f} GiB"
-        return [
-            *lines,
-            f"warning: {room}: free some space before it is due" if self.is_short else f"{room}: there is room again",
-        ]

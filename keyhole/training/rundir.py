@@ -248,27 +248,17 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
         if not lock.held:
             lock.take()
             inspect(str(found.root), resume=False)
-        write_marker(found, run_id)
+        if not found.is_ours or found.run_id != run_id:
+            about = {"format": FORMAT, "keyhole": keyhole.__version__} | ({"run": run_id} if run_id else {})
+            write_text(found.marker, json_text(about) + "\n")
         for path in found.root.iterdir():
             if LEFTOVER.fullmatch(path.name):
                 remove(path)
         for path in numbered(found.root):
             finish(path)
         _probe(found.root)
-        write_about(found, config_yaml, environment)
-
-
-def write_marker(found: RunDir, run_id: str | None) -> None:
-    """Makes the directory one of this run."""
-    if not found.is_ours or found.run_id != run_id:
-        about = {"format": FORMAT, "keyhole": keyhole.__version__} | ({"run": run_id} if run_id else {})
-        write_text(found.marker, json_text(about) + "\n")
-
-
-def write_about(found: RunDir, config_yaml: str, environment: dict[str, Any]) -> None:
-    """Saves settings and environment."""
-    write_text(found.run / "config.yaml", config_yaml)
-    write_text(found.run / "env.json", json_text(environment, indent=2) + "\n")
+        write_text(found.run / "config.yaml", config_yaml)
+        write_text(found.run / "env.json", json_text(environment, indent=2) + "\n")
 
 
 def _probe(root: Path) -> None:

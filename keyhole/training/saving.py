@@ -15,7 +15,7 @@ during training is tried again later; the save that ends a run is made neverthel
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from keyhole.checkpoint.files import OWN_FILES, About, method_state, save_checkp
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
 from keyhole.checkpoint.state import STATE, Damaged, read_state, verify
+from keyhole.data.loader import Loader
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB
@@ -36,7 +37,10 @@ from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
 from keyhole.model.weights.save_parts import bad_tensor
-from keyhole.training.room import Lookout, NoRoom, free_bytes, is_full, wait_for_room
+from keyhole.training.journaling import Journaling
+from keyhole.training.observer import Observer, Progress
+from keyhole.training.room import NoRoom, free_bytes, is_full, wait_for_room
+from keyhole.training.selection import Selection
 
 MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
@@ -63,11 +67,45 @@ class SaveSettings:
     model: bool = True
 
 
-class Saver:
+def background_of(settings: SaveSettings, model: Model, method: Method) -> Background | None:
+    """Writes checkpoints behind training, where that is asked for and possible."""
+    if not settings.background or settings.every is None:
+        return None
+    background = Background(model, method)
+    return background if background.possible else None
+
+
+def describe(settings: SaveSettings, model: Model, background: Background | None) -> list[str]:
+    """For the start block: how checkpoints are written, and the host memory that this needs."""
+    if settings.every is None:
+        return []
+    if background is None:
+        why = "its tensors are stored in another form" if settings.background else "background_save=false"
+        return [f"checkpoints: training waits for each ({why})"]
+    pool = background.pool_bytes
+    weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
+    short = "" if pool >= weights // 2 else f" (half of them, {weights / 2 / GIB:.2f} GiB, is not free)"
+    return [
+        f"checkpoints: written while training goes on; host memory meanwhile: at most {pool / GIB:.2f} GiB more, "
+        f"{pool / max(1, weights):.0%} of the weights{short}"
+    ]
+
+
+def refuse_full_disk(root: Path, model: Model) -> None:
+    """Before training starts: refuses a disk without room for the weights."""
+    need, free = saved_bytes(model, {}), free_bytes(root)
+    if need > free:
+        raise UserError(
+            f"output_dir: saving the model takes {need / GIB:.2f} GiB, and {root} has "
+            f"{free / GIB:.2f} GiB free; free some space, or set output_dir on another disk"
+        )
+
+
+class Saver(Observer):
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
-    about describes the run in every checkpoint. flush_journal(step) returns when the journal is on the disk up to a
-    step; False: the step was not good; OSError: flushing failed. say is called with warnings.
+    about describes the run in every checkpoint; the journal, if there is one, is flushed before a checkpoint gets its
+    name; selection: for checkpoints; best_step: its checkpoint is kept; say is called with lines for the user.
     """
 
     def __init__(
@@ -78,48 +116,20 @@ class Saver:
         settings: SaveSettings,
         about: About,
         say: Callable[[str], None],
+        *,
+        background: Background | None,
+        loader: Loader,
+        journal: Journaling | None,
+        selection: Selection,
+        best_step: int | None,
     ) -> None:
         self.root, self.model, self.method, self.settings = root, model, method, settings
-        self.about, self.say = about, say
+        self.about, self.say, self.background = about, say, background
+        self.loader, self.journal, self.selection, self.best_step = loader, journal, selection, best_step
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
         self.deleting: threading.Thread | None = None  # deletes old checkpoints in the background
-        self.flush_journal: Callable[[int], bool] = lambda step: True
-        self.selection: Callable[[], dict[str, Any] | None] = lambda: None  # for checkpoints
-        self.renew: Callable[[], list[str]] = list  # whether the directory is still there (renewal.py)
-        self.best_step: int | None = None  # its checkpoint is kept
-        self.lookout, self.checkpoint_bytes = Lookout(), saved_bytes(model, {})  # the method's tensors: when saved
-        self.background: Background | None = None
-        if settings.background and settings.every is not None:
-            background = Background(model, method)
-            self.background = background if background.possible else None
-
-    def describe(self) -> list[str]:
-        """For the start block: how checkpoints are written, and the host memory that this needs."""
-        if self.settings.every is None:
-            return []
-        if self.background is None:
-            why = "its tensors are stored in another form" if self.settings.background else "background_save=false"
-            return [f"checkpoints: training waits for each ({why})"]
-        pool = self.background.pool_bytes
-        weights = sum(home.numel() * home.element_size() for home in self.model.engine.homes)
-        short = "" if pool >= weights // 2 else f" (half of them, {weights / 2 / GIB:.2f} GiB, is not free)"
-        return [
-            f"checkpoints: written while training goes on; host memory meanwhile: at most {pool / GIB:.2f} GiB more, "
-            f"{pool / max(1, weights):.0%} of the weights{short}"
-        ]
-
-    def refuse_full_disk(self) -> None:
-        """Before training starts: refuses a disk without room for the weights."""
-        if not self.settings.model:
-            return
-        need, free = saved_bytes(self.model, {}), free_bytes(self.root)
-        if need > free:
-            raise UserError(
-                f"output_dir: saving the model takes {need / GIB:.2f} GiB, and {self.root} has "
-                f"{free / GIB:.2f} GiB free; free some space, or set output_dir on another disk"
-            )
 
     def went_on_from(self, path: Path | None, step: int) -> None:
         """Notes the checkpoint that the run resumes from; if it is in this directory, its step is not saved again."""
@@ -132,16 +142,25 @@ class Saver:
         every = self.settings.every
         return step != self.last_step and ((every is not None and step % every == 0) or step == self.retry_at)
 
-    def try_save(self, step: int, loader: dict[str, Any]) -> list[str]:
+    def after_step(self, run: Progress) -> None:
+        """Saves if that is due; the saves that end a run are save_last and save_best."""
+        lines = self.poll(run.done)
+        if self.is_due(run.done) and not run.is_last and not run.is_interrupted:
+            waits = self.background is None or self.journal is None
+            with run.paused() if waits else nullcontext():
+                lines += self.try_save(run.done)
+        for line in lines:
+            self.say(line)
+
+    def try_save(self, step: int) -> list[str]:
         """Saves during training, or starts a background save; returns lines for the user, also if it failed."""
         lines, self.retry_at = self.wait(step), None
         try:
             if self.background is None:
-                return [*lines, f"saved {self.save(step, loader)}"]
+                return [*lines, f"saved {self.save(step)}"]
             deferred = self.method.deferred_state()
             self._make_room(step, self.method.state_dict() if deferred is None else deferred)
-            about = replace(self.about, step=step, loader=loader, selection=self.selection())
-            self.background.begin(self.root / f"checkpoint-{step}", about, self.flush_journal)
+            self.background.begin(self.root / f"checkpoint-{step}", self._about(step), self._is_journaled)
             return lines
         except NonFinite:
             raise
@@ -159,13 +178,17 @@ class Saver:
         return [] if done is None else [self._finished(done, step)]
 
     def newest_good(self) -> Path | None:
-        """Waits for a checkpoint that is being written, and returns the newest good one."""
+        """No step follows: waits for a checkpoint that is being written, and returns the newest good one."""
+        if self.journal is not None:
+            self.journal.end()
         with suppress(NonFinite):
             self.wait(0)
         return self.last_good
 
     def close(self) -> None:
         """Ends a background save after an error in training."""
+        if self.journal is not None:
+            self.journal.end()
         if self.background is not None:
             self.background.abandon()
 
@@ -199,7 +222,7 @@ class Saver:
             self.say(line)
         self.deleting = select.prune(self.root, self.settings.keep, step, self.say, self.best_step)
 
-    def save(self, step: int, loader: dict[str, Any], last: bool = False) -> Path:
+    def save(self, step: int, last: bool = False) -> Path:
         """Flushes the method, checks weights and disk, writes checkpoint-step, deletes old checkpoints. last: this save
         ends the run."""
         self.method.flush()
@@ -210,8 +233,7 @@ class Saver:
         self._make_room(step, state, MARGIN_BYTES if last else 0)
         path = self.root / f"checkpoint-{step}"
         try:
-            about = replace(self.about, step=step, loader=loader, selection=self.selection())
-            lines = save_checkpoint(path, self.model, state, about, lambda: self._flush_journal(step, last))
+            lines = save_checkpoint(path, self.model, state, self._about(step), lambda: self._flush_journal(step, last))
         except (OSError, SafetensorError) as error:
             kind = NoRoom if is_full(error) else UserError
             raise kind(f"output_dir: {path} could not be written: {error}") from error
@@ -221,7 +243,7 @@ class Saver:
 
     def _flush_journal(self, step: int, last: bool) -> None:
         try:
-            if not self.flush_journal(step):
+            if not self._is_journaled(step):
                 raise OSError(f"the journal has no record of step {step}")
         except OSError as error:
             if not last:
@@ -230,36 +252,30 @@ class Saver:
                 f"warning: the journal is not on the disk up to step {step}: {error}; the checkpoint is saved without"
             )
 
-    def save_once(self, step: int, loader: dict[str, Any]) -> Path:
+    def _about(self, step: int) -> About:
+        return replace(self.about, step=step, loader=self.loader.state_dict(), selection=self.selection.state_dict())
+
+    def _is_journaled(self, step: int) -> bool:
+        """Whether the journal, if there is one, is on the disk up to this step; OSError: flushing failed."""
+        return self.journal is None or self.journal.flush_up_to(step)
+
+    def save_once(self, step: int) -> Path:
         """The save that ends a run, unless this step is on the disk already. Raises if it fails."""
         if self.last_good is not None and self.last_step == step and (self.last_good / STATE).is_file():
             return self.last_good
-        return self.save(step, loader, last=True)
+        return self.save(step, last=True)
 
-    def save_last(self, step: int, loader: dict[str, Any], given_up: Callable[[], bool]) -> Path:
+    def save_last(self, step: int, given_up: Callable[[], bool]) -> Path:
         """save_once for the end of a run: if the disk is full, waits for room until given_up() (room.py)."""
-        save = partial(self.save_once, step, loader)
+        save = partial(self.save_once, step)
         return wait_for_room(save, lambda: free_bytes(self.root), self.say, given_up)
 
-    def look(self) -> list[str]:
-        """Lines about a disk that has become too small for the next checkpoint, or has room again, and about a
-        directory that has gone."""
-        if not self.settings.model:
-            return []
-        return self.lookout.look(self._missing_bytes, lambda: free_bytes(self.root), self.renew)
-
-    def _missing_bytes(self) -> int:
-        """What the next checkpoint takes, less what _make_room can delete: one besides the last good checkpoint."""
-        keep = self.settings.keep
-        several = keep is not None and len(select.checkpoints(self.root)) >= max(2, keep)
-        return MARGIN_BYTES if several else self.checkpoint_bytes
-
-    def save_best(self, step: int, loader: dict[str, Any]) -> list[str]:
+    def save_best(self, step: int) -> list[str]:
         """Saves the checkpoint of the best step so far, which is kept; training waits. Returns lines, also if it
         failed."""
         before, lines, self.best_step = self.best_step, self.wait(step), step
         try:
-            return [*lines, f"saved {self.save_once(step, loader)}"]
+            return [*lines, f"saved {self.save_once(step)}"]
         except NonFinite:
             raise
         except UserError as error:
@@ -269,9 +285,7 @@ class Saver:
     def _make_room(self, step: int, state: dict[str, Any], dares_bytes: int = 0) -> None:
         """Deletes old checkpoints if the disk has less room than needed. dares_bytes: what may be missing all the
         same, because the need is an estimate, and nothing is lost by a save that fails."""
-        for line in self.renew():
-            self.say(line)
-        need = self.checkpoint_bytes = saved_bytes(self.model, state)
+        need = saved_bytes(self.model, state)
         limit = self.settings.keep
         self._wait_for_room()
         if need > free_bytes(self.root) and limit is not None:

@@ -154,8 +154,6 @@ def full_for_good() -> None:
     def step(self: trainer.Run, number: int) -> None:
         if number == 4:
             fill(self.directory.root.parent)
-            room.LOOK_S = 0.0
-            self.saver.lookout.next_s = 0.0
         real(self, number)
 
     trainer.Run.step = step
@@ -172,7 +170,6 @@ def test_a_run_that_ends_on_a_full_disk_says_what_is_left(
     root = Path(config.output_dir)
     code, out = Child(config, full_for_good).end()
     assert code != 0 and "UserError" in out, out
-    assert "GiB are free in output_dir, and a checkpoint takes" in out.partition("step 6/7")[0]  # hours before the end
     told = f"all 7 steps are in {root / 'run' / 'journal'}: --resume replays them, and nothing is lost"
     told = told if method == "zo" else "the steps after checkpoint-2 are lost, and --resume goes on from there"
     assert told in out and "0.00 GiB free" in out

@@ -10,6 +10,7 @@ from keyhole.errors import NonFinite
 from keyhole.report.entries import read_metrics
 from keyhole.training.guard import MOST_SKIPS
 from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder
+from keyhole.training.observer import Reading
 
 CPU = torch.device("cpu")
 
@@ -20,7 +21,7 @@ def record(step: int, loss: float, **extra: float) -> QueuedStep:
 
 def recorder(entries: list, lag: int = 0, warnings: list | None = None) -> Recorder:
     warn = ([] if warnings is None else warnings).append
-    made = Recorder(CPU, entries.append, warn, lambda: Path("out/checkpoint-5"))
+    made = Recorder(CPU, lambda reading: entries.append(reading.entry), warn, lambda: Path("out/checkpoint-5"))
     made.lag = lag
     return made
 
@@ -81,8 +82,8 @@ def test_file_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     path.write_text(
         '{"step": 1, "loss": 3.0}\n{"step": 2, "eval_loss": 2.0}\n{"step": 3, "loss": 1.0}\n{"step": 4, "lo'
     )
-    file = MetricsFile(path, 2)
-    file.write({"step": 3, "loss": 1.25, "tokens": 7})
+    file = MetricsFile(path, 2, print)
+    file.note(Reading({"step": 3, "loss": 1.25, "tokens": 7}))
     assert read_metrics(path) == [
         {"step": 1, "loss": 3.0}, {"step": 2, "eval_loss": 2.0}, {"step": 3, "loss": 1.25, "tokens": 7},
     ]  # fmt: skip
@@ -91,8 +92,8 @@ def test_file_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
 
 def test_lines_are_strict_json(tmp_path: Path) -> None:
     """NaN is no JSON: it is written as null."""
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
-    file.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0, print)
+    file.note(Reading({"step": 1, "loss": float("nan"), "grad_norm": float("inf")}))
     file.close()
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=lambda word: pytest.fail(word)) == {

@@ -1,7 +1,6 @@
 """The two loops in which checkpoints are timed: keyhole's training loop, and MeZO's."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -10,6 +9,7 @@ from keyhole.bench.zo.textbook import Textbook, take_weights
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.writer import Writer
 from keyhole.training.metrics import QueuedStep, Recorder
+from keyhole.training.observer import Reading
 
 LR = 1e-7
 
@@ -25,14 +25,12 @@ class Loop:
         header = journal.Header("", 0, "", 0, 1, "gaussian", "stochastic", 1e-3, "", None, [], [], {}, {}, {})
         self.journal = Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
         device = model.device
-        self.recorder = Recorder(device, self._entry, print, lambda: None, self._note)
+        self.recorder = Recorder(device, self._note, print, lambda: None)
 
-    def _entry(self, entry: dict[str, Any]) -> None:
-        self.seconds.append(entry["seconds"])
-
-    def _note(self, record: QueuedStep, update: list[float]) -> None:
-        device = self.model.device.type
-        self.journal.append(journal.Record(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
+    def _note(self, reading: Reading) -> None:
+        self.seconds.append(reading.entry["seconds"])
+        device, update = self.model.device.type, tuple(reading.update or ())
+        self.journal.append(journal.Record(reading.step, 0, 0, reading.step, 0.0, device, update))
 
     def step(self) -> None:
         self.step_count += 1

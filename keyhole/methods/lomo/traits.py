@@ -67,10 +67,6 @@ def _lora_faults(own: LOMOLoRAConfig, run: RunSettings) -> Iterator[Fault]:
         yield "lomo_lora.compile", "compiled blocks cannot have adapters; set it to false, or method=lomo"
 
 
-def _descends(own: LOMOConfig) -> bool:
-    return own.clip_value is None and own.clip_group_norm is None
-
-
 _ALIKE: dict[str, Any] = {
     "sweep": "reverse",
     "device_bytes": "keyhole.methods.memory:reverse_bytes",
@@ -89,7 +85,6 @@ LOMO = Traits(
     announces="pages",
     ranks="shards",
     steps=1.5,
-    descends=_descends,
     faults=lambda own, run: _faults("lomo", own, run),
     demo=Demo(lr=0.05),
     **_ALIKE,
@@ -115,7 +110,6 @@ LOMO_LORA = Traits(
     sane_rates=(1e-5, 1e-1),
     ranks="shards",
     steps=1.2,
-    descends=_descends,
     faults=_lora_faults,
     demo=Demo(lr=0.02, options={"adapter_lr": 1e-3}),
     **(_ALIKE | {"device_bytes": "keyhole.methods.lomo.memory:device_bytes"}),
