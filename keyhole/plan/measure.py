@@ -41,7 +41,7 @@ from keyhole.machine.sizes import MIB
 from keyhole.model.structure.block_counts import block_counts
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.reach import SHORT, call_of
-from keyhole.ops.adam.host import host_adamw_
+from keyhole.ops.adam import host_adamw_
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05

@@ -151,7 +151,7 @@ def test_torch_threads_of_the_caller_stay(helper: bool) -> None:
 
 def test_jobs_leave_the_interpreter_to_the_caller(pool: Workers) -> None:
     """While a job updates millions of elements, the caller's Python goes on: torch holds no GIL."""
-    from keyhole.ops.adam.host import host_adamw_
+    from keyhole.ops.adam import host_adamw_
 
     state = list(torch.zeros(3, 2**23).unbind())
     grad, turns = torch.zeros(2**23, dtype=torch.bfloat16), 0

@@ -35,8 +35,7 @@ from keyhole.bench.shapes import LEAST_BLOCKS, named_config
 from keyhole.machine.host import cpu_has_bf16
 from keyhole.methods.workload import Workload
 from keyhole.model.structure.find import find_blocks
-from keyhole.ops.adam.device import SQUARES, adamw_
-from keyhole.ops.adam.host import host_adamw_
+from keyhole.ops.adam import SQUARES, adamw_, host_adamw_
 
 LR = 1e-5
 UPDATE_BYTES = 28  # per parameter

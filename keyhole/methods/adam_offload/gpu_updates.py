@@ -21,8 +21,7 @@ from keyhole.methods.adam_offload.lane import Lane, chunk_of
 from keyhole.methods.adam_offload.state import PART, AdamState, Part
 from keyhole.model.structure.layout import Unit
 from keyhole.offload import arena
-from keyhole.ops.adam.device import adamw_, squares_of_host
-from keyhole.ops.adam.host import host_adamw_
+from keyhole.ops.adam import adamw_, host_adamw_, squares_of_host
 from keyhole.ops.backend import use_kernel
 
 

@@ -28,7 +28,7 @@ from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.weights.homes import view
 from keyhole.offload import arena
-from keyhole.ops.adam.host import CHUNK_PER_THREAD, host_adamw_
+from keyhole.ops.adam import CHUNK_PER_THREAD, host_adamw_
 
 NAMES = ("master", "exp_avg", "exp_avg_sq")
 PART = 32 * 2**20  # elements per update job: some 10 ms

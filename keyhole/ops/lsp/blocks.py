@@ -41,38 +41,19 @@ from keyhole.ops.lsp.projector import Projector
 from keyhole.ops.noise.index import key, unsigned
 from keyhole.ops.rounding.bits import vector_bits
 from keyhole.ops.rounding.bits2d import LANE_ROWS, LANES, STRIP_ROWS, some_lanes, strip_words
-from keyhole.ops.rounding.pairs16 import count_changed, counts_pairs, no_changes, rounded, widened
+from keyhole.ops.rounding.pairs16 import rounded, widened
 from keyhole.ops.rounding.round import FLOAT32_MAX
-from keyhole.ops.rounding.store import Store, store_weight
+from keyhole.ops.rounding.store import Store
 
 COLUMNS, NUM_WARPS = 32, 1  # of a tile of W, and for it (the fastest of 15 on an H200)
 UNROLL, STAGES = 2, 3  # lanes per iteration (1 | 2 | 4 | 8), and iterations under way: STAGES - 1 are loaded ahead
-REGISTERS = None  # per thread at most; None: as many as the compiler likes
 WIDE = 64  # columns of a tile if r is not a power of two
 MOST = 64 * 64  # numbers of delta that one stage holds at a time, for WIDE columns
 LARGE = 16 * 64  # with more numbers of delta per lane, less is loaded ahead: shared memory and registers are few
+ROOMY: dict[str, Any] = {"UNROLL": 2, "STAGES": 2, "num_warps": 4}
 EXACT = "ieee" if torch.version.hip else "tf32x3"
 
 _LANE_ROWS, _LANES, _FLOAT32_MAX = tl.constexpr(LANE_ROWS), tl.constexpr(LANES), tl.constexpr(FLOAT32_MAX)
-
-
-@jit()
-def move(w_at, c_at, mask, w, total, rates, bits, changes, STOCHASTIC: tl.constexpr, PAIRS: tl.constexpr):
-    """Stores round(keep w + alpha total), or w where total is not finite. Returns the counts of changes, per element.
-
-    w_at, c_at: pointers to a tile of weights and to their compensations (None without kahan).
-    """
-    alpha, keep = rates
-    fine, w_fp32 = tl.abs(total) <= _FLOAT32_MAX, widened(w)
-    if c_at is not None:
-        y = tl.load(c_at, mask, 0.0).to(tl.float32) + (total * alpha + w_fp32 * (keep - 1))
-        changes += store_weight(w_at, c_at, mask, mask & fine, w, y, bits, STOCHASTIC)
-    else:
-        x = tl.where(fine, w_fp32 * keep + total * alpha, w_fp32)  # rounding leaves w as it is
-        new, _ = rounded(x, bits, w.dtype, STOCHASTIC)
-        tl.store(w_at, new, mask)
-        changes = count_changed(changes, new, w, mask, PAIRS, True)
-    return changes
 
 
 @jit()
@@ -98,11 +79,11 @@ def _product(a, b, PRECISION: tl.constexpr):
 
 @jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
 def _blocks_kernel(
-    w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr,
+    w_ptr, delta_ptr, p_ptr, q_ptr,
     m, n, A, D, alpha, keep, offset, step, k0, k1,
     group_p: tl.constexpr, group_q: tl.constexpr, r_p: tl.constexpr, r_q: tl.constexpr,
     DEPTH_P: tl.constexpr, DEPTH_Q: tl.constexpr, ALIGNED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ON_DEVICE: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr,
     COLUMNS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: a strip of some columns of W. ON_DEVICE: alpha, keep and step are pointers. ALIGNED: each lane
@@ -120,7 +101,6 @@ def _blocks_kernel(
     words = strip_words(strip, column, n, offset, unsigned(step, k0, k1), STOCHASTIC, like)
     in_lane = lane_row[:, None] * n + column[None, :]
     in_p, in_delta = lane_row[:, None] * r_p + (c_p % r_p)[None, :], c_p[:, None] * D + at_q[None, :]
-    changes = no_changes(in_lane, w_ptr.dtype.element_ty, PAIRS)
     for i in tl.range(_LANES // UNROLL, num_stages=STAGES):
         some = some_lanes(words, i, UNROLL, STOCHASTIC)
         for j in tl.static_range(UNROLL):
@@ -135,16 +115,14 @@ def _blocks_kernel(
             inside = (c_p < depth_p)[:, None] & (at_q < D)[None, :]
             delta = tl.load(delta_ptr + (block_p * r_p).to(tl.int64) * D + in_delta, inside, 0.0).to(tl.float32)
             mask, at = rows[:, None] & (column < n)[None, :], start.to(tl.int64) * n + in_lane
-            w, c_at = tl.load(w_ptr + at, mask, 0.0), c_ptr
-            if c_ptr is not None:
-                c_at = c_ptr + at
+            w = tl.load(w_ptr + at, mask, 0.0)
             total = _product(_product(p, delta, PRECISION), q, PRECISION)
             bits = some[0]
             if STOCHASTIC and UNROLL > 1:
                 bits = vector_bits(some, j)
-            changes = move(w_ptr + at, c_at, mask, w, total, (alpha, keep), bits, changes, STOCHASTIC, PAIRS)
-    if changed_ptr is not None:
-        tl.atomic_add(changed_ptr, tl.sum(tl.sum(changes.to(tl.int32), 1)).to(tl.int64))
+            w_fp32 = widened(w)
+            x = tl.where(tl.abs(total) <= _FLOAT32_MAX, w_fp32 * keep + total * alpha, w_fp32)  # rounding keeps w
+            tl.store(w_ptr + at, rounded(x, bits, w.dtype, STOCHASTIC)[0], mask)
 
 
 def is_aligned(p: Projector, width: int) -> bool:
@@ -168,18 +146,12 @@ def blocks_triton_(
 ) -> None:
     """Both products and the update of W by one kernel."""
     (m, n), columns = w_mn.shape, COLUMNS if q.r & (q.r - 1) == 0 else WIDE
-    tensors = (w_mn, how.compensation, delta_Ad, p.values_Rr, q.values_Rr, how.changed)
     numbers = (m, n, p.d, q.d, alpha, keep, how.offset, *key(how.seed, how.step))
     flags: dict[str, Any] = {"group_p": p.group, "group_q": q.group, "r_p": p.r, "r_q": q.r}
-    flags["ALIGNED"] = is_aligned(p, LANE_ROWS)
-    flags |= {"DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, columns), "COLUMNS": columns}
+    flags |= {"DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, columns), "ALIGNED": is_aligned(p, LANE_ROWS)}
     flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "ON_DEVICE": is_on_device(alpha, keep, how.step)}
-    flags |= {"PAIRS": how.compensation is None and counts_pairs(w_mn.dtype, w_mn.device), "PRECISION": EXACT}
-    if columns == COLUMNS and flags["DEPTH_P"] * flags["DEPTH_Q"] <= LARGE:
-        options = {"UNROLL": UNROLL, "STAGES": STAGES, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    else:
-        options = {"UNROLL": 2, "STAGES": 2, "num_warps": 4, "enable_fp_fusion": False}
-    if REGISTERS and torch.version.hip is None:
-        options["maxnreg"] = REGISTERS
+    few = columns == COLUMNS and flags["DEPTH_P"] * flags["DEPTH_Q"] <= LARGE
+    options = {"UNROLL": UNROLL, "STAGES": STAGES, "num_warps": NUM_WARPS} if few else ROOMY
+    options |= {"PRECISION": EXACT, "COLUMNS": columns, "enable_fp_fusion": False}
     grid = (-(-n // columns), -(-m // STRIP_ROWS))
-    _blocks_kernel[grid](*tensors, *numbers, **flags, **options)
+    _blocks_kernel[grid](w_mn, delta_Ad, p.values_Rr, q.values_Rr, *numbers, **flags, **options)

@@ -1,78 +1,43 @@
-"""Compressing: X P for a sparse projector P, without its zeros.
+"""Compressing: X P for a sparse projector P.
 
     out[t, j] = sum over the rows i that have an entry in column j of  x[t, i] P[i, j]            in float32
 
 It is applied to both sides of a weight gradient before their product, so S = (dY P)^T (X Q) is a product of d columns
 by d columns; the gradient is never computed, and only X Q has to be kept of X.
 
-    free, runs   a gather: every column (run of columns) has the list of its sources. x is read r times, mostly from
-                 cache: the programs of one tile of tokens run at the same time.
     blocks       a batch of products [tokens, g] [g, r]: x is read once. Neighbouring blocks form one product with a
                  block-diagonal matrix, built in registers, because blocks of a few rows would make small reads. For
                  16-bit x on tensor cores, which round the projector's entries to 11 bits (TF32) and take x exactly.
+    free         one dense product with the zeros: 2 T R d operations, d / n of those of the gradient itself
 
-Bytes for T tokens of 16 bits: 2 T R read (r times, from cache), 2 T d written. The kernels sum in a fixed order.
-Reference and kernel differ by rounding.
+Bytes of blocks, for T tokens of 16 bits: 2 T R read, 2 T d written. The kernel sums in a fixed order. Reference and
+kernel differ by rounding.
 Legend: T tokens, R rows, d columns, r entries per row.
 """
 
 from math import gcd
-from typing import Any, cast
 
 import torch
 
 from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.lsp.projector import UNROLL, Projector
+from keyhole.ops.lsp.projector import Projector
 from keyhole.ops.rounding.round import round_nearest
 
-TOKENS, COLUMNS = 64, 64  # of a tile of the gather
-DEPTH, WIDTH = 64, 32  # rows per step of the block product, and columns of its result
-NOWHERE = 1 << 30  # larger than any row index
-
-_NOWHERE = tl.constexpr(NOWHERE)
+TOKENS = 64  # per program
+DEPTH, WIDTH = 64, 32  # rows per step of the product, and columns of its result
 
 
 def compress_reference(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> None:
-    """All blocks in one product, or one entry of every row at a time."""
+    """All blocks in one product, or the dense product."""
     x_TR = x_TR.to(torch.float32)
-    if p.group:
-        blocks, lost = p.d // p.r, p.d // p.r * p.group - p.rows
-        x_TBg = torch.nn.functional.pad(x_TR, (0, lost)).view(-1, blocks, p.group)
-        values_Bgr = torch.nn.functional.pad(p.values_Rr, (0, 0, 0, lost)).view(blocks, p.group, p.r)
-        out_Td.copy_(torch.einsum("tbg,bgr->tbr", x_TBg, values_Bgr).reshape(-1, p.d))
+    if not p.group:
+        out_Td.copy_(x_TR @ p.dense_Rd())
         return
-    columns_Rr, sum_Td = p.columns_Rr(), torch.zeros(out_Td.shape, device=x_TR.device)
-    for k in range(p.r):
-        sum_Td.index_add_(1, columns_Rr[:, k], x_TR * p.values_Rr[:, k])
-    out_Td.copy_(sum_Td)
-
-
-@jit()
-def _compress_runs_kernel(
-    x_ptr, values_ptr, sources_ptr, out_ptr,
-    T, R, D, stride, r, L, RUN: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """One program: a tile of the result. If it lies in one run, one number identifies its sources. UNROLL sources are
-    read at a time."""
-    first = tl.program_id(0) * COLUMNS
-    column, token = first + tl.arange(0, COLUMNS), tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for start in range(0, L, UNROLL):
-        for i in tl.static_range(UNROLL):
-            source = start + i
-            if RUN % COLUMNS == 0:
-                entry = tl.load(sources_ptr + first // RUN * L + source)
-                row = tl.where(entry >= 0, entry // r * RUN, _NOWHERE) + first % RUN + tl.arange(0, COLUMNS)
-            else:
-                entry = tl.load(sources_ptr + column // RUN * L + source, column < D, -1)
-                row = tl.where(entry >= 0, entry // r * RUN + column % RUN, _NOWHERE)
-            value = tl.load(values_ptr + row * r + entry % r, row < R, 0.0)
-            x = tl.load(x_ptr + token[:, None] * stride + row[None, :], (token < T)[:, None] & (row < R)[None, :], 0.0)
-            total += x.to(tl.float32) * value[None, :]
-    at = token[:, None] * D + column[None, :]
-    tl.store(out_ptr + at, round_nearest(total, out_ptr.dtype.element_ty), (token < T)[:, None] & (column < D)[None, :])
+    blocks, lost = p.d // p.r, p.d // p.r * p.group - p.rows
+    x_TBg = torch.nn.functional.pad(x_TR, (0, lost)).view(-1, blocks, p.group)
+    values_Bgr = torch.nn.functional.pad(p.values_Rr, (0, 0, 0, lost)).view(blocks, p.group, p.r)
+    out_Td.copy_(torch.einsum("tbg,bgr->tbr", x_TBg, values_Bgr).reshape(-1, p.d))
 
 
 @jit()
@@ -106,23 +71,20 @@ def power_of_two(n: int) -> int:
 
 
 def compress_triton(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> None:
-    """The same by kernel."""
-    (T, R), stride, values = x_TR.shape, x_TR.stride(0), p.values_Rr
-    tile: dict[str, Any] = {"TOKENS": TOKENS, "num_warps": 4}
+    """Blocks by kernel."""
+    (T, R), per = x_TR.shape, max(1, WIDTH // p.r)
+    how = {
+        "PER": per,
+        "ALIGNED": gcd(per * p.group, R, 16),
+        "PRECISION": "ieee" if x_TR.dtype == torch.float32 else "tf32",
+        "TOKENS": TOKENS,
+        "DEPTH": min(DEPTH, power_of_two(per * p.group)),
+        "WIDTH": power_of_two(per * p.r),
+    }
+    grid = (-(-p.d // (per * p.r)), -(-T // TOKENS))
+    sizes = (T, R, p.d, x_TR.stride(0), p.group)
     with on_device(x_TR):
-        if p.group:
-            per = max(1, WIDTH // p.r)
-            tile |= {"DEPTH": min(DEPTH, power_of_two(per * p.group)), "WIDTH": power_of_two(per * p.r)}
-            tile |= {"PER": per, "ALIGNED": gcd(per * p.group, R, 16)}
-            tile |= {"PRECISION": "ieee" if x_TR.dtype == torch.float32 else "tf32"}
-            grid = (-(-p.d // (per * p.r)), -(-T // TOKENS))
-            _compress_blocks_kernel[grid](x_TR, values, out_Td, T, R, p.d, stride, p.group, r=p.r, **tile)
-        else:
-            columns, sources = p.run if 16 <= p.run < COLUMNS else COLUMNS, cast(torch.Tensor, p.sources)
-            tile |= {"RUN": p.run, "COLUMNS": columns, "UNROLL": UNROLL}
-            grid = (-(-p.d // columns), -(-T // TOKENS))
-            L = sources.shape[1]
-            _compress_runs_kernel[grid](x_TR, values, sources, out_Td, T, R, p.d, stride, p.r, L, **tile)
+        _compress_blocks_kernel[grid](x_TR, p.values_Rr, out_Td, *sizes, r=p.r, **how, num_warps=4)
 
 
 def compress(x_TR: torch.Tensor, projector: Projector, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -131,6 +93,6 @@ def compress(x_TR: torch.Tensor, projector: Projector, out_dtype: torch.dtype | 
     assert x_TR.stride(1) == 1 or x_TR.shape[1] == 1, x_TR.stride()
     out_Td = torch.empty(x_TR.shape[0], projector.d, dtype=out_dtype or x_TR.dtype, device=x_TR.device)
     if x_TR.shape[0]:
-        run = compress_triton if use_kernel(x_TR.device) else compress_reference
+        run = compress_triton if use_kernel(x_TR.device) and projector.group else compress_reference
         run(x_TR, projector, out_Td)
     return out_Td

@@ -1,31 +1,22 @@
-"""(d, r)-sparse projectors (LSP-Offload): R x d matrices with r entries per row, in three arrangements.
+"""(d, r)-sparse projectors (LSP-Offload): R x d matrices with r entries per row, in two arrangements.
 
 A weight W [m, n] with gradient G = dY^T X is trained through P [m, d] and Q [n, d]: the optimizer sees only
 S = P^T G Q = (dY P)^T (X Q), and W is updated by P delta Q^T. A projector is its entries `values_Rr` and a rule for the
 column of each entry:
 
-    free      r different columns per row, drawn at random, as in the paper. 8 r bytes per row. Memory is read one
-              number at a time.
-    runs      64 consecutive rows share a draw of r runs of 64 columns; row i has column i % 64 of each run. Still
-              (d, r)-sparse with every entry free, 4 r bytes per row, and memory is accessed 64 numbers at a time
-              (run = 64; "free" is the same with run = 1).
+    free      r different columns per row, drawn at random, as in the paper. 8 r bytes per row. Products are dense, with
+              the zeros.
     blocks    rows in groups of g; only group b has entries in columns b r .. b r + r - 1: an orthonormal basis.
               No positions to store; P^T P = I; compressing is a batch of small matrix products; the best basis is
               known in closed form (PCA of each block of the gradient).
 
-A column has entries in R r / d rows (its sources). For runs, the draws go through shuffled lists of all runs, so that
-the numbers of sources differ by at most one. d is reduced to what the matrix allows (d <= R; a multiple of the run
-length, which is halved until r runs exist; a whole number of blocks), so read d from the projector.
-Legend: R rows, d columns, r entries per row, L most sources of a column, rounded up.
+d is reduced to what the matrix allows (d <= R; a whole number of blocks), so read d from the projector.
+Legend: R rows, d columns, r entries per row.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import torch
-
-RUN = 64
-UNROLL = 4  # sources that a kernel reads at a time; lists of sources are padded to a multiple
 
 
 @dataclass(frozen=True)
@@ -34,10 +25,8 @@ class Projector:
 
     values_Rr: torch.Tensor
     d: int
-    group: int = 0  # rows of a block; 0: columns come from `runs`
-    run: int = 1  # columns (and rows) in a run
-    runs: torch.Tensor | None = None  # int32 [ceil(R / run), r]: indices of runs of columns
-    sources: torch.Tensor | None = None  # int32 [d / run, L]: indices into `runs` where a run occurs; -1: none
+    group: int = 0  # rows of a block; 0: columns are `drawn_Rr`
+    drawn_Rr: torch.Tensor | None = None  # int64
 
     @property
     def rows(self) -> int:
@@ -49,18 +38,17 @@ class Projector:
 
     @property
     def kind(self) -> str:
-        return "blocks" if self.group else "free" if self.run == 1 else "runs"
+        return "blocks" if self.group else "free"
 
     def columns_Rr(self) -> torch.Tensor:
         """The column of each entry, int64."""
+        if self.drawn_Rr is not None:
+            return self.drawn_Rr
         row_R1 = torch.arange(self.rows, device=self.values_Rr.device)[:, None]
-        if self.group:
-            return row_R1 // self.group * self.r + torch.arange(self.r, device=self.values_Rr.device)
-        runs = cast(torch.Tensor, self.runs)  # there are some, if not blocks
-        return runs[row_R1[:, 0] // self.run].long() * self.run + row_R1 % self.run
+        return row_R1 // self.group * self.r + torch.arange(self.r, device=self.values_Rr.device)
 
     def dense_Rd(self) -> torch.Tensor:
-        """The matrix with its zeros, for tests and for fitting; differentiable in the values."""
+        """The matrix with its zeros; differentiable in the values."""
         zeros_Rd = torch.zeros(self.rows, self.d, device=self.values_Rr.device, dtype=self.values_Rr.dtype)
         return zeros_Rd.scatter(1, self.columns_Rr(), self.values_Rr)
 
@@ -71,48 +59,15 @@ class Projector:
 
     def to(self, device: torch.device | str) -> "Projector":
         """The same on another device."""
-        moved: dict[str, Any] = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
-        return replace(self, **moved)
-
-
-def find_sources(runs: torch.Tensor, count: int) -> torch.Tensor:
-    """For each of `count` runs, where in the flattened table it occurs, in order; padded with -1."""
-    order = torch.argsort(runs.flatten(), stable=True)
-    named = runs.flatten()[order].long()
-    counts = torch.bincount(named, minlength=count)
-    place = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[named]
-    sources = torch.full((count, max(1, -(-int(counts.max()) // UNROLL)) * UNROLL), -1, dtype=torch.int32)
-    sources[named, place] = order.int()
-    return sources
-
-
-def _projector(runs: torch.Tensor, run: int, rows: int, d: int, generator: torch.Generator) -> Projector:
-    """Entries from N(0, 1 / r), so that P P^T is the identity on average, at the positions of `runs`."""
-    r = runs.shape[1]
-    values_Rr = torch.randn(rows, r, generator=generator) / r**0.5
-    return Projector(values_Rr, d, run=run, runs=runs.int(), sources=find_sources(runs, d // run))
+        drawn_Rr = None if self.drawn_Rr is None else self.drawn_Rr.to(device)
+        return replace(self, values_Rr=self.values_Rr.to(device), drawn_Rr=drawn_Rr)
 
 
 def free(rows: int, d: int, r: int, generator: torch.Generator) -> Projector:
-    """r different columns per row, all choices equally likely."""
+    """r different columns per row, all choices equally likely; entries from N(0, 1 / r), so that P P^T is the identity
+    on average."""
     draws = [torch.rand(min(1024, rows - i), d, generator=generator).topk(r).indices for i in range(0, rows, 1024)]
-    return _projector(torch.cat(draws), 1, rows, d, generator)
-
-
-def runs(rows: int, d: int, r: int, generator: torch.Generator, run: int = RUN) -> Projector:
-    """r different runs for every `run` rows; how often runs are drawn differs by at most one."""
-    while run > 1 and d // run < r:
-        run //= 2
-    count, lines = d // run, -(-rows // run)
-    deck, table = torch.empty(0, dtype=torch.int64), []
-    for _ in range(lines):
-        if deck.numel() < r:
-            fresh = torch.randperm(count, generator=generator)
-            held = torch.isin(fresh, deck)  # runs still in the deck go to the end, so that no row has one twice
-            deck = torch.cat([deck, fresh[~held], fresh[held]])
-        table.append(deck[:r])
-        deck = deck[r:]
-    return _projector(torch.stack(table), run, rows, count * run, generator)
+    return Projector(torch.randn(rows, r, generator=generator) / r**0.5, d, drawn_Rr=torch.cat(draws))
 
 
 def blocks(rows: int, d: int, r: int, generator: torch.Generator) -> Projector:
@@ -127,7 +82,7 @@ def blocks(rows: int, d: int, r: int, generator: torch.Generator) -> Projector:
     return Projector(basis_Bgr.reshape(-1, r)[:rows].contiguous(), count * r, group=group)
 
 
-KINDS = {"free": free, "runs": runs, "blocks": blocks}
+KINDS = {"free": free, "blocks": blocks}
 
 
 def random_projector(
@@ -139,7 +94,9 @@ def random_projector(
     return KINDS[kind](rows, d, min(r, d), torch.Generator().manual_seed(seed)).to(device)
 
 
-def identity_projector(rows: int, device: torch.device | str = "cpu") -> Projector:
-    """d = R, nothing is lost: training in the subspace is then plain training."""
-    positions = torch.arange(rows, dtype=torch.int32)[:, None]
-    return Projector(torch.ones(rows, 1), rows, runs=positions, sources=find_sources(positions, rows)).to(device)
+def identity_projector(rows: int, device: torch.device | str = "cpu", kind: str = "blocks") -> Projector:
+    """d = R, nothing is lost: training in the subspace is then plain training. blocks: of one row."""
+    one_R1 = torch.ones(rows, 1, device=device)
+    if kind == "blocks":
+        return Projector(one_R1, rows, group=1)
+    return Projector(one_R1, rows, drawn_Rr=torch.arange(rows, device=device)[:, None])

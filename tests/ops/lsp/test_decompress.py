@@ -13,7 +13,6 @@ from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import KINDS, Projector, identity_projector, random_projector
 from keyhole.ops.rounding.bits2d import bits2d_reference
 from keyhole.ops.rounding.round import stochastic_round_reference
-from tests.matrix import in_every_run
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347
 
@@ -38,7 +37,6 @@ def problem(
     kernel=st.booleans(),
 )
 @example(kinds=("blocks", "blocks"), m=150, n=140, d=32, r=4, kernel=True)
-@example(kinds=("runs", "free"), m=150, n=140, d=40, r=3, kernel=True)
 def test_equals_the_dense_products(kinds: tuple[str, str], m: int, n: int, d: int, r: int, kernel: bool) -> None:
     """Any two kinds and any shape, with weight decay; for certain, more than one strip and one tile of each kernel."""
     if kernel and (backend.TRITON_MISSING or not (backend.INTERPRETED or torch.cuda.is_available())):
@@ -62,25 +60,20 @@ def test_identity_reproduces_the_gradient(kernel_device: torch.device, choice: s
     assert torch.equal(w_mn, grad_mn)
 
 
-@in_every_run(lambda kind, choice: choice == "kernel" or kind == "runs")
-@pytest.mark.parametrize("kind, dtype", [*((kind, torch.bfloat16) for kind in sorted(KINDS)), ("runs", torch.float16)])
-@pytest.mark.parametrize("choice", ["reference", "kernel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind, choice", [("blocks", "reference"), ("blocks", "kernel"), ("free", "reference")])
 def test_stochastic_rounding_is_by_element(
     kernel_device: torch.device, kind: str, dtype: torch.dtype, choice: str
 ) -> None:
-    """The stored values are the float32 result rounded with the bits of their place; changes are counted."""
+    """The stored values are the float32 result rounded with the bits of their place."""
     w_mn, delta_dd, p, q = problem((kind, kind), 70, 140, 32, 4, kernel_device)
     w_mn = w_mn.to(dtype)
-    exact_mn, before_mn = w_mn.float(), w_mn.clone()
-    changed = torch.zeros((), dtype=torch.int64, device=kernel_device)
+    exact_mn = w_mn.float()
     with force(choice):
         decompress_add_(exact_mn, delta_dd, p, q, 1e-3)
-        decompress_add_(
-            w_mn, delta_dd, p, q, 1e-3, rounding="stochastic", offset=OFFSET, seed=SEED, step=STEP, changed=changed
-        )
+        decompress_add_(w_mn, delta_dd, p, q, 1e-3, rounding="stochastic", offset=OFFSET, seed=SEED, step=STEP)
     bits = bits2d_reference(70, 140, offset=OFFSET, seed=SEED, step=STEP, device=torch.device("cpu"))
     assert torch.equal(w_mn.cpu(), stochastic_round_reference(exact_mn.cpu(), bits, dtype))
-    assert changed == (w_mn != before_mn).sum()
 
 
 @pytest.mark.parametrize("group", [8, 12])
@@ -93,43 +86,25 @@ def test_lanes_per_iteration_do_not_change_the_bits(
     found, how = [], {"rounding": "stochastic", "offset": OFFSET, "seed": SEED, "step": STEP}
     for unroll in (1, 2, 4, 8):
         monkeypatch.setattr(blocks, "UNROLL", unroll)
-        changed, new_mn = torch.zeros((), dtype=torch.int64, device=kernel_device), w_mn.bfloat16()
+        new_mn = w_mn.bfloat16()
         with force("kernel"):
-            decompress_add_(new_mn, delta_dd, p, q, 1e-3, **how, changed=changed)
-        assert changed == (new_mn != w_mn.bfloat16()).sum()
+            decompress_add_(new_mn, delta_dd, p, q, 1e-3, **how)
         found.append(new_mn)
     assert all(torch.equal(new_mn, found[0]) for new_mn in found[1:])
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("choice", ["reference", "kernel"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("kind, choice", [("blocks", "reference"), ("blocks", "kernel"), ("free", "reference")])
 def test_a_step_that_is_not_finite_leaves_the_weight(
     kernel_device: torch.device, kind: str, rounding: str, choice: str
 ) -> None:
     """Nor does it decay."""
     w_mn, delta_dd, p, q = problem((kind, kind), 40, 70, 16, 4, kernel_device)
     w_mn = w_mn.bfloat16()
-    before, lost_mn = w_mn.clone(), torch.full_like(w_mn, 1e-3) if rounding == "kahan" else None
+    before = w_mn.clone()
     with force(choice):
-        decompress_add_(
-            w_mn, delta_dd.fill_(float("nan")), p, q, -0.3, keep=0.9, rounding=rounding, compensation=lost_mn
-        )
+        decompress_add_(w_mn, delta_dd.fill_(float("nan")), p, q, -0.3, keep=0.9, rounding=rounding)
     assert torch.equal(w_mn, before)
-    assert lost_mn is None or torch.equal(lost_mn, torch.full_like(w_mn, 1e-3))
-
-
-@pytest.mark.parametrize("choice", ["reference", "kernel"])
-def test_kahan_keeps_what_rounding_loses(kernel_device: torch.device, choice: str) -> None:
-    """Six steps too small for bfloat16: with the compensation they all arrive."""
-    w_mn, delta_dd, p, q = problem(("blocks", "runs"), 20, 30, 16, 4, kernel_device)
-    start_mn = w_mn.bfloat16()
-    w_mn, c_mn, exact_mn = start_mn.clone(), torch.zeros_like(start_mn), start_mn.float()
-    with force(choice):
-        for _ in range(6):
-            decompress_add_(w_mn, delta_dd, p, q, 4e-4, rounding="kahan", compensation=c_mn)
-            decompress_add_(exact_mn, delta_dd, p, q, 4e-4)
-    assert (w_mn.float() + c_mn.float() - exact_mn).norm() < 0.02 * (start_mn.float() - exact_mn).norm()
 
 
 @pytest.mark.gpu
