@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from keyhole import ops
 from keyhole.bench.measure import replayed_ms
 from keyhole.bench.rates import copy_rate
-from keyhole.ops.adam.host import host_adamw_
+from keyhole.ops.adam import host_adamw_
 from keyhole.ops.lowbit import Grid, lowbit_decode
 from keyhole.ops.lowrank.norm import Norm
 from keyhole.ops.noise.index import DISTRIBUTIONS

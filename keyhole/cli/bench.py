@@ -232,7 +232,7 @@ def lsp_bias(
     data: Annotated[str, typer.Option(metavar="FILE", help="Training data of any format that `train` reads.")] = "demo",
     d: Annotated[str, typer.Option(metavar="NUMBERS", help="Sizes of the subspace, with commas.")] = "16,32,48",
     r: Annotated[str, typer.Option(metavar="NUMBERS", help="Numbers per row of a projector, with commas.")] = "1,4,16",
-    kinds: Annotated[str, typer.Option(metavar="NAMES", help="Kinds of projectors.")] = "free,runs,blocks",
+    kinds: Annotated[str, typer.Option(metavar="NAMES", help="Kinds of projectors.")] = "free,blocks",
     batch: Annotated[int, typer.Option(min=1, help="Rows per gradient.")] = 16,
     micro_batch: Annotated[int, typer.Option(min=1, help="Rows that are differentiated at a time.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row, at most.")] = 128,

@@ -133,9 +133,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _side(kind: str, rows: int, d: int, r: int, seed: int, device: torch.device) -> Projector:
     if d < rows:
         return random_projector(kind, rows, d, r, seed=seed, device=device)
-    if kind != "blocks":
-        return identity_projector(rows, device)
-    return Projector(torch.ones(rows, 1, device=device), rows, group=1)  # blocks of one row
+    return identity_projector(rows, device, kind)
 
 
 def is_plain(shape: torch.Size, d: int) -> bool:

@@ -42,8 +42,8 @@ class LSPConfig:
     """Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is not projected."""
     r: Count = 4
     """Numbers per row of a projector; at most d."""
-    kind: Literal["blocks", "runs", "free"] = "blocks"
-    """Positions of these numbers: orthonormal blocks (fitted in closed form), runs of 64 columns, anywhere (paper)."""
+    kind: Literal["blocks", "free"] = "blocks"
+    """Positions of these numbers: orthonormal blocks (fitted in closed form), or free, anywhere in a row (paper)."""
     alpha: Positive = 0.5
     """A matrix gets new projectors when a check finds the bias of its compressed gradient above this (0 is perfect)."""
     check_freq: Count = 1000
@@ -51,7 +51,7 @@ class LSPConfig:
     check_share: Annotated[float, Limit(0, 1, above=True)] = 0.25
     """Share of the matrices that a check measures, drawn anew each time."""
     fit_steps: Count = 50
-    """Maximum number of Adam steps to fit projectors of kind runs and free: the paper's Timeout."""
+    """Maximum number of Adam steps to fit projectors of kind free: the paper's Timeout."""
     learn: bool = True
     """Fit projectors to gradients; false = keep the random ones (baseline)."""
     others: Literal["adam", "frozen"] = "adam"
@@ -75,8 +75,6 @@ class LSPConfig:
 
 
 def _faults(own: LSPConfig, run: RunSettings) -> Iterator[Fault]:
-    if own.preset == "paper" and own.kind == "runs":
-        yield "lsp.kind", "runs contradicts lsp.preset=paper, whose projectors are free; set one of them only"
     if own.r > own.d:
         yield "lsp.r", f"{own.r} numbers per row do not fit into lsp.d={own.d} columns; set r <= d"
 

@@ -40,6 +40,7 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.homes import view
 from keyhole.ops.arguments import Number
+from keyhole.ops.lsp.blocks import is_one_stage
 
 
 @dataclass(frozen=True)
@@ -298,9 +299,10 @@ class SubspaceUpdates(GradientSink):
 
     def _numbers_of(self, update: OwedUpdate) -> StepNumbers | None:
         """The numbers on the device, if they are of the update's step, and complete (the decay of a plain tensor is not
-        among them)."""
+        among them), and kernels read them (those of free projectors do not)."""
         plain = (target for target in update.targets if target.p is None)
         fits = update.step is self.current and not any(self._decay_of(target) for target in plain)
+        fits = fits and all(is_one_stage(*target.pair) for target in update.targets if target.p is not None)
         return self.numbers if fits else None
 
     def _apply(

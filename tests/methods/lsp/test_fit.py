@@ -91,7 +91,7 @@ def test_blocks_with_a_short_last_block() -> None:
 
 def test_fit_stops_when_good_enough() -> None:
     """With alpha above what the start reaches after scaling, nothing is learned: both sides are the start, scaled."""
-    start = projectors("runs")
+    start = projectors("free")
     p, q = fit(batches(1, 1), *start, alpha=10.0)
     ratio = p.values_Rr / start[0].values_Rr
     torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio))
