@@ -142,7 +142,9 @@ def adamw_(
         _adamw_kernel[(-(-master.numel() // BLOCK),)](*tensors, master.numel(), *constants, divisor, **flags)
 
 
-def squares_of_host(device: torch.device, host: Callable[..., None] = host_adamw_, **rule: float) -> str | None:
+def squares_of_host(
+    device: torch.device, rule: dict[str, float], host: Callable[..., None] = host_adamw_
+) -> str | None:
     """The variant of SQUARES with which `adamw_` on this device has the bits of the host under this rule, clipped and
     unclipped; None if there is none."""
     draw, numel = torch.Generator().manual_seed(0), 1 << 16
@@ -153,9 +155,9 @@ def squares_of_host(device: torch.device, host: Callable[..., None] = host_adamw
 
     def alike(squares: str, clip: float) -> bool:
         how: dict[str, Any] = {"step": 7, "lr": 1e-3, "weight_decay": 0.1, **rule, "clip": clip}
-        here, there = [flat.clone() for flat in state], [flat.to(device, copy=True) for flat in state]
+        here, (w, m, v, g) = [flat.clone() for flat in state], [flat.to(device, copy=True) for flat in state]
         host(*here, None, **how)
-        adamw_(*there, torch.empty_like(there[0]), squares=squares, **how)
-        return all(torch.equal(a, b.cpu()) for a, b in zip(here[:3], there, strict=False))
+        adamw_(w, m, v, g, torch.empty_like(w), squares=squares, **how)
+        return all(torch.equal(a, b.cpu()) for a, b in zip(here[:3], (w, m, v), strict=True))
 
     return next((squares for squares in SQUARES if alike(squares, 0.3) and alike(squares, 1.0)), None)

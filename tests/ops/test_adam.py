@@ -98,7 +98,7 @@ def test_the_master_keeps_steps_that_the_weight_cannot_show() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_device_has_the_hosts_bits(cuda: torch.device, dtype: torch.dtype, beta1: float, clip: float) -> None:
     """20 steps of gradients of all sizes, weights rounded into the gradient's memory."""
-    squares = squares_of_host(cuda)
+    squares = squares_of_host(cuda, {})
     assert squares in SQUARES
     how = HOW | {"beta1": beta1, "clip": clip}
     host = [start(), torch.zeros(N), torch.zeros(N)]
@@ -114,7 +114,7 @@ def test_the_device_has_the_hosts_bits(cuda: torch.device, dtype: torch.dtype, b
 @pytest.mark.gpu
 def test_the_smallest_numbers_are_not_flushed(cuda: torch.device) -> None:
     """Moments of rows that were not seen for long get below 1e-38, and with a tiny eps they still move a weight."""
-    squares = squares_of_host(cuda)
+    squares = squares_of_host(cuda, {})
     drawn = torch.randn(4, N, generator=torch.Generator().manual_seed(3)).abs() + 0.1
     host = [flat * scale for flat, scale in zip(drawn, (0.0, 1e-39, 1e-40, 1e-39), strict=True)]
     mine = [flat.to(cuda, copy=True) for flat in host]
@@ -147,4 +147,4 @@ def test_a_build_of_torch_that_rounds_otherwise_is_noticed(cuda: torch.device) -
         host_adamw_(*state, **how)
         state[0].add_(torch.finfo(torch.float32).eps * state[0].abs())
 
-    assert squares_of_host(cuda, other) is None
+    assert squares_of_host(cuda, {}, other) is None

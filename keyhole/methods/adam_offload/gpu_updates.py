@@ -80,7 +80,7 @@ def open_lane(state: AdamState, exchange: Exchange, dtype: torch.dtype) -> tuple
         return AdamLane(state, exchange, dtype, None), "the device updates a part of them"
     if not use_kernel(engine.device):
         return None, "the GPU cannot help: Triton is missing"
-    squares = squares_of_host(engine.device, **state.rule)
+    squares = squares_of_host(engine.device, state.rule)
     if squares is None:
         return None, "the GPU cannot help: this build of torch rounds AdamW in a way that is not known here"
     if not all(arena.pin(arena.storage_of(flat), engine.device) for flat in state.flats):

@@ -8,7 +8,7 @@ gradients; here each bias is relative, ||b|| / ||G||, so that BETA means the sam
 With S = P^T G Q, A = P^T P, B = Q^T Q:   ||b||^2 = tr(S^T A S B) - 2 ||S||^2 + ||G||^2,   so no tensor of G's size is
 needed, and G may be given as factors: G = dY^T X, S = (dY P)^T (X Q), ||G||^2 = sum (dY dY^T) * (X X^T).
 
-    free, runs   first the best common scale of the random start, in closed form: P P^T G Q Q^T scaled by
+    free         first the best common scale of the random start, in closed form: P P^T G Q Q^T scaled by
                  c = ||S||^2 / tr(S^T A S B). Then a few steps of Adam on the r numbers of each row; positions stay.
                  A step costs dense products [m, d] by [d, d] and [T, m] by [m, d], forward and backward.
     blocks       P^T P = I, so ||b||^2 = ||G||^2 - ||P^T G Q||^2, and for fixed Q the best P is, block by block, the r
