@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 CODE := keyhole tests benchmarks scripts
 # What `make check` runs: of every package the tests that are quick, in the order of the layers
 CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test_errors.py tests/machine tests/disk tests/ranks/test_single.py \
-	tests/ops/noise tests/ops/rounding tests/ops/adam/test_host.py tests/ops/lsp/test_projector.py tests/ops/test_loss.py \
+	tests/ops/noise tests/ops/rounding tests/ops/test_adam.py tests/ops/lsp/test_projector.py tests/ops/test_loss.py \
 	tests/offload/test_engine.py tests/offload/test_workers.py tests/model/structure tests/model/weights tests/model/backward/test_tape.py \
 	tests/model/forward/test_lockstep.py tests/model/forward/test_head.py tests/model/forward/test_memory.py \
 	tests/methods/test_table.py tests/methods/zo/test_write_back.py tests/methods/lomo/test_adalomo.py tests/methods/lsp/test_fit.py \
