@@ -1,20 +1,31 @@
 """Which checkpoints a directory has, which of them are intact, and which are deleted.
 
 A run resumes from the newest checkpoint that passes `verify`; damaged ones are named and skipped. Old checkpoints are
-deleted only after a newer one is complete on the disk, so there is always one to go back to.
+deleted only after a newer one is complete on the disk, so there is always one to go back to. Files that keyhole did not
+write stay, when a checkpoint is deleted and when a new one takes its name:
+
+    keyhole_state.json -> .keyhole_state.json.deleted    one rename; from here on the directory is no checkpoint
+    the files that the state lists, then the state, then the directories that have become empty
+
+The directory keeps its name, so a user's files in it stay where they are. If the process is killed in between, the
+renamed state says what is left to be deleted, and the next run in the output directory finishes it.
 """
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from keyhole.checkpoint import removal
-from keyhole.checkpoint.state import NAME, STATE, Damaged, State, verify
-from keyhole.errors import UserError
+from keyhole.checkpoint.state import NAME, STATE, Damaged, State, listed_files, verify
+from keyhole.disk.files import flush, replace_directory
+from keyhole.errors import UserError, listed
 
 LAST = ("", "auto", "last")
+DELETED = f".{STATE}.deleted"
+MOST_SHOWN = 3
 
 
 def step_of(path: Path) -> int:
@@ -54,7 +65,7 @@ def newest(root: Path) -> Choice:
     found = Choice()
     for path in reversed(numbered(root)):
         if not os.path.isfile(path / STATE):
-            if not os.path.lexists(path / removal.DELETED):  # else the next run finishes its deletion
+            if not os.path.lexists(path / DELETED):  # else the next run finishes its deletion
                 found.strange.append(path)
             continue
         try:
@@ -96,10 +107,27 @@ def refuse_to_branch(step: int, path: Path, root: Path) -> None:
         )
 
 
-def rename_damaged(paths: Iterable[Path]) -> list[Path]:
-    """Renames damaged checkpoints to checkpoint-N.damaged: they are kept, but no longer count as checkpoints. Returns
-    the new names."""
-    return [removal.set_aside(path, "damaged") for path in paths]
+# -- deleting ----------------------------------------------------------------------------------------------------------
+
+
+def set_aside(path: Path, suffix: str) -> Path:
+    """Renames a directory to NAME.suffix, or NAME.suffix1 and so on if there is one already; returns the new name."""
+    new = free_name(path, suffix)
+    os.replace(path, new)
+    return new
+
+
+def free_name(path: Path, suffix: str) -> Path:
+    """A name that nothing has yet: NAME.suffix, NAME.suffix1, ..."""
+    names = (path.with_name(f"{path.name}.{suffix}{i or ''}") for i in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def strangers(path: Path) -> list[str]:
+    """The files in a checkpoint that its state does not list, by their names in it; Damaged if it cannot be read."""
+    own = {STATE, *listed_files(path / STATE)}
+    files = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
+    return sorted(name for file in files if (name := file.relative_to(path).as_posix()) not in own)
 
 
 def prune(
@@ -117,24 +145,83 @@ def prune(
 
 
 def delete(paths: Iterable[Path], say: Callable[[str], None] = print) -> threading.Thread:
-    """Deletes checkpoints, except for files in them that keyhole did not write (removal.py). They are none any more
-    when this returns; the files are deleted in a thread, because deleting gigabytes takes a while: the room is free
-    when it has ended. A checkpoint that cannot be deleted is kept, with a message; a link to one is the user's."""
+    """Deletes checkpoints, except for files in them that keyhole did not write. They are none any more when this
+    returns; the files are deleted in a thread, because deleting gigabytes takes a while: the room is free when it has
+    ended. A checkpoint that cannot be deleted is kept, with a message; a link to one is the user's."""
     begun: list[Path] = []
     for path in paths:
-        if path.is_symlink():
-            continue
         try:
-            for line in removal.begin(path):
-                say(line)
-            begun.append(path)
+            if not path.is_symlink():
+                begun.append(path)
+                begin_deletion(path, say)
         except OSError as error:
             say(f"warning: {path} is not needed any more, but cannot be deleted: {error.strerror}")
 
     def finish() -> None:
         for path in begun:
-            removal.finish(path)
+            finish_deletion(path)
 
     thread = threading.Thread(target=finish, name="keyhole-delete")
     thread.start()
     return thread
+
+
+def begin_deletion(path: Path, say: Callable[[str], None] = print) -> None:
+    """Makes a checkpoint none, so that `finish_deletion` will delete it; says what stays."""
+    try:
+        kept = strangers(path)
+    except Damaged as fault:
+        new = set_aside(path, "damaged")
+        say(f"warning: {path} is not deleted ({fault}: which files are its own is unknown); it is now {new.name}")
+        return
+    os.replace(path / STATE, path / DELETED)
+    flush(path)
+    if kept:
+        which = f"{path} is deleted, except for files in it that keyhole did not write"
+        say(f"{which} ({listed(kept, MOST_SHOWN)}): these stay")
+
+
+def finish_deletion(path: Path) -> None:
+    """Deletes the files of a checkpoint whose deletion has begun, and the directory, if no other files are in it. What
+    cannot be deleted is left."""
+    try:
+        own = listed_files(path / DELETED)
+    except Damaged:  # none is being deleted here
+        return
+    here = path.resolve()
+    own = [name for name in own if (path / name).parent.resolve() == (here / name).parent]  # not behind a link
+    for name in own:
+        with suppress(OSError):
+            (path / name).unlink()
+    folders = {folder for name in own for folder in Path(name).parents if folder != Path()}
+    for folder in sorted(folders, reverse=True):  # inner ones first
+        with suppress(OSError):  # other files are in it
+            (path / folder).rmdir()
+    if not any(os.path.isfile(path / name) for name in own):
+        with suppress(OSError):
+            (path / DELETED).unlink()
+            path.rmdir()
+
+
+def put_in_place(new: Path, path: Path) -> list[str]:
+    """Moves a complete checkpoint to `path`, and deletes one that had this name. Files there that keyhole did not write
+    are moved to checkpoint-N.kept before; returns lines about them."""
+    finish_deletion(path)
+    lines: list[str] = []
+    if os.path.lexists(path):
+        try:
+            moved = None if path.is_symlink() else strangers(path)
+        except Damaged:
+            moved = None
+        if moved is None:
+            kept = set_aside(path, "kept")
+            lines = [f"{path} was there already, and is no checkpoint that keyhole wrote: it is called {kept.name} now"]
+        elif moved:
+            kept = free_name(path, "kept")
+            for name in moved:
+                (kept / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path / name, kept / name)
+            which = f"{path} is replaced; files in it that keyhole did not write ({listed(moved, MOST_SHOWN)})"
+            lines = [f"{which} are in {kept.name} now"]
+    replace_directory(new, path)
+    return lines

@@ -3,24 +3,27 @@
     step, position in the data, the method's scalars, all settings, versions,
     size and CRC-32 of every file, and a CRC-32 of its own text
 
-It is read without torch, so that a resume that must be refused is refused before torch is imported. files.py writes the
-other files of a checkpoint.
+There is no other state: the learning rate is a function of the step, noise is a function of (seed, step, element), and
+no random generator runs in a step. The file is read without torch, so that a resume that must be refused is refused
+before torch is imported. writer.py writes checkpoints.
 """
 
 import json
 import re
 import zlib
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from keyhole.disk.files import checksums, read_small
+from keyhole.disk.crc import checksums
+from keyhole.disk.files import read_small
+from keyhole.disk.json_text import Json
 from keyhole.disk.weights_hash import INDEX, OWN_NAME, stored_weights
-from keyhole.errors import UserError, listed, printable
+from keyhole.errors import UserError, printable
 
-FORMAT = 1
-STATE = "keyhole_state.json"
+FORMAT = 2
+STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"
+OWN_FILES = {STATE, TENSORS}  # which only a run can use
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,9})")  # up to MOST_STEPS
 STATE_BYTES = 256 * 2**20  # upper limit; the scalars of LSP and GaLore for a large model take a few megabytes
 MOST_STEPS = 2**32 - 1
@@ -32,37 +35,39 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """keyhole_state.json. `config` is flat, by dotted key."""
+    """keyhole_state.json. `config` is flat, by dotted key. `run` is the id of the run that wrote the checkpoint, `base`
+    the content hash of the run's original model (None: unknown), which identifies a directory that was moved;
+    `selection` has the evaluations and the training seconds so far, from which the best step is selected."""
 
     step: int
-    loader: dict[str, Any]
-    method: dict[str, Any]
-    config: dict[str, Any]
-    versions: dict[str, Any]
-    files: dict[str, dict[str, Any]]
+    loader: Json = field(default_factory=dict)
+    method: Json = field(default_factory=dict)
+    config: Json = field(default_factory=dict)
+    versions: Json = field(default_factory=dict)
+    files: dict[str, Json] = field(default_factory=dict)
     format: int = FORMAT
     run: str | None = None
     base: str | None = None
-    selection: dict[str, Any] | None = None
+    selection: Json | None = None
 
     @property
     def tensors(self) -> str:
         """What identifies the tensors of a checkpoint: names, sizes and checksums of their files."""
         files = sorted((name, about) for name, about in self.files.items() if name.endswith(".safetensors"))
-        return ", ".join(f"{name} {about.get('bytes')} {about.get('crc32')}" for name, about in files)
+        return ", ".join(f"{name} {about['bytes']} {about['crc32']}" for name, about in files)
 
 
-def _own_crc(content: dict[str, Any]) -> str:
+def _own_crc(content: Json) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
-def dump(content: dict[str, Any]) -> str:
+def dump(content: Json) -> str:
     """The text of keyhole_state.json, with its own checksum."""
     content = json.loads(json.dumps(content))  # as it will be read back
     return json.dumps(content | {"crc32": _own_crc(content)}, indent=1) + "\n"
 
 
-def _content(file: Path) -> dict[str, Any]:
+def _content(file: Path) -> Json:
     content = json.loads(read_small(file, STATE_BYTES))
     if not isinstance(content, dict) or "crc32" not in content or "format" not in content:
         raise Damaged(f"{STATE} is not the state of a checkpoint")
@@ -88,10 +93,17 @@ def _is_outside(file: str) -> bool:
 
 
 def read_state(path: Path) -> State:
-    """The state of a checkpoint; Damaged if the file is missing, incomplete or changed."""
+    """The state of a checkpoint; Damaged if the file is missing, incomplete or changed. UserError if another version of
+    keyhole wrote it: that is no damage, and an older checkpoint must not be used instead."""
     try:
         content = _content(path / STATE)
-        _check_version(content, path)
+        if content["format"] != FORMAT:
+            by = content["versions"].get("keyhole") if isinstance(content.get("versions"), dict) else None
+            raise UserError(
+                f"--resume: {path} was written by another version of keyhole ({printable(str(by), 40)}, format "
+                f"{printable(str(content['format']), 40)}; this one reads format {FORMAT}); go on with that version, "
+                "or name another checkpoint in a new output_dir"
+            )
         state = State(**content)
         fault = _fault(state, path)
     except FileNotFoundError:
@@ -105,20 +117,6 @@ def read_state(path: Path) -> State:
     return state
 
 
-def _check_version(content: dict[str, Any], path: Path) -> None:
-    """UserError if another version of keyhole wrote the state. It is no damage: an older checkpoint must not be used
-    instead, and this one must not be put aside."""
-    unknown = sorted(content.keys() - {each.name for each in fields(State)})
-    if content["format"] == FORMAT and not unknown:
-        return
-    found = f"format {content['format']}" + (f" with {listed(unknown)}" if unknown else "")
-    by = content["versions"].get("keyhole") if isinstance(content.get("versions"), dict) else None
-    raise UserError(
-        f"--resume: {path} was written by another version of keyhole ({printable(str(by), 40)}; {found}, and this one "
-        f"reads format {FORMAT}); go on with that version, or name an older checkpoint in a new output_dir"
-    )
-
-
 def _fault(state: State, path: Path) -> str | None:
     """A value that no run could have written, although the checksum is right; None if there is none."""
     name = NAME.fullmatch(path.name)
@@ -126,13 +124,12 @@ def _fault(state: State, path: Path) -> str | None:
         return f"step is {state.step!r}"
     if name is not None and int(name[1]) != state.step:
         return f"step is {state.step}, and the directory is called {path.name}"
-    for key in ("loader", "method", "config", "versions", "files"):
-        if not isinstance(getattr(state, key), dict):
-            return f"{key} is no table"
-    for key in ("run", "base"):
-        if not isinstance(getattr(state, key), str | None):
-            return f"{key} is {getattr(state, key)!r}"
-    if not _is_selection(state.selection):
+    tables = (state.loader, state.method, state.config, state.versions, state.files)
+    if not all(isinstance(table, dict) for table in tables):
+        return "loader, method, config, versions and files are tables"
+    if not isinstance(state.run, str | None) or not isinstance(state.base, str | None):
+        return f"run is {state.run!r:.80} and base {state.base!r:.80}"
+    if state.selection is not None and not _is_selection(state.selection):
         return f"selection is {str(state.selection):.100}"
     for file, about in state.files.items():
         if _is_outside(file):
@@ -145,29 +142,21 @@ def _fault(state: State, path: Path) -> str | None:
     return next((f"files does not list {file}" for file in sorted(loaded - state.files.keys())), None)
 
 
-def _is_selection(found: Any) -> bool:
-    """Whether this is a valid `selection`: pairs (step, number, or null if that was not finite), seconds, and
-    fingerprints of rows; or nothing."""
-    if found is None:
-        return True
-    pairs, seconds = found["evaluations"], found["seconds"]
-    numbers = [*(step for step, _ in pairs), *(value for _, value in pairs if value is not None), seconds]
-    rows = found.get("rows", [])
+def _is_selection(found: Json) -> bool:
+    """Whether this has pairs (step, number, or null if that was not finite), seconds, and fingerprints of rows."""
+    pairs, rows = found["evaluations"], found.get("rows", [])
+    numbers = [*(step for step, _ in pairs), *(value for _, value in pairs if value is not None), found["seconds"]]
     listed_rows = isinstance(rows, list) and all(isinstance(row, str) for row in rows)
     return listed_rows and all(type(number) in (int, float) for number in numbers)
 
 
-def check_sizes(path: Path, files: dict[str, dict[str, Any]]) -> None:
+def check_sizes(path: Path, files: dict[str, Json]) -> None:
     """Damaged if a file of a checkpoint is missing or incomplete. files: those of its state, or some of them."""
-    try:
-        for name, expected in files.items():
-            if not (path / name).is_file():
-                raise Damaged(f"{name} is missing")
-            size = (path / name).stat().st_size
-            if size != expected["bytes"]:
-                raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")
-    except OSError as error:
-        raise Damaged(f"{error.filename} cannot be read: {error.strerror}") from None
+    for name, expected in files.items():
+        if not (path / name).is_file():
+            raise Damaged(f"{name} is missing")
+        if (size := (path / name).stat().st_size) != expected["bytes"]:
+            raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")
 
 
 def verify(path: Path, but: Collection[str] = ()) -> State:
@@ -175,8 +164,8 @@ def verify(path: Path, but: Collection[str] = ()) -> State:
     do not matter here."""
     state = read_state(path)
     files = {name: expected for name, expected in state.files.items() if name not in but}
-    check_sizes(path, files)
     try:
+        check_sizes(path, files)
         sums = checksums([path / name for name in files])
     except OSError as error:
         raise Damaged(f"{error.filename} cannot be read: {error.strerror}") from None

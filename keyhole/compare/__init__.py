@@ -3,7 +3,7 @@
 file.py       reads the comparison file, with the changes from the command line
 names.py      names of models, tasks and methods: printable, distinct; refuses misplaced settings
 plan.py       the runs of a comparison, each with a config and an id
-kept.py       what runs of one process share: open weight files, tokenised data, hashes
+kept.py       what runs of one process share: tokenised data, hashes
 execute.py    executes one run after the other; skips finished runs, records failures
 directory.py  the output directory, and the day on which the comparison began
 zero_shot.py  the score of a model without training

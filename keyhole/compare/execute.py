@@ -238,7 +238,6 @@ class Execution:
         self.progress.begin(trial.label)
         parts = Parts(
             load_data=self.kept.load_data,
-            load=self.kept.load,
             display=lambda total, every: Quiet(total, every, self.progress.step),
             model_hash=self.kept.model_hash,
             waiting=Waiting(silent=True),

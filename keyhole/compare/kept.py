@@ -1,7 +1,6 @@
-"""What the runs of one process share, so that a run starts within a second: weights, data, hashes. Compiled kernels are
+"""What the runs of one process share, so that a run starts within a second: data and hashes. Compiled kernels are
 kept by the process itself.
 
-    weights    files of the compared models stay open and mapped; loading copies from memory (disk/weight_files.py)
     data       read, drawn and tokenised once per task, seed and length; each run gets its own loader
     hashes     of a model's content: computed once; of data: once for all batch sizes
     day        for chat templates that print it: the day the comparison began, so that all runs have the same tokens
@@ -18,26 +17,20 @@ from typing import Any
 
 from keyhole.data.run import Data, load_data
 from keyhole.data.settings import DataSettings
-from keyhole.disk.weight_files import Shards, kept_open
-from keyhole.loading import load
-from keyhole.model.model import Model
 from keyhole.training.base_hash import model_hash
 
 
 class Kept:
-    """Weights, data and hashes, each loaded or computed once."""
+    """Data and hashes, each loaded or computed once."""
 
     def __init__(self) -> None:
-        self.shards: Shards = {}
         self.data: dict[str, Data] = {}
         self.hashes: dict[str, str | None] = {}
         self.prints: dict[str, str] = {}
         self.day: str | None = None
-        self.models: set[str] = set()  # models whose files stay open
 
     def model_hash(self, model: str) -> str | None:
         """The content hash of one of the compared models."""
-        self.models.add(model)
         if model not in self.hashes:
             self.hashes[model] = model_hash(model)
         return self.hashes[model]
@@ -60,13 +53,6 @@ class Kept:
             held_out = "" if data.eval.dataset is None else data.eval.dataset.fingerprint
             self.prints[key] = short_hash([data.train.fingerprint, held_out, questions(data)])
         return self.prints[key]
-
-    def load(self, source: str, **how: Any) -> Model:
-        """A model; the files of a checkpoint are not kept."""
-        if source not in self.models:
-            return load(source, **how)
-        with kept_open(self.shards):
-            return load(source, **how)
 
 
 def questions(data: Data) -> list[list[str]]:

@@ -8,6 +8,7 @@ dtype and the length to which rows are cut: methods and their settings have no p
 import hashlib
 import json
 from collections.abc import Callable
+from typing import Any
 
 from keyhole.compare.kept import Kept, questions
 from keyhole.compare.names import ZERO_SHOT
@@ -15,6 +16,7 @@ from keyhole.compare.plan import Group, Trial
 from keyhole.compare.result import Result, finite_tests
 from keyhole.config.data import data_settings
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
+from keyhole.loading import load
 from keyhole.methods.workload import Workload
 from keyhole.report.entries import finite
 from keyhole.training.validation import Judge, common_metric
@@ -51,10 +53,10 @@ def score(
     judge = Judge(data.dev, data.test, config.max_length, allow_code_execution)
     made.dev_metric, made.test_metric = judge.metric or "loss", common_metric(data.test)
     work = Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES)
-    where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+    where: dict[str, Any] = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
     where |= {"wire": _wire(trial, groups)}
     try:
-        model = kept.load(config.model, dtype=config.dtype or "auto", workload=work, **where)
+        model = load(config.model, dtype=config.dtype or "auto", workload=work, **where)
         try:
             made.tests = finite_tests(judge.test_metrics(model, lambda: False) or {})
             dev = judge.dev_metrics(model, lambda: False, has_loss=False) or {}

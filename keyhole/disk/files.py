@@ -18,14 +18,10 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from keyhole.disk.crc import Span, crc_of
-
-READERS = 4
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
@@ -177,14 +173,3 @@ def exchange(one: Path, other: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(one))
-
-
-def crc32(path: Path, known: list[Span] | None = None) -> str:
-    """Checksum of a file's content, eight hex digits; known pieces are not read again."""
-    return f"{crc_of(path, known or []):08x}"
-
-
-def checksums(paths: list[Path], known: list[list[Span]] | None = None) -> list[str]:
-    """Checksums of several files, read in parallel (zlib releases the GIL)."""
-    with ThreadPoolExecutor(READERS) as pool:
-        return list(pool.map(crc32, paths, known or [[] for _ in paths]))

@@ -1,4 +1,5 @@
-"""Reads GGUF files, llama.cpp's model format: the header, and the bytes of every tensor (gguf_blocks.py: as numbers).
+"""Reads GGUF files, llama.cpp's model format: the header, and every tensor. The package gguf knows its types: their
+sizes, and what their blocks mean as numbers.
 
     file     "GGUF", version, counts, key-value pairs, (name, sides, type, offset) of every tensor, padding, data
 
@@ -12,28 +13,32 @@ The config.json of the original model must be beside the file.
 A large model is cut into parts, NAME-00001-of-00003.gguf and so on. Each has a header of its own, for the tensors in
 it; what is said of the model (its architecture, its heads) is in the first part alone, so that is read first.
 
-The file is mapped and untrusted: every length is checked against the size of the file. A header holds the vocabulary,
-and takes a fraction of a second: it is parsed once for a file and kept, as long as the file is the same by its inode,
-size and times.
+The file is mapped and untrusted: every length is checked against the size of the file (the package's own reader takes
+memory for what a header claims). A header holds the vocabulary, and takes a fraction of a second: it is parsed once for
+a file and kept, as long as the file is the same by its inode, size and times.
 """
 
+import math
 import mmap
 import os
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keyhole.disk.gguf_blocks import FORMS, unpacked
+from keyhole.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 GRIDS = {"Q4_0": ("int4", 32, "float16", False), "Q4_1": ("int4", 32, "float16", True)}
 GRIDS |= {"Q8_0": ("int8", 32, "float16", False)}  # equal (grid, group, dtype of scales, with an offset)
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 NAMED = ("llama", "qwen2", "qwen3")
@@ -45,7 +50,6 @@ INSIDE = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 UNUSED = ("rope_freqs.weight",)  # Transformers computes it from the config
-MOST_KEPT = 64  # headers
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,24 @@ class Entry:
     begin: int
     end: int
     heads: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Header:
+    """What a GGUF file says of itself: its metadata (None for arrays), and its tensors."""
+
+    about: dict[str, Any]
+    architecture: str
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+
+def _package() -> Any:
+    """The package gguf. It is imported when there is a file for it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError("model: GGUF files are read by the package gguf: pip install 'keyhole[gguf]'") from error
+    return gguf
 
 
 class _Reader:
@@ -89,12 +111,20 @@ class _Reader:
         inner, count = self.number("I"), self.number("Q")
         if inner in NUMBERS:
             self.take(count * struct.calcsize(f"<{NUMBERS[inner]}"))
+            count = 0
         elif count > len(self.data):
             raise ValueError("it ends in the middle of its header")
-        else:
-            for _ in range(count):
-                self.value(inner, depth + 1)
+        for _ in range(count):
+            self.value(inner, depth + 1)
         return None
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """What is listed of a tensor: its name, shape, type and offset."""
+        name, dims = self.string(), self.number("I")
+        if dims > 4:
+            raise ValueError(f"{name:.60} has {dims} dimensions")
+        sides = tuple(self.number("Q") for _ in range(dims))
+        return name, sides[::-1], self.number("I"), self.number("Q")
 
 
 def gguf_files(directory: Path) -> list[str]:
@@ -115,93 +145,72 @@ def gguf_files(directory: Path) -> list[str]:
     return names
 
 
-class Header:
-    """What a GGUF file says of itself: its metadata (about; None for arrays), and its tensors (entries). first: the
-    header of the first part of the model, if this is a later one; key: what tells the file from others."""
-
-    def __init__(self, data: mmap.mmap, first: "Header | None" = None, key: tuple[int, ...] = ()) -> None:
-        self.size, self.key = len(data), key
-        reader = _Reader(data)
-        if reader.take(4) != b"GGUF":
-            raise ValueError("it is no GGUF file")
-        version, tensors, pairs = reader.number("I"), reader.number("Q"), reader.number("Q")
-        if version not in (2, 3):
-            raise ValueError(f"it is of version {version}; 2 and 3 are read")
-        if max(tensors, pairs) > self.size:
-            raise ValueError("it ends in the middle of its header")
-        self.about = about = dict[str, Any]()
-        for _ in range(pairs):
-            name, kind = reader.string(), reader.number("I")
-            about[name] = reader.value(kind)
-        listed = [self._listed(reader) for _ in range(tensors)]
-        align = about.get("general.alignment", 32)
-        if type(align) is not int or not 1 <= align <= 2**20:
-            raise ValueError(f"its alignment is {align!r:.20}")
-        base = -(-reader.at // align) * align
-        if first is not None:
-            of_model = ("general.architecture", f"{first.architecture}.")
-            about |= {key: value for key, value in first.about.items() if key.startswith(of_model)}
-        self.architecture: str = str(about.get("general.architecture"))
-        self.heads = about.get(f"{self.architecture}.attention.head_count")
-        self.kv_heads = about.get(f"{self.architecture}.attention.head_count_kv", self.heads)
-        self.entries: dict[str, Entry] = {}
-        for name, sides, kind, offset in listed:
-            if name not in UNUSED:
-                known = self._named(name)
-                self.entries[known] = self._entry(name, sides, kind, base + offset)
-
-    @staticmethod
-    def _listed(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-        name, dims = reader.string(), reader.number("I")
-        if dims > 4:
-            raise ValueError(f"{name:.60} has {dims} dimensions")
-        sides = tuple(reader.number("Q") for _ in range(dims))
-        return name, sides[::-1], reader.number("I"), reader.number("Q")
-
-    def _named(self, name: str) -> str:
-        if self.architecture not in NAMED:
-            raise ValueError(f"it is of architecture {self.architecture:.40}; {', '.join(NAMED)} are read")
-        stem, _, kind = name.rpartition(".")
-        if (found := re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", stem)) and found[2] in INSIDE:
-            return f"model.layers.{found[1]}.{INSIDE[found[2]]}.{kind}"
-        if stem not in TOP:
-            raise ValueError(f"it has a tensor {name:.60}, of no model of architecture {self.architecture} known here")
-        return f"{TOP[stem]}.{kind}"
-
-    def _entry(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Entry:
-        if kind not in FORMS:
-            known = ", ".join(form for form, _, _ in FORMS.values())
-            raise ValueError(f"{name} is of type {kind}; {known} are read: quantise the model to Q4_0 or Q8_0")
-        form, block, size = FORMS[kind]
-        numel = 1
-        for side in shape:
-            numel *= side
-        if not shape or numel < 1 or shape[-1] % block:
-            raise ValueError(f"{name} has the shape {shape}, which {form} cannot have")
-        end = begin + numel // block * size
-        if end > self.size:
-            raise ValueError(f"it ends before the data of {name}")
-        heads: Any = 0
-        if self.architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
-            heads = self.heads if ".attn_q." in name else self.kv_heads
-            if type(heads) is not int or heads < 1 or shape[0] % (2 * heads):
-                raise ValueError(f"its head counts {self.heads!r:.20} and {self.kv_heads!r:.20} do not fit {name}")
-        return Entry(form, shape, begin, end, heads)
+def _parse(data: mmap.mmap, first: Header | None) -> Header:
+    """The header of a mapped file. first: that of the first part of the model, if this is a later one."""
+    reader = _Reader(data)
+    if reader.take(4) != b"GGUF":
+        raise ValueError("it is no GGUF file")
+    version, tensors, pairs = reader.number("I"), reader.number("Q"), reader.number("Q")
+    if version not in (2, 3):
+        raise ValueError(f"it is of version {version}; 2 and 3 are read")
+    if max(tensors, pairs) > len(data):
+        raise ValueError("it ends in the middle of its header")
+    about = {reader.string(): reader.value(reader.number("I")) for _ in range(pairs)}
+    listed = [reader.tensor() for _ in range(tensors)]
+    align = about.get("general.alignment", 32)
+    if type(align) is not int or not 1 <= align <= 2**20:
+        raise ValueError(f"its alignment is {align!r:.20}")
+    base = -(-reader.at // align) * align
+    if first is not None:
+        of_model = ("general.architecture", f"{first.architecture}.")
+        about |= {key: value for key, value in first.about.items() if key.startswith(of_model)}
+    header = Header(about, str(about.get("general.architecture")))
+    for name, shape, kind, offset in listed:
+        if name not in UNUSED:
+            known, entry = _named(header, name), _entry(header, name, shape, kind, base + offset)
+            if entry.end > len(data):
+                raise ValueError(f"it ends before the data of {name}")
+            header.entries[known] = entry
+    return header
 
 
-_kept: dict[tuple[int, ...], Header] = {}
+def _named(header: Header, name: str) -> str:
+    """A tensor's name in Transformers."""
+    if header.architecture not in NAMED:
+        raise ValueError(f"it is of architecture {header.architecture:.40}; {', '.join(NAMED)} are read")
+    stem, _, kind = name.rpartition(".")
+    if (found := re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", stem)) and found[2] in INSIDE:
+        return f"model.layers.{found[1]}.{INSIDE[found[2]]}.{kind}"
+    if stem not in TOP:
+        raise ValueError(f"it has a tensor {name:.60}, of no model of architecture {header.architecture} known here")
+    return f"{TOP[stem]}.{kind}"
 
 
-def _header(file: int, data: mmap.mmap, first: Header | None) -> Header:
-    """The header of an open file, parsed or kept."""
-    about = os.fstat(file)
-    key = (about.st_dev, about.st_ino, len(data), about.st_mtime_ns, about.st_ctime_ns, *(first.key if first else ()))
-    if (found := _kept.get(key)) is None:
-        found = Header(data, first, key)
-        while len(_kept) >= MOST_KEPT:
-            _kept.pop(next(iter(_kept)), None)
-        _kept[key] = found
-    return found
+def _entry(header: Header, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Entry:
+    types = _package().constants
+    try:
+        form = types.GGMLQuantizationType(kind)
+        block, size = types.GGML_QUANT_SIZES[form]
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} is of type {kind}, which is not known here") from None
+    numel = math.prod(shape)
+    if not shape or numel < 1 or shape[-1] % block:
+        raise ValueError(f"{name} has the shape {shape}, which {form.name} cannot have")
+    heads: Any = 0
+    if header.architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+        heads = header.about.get("llama.attention.head_count")
+        if ".attn_k." in name:
+            heads = header.about.get("llama.attention.head_count_kv", heads)
+        if type(heads) is not int or heads < 1 or shape[0] % (2 * heads):
+            raise ValueError(f"its head counts, {heads!r:.20}, do not fit {name}")
+    return Entry(form.name, shape, begin, begin + numel // block * size, heads)
+
+
+@lru_cache(maxsize=64)
+def _header(path: Path, key: tuple[int, ...], first: Header | None) -> Header:
+    """The header of a file; key: what tells it from others that had this name."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _parse(data, first)
 
 
 class GGUFShard:
@@ -213,10 +222,13 @@ class GGUFShard:
             first = GGUFShard(path.with_name(f"{part[1]}-00001-of-{part[3]}{SUFFIX}")).header
         with path.open("rb") as file:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.header: Header = _header(file.fileno(), self.data, first)
-        self.entries, about = self.header.entries, self.header.about
+            about = os.fstat(file.fileno())
+        key = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+        self.header: Header = _header(path.resolve(), key, first)
+        self.entries = self.header.entries
         named = (int(part[2]) - 1, int(part[3])) if part else (0, 1)
-        if (said := (about.get("split.no", named[0]), about.get("split.count", named[1]))) != named:
+        said = tuple(self.header.about.get(f"split.{key}", named[i]) for i, key in enumerate(("no", "count")))
+        if said != named:
             raise ValueError(
                 f"it says that it is number {said[0]!r:.20}, counted from 0, of {said[1]!r:.20} parts, and its name "
                 "does not; parts are called NAME-00001-of-00003.gguf and so on"
@@ -230,52 +242,57 @@ class GGUFShard:
     def keys(self) -> list[str]:
         return list(self.entries)
 
-    def get_slice(self, name: str) -> "GGUFShape":
-        return GGUFShape(list(self.entries[name].shape))
+    def get_slice(self, name: str) -> "Slice":
+        return Slice(list(self.entries[name].shape))
 
     def form(self, name: str) -> str:
         """The type of a tensor; "" if it is plain."""
-        form = self.entries[name].form
-        return "" if form in ("F32", "F16", "BF16") else form
+        return "" if self.entries[name].form in PLAIN else self.entries[name].form
 
     def get_tensor(self, name: str) -> "torch.Tensor":
         """The weights as numbers: float32 if they were packed."""
         import torch
 
-        entry, dtypes = self.entries[name], {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        entry = self.entries[name]
         raw = self._rows(entry)
-        flat = raw.view(dtypes[entry.form]) if entry.form in dtypes else unpacked(raw, entry.form)
-        return flat.reshape(entry.shape)
+        if entry.form in PLAIN:
+            return torch.from_numpy(raw).view(getattr(torch, PLAIN[entry.form])).reshape(entry.shape)
+        gguf = _package()
+        try:
+            found: np.ndarray = gguf.quants.dequantize(raw, gguf.constants.GGMLQuantizationType[entry.form])
+        except NotImplementedError as error:
+            raise ValueError(f"{name} is of type {entry.form}, which the package gguf does not unpack") from error
+        return torch.from_numpy(found).reshape(entry.shape)
 
     def get_codes(self, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Codes (uint8) and scales (float16) of a tensor on a grid of GRIDS, in the format of ops/lowbit.py."""
         import torch
 
         entry = self.entries[name]
-        _, _, size = next(form for form in FORMS.values() if form[0] == entry.form)
-        blocks = self._rows(entry).view(-1, size)
+        blocks = torch.from_numpy(self._rows(entry)).view(math.prod(entry.shape) // GRIDS[entry.form][1], -1)
         scales = 4 if entry.form == "Q4_1" else 2  # bytes
         return blocks[:, scales:].reshape(-1), blocks[:, :scales].contiguous().view(torch.float16).view(-1)
 
-    def _rows(self, entry: Entry) -> "torch.Tensor":
+    def _rows(self, entry: Entry) -> "np.ndarray":
         """The bytes of a tensor, its rows in the order of Transformers."""
-        import torch
+        import numpy as np
 
-        raw = torch.frombuffer(bytearray(self.data[entry.begin : entry.end]), dtype=torch.uint8)
-        if not entry.heads:
-            return raw
-        rows = raw.view(entry.heads, entry.shape[0] // entry.heads // 2, 2, -1)
-        return rows.transpose(1, 2).reshape(-1)
+        raw = np.frombuffer(self.data, np.uint8, entry.end - entry.begin, entry.begin)
+        if entry.heads:
+            raw = raw.reshape(entry.heads, entry.shape[0] // entry.heads // 2, 2, -1).transpose(0, 2, 1, 3)
+        found: np.ndarray = raw.copy().reshape(-1)
+        return found
 
 
 @dataclass(frozen=True)
-class GGUFShape:
+class Slice:
     """The part of safetensors' slice interface that is used here."""
 
     shape: list[int]
+    dtype: str = "F32"
 
     def get_shape(self) -> list[int]:
         return self.shape
 
     def get_dtype(self) -> str:
-        return "F32"
+        return self.dtype

@@ -10,6 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+Json = dict[str, Any]
+"""An object of JSON."""
+
 
 def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
     """The value as strict JSON, without a line break at the end. default: as in json.dumps."""

@@ -8,21 +8,24 @@ simple enough to write directly:
     data      the tensors, one after the other; wider elements first, so that every tensor is aligned
 
 `lay_out` cuts a model into files of at most SHARD_BYTES as Hugging Face does, and fixes the place of every tensor
-before its data are known, so that pages of weights can be written in any order, from several threads.
-Peak host memory: PIECE_BYTES for tensors on a GPU when writing; one tensor when reading (`MethodState`).
+before its data are known; `create` makes the files in their final size; then tensors, or parts of them, are written in
+any order, from several threads or processes. Peak host memory: PIECE_BYTES for tensors on a GPU when writing; one
+tensor when reading (`MethodState`).
 """
 
 import copy
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keyhole.disk.header import read_header
+from keyhole.disk.json_text import Json
+from keyhole.disk.weight_files import KINDS, read_header
 
 PIECE_BYTES = 64 * 2**20
 SHARD_BYTES = 2 * 10**9
@@ -59,24 +62,10 @@ class Place:
 class Files:
     """Safetensors files before they are filled: their headers and sizes, and the place of every tensor."""
 
-    headers: dict[str, bytes]
-    size_bytes: dict[str, int]
-    places: dict[str, Place]
+    headers: dict[str, bytes] = field(default_factory=dict)
+    size_bytes: dict[str, int] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
     index: bytes | None = None  # for several files: the content of model.safetensors.index.json
-
-
-def header_of(specs: Sequence[Spec]) -> tuple[bytes, list[int], int]:
-    """(header, where each tensor begins in the file, size of the file)."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, begins = 0, []
-    for spec in specs:
-        begin, end = end, end + spec.size_bytes
-        begins.append(begin)
-        table[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    front = len(text).to_bytes(8, "little") + text
-    return front, [len(front) + begin for begin in begins], len(front) + end
 
 
 def lay_out(specs: Sequence[Spec], name: str = "model", limit_bytes: int | None = None) -> Files:
@@ -87,33 +76,57 @@ def lay_out(specs: Sequence[Spec], name: str = "model", limit_bytes: int | None 
         if limit_bytes is not None and groups[-1] and size + spec.size_bytes > limit_bytes:
             groups.append([])
         groups[-1].append(spec)
-    count = len(groups)
-    names = [f"{name}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    names = names if count > 1 else [f"{name}.safetensors"]
-    headers, sizes = {}, {}
-    places: dict[str, Place] = {}
-    for file, group in zip(names, groups, strict=True):
-        group = sorted(group, key=lambda spec: -spec.dtype.itemsize)
-        headers[file], begins, sizes[file] = header_of(group)
-        places |= {spec.name: Place(file, begin) for spec, begin in zip(group, begins, strict=True)}
-    index = None
-    if count > 1:
-        total = {"total_size": sum(s.size_bytes for s in specs)}
-        total["total_parameters"] = sum(math.prod(s.shape) for s in specs)
-        weight_map = {spec.name: places[spec.name].file for spec in specs}
-        index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
-    return Files(headers, sizes, places, index)
+    found, count = Files(), len(groups)
+    for i, group in enumerate(groups, 1):
+        file = f"{name}-{i:05}-of-{count:05}.safetensors" if count > 1 else f"{name}.safetensors"
+        table: Json = {"__metadata__": {"format": "pt"}}
+        end, begins = 0, {}
+        for spec in sorted(group, key=lambda spec: -spec.dtype.itemsize):
+            begins[spec.name], end = end, end + spec.size_bytes
+            offsets = [begins[spec.name], end]
+            table[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = found.headers[file] = len(text).to_bytes(8, "little") + text
+        found.size_bytes[file] = len(header) + end
+        found.places.update({name: Place(file, len(header) + begin) for name, begin in begins.items()})
+    if count == 1:
+        return found
+    total = {"total_size": sum(s.size_bytes for s in specs)}
+    total["total_parameters"] = sum(math.prod(s.shape) for s in specs)
+    weight_map = {spec.name: found.places[spec.name].file for spec in specs}
+    index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
+    return Files(found.headers, found.size_bytes, found.places, index)
+
+
+def create(files: Files, directory: Path) -> None:
+    """Empty files of their final size, and their index."""
+    for name, header in files.headers.items():
+        (directory / name).write_bytes(header)
+        os.truncate(directory / name, files.size_bytes[name])
+    if files.index is not None:
+        (directory / KINDS["safetensors"][0]).write_bytes(files.index)
+
+
+def fill(directory: Path, place: Place, tensor: torch.Tensor, begin: int = 0, flush: bool = False) -> None:
+    """Writes a tensor, which may be on any device, to its place in a file; begin: it is a part that begins with this
+    element."""
+    with (directory / place.file).open("r+b") as file:
+        file.seek(place.offset + begin * tensor.element_size())
+        for piece in pieces(tensor.detach()):
+            file.write(piece)
+        if flush:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a safetensors file; tensors may be on any device."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    specs = [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in order]
-    with path.open("wb") as file:
-        file.write(header_of(specs)[0])
-        for name in order:
-            for piece in pieces(tensors[name].detach()):
-                file.write(piece)
+    """Writes a safetensors file."""
+    specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
+    files = lay_out(specs, path.stem)
+    create(files, path.parent)
+    for name, tensor in tensors.items():
+        fill(path.parent, files.places[name], tensor)
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -140,22 +153,20 @@ class Ranges:
 class MethodState(Mapping[str, Any]):
     """A method's saved state: scalars, and tensors that are read on access."""
 
-    def __init__(self, scalars: dict[str, Any], file: Path | None) -> None:
+    def __init__(self, scalars: Json, file: Path | None) -> None:
         self.scalars, self.file = scalars, file
         self.table, self.begin = ({}, 0) if file is None else read_header(file)
 
     def __getitem__(self, name: str) -> Any:
-        return self.scalars[name] if name in self.scalars else self._read(self.table[name])
+        if name in self.scalars:
+            return self.scalars[name]
+        shape = self.table[name]["shape"]
+        return self.range_of(name, 0, math.prod(shape)).view(shape)
 
     def range_of(self, name: str, begin: int, numel: int) -> torch.Tensor:
-        """A range of elements of a tensor; only these are read."""
-        return self._read_range(self.table[name], begin, numel)
-
-    def _read(self, about: dict[str, Any]) -> torch.Tensor:
-        return self._read_range(about, 0, math.prod(about["shape"])).view(about["shape"])
-
-    def _read_range(self, about: dict[str, Any], begin: int, numel: int) -> torch.Tensor:
-        """Reads directly into a new tensor: a mapped file would count as memory until it is closed."""
+        """A range of elements of a tensor, read directly into a new tensor: a mapped file would count as memory until
+        it is closed."""
+        about = self.table[name]
         dtype = next(dtype for dtype, code in DTYPES.items() if code == about["dtype"])
         flat = torch.empty(numel, dtype=dtype)
         assert self.file is not None  # without a file the table is empty

@@ -12,8 +12,11 @@ code in it runs; its data are mapped, and read only when a tensor is copied. Sha
 Nothing here needs the module, so the tensors can be compared with a config before anything is built.
 """
 
+import json
+import math
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from keyhole.disk.gguf import GRIDS, SUFFIX, GGUFShard, gguf_files
+from keyhole.disk.gguf import GRIDS, SUFFIX, GGUFShard, Slice, gguf_files
+from keyhole.disk.json_text import Json
 from keyhole.disk.quantized import BNB, Form, find_forms, hidden
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 KINDS = {"safetensors": ("model.safetensors.index.json", "model.safetensors")}
 KINDS["bin"] = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+HEADER_BYTES = 100 * 10**6  # of a safetensors file: the limit of the library
 
 
 @dataclass(frozen=True)
@@ -107,23 +112,9 @@ class _Pickled:
     def get_tensor(self, name: str) -> "torch.Tensor":
         return self.tensors[name]
 
-    def get_slice(self, name: str) -> "_Shape":
+    def get_slice(self, name: str) -> Slice:
         tensor = self.tensors[name]
-        return _Shape(list(tensor.shape), "F32" if tensor.is_floating_point() else str(tensor.dtype))
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The part of safetensors' slice interface that is used here."""
-
-    shape: list[int]
-    dtype: str
-
-    def get_shape(self) -> list[int]:
-        return self.shape
-
-    def get_dtype(self) -> str:
-        return self.dtype
+        return Slice(list(tensor.shape), "F32" if tensor.is_floating_point() else str(tensor.dtype))
 
 
 def has_weights(directory: Path) -> bool:
@@ -184,35 +175,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return dict[str, str](weight_map)
 
 
-Shards = dict[tuple[Path, int, int], Shard]  # by path, time and size
-_kept: Shards | None = None
-
-
-@contextmanager
-def kept_open(shards: Shards) -> Iterator[None]:
-    """Inside the context, weight files stay open in `shards` and are reused: their pages are mapped, so a model that is
-    loaded again is copied from memory."""
-    global _kept
-    before, _kept = _kept, shards
-    try:
-        yield
-    finally:
-        _kept = before
-
-
 def open_shard(file: Path) -> Shard:
     """One weight file, open as long as it is referenced; UserError if it is damaged, or contains more than
     tensors. (Safetensors checks the whole header, and the file's size against it.)"""
-    if _kept is None or not file.is_file():
-        return _open_shard(file)
-    about = file.stat()
-    key = (file.resolve(), about.st_mtime_ns, about.st_size)
-    if key not in _kept:
-        _kept[key] = _open_shard(file)
-    return _kept[key]
-
-
-def _open_shard(file: Path) -> Shard:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -221,6 +186,8 @@ def _open_shard(file: Path) -> Shard:
         if file.suffix == SUFFIX:
             return GGUFShard(file)
         return _Pickled(_load_pickle(file)) if file.suffix == ".bin" else safe_open(file, framework="pt")
+    except UserError:
+        raise
     except pickle.UnpicklingError as error:
         raise UserError(
             f"model: {file} holds more than tensors, or is no weight file ({_first_line(error)}); such a pickle can "
@@ -249,6 +216,31 @@ def _load_pickle(file: Path) -> "dict[str, torch.Tensor]":
     if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
         raise ValueError("it is no table of tensors by name")
     return found
+
+
+def read_header(path: Path) -> tuple[dict[str, Json], int]:
+    """(name -> dtype, shape, data_offsets; where the data begin) of a safetensors file, without torch. A file may be
+    hostile: ValueError for a header longer than the file, data outside of it, or another number of bytes than shape and
+    dtype say."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(HEADER_BYTES, size_bytes - 8):
+            raise ValueError(f"{path.name} has {size_bytes} bytes, its header says {length}")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            for name, about in header.items():
+                (first, last), shape = about["data_offsets"], about["shape"]
+                bits = int(re.sub(r"\D", "", about["dtype"].partition("_")[0]) or 8)  # F32, BF16, U8, F8_E4M3, BOOL
+                whole = all(type(number) is int and number >= 0 for number in (first, last, *shape))
+                if not whole or (last - first) * 8 != math.prod(shape) * bits:
+                    raise ValueError(f"the header's entry of {name} cannot be true: {about}")
+                if last > size_bytes - 8 - length:
+                    raise ValueError(f"{path.name} ends before the data of {name}")
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path.name} has a header that cannot be read: {error!r}") from None
+    return header, 8 + length
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:

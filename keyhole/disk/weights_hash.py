@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keyhole.disk.gguf import GGUFShard, gguf_files
-from keyhole.disk.header import read_header
-from keyhole.disk.weight_files import is_pickled, open_shard, stored_tensors
+from keyhole.disk.weight_files import KINDS, is_pickled, open_shard, read_header, stored_tensors
 from keyhole.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = KINDS["safetensors"]
 OWN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 PIECE_BYTES = 8 * 2**20
 READERS = min(16, os.cpu_count() or 1)
@@ -69,6 +68,8 @@ def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> s
             parts += [(path, begin, name, about) for name, about in header.items()]
         with ThreadPoolExecutor(READERS) as pool:
             lines = list(pool.map(lambda part: _line(part, stop), parts))
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
     return _hash_of(lines)

@@ -26,8 +26,8 @@ import torch
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import TENSORS, About, method_state, split_state, write_state
-from keyhole.checkpoint.state import STATE, Damaged, State, check_sizes, read_state, verify
+from keyhole.checkpoint.state import STATE, TENSORS, Damaged, State, check_sizes, read_state, verify
+from keyhole.checkpoint.writer import method_state, split_state, write_state
 from keyhole.disk.tensors import write_tensors
 from keyhole.disk.weight_files import stored_tensors
 from keyhole.errors import UserError
@@ -57,9 +57,10 @@ def save_method(directory: Path, method: Method, step: int, own: Any, trained: l
     if method.model.low_rank is not None:  # factors are part of the state, so that a run resumes within a period
         save_model(method.model, directory, merged=False)
     if tensors:
-        write_tensors(directory / TENSORS, tensors)
+        write_tensors(directory / TENSORS, {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)})
     about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(own), TRAINED: trained}
-    write_state(directory, About(step, {}, about, versions()), scalars, leave_out=(MARK,))
+    state = State(step, method=scalars, config=about, versions=versions())
+    write_state(directory, state, leave_out=(MARK,))
 
 
 def drop_begun(directory: Path) -> None:

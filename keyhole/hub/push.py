@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keyhole.checkpoint.state import STATE, Damaged, verify
+from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, verify
 from keyhole.disk.files import read_small
 from keyhole.disk.json_text import json_text
 from keyhole.disk.weight_files import has_weights, is_pickled, stored_tensors
@@ -46,8 +46,6 @@ def files_of(directory: str | Path) -> dict[str, Path]:
             f"push: {directory} is not a directory here; give the output_dir of a run, or a checkpoint in it"
         )
     check_directory(directory)
-    from keyhole.checkpoint.files import OWN_FILES  # here: a run checks its push before torch is imported
-
     found = {path.name: path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")}
     found = {name: path for name, path in found.items() if name not in OWN_FILES and name != README}
     for folder in FOLDERS:
@@ -68,8 +66,6 @@ def files_of(directory: str | Path) -> dict[str, Path]:
 
 def check(directory: str | Path) -> None:
     """Refuses damaged weights, which nobody could load. Of a checkpoint every published file is read."""
-    from keyhole.checkpoint.files import OWN_FILES  # here: a run checks its push before torch is imported
-
     place = Path(directory)
     if has_weights(place) and not is_pickled(place):
         stored_tensors(place)

@@ -210,7 +210,7 @@ class Method:
         """Trained weights beside the model's own; None if there are none."""
         return None
 
-    # -- for checkpoints that are written while training goes on (checkpoint/snapshot/) ------------------------------
+    # -- for checkpoints that are written while training goes on (checkpoint/writer.py) ------------------------------
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update that its next visit will apply."""

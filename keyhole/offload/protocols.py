@@ -2,7 +2,7 @@
 
 A *gate* rewrites homes on the host (methods/adam_offload/exchange.py). Prefetch stops, without waiting, at a page that
 is not ready; acquire waits for the page. A *watch* needs the homes as they were at one moment while training goes on
-(checkpoint/snapshot/snapshot.py): the engine calls it before a home changes, where it may block the host until it has
+(checkpoint/snapshot.py): the engine calls it before a home changes, where it may block the host until it has
 what it needs, and again afterwards.
 """
 

@@ -18,13 +18,13 @@ import transformers.models.auto.modeling_auto
 import transformers.models.auto.tokenization_auto  # noqa: F401
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import About
 from keyhole.checkpoint.journal.replay import apply_records, keep_directions
 from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.checkpoint.state import State
+from keyhole.checkpoint.writer import Writer
 from keyhole.config import TrainConfig, to_yaml
 from keyhole.data.run import Data, load_data
 from keyhole.errors import UserError
-from keyhole.loading import load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
@@ -56,7 +56,7 @@ from keyhole.training.request import Parts, Request
 from keyhole.training.resume import flat_config
 from keyhole.training.run_page import RunPage, begin_curves, begin_story
 from keyhole.training.sameness import same_directory, same_everywhere, same_weights
-from keyhole.training.saving import Saver, SaveSettings, background_of, describe, refuse_full_disk
+from keyhole.training.saving import Saver, SaveSettings, describe, refuse_full_disk
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
 from keyhole.training.trackers.behind import Behind, wait_until_open
@@ -131,7 +131,7 @@ def build_run(job: Job, lock: Lock) -> Run | Follower:
     torch.manual_seed(job.config.seed)
     with ExitStack() as opened:  # closed again if something below fails
         with job.parts.waiting.phase("loading the model"):
-            model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load, job.parts.ranks)
+            model = load_model(job.config, job.origin.choice, job.data, job.parts.ranks)
         opened.callback(model.close)
         same_weights(job.parts.ranks, weights_source(job.config, job.origin.choice))
         run = _build(job, lock, model, opened)
@@ -147,11 +147,9 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     if not ranks.is_leader:
         return _follower(job, lock, model, method)
     about = _about(job)
-    # weights in host memory that ranks share, or hold shards of, must not change during a save
-    behind = config.background_save and not model.engine.shared and not model.sharded
-    saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
-    background = background_of(saves, model, method)
-    lines = _start_block(job, model, method, [ranks_lines, describe(saves, model, background)])
+    saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
+    writer = Writer(model, method)
+    lines = _start_block(job, model, method, [ranks_lines, describe(saves, writer)])
     job.display.lines(lines)
     if config.save_model:
         refuse_full_disk(job.directory.root, model)
@@ -174,12 +172,10 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     selection = _selection(job, metrics)
     saver = Saver(
         job.directory.root,
-        model,
-        method,
+        writer,
         saves,
         about,
         job.display.line,
-        background=background,
         loader=job.data.train,
         journal=journal,
         selection=selection,
@@ -239,11 +235,11 @@ def _follower(job: Job, lock: Lock, model: Model, method: Method) -> Follower:
     return Follower(root=job.directory.root, model=model, method=method, **shared)
 
 
-def _about(job: Job) -> About:
+def _about(job: Job) -> State:
     """What checkpoints and the journal say about the run."""
     with job.parts.waiting.phase("hashing the weights"):
         base = job.base() if job.origin.state is None else job.origin.base
-    return About(0, {}, flat_config(job.config), versions(), job.run_id, base)
+    return State(0, config=flat_config(job.config), versions=versions(), run=job.run_id, base=base)
 
 
 def _start_block(job: Job, model: Model, method: Method, others: list[list[str]]) -> list[str]:
@@ -264,7 +260,8 @@ def _open_directory(job: Job, lock: Lock, model: Model, machine: dict[str, Any])
         same_directory(job.parts.ranks, lock.path)
     job.display.log_to(job.directory.log)
     with rundir.writing_to(job.directory.root):
-        select.rename_damaged(job.origin.choice.damaged)
+        for path in job.origin.choice.damaged:
+            select.set_aside(path, "damaged")
 
 
 def _selection(job: Job, metrics: MetricsFile) -> Selection:
@@ -303,7 +300,7 @@ def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any], 
     return reports
 
 
-def _journal(job: Job, method: Method, about: About) -> Journaling:
+def _journal(job: Job, method: Method, about: State) -> Journaling:
     """The journal of this run, new or continued."""
     config, origin = job.config, job.origin
     return open_journal(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from keyhole.checkpoint.files import method_state, split_state
 from keyhole.checkpoint.state import read_state
+from keyhole.checkpoint.writer import method_state, split_state
 from keyhole.data.loader import Loader
 from keyhole.data.run import Data
 from keyhole.methods import METHODS

@@ -12,7 +12,6 @@ resumes from the original model or from the checkpoint's weights; no method is k
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 
 from keyhole.assets import MODEL, locate
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import method_state
 from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.checkpoint.writer import method_state
 from keyhole.config import TrainConfig
 from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.padding import longest_row
@@ -55,13 +54,7 @@ def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: in
     return math.ceil(epochs * steps_per_epoch)
 
 
-def load_model(
-    config: TrainConfig,
-    choice: select.Choice,
-    data: Data,
-    load: Callable[..., Model] = load,
-    ranks: Ranks | None = None,
-) -> Model:
+def load_model(config: TrainConfig, choice: select.Choice, data: Data, ranks: Ranks | None = None) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # an earlier run in this process may have set a peak

@@ -16,7 +16,6 @@ from keyhole.training.waiting import Waiting
 
 if TYPE_CHECKING:
     from keyhole.data.run import Data
-    from keyhole.model.model import Model
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class Parts:
     single run. own_process: nothing else uses this process (machine/collector.py)."""
 
     load_data: Callable[[DataSettings], Data] | None = None
-    load: Callable[..., Model] | None = None
     display: Callable[[int, int], Display] = Display
     model_hash: Callable[[str], str | None] | None = None
     waiting: Waiting = field(default_factory=Waiting)

@@ -39,14 +39,14 @@ def free_bytes(path: Path) -> int:
         raise UserError(f"output_dir: {path} cannot be reached any more: {error.strerror}") from error
 
 
-def is_full(error: BaseException) -> bool:
+def is_full(error: BaseException | None) -> bool:
     """Whether a write failed for lack of room. safetensors reports the system's error as text."""
     return getattr(error, "errno", None) in FULL or "No space left" in str(error)
 
 
 def wait_for_room(
-    save: Callable[[], Path], free: Callable[[], int], say: Callable[[str], None], given_up: Callable[[], bool]
-) -> Path:
+    save: Callable[[], list[str]], free: Callable[[], int], say: Callable[[str], None], given_up: Callable[[], bool]
+) -> list[str]:
     """Calls `save` until it finds room; NoRoom if nobody makes any, or if the run is asked to give up. free: the free
     bytes of the disk."""
     began_s, told = time.monotonic(), False

@@ -28,8 +28,7 @@ from typing import Any
 import keyhole
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.resume_point import Place
-from keyhole.checkpoint.removal import finish
-from keyhole.checkpoint.select import checkpoints, numbered
+from keyhole.checkpoint.select import checkpoints, finish_deletion, numbered
 from keyhole.checkpoint.state import STATE
 from keyhole.disk import files
 from keyhole.disk.files import flush, make_directories, read_small, remove, staged, write_text
@@ -41,9 +40,9 @@ from keyhole.training.lock import Lock
 FORMAT = 1
 MARKER_BYTES = 2**20
 WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
-# Leftovers of a killed process: half-written or half-replaced (names: disk/files.py), or half-deleted by an earlier
-# version (now: checkpoint/removal.py). Only our own; the lock is held, so no process is at them.
-LEFTOVER = re.compile(r"\.(checkpoint-[0-9]+|model)\.(saving|old|deleted)-[0-9]+|\.probe\.tmp")
+# Leftovers of a killed process: half-written or half-replaced (names: disk/files.py). Only our own; the lock is held,
+# so no process is at them.
+LEFTOVER = re.compile(r"\.(checkpoint-[0-9]+|model)\.(saving|old)-[0-9]+|\.probe\.tmp")
 REPLACED = re.compile(r"\.(checkpoint-[0-9]+)\.old-[0-9]+")
 
 
@@ -255,7 +254,7 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
             if LEFTOVER.fullmatch(path.name):
                 remove(path)
         for path in numbered(found.root):
-            finish(path)
+            finish_deletion(path)
         _probe(found.root)
         write_text(found.run / "config.yaml", config_yaml)
         write_text(found.run / "env.json", json_text(environment, indent=2) + "\n")

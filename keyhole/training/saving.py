@@ -1,6 +1,6 @@
 """When a checkpoint is written, whether the disk has room for it, and what happens when it fails.
 
-During training, checkpoints are written in the background (checkpoint/snapshot/), one at a time. If that is impossible
+During training, checkpoints are written in the background (checkpoint/writer.py), one at a time. If that is impossible
 or switched off, and at the end of a run, training waits for the write.
 
 A checkpoint needs   weights + the method's tensors + MARGIN_BYTES   on the disk before the oldest one is deleted. If
@@ -19,41 +19,28 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import OWN_FILES, About, method_state, save_checkpoint, split_state
-from keyhole.checkpoint.snapshot.background import Background, Writing
-from keyhole.checkpoint.snapshot.snapshot import Cancelled
-from keyhole.checkpoint.state import STATE, Damaged, read_state, verify
+from keyhole.checkpoint.snapshot import Cancelled
+from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, State, read_state, verify
+from keyhole.checkpoint.writer import MARGIN_BYTES, Writer, Writing, method_state, saved_bytes
 from keyhole.data.loader import Loader
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB
-from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
-from keyhole.model.weights.save_parts import bad_tensor
 from keyhole.training.journaling import Journaling
 from keyhole.training.observer import Observer, Progress
 from keyhole.training.room import NoRoom, free_bytes, is_full, wait_for_room
 from keyhole.training.selection import Selection
 
-MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
 # Training continues after these errors, and if there is no memory for copies.
-CANNOT_SAVE = (OSError, Cancelled, torch.AcceleratorError)
-
-
-def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
-    """Bytes on disk of the weights and of the method's tensors, and a margin for the small files."""
-    tensors, _ = split_state(method_state)
-    weights = sum(t.shape.numel() for t in model.layout.tensors) * torch.finfo(model.dtype).bits // 8
-    weights = 0 if method_state.get("light") else weights
-    return weights + sum(int(tensor.nbytes) for tensor in tensors.values()) + MARGIN_BYTES
+CANNOT_SAVE = (OSError, Cancelled, SafetensorError, torch.AcceleratorError)
 
 
 @dataclass(frozen=True)
@@ -67,27 +54,20 @@ class SaveSettings:
     model: bool = True
 
 
-def background_of(settings: SaveSettings, model: Model, method: Method) -> Background | None:
-    """Writes checkpoints behind training, where that is asked for and possible."""
-    if not settings.background or settings.every is None:
-        return None
-    background = Background(model, method)
-    return background if background.possible else None
-
-
-def describe(settings: SaveSettings, model: Model, background: Background | None) -> list[str]:
+def describe(settings: SaveSettings, writer: Writer) -> list[str]:
     """For the start block: how checkpoints are written, and the host memory that this needs."""
     if settings.every is None:
         return []
-    if background is None:
-        why = "its tensors are stored in another form" if settings.background else "background_save=false"
+    if writer.waits or not settings.background:
+        why = "background_save=false"
+        why = "ranks write or share the weights" if writer.model.ranks.several else why
+        why = "its tensors are stored in another form" if writer.waits and settings.background else why
         return [f"checkpoints: training waits for each ({why})"]
-    pool = background.pool_bytes
-    weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
-    short = "" if pool >= weights // 2 else f" (half of them, {weights / 2 / GIB:.2f} GiB, is not free)"
+    weights = sum(home.numel() * home.element_size() for home in writer.model.engine.homes)
+    short = "" if writer.pool_bytes >= weights // 2 else f" (half of them, {weights / 2 / GIB:.2f} GiB, is not free)"
     return [
-        f"checkpoints: written while training goes on; host memory meanwhile: at most {pool / GIB:.2f} GiB more, "
-        f"{pool / max(1, weights):.0%} of the weights{short}"
+        f"checkpoints: written while training goes on; host memory meanwhile: at most {writer.pool_bytes / GIB:.2f} "
+        f"GiB more, {writer.pool_bytes / max(1, weights):.0%} of the weights{short}"
     ]
 
 
@@ -111,21 +91,19 @@ class Saver(Observer):
     def __init__(
         self,
         root: Path,
-        model: Model,
-        method: Method,
+        writer: Writer,
         settings: SaveSettings,
-        about: About,
+        about: State,
         say: Callable[[str], None],
         *,
-        background: Background | None,
         loader: Loader,
         journal: Journaling | None,
         selection: Selection,
         best_step: int | None,
     ) -> None:
-        self.root, self.model, self.method, self.settings = root, model, method, settings
-        self.about, self.say, self.background = about, say, background
+        self.root, self.writer, self.settings, self.about, self.say = root, writer, settings, about, say
         self.loader, self.journal, self.selection, self.best_step = loader, journal, selection, best_step
+        self.waits = writer.waits or not settings.background
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
@@ -144,10 +122,9 @@ class Saver(Observer):
 
     def after_step(self, run: Progress) -> None:
         """Saves if that is due; the saves that end a run are save_last and save_best."""
-        lines = self.poll(run.done)
+        lines = self._during(self.writer.poll, run.done)
         if self.is_due(run.done) and not run.is_last and not run.is_interrupted:
-            waits = self.background is None or self.journal is None
-            with run.paused() if waits else nullcontext():
+            with run.paused() if self.waits or self.journal is None else nullcontext():
                 lines += self.try_save(run.done)
         for line in lines:
             self.say(line)
@@ -156,26 +133,16 @@ class Saver(Observer):
         """Saves during training, or starts a background save; returns lines for the user, also if it failed."""
         lines, self.retry_at = self.wait(step), None
         try:
-            if self.background is None:
-                return [*lines, f"saved {self.save(step)}"]
-            deferred = self.method.deferred_state()
-            self._make_room(step, self.method.state_dict() if deferred is None else deferred)
-            self.background.begin(self.root / f"checkpoint-{step}", self._about(step), self._is_journaled)
-            return lines
+            self._begin(step)
         except NonFinite:
             raise
         except UserError as error:
             return [*lines, self._failed(step, step, error)]
-
-    def poll(self, step: int) -> list[str]:
-        """Lines about a background checkpoint that has been finished since the last call."""
-        done = None if self.background is None else self.background.poll()
-        return [] if done is None else [self._finished(done, step)]
+        return [*lines, *(self.wait(step) if self.waits else [])]
 
     def wait(self, step: int) -> list[str]:
-        """Waits for a background checkpoint, and returns the lines about it."""
-        done = None if self.background is None else self.background.wait()
-        return [] if done is None else [self._finished(done, step)]
+        """Waits for a checkpoint that is being written, and returns the lines about it."""
+        return self._during(self.writer.wait, step)
 
     def newest_good(self) -> Path | None:
         """No step follows: waits for a checkpoint that is being written, and returns the newest good one."""
@@ -189,21 +156,49 @@ class Saver(Observer):
         """Ends a background save after an error in training."""
         if self.journal is not None:
             self.journal.end()
-        if self.background is not None:
-            self.background.abandon()
+        self.writer.abandon()
 
-    def _finished(self, done: Writing, now: int) -> str:
+    def _begin(self, step: int, last: bool = False) -> None:
+        """Starts the checkpoint of a step. last: it ends the run, and is written when this returns."""
+        about = replace(self.about, step=step, loader=self.loader.state_dict(), selection=self.selection.state_dict())
+        self.writer.begin(
+            self.root / f"checkpoint-{step}",
+            about,
+            partial(self._make_room, step, dares_bytes=MARGIN_BYTES if last else 0),
+            partial(self._flush_journal, step, last),
+            waits=last or self.waits,
+        )
+
+    def _during(self, ended: Callable[[], Writing | None], now: int) -> list[str]:
+        """Lines about a checkpoint that has been written meanwhile. A failure is one of them: it is tried again."""
+        done = ended()
+        try:
+            return [] if done is None else self._written(done)
+        except NonFinite:
+            raise
+        except UserError as error:
+            assert done is not None  # else there is no error
+            return [self._failed(done.about.step, now, error)]
+
+    def _written(self, done: Writing) -> list[str]:
+        """Notes a checkpoint that was written, and deletes old ones; returns lines about it. UserError if it failed."""
         step, error = done.about.step, done.error
         if isinstance(error, NonFinite):
-            raise self._broken(step, str(error)) from error
+            good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
+            raise NonFinite(f"step {step}: {error}, so it is not saved; {good}") from error
         if isinstance(error, CANNOT_SAVE) or out_of_memory(error) is not None:
-            return self._failed(step, now, UserError(f"output_dir: {done.path} could not be written: {error}"))
+            kind = NoRoom if is_full(error) else UserError
+            raise kind(f"output_dir: {done.path} could not be written: {error}") from error
         if error is not None:
             raise error
-        self._note_saved(done.path, step, done.lines)
-        snapshot = done.snapshot
-        cost = f"copies took {snapshot.peak_bytes / GIB:.2f} GiB, training waited {snapshot.waited_s:.2f} s"
-        return f"saved {done.path} in {done.seconds:.1f} s behind training ({cost})"
+        self.last_good, self.last_step = done.path, step
+        self.deleting = select.prune(self.root, self.settings.keep, step, self.say, self.best_step)
+        if done.thread is None:
+            self.deleting.join()
+            return [*done.lines, f"saved {done.path}"]
+        copied, waited_s = done.snapshot.peak_bytes / GIB, done.snapshot.waited_s
+        cost = f"copies took {copied:.2f} GiB, training waited {waited_s:.2f} s"
+        return [*done.lines, f"saved {done.path} in {done.seconds:.1f} s behind training ({cost})"]
 
     def _failed(self, step: int, now: int, error: UserError) -> str:
         self.retry_at = now + RETRY_STEPS
@@ -212,95 +207,60 @@ class Saver(Observer):
         kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
         return f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {again}"
 
-    def _broken(self, step: int, what: str) -> NonFinite:
-        good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
-        return NonFinite(f"step {step}: {what}, so it is not saved; {good}")
-
-    def _note_saved(self, path: Path, step: int, lines: list[str]) -> None:
-        self.last_good, self.last_step = path, step
-        for line in lines:
-            self.say(line)
-        self.deleting = select.prune(self.root, self.settings.keep, step, self.say, self.best_step)
-
-    def save(self, step: int, last: bool = False) -> Path:
-        """Flushes the method, checks weights and disk, writes checkpoint-step, deletes old checkpoints. last: this save
-        ends the run."""
-        self.method.flush()
-        bad = bad_tensor(self.model)
-        if bad is not None:
-            raise self._broken(step, f"{bad} holds NaN or infinity")
-        state = self.method.state_dict()
-        self._make_room(step, state, MARGIN_BYTES if last else 0)
-        path = self.root / f"checkpoint-{step}"
-        try:
-            lines = save_checkpoint(path, self.model, state, self._about(step), lambda: self._flush_journal(step, last))
-        except (OSError, SafetensorError) as error:
-            kind = NoRoom if is_full(error) else UserError
-            raise kind(f"output_dir: {path} could not be written: {error}") from error
-        self._note_saved(path, step, lines)
-        self._wait_for_room()
-        return path
-
     def _flush_journal(self, step: int, last: bool) -> None:
+        """Before a checkpoint gets its name: the journal, if there is one, is on the disk up to this step."""
         try:
-            if not self._is_journaled(step):
-                raise OSError(f"the journal has no record of step {step}")
+            if self.journal is not None and not self.journal.flush_up_to(step):
+                raise OSError(f"it has no record of step {step}")
         except OSError as error:
+            what = f"the journal is not on the disk up to step {step}: {error}"
             if not last:
-                raise OSError(f"the journal is not on the disk up to step {step}: {error}") from error
-            self.say(
-                f"warning: the journal is not on the disk up to step {step}: {error}; the checkpoint is saved without"
-            )
+                raise OSError(what) from error
+            self.say(f"warning: {what}; the checkpoint is saved without")
 
-    def _about(self, step: int) -> About:
-        return replace(self.about, step=step, loader=self.loader.state_dict(), selection=self.selection.state_dict())
-
-    def _is_journaled(self, step: int) -> bool:
-        """Whether the journal, if there is one, is on the disk up to this step; OSError: flushing failed."""
-        return self.journal is None or self.journal.flush_up_to(step)
-
-    def save_once(self, step: int) -> Path:
-        """The save that ends a run, unless this step is on the disk already. Raises if it fails."""
+    def save_once(self, step: int) -> list[str]:
+        """The save that ends a run, unless this step is on the disk already; last_good is its checkpoint then. Raises
+        if it fails."""
         if self.last_good is not None and self.last_step == step and (self.last_good / STATE).is_file():
-            return self.last_good
-        return self.save(step, last=True)
+            return []
+        self._begin(step, last=True)
+        done = self.writer.wait()
+        assert done is not None  # just begun
+        return self._written(done)
 
     def save_last(self, step: int, given_up: Callable[[], bool]) -> Path:
         """save_once for the end of a run: if the disk is full, waits for room until given_up() (room.py)."""
-        save = partial(self.save_once, step)
-        return wait_for_room(save, lambda: free_bytes(self.root), self.say, given_up)
+        lines = wait_for_room(partial(self.save_once, step), lambda: free_bytes(self.root), self.say, given_up)
+        for line in lines[:-1]:  # its caller says where it is
+            self.say(line)
+        assert self.last_good is not None  # saved
+        return self.last_good
 
     def save_best(self, step: int) -> list[str]:
         """Saves the checkpoint of the best step so far, which is kept; training waits. Returns lines, also if it
         failed."""
         before, lines, self.best_step = self.best_step, self.wait(step), step
         try:
-            return [*lines, f"saved {self.save_once(step)}"]
+            return [*lines, *(self.save_once(step) or [f"saved {self.last_good}"])]
         except NonFinite:
             raise
         except UserError as error:
             self.best_step = before
             return [*lines, f"warning: checkpoint-{step}, the best so far, NOT saved ({error})"]
 
-    def _make_room(self, step: int, state: dict[str, Any], dares_bytes: int = 0) -> None:
+    def _make_room(self, step: int, need: int, dares_bytes: int = 0) -> None:
         """Deletes old checkpoints if the disk has less room than needed. dares_bytes: what may be missing all the
         same, because the need is an estimate, and nothing is lost by a save that fails."""
-        need = saved_bytes(self.model, state)
-        limit = self.settings.keep
-        self._wait_for_room()
-        if need > free_bytes(self.root) and limit is not None:
-            select.prune(self.root, limit - 1, step, self.say, self.best_step).join()
+        if self.deleting is not None:
+            self.deleting.join()
+        if need > free_bytes(self.root) and self.settings.keep is not None:
+            select.prune(self.root, self.settings.keep - 1, step, self.say, self.best_step).join()
         free = free_bytes(self.root)
         if need - dares_bytes > free:
             raise NoRoom(
                 f"output_dir: a checkpoint takes {need / GIB:.2f} GiB, and {self.root} has "
                 f"{free / GIB:.2f} GiB free; free some space"
             )
-
-    def _wait_for_room(self) -> None:
-        """Waits until the old checkpoints are deleted."""
-        if self.deleting is not None:
-            self.deleting.join()
 
     def damage_of(self, step: int) -> str | None:
         """What is wrong with the checkpoint of a step, by its checksums, and the name under which it is kept; None if
@@ -311,39 +271,35 @@ class Saver(Observer):
             return None
         except Damaged as fault:
             with suppress(OSError):  # a directory that cannot be written to
-                return f"{fault} (it is kept as {select.rename_damaged([path])[0].name})"
+                return f"{fault} (it is kept as {select.set_aside(path, 'damaged').name})"
             return str(fault)
 
     def publish(self, step: int | None = None) -> None:
-        """Makes the checkpoint of a step, or the last one, the model of the output directory."""
-        self._wait_for_room()
+        """Makes the checkpoint of a step, or the last one, the model of the output directory; the weights in memory, if
+        they are those of a checkpoint that has been deleted or damaged since it was saved."""
+        if self.deleting is not None:
+            self.deleting.join()
+        model, method = self.writer.model, self.writer.method
         source = self.last_good if step is None else self.root / f"checkpoint-{step}"
         assert source is not None
+        at = f"it is complete in {source}; --resume puts it there when that can be written to"
         try:
-            about = read_state(source)
-            state = method_state(source, about)
-            if self.method.light:
-                self.method.load_state_dict(state)
-                hf.save_model(self.model, self.root)
-                return
-            beside = self.method.learned_beside(state)
-            finish = None if beside is None else partial(hf.merge_files, self.model, factors=beside)
-            hf.publish(source, self.root, about.files.keys() - OWN_FILES, finish)
-        except (Damaged, FileNotFoundError) as error:
-            self._publish_from_memory(source, error)
+            try:
+                about = read_state(source)
+                state = method_state(source, about)
+                if method.light:
+                    method.load_state_dict(state)
+                    hf.save_model(model, self.root)
+                    return
+                beside = method.learned_beside(state)
+                finish = None if beside is None else partial(hf.merge_files, model, factors=beside)
+                hf.publish(source, self.root, about.files.keys() - OWN_FILES, finish)
+            except (Damaged, FileNotFoundError) as error:
+                if source != self.root / f"checkpoint-{self.last_step}":
+                    what = f"{source}, the best, was deleted or damaged just now"
+                    raise UserError(f"output_dir: {what}: {error}") from error
+                self.say(f"warning: {source} was deleted or damaged just now ({error}); the model is saved from memory")
+                at = "free space, or choose another disk"
+                hf.save_model(model, self.root)
         except OSError as error:
-            raise UserError(
-                f"output_dir: the model could not be put into {self.root}: {error}; it is complete in "
-                f"{source}; --resume puts it there when that can be written to"
-            ) from error
-
-    def _publish_from_memory(self, source: Path, error: Exception) -> None:
-        """Publishes the weights in memory, if they are those of a checkpoint that has been deleted or damaged since it
-        was saved."""
-        if source != self.root / f"checkpoint-{self.last_step}":
-            raise UserError(f"output_dir: {source}, the best, was deleted or damaged just now: {error}") from error
-        self.say(f"warning: {source} was deleted or damaged just now ({error}); the model is saved from memory")
-        try:
-            hf.save_model(self.model, self.root)
-        except OSError as error:
-            raise UserError(f"output_dir: the model could not be put into {self.root}: {error}") from error
+            raise UserError(f"output_dir: the model could not be put into {self.root}: {error}; {at}") from error

@@ -1,16 +1,20 @@
-"""Which checkpoint a run goes on from, and which are deleted."""
+"""Which checkpoint a run goes on from, which are deleted, and what stays of them."""
 
 import json
+import os
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
 import keyhole
-from keyhole.checkpoint import removal, select
-from keyhole.checkpoint.files import About, save_checkpoint
-from keyhole.checkpoint.state import STATE, dump
+from keyhole.checkpoint import select
+from keyhole.checkpoint.state import FORMAT, STATE, dump, listed_files, verify
 from keyhole.errors import UserError
+from keyhole.training import rundir
+from keyhole.training.lock import locked
+from tests.checkpoint.written import write
 
 
 @pytest.fixture
@@ -18,7 +22,7 @@ def root(tiny_model: Path, tmp_path: Path) -> Path:
     """Three whole checkpoints, 4, 8 and 12."""
     model = keyhole.load(tiny_model, device="cpu")
     for step in (4, 8, 12):
-        save_checkpoint(tmp_path / f"checkpoint-{step}", model, {}, About(step, {}, {}, {}))
+        write(tmp_path / f"checkpoint-{step}", model)
     return tmp_path
 
 
@@ -51,7 +55,8 @@ def test_damaged_ones_are_passed_over_and_named(root: Path, word: str) -> None:
     choice = select.choose(word, root)
     assert choice.path == root / "checkpoint-4" and choice.state.step == 4
     assert "config.json is missing" in choice.damaged[root / "checkpoint-8"]
-    select.rename_damaged(choice.damaged)
+    for path in choice.damaged:
+        select.set_aside(path, "damaged")
     assert names(root) == ["checkpoint-4"]
     assert (root / "checkpoint-12.damaged" / "model.safetensors").read_bytes() == b"half"
 
@@ -99,7 +104,7 @@ def test_a_link_to_a_checkpoint_does_not_stand_for_it(root: Path) -> None:
 
 def test_the_rest_of_a_deletion_is_not_called_a_strangers(root: Path) -> None:
     """A run that was killed while it deleted a checkpoint finishes that; a directory without any state is named."""
-    (root / "checkpoint-12" / STATE).rename(root / "checkpoint-12" / removal.DELETED)
+    (root / "checkpoint-12" / STATE).rename(root / "checkpoint-12" / select.DELETED)
     (root / "checkpoint-16").mkdir()
     assert select.newest(root).strange == [root / "checkpoint-16"]
 
@@ -134,13 +139,13 @@ def test_a_checkpoint_that_has_lost_its_state_is_passed_over(root: Path) -> None
 
 def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old checkpoints are out of sight at once, and gone when the thread has ended."""
-    go, real = threading.Event(), removal.finish
+    go, real = threading.Event(), select.finish_deletion
 
     def slow(path: Path) -> None:
         assert go.wait(20)
         real(path)
 
-    monkeypatch.setattr(removal, "finish", slow)
+    monkeypatch.setattr(select, "finish_deletion", slow)
     thread = select.prune(root, 1, up_to=12)
     assert names(root) == ["checkpoint-12"] and select.newest(root).state.step == 12
     assert (root / "checkpoint-4" / "model.safetensors").exists()
@@ -149,13 +154,120 @@ def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch
     assert everything(root) == ["checkpoint-12"]
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"tomorrow": 1}], ids=["format", "key"])
-def test_a_checkpoint_of_a_newer_version_is_not_passed_over(root: Path, change: dict[str, int]) -> None:
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(root: Path) -> None:
     """It is whole, and this version cannot read it: going on from an older one would lose its steps."""
     path = root / "checkpoint-12" / STATE
     content = json.loads(path.read_text())
     del content["crc32"]
-    path.write_text(dump(content | change | {"versions": {"keyhole": "9.0"}}))
+    path.write_text(dump(content | {"format": FORMAT + 1} | {"versions": {"keyhole": "9.0"}}))
     for word in ("last", str(path.parent)):
         with pytest.raises(UserError, match=r"checkpoint-12 was written by another version of keyhole \(9\.0"):
             select.choose(word, root)
+
+
+# -- files of the user -----------------------------------------------------------------------------------------------
+
+MINE = ("eval.json", "gguf/q4.gguf")
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> keyhole.Model:
+    return keyhole.load(tiny_model, device="cpu")
+
+
+@pytest.fixture
+def held(model: keyhole.Model, tmp_path: Path) -> Path:
+    """Checkpoints 2 and 4; the user has put files into the first."""
+    open_run(tmp_path)
+    for step in (2, 4):
+        write(tmp_path / f"checkpoint-{step}", model)
+    for name in MINE:
+        (tmp_path / "checkpoint-2" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "checkpoint-2" / name).write_text("mine")
+    return tmp_path
+
+
+def open_run(root: Path) -> None:
+    found = rundir.RunDir(root)
+    with locked(found.lock) as lock:
+        lock.take()
+        rundir.open_run(found, "", {}, lock, None)
+
+
+def files(path: Path) -> list[str]:
+    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
+
+
+def test_files_of_the_user_stay_where_they_are(held: Path) -> None:
+    """All other files go; what is left is no checkpoint, and is not spoken of again."""
+    said: list[str] = []
+    for _ in range(2):
+        select.prune(held, 1, 4, said.append).join()
+        assert files(held / "checkpoint-2") == list(MINE)
+    assert len(said) == 1 and "checkpoint-2 is deleted, except for" in said[0] and "eval.json, gguf/q4.gguf" in said[0]
+    choice = select.newest(held)
+    assert choice.path == held / "checkpoint-4" and not choice.damaged and not choice.strange
+    verify(choice.path)
+
+
+def test_a_killed_deletion_is_finished_by_the_next_run(
+    held: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """After any of its calls: what is left is no checkpoint, and the user's files stay, then and later."""
+    real, left = os.unlink, 0
+
+    def dies(name: Path) -> None:
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        real(name)
+
+    for done in range(len(listed_files(held / "checkpoint-2" / STATE)) + 1):
+        here = shutil.copytree(held, tmp_path_factory.mktemp("copy") / "out")
+        path, left = here / "checkpoint-2", done
+        select.begin_deletion(path)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, "unlink", dies)
+            select.finish_deletion(path)
+        choice = select.newest(here)
+        assert choice.path == here / "checkpoint-4" and not choice.damaged and set(MINE) < set(files(path))
+        open_run(here)
+        assert files(path) == list(MINE), done
+
+
+def test_a_replaced_checkpoint_leaves_the_files_of_the_user(held: Path, model: keyhole.Model) -> None:
+    """They get a name of their own; so does a directory, a link or a file that was no checkpoint at all."""
+    lines = write(held / "checkpoint-2", model)
+    assert "did not write (eval.json, gguf/q4.gguf) are in checkpoint-2.kept now" in lines[0]
+    assert files(held / "checkpoint-2.kept") == list(MINE) and verify(held / "checkpoint-2").step == 2
+    assert write(held / "checkpoint-2", model) == []
+    os.replace(held / "checkpoint-2.kept", held / "checkpoint-6")
+    (held / "checkpoint-7").symlink_to(held / "checkpoint-6")
+    (held / "checkpoint-8").write_text("mine")
+    (held / "checkpoint-6.kept").mkdir()
+    for step, kept in ((6, "checkpoint-6.kept1"), (7, "checkpoint-7.kept"), (8, "checkpoint-8.kept")):
+        lines = write(held / f"checkpoint-{step}", model)
+        assert f"is called {kept} now" in lines[0] and verify(held / f"checkpoint-{step}").step == step
+    assert files(held / "checkpoint-6.kept1") == list(MINE)
+    assert (held / "checkpoint-7.kept").is_symlink() and (held / "checkpoint-8.kept").read_text() == "mine"
+    assert not [path for path in held.iterdir() if path.name.startswith(".")]
+
+
+def test_links_are_not_followed(held: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A checkpoint that was moved to another disk stays there, and so does its link."""
+    elsewhere = tmp_path_factory.mktemp("disk") / "moved"
+    os.replace(held / "checkpoint-2", elsewhere)
+    (held / "checkpoint-2").symlink_to(elsewhere)
+    before = files(elsewhere)
+    select.prune(held, 1, 4).join()
+    assert (held / "checkpoint-2").is_symlink() and files(elsewhere) == before
+
+
+def test_a_checkpoint_whose_state_is_unreadable_is_set_aside(held: Path) -> None:
+    """Which files are its own is unknown, so none is deleted."""
+    (held / "checkpoint-2" / STATE).write_text("{")
+    before, said = files(held / "checkpoint-2"), []
+    select.prune(held, 1, 4, said.append).join()
+    assert files(held / "checkpoint-2.damaged") == before and not (held / "checkpoint-2").exists()
+    assert len(said) == 1 and "it is now checkpoint-2.damaged" in said[0]

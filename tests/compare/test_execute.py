@@ -9,22 +9,21 @@ from typing import Any
 
 import pytest
 
-from keyhole.compare import execute
+from keyhole.compare import execute, zero_shot
 from keyhole.compare import kept as kept_module
-from keyhole.disk import weight_files
-from keyhole.training import loop
+from keyhole.training import loop, model_and_method
 from tests.compare.comparisons import TEXT, cell, run, table, write
 from tests.training.children import draw_nothing, server
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """A finished comparison, how often weights were opened and data prepared for it, and how many models and tokenizers
+    """A finished comparison, how often data were prepared for it, and how many models and tokenizers
     were left when memory was given back."""
     root = tmp_path_factory.mktemp("undisturbed")
-    counts = {"weights": 0, "data": 0, "left": 0}
+    counts = {"data": 0, "left": 0}
     left: weakref.WeakSet[Any] = weakref.WeakSet()
-    load, free_memory = kept_module.load, execute.free_memory
+    load, free_memory = zero_shot.load, execute.free_memory
 
     def loaded(*args: Any, **how: Any) -> Any:
         model = load(*args, **how)
@@ -36,18 +35,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
         counts["left"] += len(left)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, module, function in (("weights", weight_files, "_open_shard"), ("data", kept_module, "load_data")):
-            real = getattr(module, function)
+        real = kept_module.load_data
 
-            def counted(*args: Any, real: Any = real, name: str = name) -> Any:
-                counts[name] += 1
-                found = real(*args)
-                if name == "data":
-                    left.add(found.tokenizer)
-                return found
+        def counted(*args: Any) -> Any:
+            counts["data"] += 1
+            found = real(*args)
+            left.add(found.tokenizer)
+            return found
 
-            patch.setattr(module, function, counted)
-        patch.setattr(kept_module, "load", loaded)
+        patch.setattr(kept_module, "load_data", counted)
+        for module in (model_and_method, zero_shot):
+            patch.setattr(module, "load", loaded)
         patch.setattr(execute, "free_memory", freed)
         assert run(write(root / "small.yaml"), root / "out") == 0
     return root / "out", counts
@@ -74,10 +72,10 @@ def test_the_page_shows_all_values_of_a_grid(undisturbed: tuple[Path, dict[str, 
     assert "learning_rate=1e-5 | 2e-3" in text and "learning_rate=5e-2 | 1e-4" in text
 
 
-def test_weights_and_data_are_read_once(undisturbed: tuple[Path, dict[str, int]]) -> None:
-    """Six runs and a zero-shot in one process: one file of weights, two draws of data (one per seed). No model is there
+def test_data_are_read_once(undisturbed: tuple[Path, dict[str, int]]) -> None:
+    """Six runs and a zero-shot in one process: two draws of data (one per seed). No model is there
     when the next one is loaded, and no tokenizer: data are kept without."""
-    assert undisturbed[1] == {"weights": 1, "data": 2, "left": 0}
+    assert undisturbed[1] == {"data": 2, "left": 0}
 
 
 def test_nothing_but_numbers_stays(undisturbed: tuple[Path, dict[str, int]]) -> None:

@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -97,6 +98,7 @@ def write_gguf(
 ) -> dict[str, torch.Tensor]:
     """A Llama directory as one GGUF file with its config beside it, or in parts of which only the first has metadata of
     the model, and no tensors; returns the numbers that it holds, by name."""
+    pytest.importorskip("gguf")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config, numbers, tensors = model.config, {}, []
     for name, param in model.named_parameters():
@@ -125,19 +127,19 @@ def write_gguf(
     about += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
     target.mkdir()
     if parts == 1:
-        _write_part(target / "model.gguf", 2 + len(whole) + len(real), about, tensors)
+        write_part(target / "model.gguf", 2 + len(whole) + len(real), about, tensors)
     for i in range(parts if parts > 1 else 0):
         split = text("split.no") + struct.pack("<IH", 2, i) + text("split.count") + struct.pack("<IH", 2, parts)
         split += text("split.tensors.count") + struct.pack("<Ii", 5, len(tensors))
         pairs, said = (5 + len(whole) + len(real), about + split) if i == 0 else (3, split)
-        _write_part(
+        write_part(
             target / f"model-{i + 1:05}-of-{parts:05}.gguf", pairs, said, tensors[i - 1 :: parts - 1] if i else []
         )
     config.save_pretrained(target)
     return numbers
 
 
-def _write_part(path: Path, pairs: int, about: bytes, tensors: list[tuple[bytes, bytes]]) -> None:
+def write_part(path: Path, pairs: int, about: bytes, tensors: list[tuple[bytes, bytes]]) -> None:
     """One GGUF file. tensors: what is listed of each up to its type, and its bytes."""
     listed = data = b""
     for head, raw in tensors:

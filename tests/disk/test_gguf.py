@@ -1,6 +1,7 @@
 """GGUF: blocks mean the numbers that were packed, and nothing in a header is believed."""
 
 import struct
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,20 +10,31 @@ from transformers import AutoConfig
 
 import keyhole
 from keyhole.disk.gguf import GGUFShard, gguf_files
-from keyhole.disk.gguf_blocks import unpacked
 from keyhole.disk.weight_files import open_shard, stored_tensors, weight_files
 from keyhole.errors import UserError
-from tests.disk.published import packed, text, write_gguf
+from tests.disk.published import TYPES, packed, text, write_gguf, write_part
+
+gguf = pytest.importorskip("gguf")
+LLAMA = text("general.architecture") + struct.pack("<I", 8) + text("llama")
 
 
-@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
-def test_blocks_mean_their_numbers(form: str) -> None:
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "F32"])
+def test_blocks_mean_their_numbers(form: str, tmp_path: Path) -> None:
     """As packed number by number; near what was given."""
-    w = torch.randn(512, generator=torch.Generator().manual_seed(0))
+    w = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
     raw, held = packed(w, form)
-    found = unpacked(torch.frombuffer(bytearray(raw), dtype=torch.uint8), form)
+    listed = text("output.weight") + struct.pack("<IQQI", 2, 256, 2, TYPES[form])
+    write_part(tmp_path / "model.gguf", 1, LLAMA, [(listed, raw)])
+    found = GGUFShard(tmp_path / "model.gguf").get_tensor("lm_head.weight").float()
     torch.testing.assert_close(found, held, rtol=1e-6, atol=1e-12)
     assert float((found - w).square().mean()) < 0.02
+
+
+def test_without_the_package_it_is_named(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tiny_model, tmp_path / "in", "Q8_0")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r"^model: GGUF files are read by the package gguf: pip install .*\[gguf\]"):
+        stored_tensors(tmp_path / "in")
 
 
 def test_the_parts_of_one_model_are_read_and_two_models_are_not(tmp_path: Path) -> None:
@@ -68,8 +80,7 @@ def test_parts_that_were_renamed_are_refused(tiny_model: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("small_first", [False, True])
 def test_parts_as_llama_cpp_writes_them(tiny_model: Path, tmp_path: Path, small_first: bool) -> None:
-    """By its own package, if it is there."""
-    gguf = pytest.importorskip("gguf")
+    """By its own package."""
     expected = write_gguf(tiny_model, tmp_path / "in", "F32", "F32")
     reader = gguf.GGUFReader(tmp_path / "in" / "model.gguf")
     writer = gguf.GGUFWriter(
@@ -96,7 +107,6 @@ def header(tensors: int = 0, pairs: int = 0, rest: bytes = b"") -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs) + rest
 
 
-LLAMA = text("general.architecture") + struct.pack("<I", 8) + text("llama")
 ONE = text("output_norm.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)
 HARMS = {
     "no GGUF file": b"GGUX" + b"\0" * 60,
@@ -108,7 +118,7 @@ HARMS = {
     "of its header": header(0, 1, text("a") + struct.pack("<IIQ", 9, 8, 2**40)),
     "architecture": header(1, 0, ONE),
     "before the data of": header(1, 1, LLAMA + ONE),
-    "is of type 10": header(1, 1, LLAMA + ONE[:-12] + struct.pack("<IQ", 10, 0)),
+    "is of type 99": header(1, 1, LLAMA + ONE[:-12] + struct.pack("<IQ", 99, 0)),
     "cannot have": header(1, 1, LLAMA + text("output.weight") + struct.pack("<IQQIQ", 2, 33, 1, 2, 0)),
     "of no model of architecture": header(1, 1, LLAMA + text("../../etc") + struct.pack("<IQIQ", 1, 32, 0, 0)),
     "dimensions": header(1, 1, LLAMA + text("output.weight") + struct.pack("<I", 2**31)),

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from keyhole.disk.header import read_header
-from keyhole.disk.weight_files import weight_files
+from keyhole.disk.weight_files import read_header, weight_files
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from tests.disk.published import write_gguf

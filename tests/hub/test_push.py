@@ -13,7 +13,8 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from keyhole.checkpoint.files import About, write_state
+from keyhole.checkpoint.state import State
+from keyhole.checkpoint.writer import write_state
 from keyhole.cli import main
 from keyhole.errors import UserError
 from keyhole.hub import push as pushing
@@ -188,7 +189,7 @@ def test_damaged_weights_are_not_published(trained: Path) -> None:
     with pytest.raises(UserError, match=r"model.safetensors cannot be read, it may be damaged"):
         pushing.check(trained)
     weights.write_bytes(content)
-    write_state(trained, About(3, {}, {}, {}), {})
+    write_state(trained, State(3))
     pushing.check(trained)
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(UserError, match=r"is damaged: model.safetensors was changed"):
@@ -205,7 +206,7 @@ def test_a_card_of_ones_own_that_is_no_text(trained: Path) -> None:
 
 def test_a_push_is_one_commit_with_model_and_card(hub: Hub, trained: Path) -> None:
     """Small files in the commit, large ones by themselves; what only a run can use stays here."""
-    write_state(trained, About(30, {}, {}, {}), {})
+    write_state(trained, State(30))
     (trained / "checkpoint-30").mkdir()
     (trained / "checkpoint-30" / "model.safetensors").write_bytes(b"x")
     assert push(trained, "me/tuned", private=True) == f"{hub.url}/me/tuned"

@@ -66,7 +66,7 @@ def no_growth_from_4_to_8() -> None:
 
     def step(self: trainer.Run, number: int) -> None:
         if number in (4, 8):
-            writing = self.saver.background and self.saver.background.writing
+            writing = self.saver.writer.writing
             if writing:  # beside training: it is to end under the limit that it began under
                 writing.thread.join(20)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if number == 4 else -1, -1))

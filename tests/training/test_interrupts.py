@@ -66,10 +66,10 @@ def test_nobody_listens_any_more(make: Make) -> None:
 
 
 def interrupt_the_save_twice() -> None:
-    from keyhole.checkpoint.snapshot import background
+    from keyhole.checkpoint import writer
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have it ignored
-    real = background.write_state
+    real = writer.write_state
 
     def write(path: Path, about: Any, *rest: Any) -> None:
         real(path, about, *rest)
@@ -78,7 +78,7 @@ def interrupt_the_save_twice() -> None:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGINT)
 
-    background.write_state = write
+    writer.write_state = write
 
 
 def test_a_second_signal_during_the_save_harms_nothing(make: Make) -> None:
@@ -101,7 +101,7 @@ def read_only_from_4() -> None:
 
     def step(self: trainer.Run, number: int) -> None:
         if number == 4:
-            writing = self.saver.background and self.saver.background.writing
+            writing = self.saver.writer.writing
             if writing:  # beside training: it is to end with the rights that it began with
                 writing.thread.join()
             os.chmod(self.directory.root, 0o555)

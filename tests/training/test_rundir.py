@@ -66,10 +66,10 @@ def test_a_killed_start_does_not_lock_the_directory(tmp_path: Path) -> None:
 
 
 def test_leftovers_are_swept_away(tmp_path: Path) -> None:
-    """Half-written and half-deleted checkpoints of dead processes go when a run opens the directory."""
+    """Half-written and half-replaced checkpoints of dead processes go when a run opens the directory."""
     found = rundir.inspect(str(tmp_path), resume=False)
     open_run(found)
-    for name in (".checkpoint-3.saving-123", ".checkpoint-1.old-99", ".checkpoint-2.deleted-7"):
+    for name in (".checkpoint-3.saving-123", ".checkpoint-1.old-99"):
         (tmp_path / name).mkdir()
     open_run(found)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keyhole.assets import MODEL, TRAIN
-from keyhole.checkpoint.state import dump
+from keyhole.checkpoint.state import FORMAT, dump
 
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "urllib.request")
 PROGRAM = """
@@ -51,7 +51,7 @@ def run_of(root: Path, **config: object) -> Path:
     loader = {"epoch": 0, "offset": 3, "rows": 9, "fingerprint": "0", "seed": 0, "shuffle": True}
     files = {name: crc(checkpoint / name) for name in ("config.json", "model.safetensors")}
     about = {"step": 3, "loader": loader, "method": {}, "config": config, "versions": {}, "files": files}
-    (checkpoint / "keyhole_state.json").write_text(dump(about | {"format": 1, "run": "a"}))
+    (checkpoint / "keyhole_state.json").write_text(dump(about | {"format": FORMAT, "run": "a"}))
     return root
 
 

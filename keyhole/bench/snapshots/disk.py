@@ -1,7 +1,7 @@
 """The write rate of the disk without training: the floor of a checkpoint is its bytes at this rate.
 
 Threads write one file, each a part of it, and flush it from the first piece on, as a snapshot's workers do
-(checkpoint/snapshot/snapshot.py), but without checksums and without checking the numbers. The bytes are random, since
+(checkpoint/snapshot.py), but without checksums and without checking the numbers. The bytes are random, since
 some file systems are faster with repeated bytes.
 """
 
@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from keyhole.checkpoint.snapshot.page_writer import PIECE_BYTES, write_at
-from keyhole.checkpoint.snapshot.snapshot import FLUSH_EVERY_S, WORKERS, flush_data
+from keyhole.checkpoint.pages import PIECE_BYTES, write_at
+from keyhole.checkpoint.snapshot import FLUSH_EVERY_S, WORKERS
 
 PROBE_BYTES = 4 * 2**30  # upper limit
 
@@ -33,9 +33,9 @@ def disk_rate(directory: Path, size_bytes: int) -> float:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            flush_data(file)
+            os.fdatasync(file)
             threads[0].join(FLUSH_EVERY_S)
-        flush_data(file)
+        os.fdatasync(file)
         return pieces * PIECE_BYTES / (time.perf_counter() - begin_s)
     finally:
         os.close(file)

@@ -38,11 +38,9 @@ class Loop:
         record = QueuedStep(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.journal_update())
         self.recorder.add(record)
 
-    def settle(self, step: int) -> bool:
-        if not self.journal.wait_for(step, 60.0):
-            return False
+    def settle(self, step: int) -> None:
+        self.journal.wait_for(step, 60.0)
         self.journal.sync()
-        return True
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

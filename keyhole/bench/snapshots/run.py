@@ -2,7 +2,7 @@
 ZO-Offloading paper.
 
     none                  streamed steps without checkpoints; all streamed modes keep the journal
-    background            a background checkpoint every `every` steps (checkpoint/snapshot/)
+    background            a background checkpoint every `every` steps (checkpoint/writer.py)
     torch.save            training stops, and torch.save writes the weights
     textbook              MeZO's loop in GPU memory (bench/zo/textbook.py), without checkpoints
     textbook torch.save   the same, stopped for torch.save, which also copies the weights from the GPU
@@ -25,6 +25,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,10 @@ from keyhole.bench.snapshots.disk import disk_rate
 from keyhole.bench.snapshots.loops import LR, Loop, TextbookLoop
 from keyhole.bench.snapshots.report import TEXTBOOK, SnapshotReport, one_line
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import About
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.replay import apply_records
-from keyhole.checkpoint.snapshot.background import Background
-from keyhole.checkpoint.state import verify
+from keyhole.checkpoint.state import State, verify
+from keyhole.checkpoint.writer import Writer
 from keyhole.machine.probe import environment
 from keyhole.methods.workload import Workload
 from keyhole.methods.zo.traits import ZO
@@ -71,13 +71,13 @@ def time_none(loop: Loop | TextbookLoop, every: int, periods: int) -> dict[str, 
 
 def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
     """One checkpoint per period; each is verified afterwards, or deleted when the next one is complete."""
-    background = Background(loop.model, loop.method)
+    background = Writer(loop.model, loop.method)
     done = []
     loop.wait()
     begin_s = time.perf_counter()
     for _ in range(periods):
         step = loop.step_count
-        background.begin(loop.scratch / f"checkpoint-{step}", About(step, {}, {}, {}), loop.settle)
+        background.begin(loop.scratch / f"checkpoint-{step}", State(step), before_rename=partial(loop.settle, step))
         loop.run(every)
         written = background.wait()
         assert written is not None

@@ -31,12 +31,12 @@ from typing import Any
 import torch
 
 from keyhole import assets
-from keyhole.checkpoint.files import method_state
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.asked import check_journal, check_out, journal_of
 from keyhole.checkpoint.journal.format import LIGHT, Header, Journal, Record
 from keyhole.checkpoint.select import checkpoints
 from keyhole.checkpoint.state import Damaged, State, read_state
+from keyhole.checkpoint.writer import method_state
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load

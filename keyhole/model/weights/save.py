@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from keyhole.disk.files import flush, flush_all, replace_directory, staged
-from keyhole.disk.tensors import SHARD_BYTES, pieces
+from keyhole.disk.tensors import SHARD_BYTES, create, fill
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
 from keyhole.model.structure.generation_file import make_writable
@@ -37,7 +37,6 @@ from keyhole.model.structure.source import OF_ADAPTER
 from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.save_parts import write_parts
 from keyhole.model.weights.saved_files import (
-    create_files,
     names_on_disk,
     no_progress_bars,
     plan_files,
@@ -79,14 +78,10 @@ def write_files(model: Any, path: Path, merged: bool = True) -> None:
         return
     write_small_files(model, path)
     files = plan_files(model, names)
-    create_files(files, path)
+    create(files, path)
     for name, tensor in chain(model.named_tensors(merged), saved_buffers(model.module).items()):
         if name in names:
-            place = files.places[names[name]]
-            with (path / place.file).open("r+b") as file:
-                file.seek(place.offset)
-                for piece in pieces(tensor.detach()):
-                    file.write(piece)
+            fill(path, files.places[names[name]], tensor)
     for beside in (model.addon, model.low_rank):
         if beside is not None:
             beside.write_files(path)
@@ -180,9 +175,7 @@ def merge_files(model: Any, path: Path, factors: Any) -> None:
             continue
         place, spec = files.places[names[tensor.name]], specs[tensor.name]
         stored = torch.empty(spec.shape, dtype=spec.dtype)
-        with (path / place.file).open("r+b") as file:
+        with (path / place.file).open("rb") as file:
             file.seek(place.offset)
             file.readinto(stored.view(-1).view(torch.uint8).numpy().data)
-            file.seek(place.offset)
-            for piece in pieces(factors.as_saved(tensor, stored.to(model.device))):
-                file.write(piece)
+        fill(path, place, factors.as_saved(tensor, stored.to(model.device)))

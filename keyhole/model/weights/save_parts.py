@@ -10,17 +10,16 @@ The leader starts it (`model.call_others`); the other ranks follow (training/fol
 If a rank cannot write, it reports that and the leader raises: the checkpoint gets no name.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keyhole.disk.tensors import Place, Ranges, Spec, lay_out, pieces
+from keyhole.disk.tensors import Ranges, Spec, create, fill, lay_out
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.finite import first_bad_tensor
-from keyhole.model.weights.saved_files import create_files, names_on_disk, plan_files, write_small_files
+from keyhole.model.weights.saved_files import names_on_disk, plan_files, write_small_files
 
 
 def check_names(model: Any) -> None:
@@ -54,19 +53,19 @@ def write_parts(model: Any, path: Path | None) -> None:
 
     def make() -> None:
         write_small_files(model, path)
-        create_files(files, path)
+        create(files, path)
         if model.addon is not None:
             model.addon.write_files(path)
 
-    def fill() -> None:
+    def write() -> None:
         own = list(model.own_tensors())
         own += [(name, 0, buffer) for name, buffer in saved_buffers(model.module).items()] if leads else []
         for name, begin, part in own:
             if name in names:
-                _write(path, files.places[names[name]], begin, part)
+                fill(path, files.places[names[name]], part, begin, flush=True)
 
     _together(ranks, make if leads else lambda: None)
-    _together(ranks, fill)
+    _together(ranks, write)
 
 
 def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Tensor | Ranges]) -> None:
@@ -80,14 +79,14 @@ def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Te
         [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)], path.stem
     )
 
-    def fill() -> None:
+    def write() -> None:
         for name, tensor in tensors.items():
             own = tensor.own if isinstance(tensor, Ranges) else [(0, tensor)] if leads else []
             for begin, part in own:
-                _write(path.parent, files.places[name], begin, part)
+                fill(path.parent, files.places[name], part, begin, flush=True)
 
-    _together(ranks, (lambda: create_files(files, path.parent)) if leads else lambda: None)
-    _together(ranks, fill)
+    _together(ranks, (lambda: create(files, path.parent)) if leads else lambda: None)
+    _together(ranks, write)
 
 
 def _together(ranks: Any, act: Any) -> None:
@@ -101,15 +100,6 @@ def _together(ranks: Any, act: Any) -> None:
     if faults and ranks.is_leader:
         rank, said = next(iter(faults.items()))
         raise OSError(f"rank {rank}: {said}")
-
-
-def _write(path: Path, place: Place, begin: int, part: torch.Tensor) -> None:
-    with (path / place.file).open("r+b") as file:
-        file.seek(place.offset + begin * part.element_size())
-        for piece in pieces(part.detach()):
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _absolute(path: Path | None) -> str:

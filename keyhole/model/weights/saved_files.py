@@ -1,10 +1,9 @@
 """The files of a model that is saved: which tensors they hold, under which names, cut into which weight files.
 
 What a save writes is planned here without reading a weight, for one process (save.py), for several ranks
-(save_parts.py) and for snapshots in the background (keyhole/checkpoint/snapshot/).
+(save_parts.py) and for snapshots in the background (keyhole/checkpoint/writer.py).
 """
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 import transformers
 
 from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out
-from keyhole.disk.weights_hash import INDEX
 from keyhole.model.structure.generation_file import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
@@ -54,15 +52,6 @@ def plan_files(model: Any, names: dict[str, str]) -> Files:
     """How the weights are split into files; names: in the module -> in the files."""
     specs = [replace(spec, name=names[spec.name]) for spec in weight_specs(model)]
     return lay_out(specs, limit_bytes=SHARD_BYTES)
-
-
-def create_files(files: Files, path: Path) -> None:
-    """Empty weight files of their final size, and their index."""
-    for name, header in files.headers.items():
-        (path / name).write_bytes(header)
-        os.truncate(path / name, files.size_bytes[name])
-    if files.index is not None:
-        (path / INDEX).write_bytes(files.index)
 
 
 @contextmanager

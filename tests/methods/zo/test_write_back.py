@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keyhole
-from keyhole.checkpoint.files import About
-from keyhole.checkpoint.snapshot.background import Background
+from keyhole.checkpoint.state import State
+from keyhole.checkpoint.writer import Writer
 from keyhole.errors import UserError
 from keyhole.methods.zo.write_back import CALM, EVERY, WriteBack
 from tests.methods.zo.loops import EPS, SEED, equal, load, weights
@@ -108,8 +108,8 @@ def two_runs(tiny_model: Path, every: int) -> tuple[keyhole.ZO, list[torch.Tenso
 
 def saved(opt: keyhole.ZO, path: Path, steps: int = 1) -> list[torch.Tensor]:
     """The weights in a checkpoint that is begun now, and written while so many steps are made."""
-    background = Background(opt.model, opt)
-    background.begin(path, About(3, {}, {}, {}), lambda step: True)
+    background = Writer(opt.model, opt)
+    background.begin(path, State(3))
     for t in range(3, 3 + steps):
         opt.step(batch(seed=t))
     assert background.wait().error is None

@@ -25,7 +25,7 @@ from keyhole.model.model import Model
 from keyhole.model.structure.freeze import frozen_as
 from keyhole.model.structure.source import find_directory
 
-STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"  # as checkpoint/files.py writes them
+STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"  # as checkpoint/state.py has them
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Snapshots taken while training goes on are the checkpoints that training would have waited for."""
 
+import os
 import random
 import threading
 import time
@@ -9,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.weak import TensorWeakRef
 
 import keyhole
-from keyhole.checkpoint.files import About, save_checkpoint
-from keyhole.checkpoint.snapshot import page_writer as hand
-from keyhole.checkpoint.snapshot import snapshot as snapshots
-from keyhole.checkpoint.snapshot.background import Background
-from keyhole.checkpoint.snapshot.copy_threads import CopyThreads
-from keyhole.checkpoint.snapshot.snapshot import Snapshot
-from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source
-from keyhole.checkpoint.state import verify
+from keyhole.checkpoint import pages as hand
+from keyhole.checkpoint import snapshot as snapshots
+from keyhole.checkpoint.pages import READY, WAITING, Segment, Source
+from keyhole.checkpoint.snapshot import SMALL_BYTES, CopyThreads, Snapshot
+from keyhole.checkpoint.state import STATE, State, verify
+from keyhole.checkpoint.writer import Writer
 from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
 from keyhole.model.structure import experts
@@ -27,7 +27,7 @@ from keyhole.plan import fit as units_fit
 from tests.matrix import in_every_run
 from tests.model.decoders import config
 
-ABOUT = About(3, {"epoch": 0}, {"seed": 1}, {"torch": "2"})
+ABOUT = State(3, {"epoch": 0}, config={"seed": 1}, versions={"torch": "2"})
 STREAMING = {"zo", "lomo", "adalomo"}
 ADAPTERS = {"lora", "lomo-lora"}  # adapters beside the model: saved by waiting
 CASES = [(method, "resident", "float32") for method in METHODS if method not in ADAPTERS]
@@ -51,12 +51,12 @@ def make(tiny_model: Path, method: str, placement: str, dtype: str, device: str 
     return model, METHODS[method].load()(model, 1e-3)
 
 
-def begun(tiny_model: Path, tmp_path: Path, pool_bytes: int | None = None) -> tuple[Background, Any]:
+def begun(tiny_model: Path, tmp_path: Path, pool_bytes: int | None = None) -> tuple[Writer, Any]:
     """A run after one step, and a checkpoint of it that has begun."""
     model, opt = make(tiny_model, "zo", "resident", "float32")
-    background = Background(model, opt, pool_bytes)
+    background = Writer(model, opt, pool_bytes)
     opt.step(batch(0))
-    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    background.begin(tmp_path / "checkpoint-1", ABOUT)
     return background, opt
 
 
@@ -123,10 +123,10 @@ def test_the_same_on_a_gpu(
 
 def compare(tiny_model: Path, tmp_path: Path, how: tuple[str, ...], pool_bytes: int | None) -> None:
     model, opt = make(tiny_model, *how)
-    background = Background(model, opt, pool_bytes)
+    background = Writer(model, opt, pool_bytes)
     for step in range(2):
         opt.step(batch(step))
-    background.begin(tmp_path / "background", ABOUT, lambda step: True)
+    background.begin(tmp_path / "background", ABOUT)
     for step in range(2, 4):
         opt.step(batch(step))
     done = background.wait()
@@ -136,13 +136,17 @@ def compare(tiny_model: Path, tmp_path: Path, how: tuple[str, ...], pool_bytes: 
     for step in range(2):
         waits.step(batch(step))
     waits.flush()
-    state = waits.state_dict()
-    if waits.name == "zo":
-        del state["changed"]
-    save_checkpoint(tmp_path / "waited", reference, state, ABOUT)
+    waiting = Writer(reference, waits, pool_bytes)
+    waiting.begin(tmp_path / "waited", ABOUT, waits=True)
+    assert waiting.wait().error is None
     ours, theirs = contents(tmp_path / "background"), contents(tmp_path / "waited")
-    assert ours.keys() == theirs.keys() and [n for n in ours if ours[n] != theirs[n]] == []
-    verify(tmp_path / "background")
+    assert ours.keys() == theirs.keys()
+    assert [n for n in ours if ours[n] != theirs[n] and n != STATE] == []
+    states = [verify(tmp_path / name) for name in ("background", "waited")]
+    states[1].method.pop("changed", None)  # of zo, without a flush
+    assert states[0].method == states[1].method
+    saved = load_file(tmp_path / "waited" / "model.safetensors")
+    assert all(torch.equal(t.cpu(), saved[name]) for name, t in reference.named_tensors() if name in saved)
     for step in range(2, 4):  # and the run itself went on undisturbed
         waits.step(batch(step))
     opt.flush()
@@ -180,7 +184,7 @@ def test_memory_is_at_most_half_of_the_weights(
 ) -> None:
     """The pool is half of the weights, and with a disk that stands still training uses it up and then waits."""
     model, opt = make(tiny_model, "zo", "stream", "bfloat16")
-    background = Background(model, opt)
+    background = Writer(model, opt)
     weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
     assert background.pool_bytes == weights // 2
     go, made, take, init = threading.Event(), [], Snapshot._take, Snapshot.__init__
@@ -193,7 +197,7 @@ def test_memory_is_at_most_half_of_the_weights(
     monkeypatch.setattr(Snapshot, "__init__", watched)
     monkeypatch.setattr(Snapshot, "_take", lambda snapshot: go.wait(60) and take(snapshot))
     opt.step(batch(0))
-    background.begin(tmp_path / "c", ABOUT, lambda step: True)
+    background.begin(tmp_path / "c", ABOUT)
     (snapshot,), stepped = made, []
 
     def steps() -> None:
@@ -336,7 +340,7 @@ def test_a_disk_that_fails_to_flush_lets_training_go_on(
         assert flushed.wait(20)  # writers of so little might be done before anything is flushed
         write_at(*args)
 
-    monkeypatch.setattr(snapshots, "flush_data", fail)
+    monkeypatch.setattr(os, "fdatasync", fail)
     monkeypatch.setattr(hand, "write_at", write)
     background, opt = begun(tiny_model, tmp_path)
     for step in (1, 2, 3):
@@ -372,9 +376,9 @@ def test_a_copy_that_cannot_be_made(
         raise error
 
     model, opt = make(tiny_model, "zo", "resident", "float32")
-    background, go = Background(model, opt), threading.Event()
+    background, go = Writer(model, opt), threading.Event()
     opt.step(batch(0))
-    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    background.begin(tmp_path / "checkpoint-1", ABOUT)
     snapshot = background.writing.snapshot
     real, snapshot._take = snapshot._take, lambda: go.wait() and real()
     opt.step(batch(1))
@@ -408,9 +412,9 @@ def test_spare_memory_is_let_go_under_the_lock(tmp_path: Path) -> None:
 def test_broken_weights_are_not_saved(tiny_model: Path, tmp_path: Path) -> None:
     """A NaN in a page is found on its way to the disk."""
     model, opt = make(tiny_model, "sgd", "resident", "float32")
-    background = Background(model, opt)
+    background = Writer(model, opt)
     model.home(model.layout.table)[3, 3] = float("nan")
-    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    background.begin(tmp_path / "checkpoint-1", ABOUT)
     error = background.wait().error
     assert isinstance(error, NonFinite) and "embed_tokens.weight holds NaN" in str(error)
     assert list(tmp_path.iterdir()) == []
@@ -419,26 +423,41 @@ def test_broken_weights_are_not_saved(tiny_model: Path, tmp_path: Path) -> None:
 def test_training_that_ends_early_cancels(tiny_model: Path, tmp_path: Path) -> None:
     """Weights that still wait for their update are not waited for when no step will come."""
     model, opt = make(tiny_model, "zo", "stream", "float32")
-    background = Background(model, opt)
+    background = Writer(model, opt)
     opt.step(batch(0))
-    background.begin(tmp_path / "a", ABOUT, lambda step: True)
+    background.begin(tmp_path / "a", ABOUT)
     background.abandon()
     assert list(tmp_path.iterdir()) == []
-    background.begin(tmp_path / "b", ABOUT, lambda step: True)
+    background.begin(tmp_path / "b", ABOUT)
     assert background.wait().error is None and verify(tmp_path / "b")  # waiting flushes
 
 
 def test_without_the_journal_there_is_no_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
     """A checkpoint of a step that the journal does not hold never gets its name."""
     model, opt = make(tiny_model, "zo", "resident", "float32")
-    background = Background(model, opt)
+    background = Writer(model, opt)
     opt.step(batch(0))
-    background.begin(tmp_path / "a", ABOUT, lambda step: False)
-    assert "no record of step 3" in str(background.wait().error) and list(tmp_path.iterdir()) == []
+    error = OSError("the journal has no record of step 3")
+
+    def refuse() -> None:
+        raise error
+
+    background.begin(tmp_path / "a", ABOUT, before_rename=refuse)
+    assert background.wait().error is error and list(tmp_path.iterdir()) == []
 
 
 def test_added_weights_are_waited_for(tiny_model: Path) -> None:
     """LoRA's merged weights exist nowhere in memory: such a model is saved by waiting."""
     pytest.importorskip("peft")
     model = keyhole.load(tiny_model, device="cpu")
-    assert Background(model, METHODS["lora"].load()(model, 1e-3)).possible is False
+    assert Writer(model, METHODS["lora"].load()(model, 1e-3)).waits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("numel", [0, 1, 5, SMALL_BYTES + 13])
+def test_every_byte_of_a_copy_arrives(numel: int, dtype: torch.dtype) -> None:
+    """Whatever the length: shared out over several threads or not."""
+    source = torch.randint(0, 255, (numel,), generator=torch.Generator().manual_seed(numel)).to(dtype)
+    target = torch.zeros(numel, dtype=dtype)
+    CopyThreads(3).copy(target, source)
+    assert torch.equal(target, source)

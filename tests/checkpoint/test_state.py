@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keyhole
-from keyhole.checkpoint import files
+from keyhole.checkpoint import pages
 from keyhole.checkpoint import state as state_file
-from keyhole.checkpoint.files import TENSORS, About, method_state, save_checkpoint
-from keyhole.checkpoint.state import STATE, Damaged, verify
+from keyhole.checkpoint.state import FORMAT, STATE, TENSORS, Damaged, State, verify
+from keyhole.checkpoint.writer import method_state
+from keyhole.errors import UserError
+from tests.checkpoint import written
 
 SCALARS = {"step_count": 7, "scale": 0.1, "list": [1, 2]}
 OTHER = {"loader": {"epoch": 1, "position": 5}, "config": {"seed": 3}, "versions": {"torch": "2"}}
@@ -23,7 +25,7 @@ OTHER = {"loader": {"epoch": 1, "position": 5}, "config": {"seed": 3}, "versions
 
 def write(path: Path, model: Any) -> dict[str, Any]:
     saved = SCALARS | {"w/exp_avg": torch.randn(4, 5), "w/step": torch.tensor(3.0)}
-    save_checkpoint(path, model, saved, About(12, **OTHER))
+    written.write(path, model, saved, State(12, **OTHER))
     return saved
 
 
@@ -55,11 +57,10 @@ def test_a_failed_write_leaves_the_old_checkpoint(
     write(path, model)
     before = verify(path)
 
-    def fail(path: Path, tensors: Any) -> None:
-        path.write_bytes(b"half")
+    def fail(file: int, data: memoryview, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_tensors", fail)
+    monkeypatch.setattr(pages, "write_at", fail)
     with pytest.raises(OSError):
         write(path, model)
     assert verify(path) == before
@@ -135,14 +136,11 @@ def test_weights_that_the_state_does_not_list_are_refused(whole: Path, tmp_path:
         verify(path)
 
 
-def test_states_before_runs_had_ids_are_read(whole: Path, tmp_path: Path) -> None:
-    """They lack two fields."""
-    path = shutil.copytree(whole, tmp_path / "checkpoint-12")
-    content = json.loads((path / STATE).read_text())
-    for name in ("crc32", "run", "base"):
-        del content[name]
-    (path / STATE).write_text(state_file.dump(content))
-    assert verify(path).run is None and verify(path).base is None
+@pytest.mark.parametrize("version", [1, FORMAT + 1, None])
+def test_another_version_is_refused_and_no_damage(whole: Path, tmp_path: Path, version: int | None) -> None:
+    """So that no older checkpoint is used instead."""
+    with pytest.raises(UserError, match=f"another version of keyhole.*format {version}; this one reads"):
+        verify(edited(whole, tmp_path, format=version))
 
 
 def test_files_that_are_no_files_are_refused(whole: Path, tmp_path: Path) -> None:
