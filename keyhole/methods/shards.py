@@ -19,17 +19,15 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.model.backward.sink import chunk
+from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.ranks import Ranks
 
 
-class GradientParts:
+class GradientParts(Sink):
     """A sink in front of a method's, for a model whose units are sharded."""
-
-    accumulates, by_factors, by_expert, surveys, update_key = False, False, False, 0, None
 
     def __init__(self, model: Model) -> None:
         self.model, self.ranks = model, model.ranks
@@ -55,9 +53,6 @@ class GradientParts:
         return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
 
     # -- Sink ------------------------------------------------------------------------------------------------------
-
-    def updated(self, tensors: list[FlatTensor]) -> None:
-        raise AssertionError("nothing is recorded here")
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         unit = self.unit_at.get(tensor.start)

@@ -230,7 +230,7 @@ def _may_record(
 
 
 def _fits_in_budget(layout: Layout, streamed: set[int], work: Workload, room: Room) -> bool:
-    """Whether a budget has room for recordings beside the planned step (model/backward/recorded_visits.py)."""
+    """Whether a budget has room for recordings beside the planned step (model/backward/recorded.py)."""
     left = (room.limit_bytes or 0) - reverse_bytes(layout, streamed, work, room).total
     b = room.formats.dtype.itemsize
     needed = COPIES * b * _block_numel(layout)

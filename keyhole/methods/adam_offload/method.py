@@ -57,6 +57,7 @@ from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
+from keyhole.model.backward.sink import Found, Sink, runs_of
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -64,11 +65,10 @@ from keyhole.offload import arena
 from keyhole.offload.workers import Workers
 
 
-class AdamOffload(Method):
+class AdamOffload(Method, Sink):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
 
     name = "adam-offload"
-    accumulates, by_factors, by_expert, surveys, update_key = False, False, False, 0, None  # as a sink
 
     def __init__(
         self,
@@ -217,21 +217,21 @@ class AdamOffload(Method):
         """Computes the norm and sends the gradient to the host."""
         torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
         unit = self.state.trained[tensor.start].unit
-        gathered = self.reverse.visits is not None  # then the next block overwrites the buffer during the copy
+        gathered = self.reverse.recorded is not None  # then the next block overwrites the buffer during the copy
         self.exchange.put(unit.index, tensor.start - unit.start, grad.clone() if gathered else grad)
         self.current.starts[unit.index].append(tensor.start)
 
-    def run_of_gradients(self, tensors: list[FlatTensor], grads: list[torch.Tensor], together: torch.Tensor) -> None:
-        """Like `gradient`, for adjacent tensors of a unit: one copy. (Each costs the host more than a kernel's
-        launch.)"""
-        unit = self.state.trained[tensors[0].start].unit
-        for tensor, grad in zip(tensors, grads, strict=True):
-            torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
-        self.exchange.put(unit.index, tensors[0].start - unit.start, together)
-        self.current.starts[unit.index] += [tensor.start for tensor in tensors]
-
-    def updated(self, tensors: list[FlatTensor]) -> None:
-        """Not used: no update is captured as a CUDA graph."""
+    def gradients_together(self, found: list[Found]) -> None:
+        """Like `gradient`, with one copy for adjacent tensors. (Each costs the host more than a kernel's launch.)"""
+        grads = {tensor.start: grad for tensor, _, grad in found}
+        for run in runs_of([tensor for tensor, _, _ in found]):
+            unit = self.state.trained[run[0].start].unit
+            for tensor in run:
+                norm = self.current.norms_K[self.slots[tensor.start]]
+                torch.linalg.vector_norm(grads[tensor.start], dtype=torch.float32, out=norm)
+            together = torch.cat([grads[tensor.start].flatten() for tensor in run])
+            self.exchange.put(unit.index, run[0].start - unit.start, together)
+            self.current.starts[unit.index] += [tensor.start for tensor in run]
 
     def finished(self, unit: Unit) -> bool:
         """The unit's gradients are being sent; its update is submitted now, or after the backward pass."""

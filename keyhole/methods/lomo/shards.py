@@ -39,7 +39,7 @@ class Shards(GradientParts):
         self.sink: UpdateSink | NormSink
 
     @property
-    def surveys(self) -> int:  # type: ignore[override]
+    def surveys(self) -> int:
         return self.sink.surveys
 
     def in_front_of(self, sink: Any) -> "Shards":

@@ -18,16 +18,16 @@ from keyhole import ops
 from keyhole.methods.lomo.squares import Squares
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
+from keyhole.model.backward.sink import Sink, SinkPolicy
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 
-class UpdateSink:
+class UpdateSink(Sink):
     """The sink of the second backward pass, or of the only one: every gradient updates its tensor. Its settings are the
     method's."""
 
-    accumulates = by_factors = False
-    by_expert = True
+    policy = SinkPolicy(by_expert=True)
     model: Model
     lr: float
     weight_decay: WeightDecay
@@ -160,17 +160,17 @@ class UpdateSink:
         return self.lr, decay
 
 
-class NormSink:
+class NormSink(Sink):
     """The sink of the first of two backward passes: sums squares and changes nothing."""
 
-    accumulates, by_factors, by_expert, surveys = False, False, True, 0
+    policy = SinkPolicy(by_expert=True)
 
     def __init__(self, method: UpdateSink) -> None:
         self.method = method
-        self.update_key = None if method.update_key is None else "norm"
 
-    def updated(self, tensors: list[FlatTensor]) -> None:
-        """Does nothing."""
+    @property
+    def update_key(self) -> Hashable | None:
+        return None if self.method.update_key is None else "norm"
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         grad_OI = self.method.buffer[: w_OI.numel()].view(w_OI.shape)
@@ -181,9 +181,3 @@ class NormSink:
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         total, scale = self.method.squares.of(tensor), self.method.grad_scale
         ops.sum_squares_(grad.contiguous(), total, scale, offset=tensor.start)
-
-    def unmet(self, tensor: FlatTensor) -> bool:
-        return True
-
-    def finished(self, unit: Unit) -> bool:
-        return False

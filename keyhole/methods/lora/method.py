@@ -40,7 +40,7 @@ from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.methods.wrapped import State
 from keyhole.model.backward.reverse import Reverse
-from keyhole.model.backward.sink import Nothing
+from keyhole.model.backward.sink import Sink
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
@@ -101,7 +101,7 @@ class LoRA(ByTorch):
             with self.dropout.step():
                 with self.reverse.sweep():
                     loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
-                    self.reverse.reverse(Nothing())
+                    self.reverse.reverse(Sink())
                 if several:
                     loss = total_loss(self.model, loss)
                     self._add_up_gradients()

@@ -34,6 +34,7 @@ from keyhole.errors import UserError
 from keyhole.methods.lsp.fit import Gradient, bias, fit, norm_squared, transfer_moments
 from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.traits import OURS, LearningRule
+from keyhole.model.backward.sink import Sink, SinkPolicy
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.ops.lsp.projector import Projector
@@ -95,11 +96,11 @@ class Learning:
         target.rescale()
 
 
-class Check:
+class Check(Sink):
     """A sink that measures the bias of projectors and fits new ones, and changes no weight. targets: by the first
     element; moments_of: returns Adam's moments of a target. found, biases: by name, before and after fits."""
 
-    accumulates, by_factors, by_expert, surveys, update_key = True, True, False, 0, None
+    policy = SinkPolicy(accumulates=True, by_factors=True)
 
     def __init__(self, learning: Learning, targets: dict[int, Target], step_count: int, moments_of: MomentsOf) -> None:
         self.learning, self.targets, self.moments_of = learning, targets, moments_of

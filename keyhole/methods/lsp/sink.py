@@ -5,7 +5,7 @@
 
 Each target has its place in the buffer of its unit (gradient_buffers.py). The step remembers which targets have
 received something, and the weights that they belong to. `linear` is one kernel at fixed addresses, so it may be
-captured together with the backward pass of a block (`Recordable`, model/backward/sink.py), unless gradients of the
+captured together with the backward pass of a block (`RecordableSink`, model/backward/sink.py), unless gradients of the
 block go to the host: then buffers alternate. What happens to complete gradients is in update.py.
 """
 
@@ -18,15 +18,15 @@ from keyhole.methods.lsp.adam import DeviceAdam
 from keyhole.methods.lsp.gradient_buffers import GradientBuffers, Targets, view_in
 from keyhole.methods.lsp.step import LSPStep
 from keyhole.methods.lsp.target import Target
+from keyhole.model.backward.sink import RecordableSink, SinkPolicy
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 
-class GradientSink:
+class GradientSink(RecordableSink):
     """Receives the gradients of all targets. lengths: numbers of each unit's buffer; device: has the moments of the
     units whose gradients stay on the device."""
 
-    by_factors, by_expert, update_key = True, False, None
-    accumulates, surveys = True, 0  # S sums every product of a linear layer (model/backward/sink.py)
+    policy = SinkPolicy(accumulates=True, by_factors=True)  # S sums every product of a linear layer
 
     def __init__(self, units: Targets, lengths: dict[int, int], gradients: GradientBuffers, device: DeviceAdam) -> None:
         self.lengths, self.gradients, self.device = lengths, gradients, device
@@ -46,10 +46,7 @@ class GradientSink:
         if target is not None:
             target.add_gradient(*self._sum_of(target, w), grad)
 
-    def updated(self, tensors: list[FlatTensor]) -> None:
-        """Not used: updates are captured here, not by the reverse sweep."""
-
-    # -- Recordable (model/backward/sink.py) -----------------------------------------------------------------------
+    # -- RecordableSink (model/backward/sink.py) -------------------------------------------------------------------
 
     def state(self, units: list[Unit]) -> Hashable | None:
         """None if buffers alternate because gradients go to the host: then nothing is captured."""

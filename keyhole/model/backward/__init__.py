@@ -11,8 +11,7 @@ activation_store.py   block inputs in host memory between forward and backward p
 recompute.py          recomputation of a block, whose linear layers offer their gradients as factors
 experts.py            gradients of experts that are loaded one at a time
 kept_blocks.py        blocks that keep all their activations, as many as fit
-recorded.py           small blocks as CUDA graphs; recorded_visits.py: which blocks
-static_memory.py      what such graphs read and write, at fixed addresses
+recorded.py           small blocks as CUDA graphs (model/recorder.py)
 unit_gradients.py     the buffer for the gradients of such blocks
 compiled.py, compiled_linear.py    recomputation and backward pass of blocks that run through torch.compile
 attention.py                       attention whose backward pass gives the same bits every time

@@ -27,3 +27,17 @@ class BlockGraph:
         ends, wanted = [y for y, _ in pairs], [*self.inputs, *parameters]
         found = torch.autograd.grad(ends, wanted, [g for _, g in pairs], allow_unused=True, retain_graph=keep)
         return list(found[: len(self.inputs)]), list(found[len(self.inputs) :])
+
+    def reaches(self, tensors: set[int]) -> bool:
+        """Whether any of these tensors (ids) would get a gradient."""
+        outputs = [v for v in tree_flatten(self.output)[0] if isinstance(v, torch.Tensor)]
+        seen: set[Any] = {None}
+        left: list[Any] = [y.grad_fn for y in outputs]
+        while left:
+            node = left.pop()
+            if node not in seen:
+                seen.add(node)
+                if node.name().endswith("AccumulateGrad") and id(node.variable) in tensors:
+                    return True
+                left += [before for before, _ in node.next_functions]
+        return False

@@ -65,7 +65,7 @@ class ExpertGradients:
 
     @property
     def by_expert(self) -> bool:
-        return bool(self.reverse.gradients.sink.by_expert)
+        return bool(self.reverse.gradients.sink.policy.by_expert)
 
     @contextmanager
     def held(self, experts: Experts, units: Units, sides: tuple[int, ...], expert: int) -> Iterator[list[Any]]:

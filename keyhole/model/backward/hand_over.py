@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.backward.recorded_visits import RecordedVisits
+from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.structure.layout import FlatTensor, Unit
 
@@ -26,7 +26,7 @@ class HandOver:
 
     def __init__(self, tensors: list[FlatTensor]) -> None:
         self.sink: Sink = None  # type: ignore[assignment]  # None: no backward pass is running
-        self.visits: RecordedVisits | None = None  # is told which gradients arrive
+        self.recorded: RecordedBlocks | None = None  # is told which products the sink accepts
         self.is_final = False  # after this visit param.grad holds the complete gradient
         self.visited_once = False  # the current block is visited once: a product that it offers is complete
         self.stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, for the current block
@@ -36,13 +36,13 @@ class HandOver:
         self._chunks: dict[int, list[Unit]] = {}  # id(param) -> the units that hold its rows, if it is cut into them
         self._tensor = {id(t.param): t for t in tensors}
 
-    def begin(self, sink: Sink, visits: RecordedVisits | None) -> None:
+    def begin(self, sink: Sink, recorded: RecordedBlocks | None) -> None:
         """A backward pass begins."""
-        self.sink, self.visits, self.count = sink, visits, 0
+        self.sink, self.recorded, self.count = sink, recorded, 0
 
     def end(self) -> None:
         """The step is over, also after an error."""
-        self.sink, self.visits = None, None  # type: ignore[assignment]
+        self.sink, self.recorded = None, None  # type: ignore[assignment]
         self.is_final = self.visited_once = False
         self._chunks.clear()
         self.leave_block()
@@ -69,10 +69,10 @@ class HandOver:
     def offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:
         """Whether the sink has taken the product. used_once: the block uses the weight once."""
         w_OI = self.stored.get(id(weight))
-        offered = w_OI is not None and ((self.visited_once and used_once) or self.sink.accumulates)
+        offered = w_OI is not None and ((self.visited_once and used_once) or self.sink.policy.accumulates)
         accepted = w_OI is not None and offered and self.sink.linear(self._tensor[id(weight)], w_OI, dy_MO, x_MI)
-        if accepted and self.visits is not None:
-            self.visits.note_offer(self._tensor[id(weight)])
+        if accepted and self.recorded is not None:
+            self.recorded.note_offer(self._tensor[id(weight)])
         return accepted
 
     def offer_at(self, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
@@ -80,19 +80,17 @@ class HandOver:
         param = self._param_at.get(w_OI.data_ptr())
         if param is None:
             raise UserError("compile: this model computes with a part or a copy of a weight; set compile=false")
-        if not self.sink.accumulates and (id(param) in self._offered or not self.visited_once):
+        if not self.sink.policy.accumulates and (id(param) in self._offered or not self.visited_once):
             raise UserError("compile: this model uses a weight twice in one pass; set compile=false")
         self._offered.add(id(param))
         accepted = self.sink.linear(self._tensor[id(param)], self.stored[id(param)], dy_MO, x_MI)
         assert accepted, "a sink cannot decline what a compiled block offers"
-        if self.visits is not None:
-            self.visits.note_offer(self._tensor[id(param)])
+        if self.recorded is not None:
+            self.recorded.note_offer(self._tensor[id(param)])
 
     @torch.no_grad()
     def accumulated(self, param: nn.Parameter) -> None:
         """Hook: autograd has added to param.grad (or nothing, if an offer was accepted). Hands it over if complete."""
-        if self.visits is not None:
-            self.visits.note_gradient(param)
         if self.is_final and id(param) in self.stored and param.grad is not None:
             grad, param.grad = param.grad, None
             self.count += 1

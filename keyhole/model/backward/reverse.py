@@ -36,7 +36,6 @@ from keyhole.model.backward.hand_over import HandOver
 from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks
-from keyhole.model.backward.recorded_visits import RecordedVisits
 from keyhole.model.backward.refusals import check_hooks, check_loss, check_model, check_reached, refused_losses
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.backward.tape import Tape, is_training
@@ -90,14 +89,13 @@ class Reverse:
         self.vocabulary = VocabularyGradients(model)
         records = fused and (activations in ("block", "auto") or keeps_all) and model.reverse_graphs
         records = records and model.graphs is not None and not model.sharded and not model.layout.experts
-        self.visits: RecordedVisits | None = None
+        self.recorded: RecordedBlocks | None = None
         if records and has_room(model, spare):
-            recorded = RecordedBlocks(spare, len(self.blocks), rehearses=self.compiled is not None)
-            run_whole = weakly(self._run_whole)
             room = KeptBlocks(model, spare) if keeps_all else self.kept
             if room is not None:
                 no_stream_warning(model.changes)
-            self.visits = RecordedVisits(model, self.blocks, self.units_of, recorded, run_whole, room)
+            compiles = self.compiled is not None
+            self.recorded = RecordedBlocks(model, self.units_of, weakly(self._run_whole), spare, compiles, room)
         self.tape: Tape = None  # type: ignore[assignment]
         self.hidden: list[Any] = []
         self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
@@ -111,11 +109,6 @@ class Reverse:
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
                 tensor.param.register_post_accumulate_grad_hook(weakly(self.gradients.accumulated))
-
-    @property
-    def recorded(self) -> RecordedBlocks | None:
-        """The CUDA graphs of blocks; None if there are none."""
-        return None if self.visits is None else self.visits.blocks
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -190,13 +183,11 @@ class Reverse:
         """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these. alone: there is one pass,
         on this thread; may_draw: a block may draw random numbers."""
         tokens = [one.inputs["input_ids"].numel() for one in batches]
-        if self.visits is not None and not self.visits.blocks.spare.covers(tokens):
-            self.visits.end()
-            self.visits = None
-        if self.visits is not None:
-            self.visits.begin()
-        first_run = None if self.visits is None else self.visits.first_run
-        small = self.visits is not None and self.visits.are_small(batches)
+        if self.recorded is not None and not self.recorded.spare.covers(tokens):
+            self.recorded.end()
+            self.recorded = None
+        first_run = None if self.recorded is None else self.recorded.first_run
+        small = self.recorded is not None and self.recorded.begin(batches)
         if self.compiled is not None:
             if small and alone:
                 return Tape("block", self.store, None, first_run, through=self.compiled.without_tape, may_draw=may_draw)
@@ -210,8 +201,9 @@ class Reverse:
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
-        gathers = self.visits is not None and (self.compiled is None or self.tape.through is not None)
-        self.gradients.begin(self.visits.front_of(sink) if self.visits is not None and gathers else sink, self.visits)
+        if self.recorded is not None and (self.compiled is None or self.tape.through is not None):
+            sink = self.recorded.front_of(sink)
+        self.gradients.begin(sink, self.recorded)
         self.last = last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
@@ -245,7 +237,7 @@ class Reverse:
         table is also handed over in the chunks that its units hold."""
         engine, units = self.model.engine, self.layout.units
         gradients = self.gradients
-        gradients.begin(sink, self.visits)
+        gradients.begin(sink, self.recorded)
         gradients.stored |= {id(t.param): t.param.data for t in self.layout.tensors}
         gradients.is_final = True
         if in_chunks:
@@ -280,13 +272,11 @@ class Reverse:
                 gradients.is_final = to_come[block] == 0 and visit is visits[-1]
                 offering = nullcontext() if self.compiled is None else self.compiled.offering()
                 with offers_go_to(gradients.offer_at), offering:
-                    if self.visits is not None and self.visits.takes(visit, gradients.sink):
-                        how = self._run_again, gradients.stored, gradients.accumulated
-                        self.visits.reverse(visit, gradients.sink, *how)
-                    else:
-                        visit.reverse(partial(self._run_again, block), self.last)
-            if self.visits is not None:
-                self.visits.block_done()
+                    grads = visit.take_output_grads()
+                    how = gradients.sink, grads, self._run_again, gradients.stored, gradients.accumulated
+                    if self.recorded is None or not self.recorded.reverse(visit, *how):
+                        visit.reverse(grads, partial(self._run_again, block), self.last)
+                    del grads, how
             self._release_block(block, done=to_come[block] == 0)
             if self.last:
                 stops.pop()
@@ -370,9 +360,7 @@ class Reverse:
                 grad, tensor.param.grad = tensor.param.grad, None
                 w = view(stored, tensor, unit.start)
                 found.append((tensor, w, torch.zeros_like(w) if grad is None else grad))
-        if self.visits is None or not self.visits.hand_over(self.gradients.sink, found):
-            for tensor, w, grad in found:
-                self.gradients.sink.gradient(tensor, w, grad)
+        self.gradients.sink.gradients_together(found)
         if self.gradients.sink.finished(unit):
             engine.commit(unit.index)
         engine.release(unit.index)
@@ -382,8 +370,8 @@ class Reverse:
         self.tape, self.hidden = None, []  # type: ignore[assignment]
         self.vocabulary.forget()
         self.gradients.end()
-        if self.visits is not None:
-            self.visits.leave()
+        if self.recorded is not None:
+            self.recorded.leave()
         if self.experts is not None:
             self.experts.drop()
         for tensor in self.layout.tensors:

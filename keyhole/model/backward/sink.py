@@ -7,106 +7,100 @@ many times before.
 """
 
 from collections.abc import Hashable
-from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
 
 import torch
 
 from keyhole.model.structure.layout import FlatTensor, Unit
 
+Found = tuple[FlatTensor, torch.Tensor, torch.Tensor]
+"""(tensor, its weights, its gradient)"""
 
-class Sink(Protocol):
-    """Receives every gradient once. w is the tensor as it is stored at home; it is on the device during the call."""
 
-    @property
-    def accumulates(self) -> bool:
-        """True: the sink is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight,
-        and sums them itself. False: it is offered only products that are the complete gradient."""
+@dataclass(frozen=True)
+class SinkPolicy:
+    """How a sink takes gradients."""
+
+    accumulates: bool = False
+    """It is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight, and sums them
+    itself; else only products that are the complete gradient."""
+    by_factors: bool = False
+    """It takes products of linear layers as (dy, x), never as a tensor."""
+    by_expert: bool = False
+    """Each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); else a stack is one
+    tensor."""
+
+
+class Sink:
+    """Receives every gradient once. w is the tensor as it is stored at home; it is on the device during the call. This
+    one is for a model whose own weights are all frozen: it receives nothing and changes nothing."""
+
+    policy = SinkPolicy()
 
     @property
     def surveys(self) -> int:
         """How many times the chunks of a table are shown (`survey`) before they are handed over (`gradient`)."""
-
-    @property
-    def by_factors(self) -> bool:
-        """True: the sink takes products of linear layers as (dy, x), never as a tensor."""
+        return 0
 
     @property
     def update_key(self) -> Hashable | None:
-        """What the launches of `gradient` depend on besides addresses. Set it if they are our own kernels at fixed
-        addresses and all values that change from step to step are on the device; they may then be captured as a CUDA
-        graph (unit_gradients.py). None: they may not."""
-
-    @property
-    def by_expert(self) -> bool:
-        """True: each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); the sink is
-        an ExpertSink. False: a stack is one tensor."""
-
-    def updated(self, tensors: list[FlatTensor]) -> None:
-        """A graph replay has done on the device what `gradient` does with these tensors."""
-
-    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
-        """Shows the gradient of a chunk. turn: how often it was shown before. w must not be changed."""
+        """What the launches of `gradient` depend on besides addresses, if they are our own kernels at fixed addresses
+        and all values that change from step to step are on the device; they may then be captured as a CUDA graph
+        (unit_gradients.py). None: they may not."""
+        return None
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """Offers a gradient dy^T x as its factors. True: accepted. w may be changed, since dx has been computed."""
+        return False
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Hands over a complete gradient. w may be changed."""
+        raise AssertionError(f"{tensor.name} is frozen and has a gradient")
+
+    def gradients_together(self, found: list[Found]) -> None:
+        """Hands over several complete gradients of one unit."""
+        for one in found:
+            self.gradient(*one)
 
     def finished(self, unit: Unit) -> bool:
         """All gradients of the unit were handed over. True: its weights have changed, and must be written back."""
-
-
-class ExpertSink(Sink, Protocol):
-    """A sink that receives each expert as a tensor of its own."""
+        return False
 
     def unmet(self, tensor: FlatTensor) -> bool:
         """No token was routed to this expert: its gradient is zero. True: the sink needs nothing more; False: it needs
         `gradient` all the same."""
-
-
-class Nothing:
-    """The sink of a model whose own weights are all frozen: it receives nothing and changes nothing."""
-
-    accumulates, by_factors, by_expert, surveys = False, False, False, 0
-    update_key: Hashable | None = None
-
-    def updated(self, tensors: list[FlatTensor]) -> None:
-        """Never called."""
+        return True
 
     def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
-        """Never called."""
+        """Shows the gradient of a chunk. turn: how often it was shown before. w must not be changed."""
 
-    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        return False
-
-    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        raise AssertionError(f"{tensor.name} is frozen and has a gradient")
-
-    def finished(self, unit: Unit) -> bool:
-        return False
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        """A graph replay has done on the device what `gradient` does with these tensors."""
 
 
-@runtime_checkable
-class Recordable(Protocol):
+class RecordableSink(Sink):
     """A sink whose `linear` only writes to memory of its own, at fixed addresses: it may be captured together with the
     backward pass of a block (recorded.py). units: those of the block."""
 
     def state(self, units: list[Unit]) -> Hashable | None:
         """A key on which the launches of the next offers depend. None: they must not be captured now."""
+        raise NotImplementedError
 
     def memory(self, units: list[Unit]) -> list[torch.Tensor]:
         """The tensors that offers write to."""
+        raise NotImplementedError
 
     def mark(self) -> object:
         """The host-side state of the offers so far."""
+        raise NotImplementedError
 
     def rewind(self, mark: object) -> None:
         """Restores that state: the offers since then will be made again."""
+        raise NotImplementedError
 
     def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
         """A graph replay has done on the device what `linear` does with these tensors and their weights."""
+        raise NotImplementedError
 
 
 def chunk(unit: Unit) -> FlatTensor:
@@ -117,3 +111,14 @@ def chunk(unit: Unit) -> FlatTensor:
         return tensor
     shape = torch.Size((last - first, tensor.shape[1]))
     return replace(tensor, name=f"{tensor.name}[{first}:{last}]", start=unit.start, shape=shape)
+
+
+def runs_of(tensors: list[FlatTensor]) -> list[list[FlatTensor]]:
+    """The tensors in order, those that are adjacent together."""
+    runs: list[list[FlatTensor]] = []
+    for tensor in sorted(tensors, key=lambda one: one.start):
+        if runs and runs[-1][-1].stop == tensor.start:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return runs

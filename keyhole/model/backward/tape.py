@@ -60,7 +60,7 @@ class Visit:
     def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable, index: int) -> None:
         self.block, self.module, self.forward, self.index = block, module, forward, index
         self.store, self.compiled = tape.store, tape.compiled
-        self.first_run, self.through, self.may_draw = tape.first_run, tape.through, tape.may_draw
+        self.run_first, self.through, self.may_draw = tape.first_run, tape.through, tape.may_draw
         self.has_graph = block >= tape.first_kept or tape.compiled is not None
         self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that need a gradient, by their index among the inputs
@@ -90,7 +90,7 @@ class Visit:
             output, written = self._leave(self._with_graph(values))
         else:
             with torch.no_grad():
-                output = self._run(values) if self.first_run is None else self.first_run(self, values)
+                output = self._run(values) if self.run_first is None else self.run_first(self, values)
             self.values = [self.store.put(v.detach()) if i in self.origins else v for i, v in enumerate(values)]
             output, written = self._leave(output)
         for mapping, new in zip(shared, written, strict=True):
@@ -103,6 +103,10 @@ class Visit:
     def is_plain(self) -> bool:
         """Whether the block is a function of its inputs and weights: no mapping, no random numbers."""
         return not self.empty_mappings and self.random is None
+
+    def first_run(self, values: list[Any]) -> tuple[Any, list[dict[Any, Any]]]:
+        """The output of the block, and what it wrote into its mappings."""
+        return (self.run(values), []) if self.is_plain else self._run(values)
 
     def run(self, values: list[Any]) -> Any:
         """The output of a plain visit. Compiled code differs with and without a graph, so it always runs with one."""
@@ -195,12 +199,11 @@ class Visit:
         again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
         return BlockGraph(list(inputs.values()), again[0])
 
-    def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
-        """The backward pass of the block, whose parameters are bound. run_again(call) recomputes the forward
-        (recompute.py). last: this visit needs no further backward pass."""
+    def reverse(self, grads: list[Any], run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
+        """The backward pass of the block, whose parameters are bound, from the gradients of its outputs.
+        run_again(call) recomputes the forward (recompute.py). last: this visit needs no further backward pass."""
         inputs: dict[int, torch.Tensor] = {}
         outputs: list[Any] = [*self.graph]
-        grads = self.take_output_grads()
         if not self.has_graph:
             values = [self.store.get(v, last) if isinstance(v, HostActivation) else v for v in self.values]
             if all(grad is None for grad in grads):  # nothing that is differentiated depends on this visit
@@ -218,7 +221,8 @@ class Visit:
             ends, of_ends = zip(*pairs, strict=True)
             torch.autograd.backward(ends, of_ends, retain_graph=self.has_graph and not last)
             del ends, of_ends
-        del outputs, edges, pairs, grads
+        del outputs, edges, pairs
+        grads.clear()
         for i, origin in self.origins.items():
             grad = self.arrived.pop(i, None) if self.has_graph else inputs[i].grad
             if grad is not None:

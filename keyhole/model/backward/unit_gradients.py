@@ -5,30 +5,38 @@ buffer that the next layer reuses. A CUDA graph (recorded.py) must write to fixe
 weights. So for small blocks UnitGradients stands between the two:
 
     linear      product <- dy^T x, in the block's buffer; products of further micro-batches are added, as in autograd
-    finished    the sink gets each of these gradients, complete, in the order in which they came; or adjacent ones
-                together
+    finished    the sink gets these gradients, complete, in the order in which they came
 
 If a sink's updates are kernels at fixed addresses, with their numbers (rate, step) on the device, they are captured as
-well: one launch for all matrices of a unit.
+well: one launch for all matrices of a unit, one for all vectors.
 
 Bytes: one block's gradients, at most FREE_SHARE of the free memory. With a budget the buffer is used if COPIES of it
 are left beside the planned step (model/spare_memory.py): while a backward pass is captured there are two copies more,
 to compare and to restore. The sink computes the same numbers either way, so this choice may depend on memory.
 """
 
-from collections.abc import Hashable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable
+from typing import Protocol
 
 import torch
 
-from keyhole.model.backward.recorded import RecordedBlocks
-from keyhole.model.backward.sink import Sink
+from keyhole.model.backward.sink import Found, RecordableSink, Sink, SinkPolicy
 from keyhole.model.model import Model
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 
 FREE_SHARE = 1 / 16
 COPIES = 4
+
+
+class Updates(Protocol):
+    """What records updates (recorded.py)."""
+
+    spare: SpareMemory
+
+    def update(self, depends_on: Hashable, run: Callable[[], None]) -> bool: ...
+
+    def is_static(self, tensor: torch.Tensor) -> bool: ...
 
 
 def block_bytes(layout: Layout, itemsize: int) -> int:
@@ -49,42 +57,23 @@ def has_room(model: Model, spare: SpareMemory) -> bool:
     return needed <= spare.left() * FREE_SHARE
 
 
-@runtime_checkable
-class TakesRuns(Protocol):
-    """A sink that can use the gradients of adjacent tensors at once: one copy to the host instead of several."""
-
-    def run_of_gradients(self, tensors: list[FlatTensor], grads: list[torch.Tensor], together: torch.Tensor) -> None:
-        """together: a copy of all of them, one after the other as in their unit, which the sink may keep."""
-
-
-def runs_of(tensors: list[FlatTensor]) -> list[list[FlatTensor]]:
-    """The tensors in order, those that are adjacent together."""
-    runs: list[list[FlatTensor]] = []
-    for tensor in sorted(tensors, key=lambda one: one.start):
-        if runs and runs[-1][-1].stop == tensor.start:
-            runs[-1].append(tensor)
-        else:
-            runs.append([tensor])
-    return runs
-
-
-class UnitGradients:
+class UnitGradients(RecordableSink):
     """A sink in front of another sink. The buffer holds one block: finish it before the next."""
 
-    accumulates, by_expert = True, False
+    policy = SinkPolicy(accumulates=True)
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, recorded: RecordedBlocks) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype, recorded: Updates) -> None:
         self.recorded = recorded
         numel = block_bytes(layout, dtype.itemsize) // dtype.itemsize
         trains = any(tensor.param.requires_grad for tensor in layout.tensors)
-        self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.device)  # compared later: no nan
+        self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.spare.device)  # no nan: compared
         recorded.spare.held["gradients"] = self.buffer.nbytes
         begins: dict[int | None, int] = {}
         for unit in reversed(layout.of_kind("block")):
             begins[unit.block] = unit.start
         self.begin_of = {t.start: t.start - begins[u.block] for u in layout.of_kind("block") for t in u.tensors}
         self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # tensors of the current block, their weights
-        self.sink: Sink  # set during a backward pass
+        self.sink = Sink()  # set during a backward pass
 
     @property
     def surveys(self) -> int:
@@ -92,21 +81,21 @@ class UnitGradients:
 
     def in_front_of(self, sink: Sink) -> "UnitGradients":
         """Sets the sink that receives the gradients from now on."""
-        self.sink, self.hands_over_runs = sink, isinstance(sink, TakesRuns)
+        self.sink = sink
         self.received.clear()
         return self
 
     def leave(self) -> None:
         """The backward pass is over: drops the sink, which holds a reference to the Reverse."""
         self.received.clear()
-        self.__dict__.pop("sink", None)
+        self.sink = Sink()
 
     def view(self, tensor: FlatTensor) -> torch.Tensor:
         """The tensor's place in the buffer."""
         begin = self.begin_of[tensor.start]
         return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
 
-    # -- Recordable (sink.py) --------------------------------------------------------------------------------------
+    # -- RecordableSink --------------------------------------------------------------------------------------------
 
     def state(self, units: list[Unit]) -> Hashable:
         """Whether the next products overwrite or add."""
@@ -118,12 +107,11 @@ class UnitGradients:
     def mark(self) -> dict[str, tuple[FlatTensor, torch.Tensor]]:
         return dict(self.received)
 
-    def rewind(self, mark: dict[str, tuple[FlatTensor, torch.Tensor]]) -> None:
+    def rewind(self, mark: dict[str, tuple[FlatTensor, torch.Tensor]]) -> None:  # type: ignore[override]
         self.received = dict(mark)
 
     def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
-        for tensor, w in offers:
-            self.received[tensor.name] = (tensor, w)
+        self.received |= {tensor.name: (tensor, w) for tensor, w in offers}
 
     # -- Sink ------------------------------------------------------------------------------------------------------
 
@@ -144,6 +132,19 @@ class UnitGradients:
             grad = grad + self.view(tensor)
         self.sink.gradient(tensor, w, grad)
 
+    def gradients_together(self, found: list[Found]) -> None:
+        """Passes on gradients of a unit; the updates from those at fixed addresses are one launch, if possible."""
+        key = self.sink.update_key
+        fixed = [] if key is None else [one for one in found if self._is_fixed(one[2])]
+        where = tuple([(tensor.start, w.data_ptr(), grad.data_ptr()) for tensor, w, grad in fixed])
+        if fixed and self.recorded.update((where, key), lambda: self.sink.gradients_together(fixed)):
+            self.sink.updated([tensor for tensor, _, _ in fixed])
+        if others := found if key is None else [one for one in found if not self._is_fixed(one[2])]:
+            self.sink.gradients_together(others)
+
+    def _is_fixed(self, grad: torch.Tensor) -> bool:
+        return grad._base is self.buffer or self.recorded.is_static(grad)
+
     def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
         self.sink.survey(tensor, w, grad, turn)
 
@@ -152,23 +153,5 @@ class UnitGradients:
         inside = [one for one in self.received.values() if unit.start <= one[0].start < unit.stop]
         for tensor, _ in inside:
             del self.received[tensor.name]
-
-        def hand_over() -> None:
-            if self.hands_over_runs:
-                takes_runs: Any = self.sink
-                for run in runs_of([tensor for tensor, _ in inside]):
-                    begin = self.begin_of[run[0].start]
-                    together = self.buffer[begin : begin + run[-1].stop - run[0].start].clone()
-                    takes_runs.run_of_gradients(run, [self.view(tensor) for tensor in run], together)
-                return
-            for tensor, w in inside:
-                self.sink.gradient(tensor, w, self.view(tensor))
-
-        how = self.sink.update_key
-        if inside and how is not None:
-            where = tuple((tensor.start, w.data_ptr()) for tensor, w in inside)
-            if self.recorded.update((unit.index, where, how), hand_over):
-                self.sink.updated([tensor for tensor, _ in inside])
-        else:
-            hand_over()
+        self.gradients_together([(tensor, w, self.view(tensor)) for tensor, w in inside])
         return self.sink.finished(unit)

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.model.forward.graphs import signature_of, tensors_of
 from keyhole.model.forward.low_rank import Share, rows_of_look
+from keyhole.model.recorder import signature_of, tensors_of
 from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.reach import first_use
 

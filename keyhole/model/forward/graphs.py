@@ -25,8 +25,7 @@ of the graphs: one block's activations.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from types import NoneType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from torch import nn
 
 from keyhole.machine.captures import capturing
 from keyhole.model.forward.users_hooks import UsersHooks
+from keyhole.model.recorder import same_bits, signature_of, tensors_of, with_tensors
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
 SMALL_FLOP = 4e11  # per block and pass
@@ -134,11 +134,11 @@ class BlockGraphs:
                 one.inputs[i].copy_(now[0])
                 one.last[i] = now if i else None  # input 0, the hidden states, is always new
         one.graph.replay()
-        output = _replace(one.output, iter([tensor.clone() for tensor in tensors_of(one.output)]))
+        output = with_tensors(one.output, iter([tensor.clone() for tensor in tensors_of(one.output)]))
         if (key, unit) not in self.checked:
             expected = ordinary(*args, **kwargs)
             changed = any(v is not None and t._version != v for t, v in zip(tensors, versions, strict=True))
-            self.checked[key, unit] = not changed and _same(output, expected)
+            self.checked[key, unit] = not changed and same_bits(output, expected)
             return expected
         return output
 
@@ -147,8 +147,8 @@ class BlockGraphs:
         one.inputs = [tensor.clone() for tensor in tensors_of([*args, *kwargs.values()])]
         one.last = [None] * len(one.inputs)
         static = iter(one.inputs)
-        static_args = tuple(_replace(value, static) for value in args)
-        static_kwargs = {name: _replace(value, static) for name, value in kwargs.items()}
+        static_args = tuple(with_tensors(value, static) for value in args)
+        static_kwargs = {name: with_tensors(value, static) for name, value in kwargs.items()}
         if not any(self.recorded.values()):  # a pool goes with its last graph, also one that was not kept
             self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.model.device)
@@ -160,44 +160,3 @@ class BlockGraphs:
             torch.cuda.synchronize(self.model.device)
             return None
         return None if signature_of(one.output) is None else one
-
-
-PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
-
-
-def signature_of(value: Any) -> tuple | None:
-    """Equal for values that one graph can serve: everything except the contents of their tensors. None: no graph can,
-    since the value has a part that might change unnoticed."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return kind, value.shape, value.stride(), value.dtype, value.device
-    if kind in PLAIN:
-        return kind, value
-    if kind not in (tuple, list, dict):
-        return None
-    parts = [signature_of(part) for part in (value.values() if kind is dict else value)]
-    return None if None in parts else (kind, *(value if kind is dict else ()), *parts)
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors in a value, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
-
-
-def _replace(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The same value with its tensors taken from an iterator."""
-    if isinstance(value, torch.Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {name: _replace(part, tensors) for name, part in value.items()}
-    return type(value)(_replace(part, tensors) for part in value) if isinstance(value, tuple | list) else value
-
-
-def _same(mine: Any, theirs: Any) -> bool:
-    """Whether two outputs are equal to the bit. Waits for the device, once per block."""
-    if signature_of(mine) != signature_of(theirs):
-        return False
-    return all(torch.equal(x, y) for x, y in zip(tensors_of(mine), tensors_of(theirs), strict=True))

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import keyhole
 from keyhole.model.backward.reverse import Reverse
+from keyhole.model.backward.sink import Sink, SinkPolicy
 from keyhole.model.structure.layout import FlatTensor, Unit
 from tests.model.decoders import config
 
@@ -17,15 +18,20 @@ def load(name: str = "llama", **changes: Any) -> keyhole.Model:
     return keyhole.load(config(name, **changes), init="random", device="cpu")
 
 
-class Collect:
+class Collect(Sink):
     """A sink that keeps every gradient by the name of its tensor. accepts: whether it takes offers of linear layers."""
 
     def __init__(self, accepts: bool = True, accumulates: bool = False, surveys: int = 0) -> None:
-        self.accepts, self.accumulates, self.surveys = accepts, accumulates, surveys
+        self.accepts, self.accumulates, self.shows = accepts, accumulates, surveys
+        self.policy = SinkPolicy(accumulates=accumulates)
         self.surveyed: list[tuple[str, int, torch.Tensor]] = []
         self.found: Gradients = {}
         self.offers = 0
         self.finished_units: list[str] = []
+
+    @property
+    def surveys(self) -> int:
+        return self.shows
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         self.offers += 1

@@ -43,22 +43,13 @@ def needed(method: Any, tokens: int) -> int:
 
 
 def test_passes_of_a_step_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them ask before the first is recorded, and then share what there is: not each the whole of it."""
+    """They share what there is, with those of earlier steps: what these have made is not counted twice."""
     method, recorded = with_budget("lomo", 0, monkeypatch)
     recorded.spare = SpareMemory(plan(2.5 * needed(method, 12) + 7), recorded.device)
-    visits = method.reverse.visits
-    assert [visits._fits(turn, 12) for turn in range(4)] == [True, True, False, False]
-    assert visits._fits(1, 6) and visits._fits(0, 12)
-
-
-def test_what_was_promised_and_made_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shorter shape of the same pass needs no more than the recordings of the longer one left."""
-    method, recorded = with_budget("lomo", 0, monkeypatch)
-    recorded.spare = SpareMemory(plan(1.9 * needed(method, 12) + 7), recorded.device)
-    visits = method.reverse.visits
-    assert visits._fits(0, 12)
-    recorded.spare.held["graphs"] = int(0.8 * needed(method, 12))
-    assert visits._fits(0, 6) and not visits._fits(1, 12)
+    assert [recorded._fits((12,) * passes) for passes in (1, 3, 2)] == [True, False, True]
+    assert recorded._fits((6, 12))
+    recorded.spare.held["graphs"] = int(0.8 * 2 * needed(method, 12))
+    assert recorded._fits((6, 6)) and not recorded._fits((12, 24))
 
 
 def test_nothing_more_is_recorded_when_recordings_hold_more_than_there_was_room_for(
@@ -69,7 +60,7 @@ def test_nothing_more_is_recorded_when_recordings_hold_more_than_there_was_room_
     for step in range(4):
         method.step(batch(**ROWS, seed=step))
     count, replays = len(recorded.recordings), recorded.replays
-    assert method.reverse.visits._fits(1, 12)
+    assert method.reverse.recorded._fits((12, 12))
     recorded.spare.held["graphs"] = 2**31
     method.step(batch(**ROWS, seed=4))
     for _ in range(3):
@@ -89,8 +80,8 @@ def test_a_step_beyond_the_plan_has_the_whole_budget(name: str, longer: str, mon
     plain = METHODS[name](model)
     for number, each in enumerate(steps):
         assert float(method.step(each)) == float(plain.step(each))
-        assert (method.reverse.visits is None) == (number >= 4)
-        assert bool(recorded.recordings) == (number in (1, 2, 3))
+        assert (method.reverse.recorded is None) == (number >= 4)
+        assert number == 0 or bool(recorded.recordings) == (number <= 3)
     assert recorded.replays and not recorded.spare.held
     for each in (method, plain):
         each.flush()

@@ -4,7 +4,6 @@ A CUDA graph is imitated by running its function again: on static memory, and wi
 remembered. (That real graphs give the same bits: test_recorded.py.)
 """
 
-from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -16,46 +15,46 @@ import keyhole
 from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.model.backward.recorded import RecordedBlocks
-from keyhole.model.backward.recorded_visits import RecordedVisits
 from keyhole.model.backward.reverse import Reverse
-from keyhole.model.forward.graphs import tensors_of
+from keyhole.model.backward.sink import RecordableSink
+from keyhole.model.recorder import Recording, tensors_of
 from keyhole.model.spare_memory import SpareMemory
+from keyhole.weak import weakly
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 
 
-class Graph:
+class Graph(Recording):
     """Runs a function again; of what Python did then, the sink forgets everything."""
 
     def __init__(self, recorded: "Imitated", run: Callable[[], Any]) -> None:
-        self.recorded, self.run, self.result, self.kept = recorded, run, None, []
-        self.graph = self
+        super().__init__(self, None)
+        self.recorded, self.run = recorded, run
 
-    def replay(self) -> None:
-        sink, offering = self.recorded.owner.gradients.sink, self.recorded.owner.visits._offering
-        mark = sink.mark() if hasattr(sink, "mark") else None
+    def replay(self) -> Any:
+        recorded, sink = self.recorded, self.recorded.owner.gradients.sink
+        mark = sink.mark() if isinstance(sink, RecordableSink) else None
         self.result = self.run()
-        self.recorded.owner.visits._offering = offering
         if mark is not None:
             sink.rewind(mark)
-        assert all(self.recorded.is_static(t) for t in tensors_of(self.result)), "a result would be overwritten"
-        self.recorded.replays += 1
+        assert all(recorded.is_static(t) for t in tensors_of(self.result)), "a result would be overwritten"
+        recorded.replays += 1
+        return self.result
 
 
 class Imitated(RecordedBlocks):
     """Recordings without a GPU."""
 
-    def __init__(self, reverse: Reverse) -> None:
-        self.device, self.block_count, self.owner = torch.device("cpu"), len(reverse.blocks), reverse
-        self.spare = SpareMemory(None, self.device)
-        self.recordings, self.copied, self.places, self.static, self.why = {}, {}, {}, set(), ""
-        self.ran, self.kept_pools, self.rehearses = {}, {}, reverse.compiled is not None
+    def __init__(self, method: Any, keeps: bool) -> None:
+        reverse: Reverse = method.reverse
+        how = (weakly(reverse._run_whole), SpareMemory(None, torch.device("cpu")), reverse.compiled is not None)
+        super().__init__(method.model, reverse.units_of, *how, Room() if keeps else None)  # type: ignore[arg-type]
+        self.owner = reverse
         self.kept_in: dict[int, list[tuple[Any, int]]] = {}  # by pool: pass and shape, block
         self.alive: list[Any] = []  # pools, so that no two have one id
-        self.seen, self.most = Counter(), Counter()
         self.replays = self.drops = 0
 
-    def _new_pool(self) -> Any:
+    def new_pool(self) -> Any:
         return object()
 
     def _kept_pool(self, of: Any, block: int) -> Any:
@@ -64,7 +63,7 @@ class Imitated(RecordedBlocks):
         self.alive.append(pool)
         return pool
 
-    def _capture(self, run: Callable[[], Any], pool: Any = None) -> Any:
+    def capture(self, run: Callable[[], Any], pool: Any = None, kind: str = "") -> Any:
         return Graph(self, run)
 
     def forget(self) -> None:
@@ -81,13 +80,11 @@ class Room:
 
 def recording(method: Any, imitated: type[Imitated] = Imitated, keeps: bool = False) -> Imitated:
     """Has a method on a CPU record what it would record on a GPU. keeps: with its activations."""
-    reverse, model = method.reverse, method.model
-    recorded, room = imitated(reverse), Room() if keeps else None
-    reverse.visits = RecordedVisits(model, reverse.blocks, reverse.units_of, recorded, reverse._run_whole, room)
+    recorded = method.reverse.recorded = imitated(method, keeps)
     if isinstance(method, keyhole.LOMO):
-        method.numbers = None if method.waits else StepNumbers(model.device)
+        method.numbers = None if method.waits else StepNumbers(method.model.device)
     if isinstance(method, keyhole.LSP):
-        method.updates.recorded, method.updates.numbers = recorded, StepNumbers(model.device)
+        method.updates.recorded, method.updates.numbers = recorded, StepNumbers(method.model.device)
     return recorded
 
 
@@ -244,8 +241,8 @@ def test_no_recording_is_kept_under_an_address_that_was_given_up() -> None:
     yet. What lies in the old memory is copied from then on, and another tensor may come to lie at its address."""
     model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
     method = keyhole.LOMO(model)
-    recorded = recording(method)
-    for step, length in enumerate((9, 9, 6, 6, 9)):
+    recorded = recording(method, keeps=True)
+    for step, length in enumerate((9, 9, 6, 6, 6, 9)):
         method.step(batch(rows=2, length=length, seed=step))
     assert recorded.drops == 1
     sources = {address for key in recorded.recordings if key[0] != "update" for part in key[1:] for address in part}
@@ -308,9 +305,9 @@ class Failing(Imitated):
         finally:
             self.reverses = False
 
-    def _capture(self, run: Callable[[], Any], pool: Any = None) -> Any:
+    def capture(self, run: Callable[[], Any], pool: Any = None, kind: str = "") -> Any:
         if not self.reverses:
-            return super()._capture(run, pool)
+            return super().capture(run, pool)
         self.capturing = True
         try:
             with pytest.raises(RuntimeError, match="capturing"):
@@ -345,7 +342,7 @@ def test_a_recording_that_fails_in_the_middle_loses_no_gradient(name: str) -> No
 
 def test_a_full_table_of_recordings_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more are made, and those that exist are replayed."""
-    monkeypatch.setattr("keyhole.model.backward.recorded.MAX_GRAPHS", 5)
+    monkeypatch.setattr("keyhole.model.backward.recorded.MOST_GRAPHS", 5)
     model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
     method = keyhole.LOMO(model)
     recorded, replays = recording(method), []

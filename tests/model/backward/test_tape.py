@@ -47,7 +47,7 @@ def plain(call: Callable[[nn.Module], Any]) -> Any:
 def reverse(tape: Tape, last: bool = True) -> None:
     for stop in reversed(tape.stops):
         for visit in stop.values():
-            visit.reverse(plain, last)
+            visit.reverse(visit.take_output_grads(), plain, last)
 
 
 def grads(blocks: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import keyhole
-from keyhole.model.backward.recorded import SIGHTS, RecordedBlocks
-from keyhole.model.forward.graphs import BlockGraphs, signature_of
+from keyhole.model import recorder
+from keyhole.model.forward.graphs import BlockGraphs
+from keyhole.model.recorder import signature_of
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.find import find_blocks
 from tests.methods.zo.loops import EPS, load
@@ -175,10 +176,9 @@ def test_a_pool_whose_last_graph_is_gone_is_not_used_again(monkeypatch: pytest.M
     pools, used = itertools.count(), []
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(Recorder, "capture_begin", lambda self, pool, **_: used.append(pool) or self.__enter__())
-    recorded, x = RecordedBlocks(SpareMemory(None, torch.device("cpu")), 2), torch.ones(4)
-    for block, run in enumerate((lambda values: values[0] + torch.rand(4), lambda values: 2 * values[0])):
-        for _ in range(SIGHTS):
-            recorded.forward(0, block, [x], (), run)
+    recorded, x = recorder.Recorder(SpareMemory(None, torch.device("cpu")), most=9), torch.ones(4)
+    for key, run in enumerate((lambda: x + torch.rand(4), lambda: 2 * x)):
+        recorded.verified(key, recorded.capture(run), run())
     assert [one is not None for one in recorded.recordings.values()] == [False, True]
     assert used[0] != used[1]
 

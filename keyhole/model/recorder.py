@@ -1,0 +1,233 @@
+"""The one recorder of CUDA graphs: key, room, capture, verify, replay.
+
+A step of small kernels takes as long as the host needs to launch them, one by one. A CUDA graph launches all kernels of
+a call at once, but at the memory addresses of its capture. So a call is recorded like this:
+
+    key        all that its launches depend on, except the contents of tensors: shapes, addresses, settings. It is
+               captured when it is due: libraries choose kernels and workspaces in the first calls
+    room       at most `most` graphs, and no more memory than there is beside the planned step (spare_memory.py)
+    capture    the call on static memory, on a stream of its own (one for all: cuBLAS keeps a workspace per stream)
+    verify     the first replay has to give the bits of the eager call; else this key runs eagerly from then on. So
+               graphs change no number
+    replay     copies what is not in static memory yet, and launches the graph
+
+All graphs share one memory pool for their temporaries, so any replay may overwrite what another one has left there.
+What is used later lies in static memory:
+
+    inputs     a place for each shape, unless that very tensor was copied there last: rotary tables and masks are copied
+               once per pass, not once per block
+    results    a row of one allocation per kind, such as "output of a pass": as many rows as blocks, each as long as the
+               longest shape so far; a shorter shape uses the beginning of its row. A result is the next graph's input
+               where it lies. If a longer shape comes, the allocation is made anew, and all recordings, which have the
+               old addresses, are dropped (`forget`)
+
+A pool is freed with its last graph. One whose capture has failed may be refused later (machine/captures.py), so the
+next capture gets a new one.
+"""
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from types import NoneType
+from typing import Any
+
+import torch
+
+from keyhole.machine.captures import capturing
+from keyhole.model.spare_memory import SpareMemory
+
+Values = list[Any]
+OTHER_BITS = "a recording gave other bits"
+PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
+NUMBERS = itertools.count(1)
+
+
+class Recording:
+    """A CUDA graph, and the value whose tensors it writes."""
+
+    def __init__(self, graph: Any, result: Any) -> None:
+        self.graph, self.result = graph, result
+        self.number = next(NUMBERS)  # no other has it, while the id of an object comes back
+        self.kept: list[Any] = []  # of a block's forward: its autograd graph, if that is kept
+        self.offers: list[Any] = []  # of a block's reverse: tensors whose products the sink has accepted
+
+    def replay(self) -> Any:
+        self.graph.replay()
+        return self.result
+
+
+class _Place:
+    """Static memory for an input, and the tensor that was last copied there."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.memory = value.detach().clone()
+        self.source: Callable[[], torch.Tensor | None] = lambda: None
+        self.version: int | None = None
+
+    def take(self, value: torch.Tensor) -> torch.Tensor:
+        version = None if value.is_inference() else value._version
+        if self.source() is not value or version is None or version != self.version:
+            self.memory.copy_(value)
+            self.source, self.version = weakref.ref(value), version
+        return self.memory
+
+
+class Recorder:
+    """Recordings by key, and their static memory. most: how many; sights: a call is captured the so-manieth time."""
+
+    def __init__(self, spare: SpareMemory, most: int, sights: int = 2) -> None:
+        self.spare, self.device, self.most, self.sights = spare, spare.device, most, sights
+        self.recordings: dict[Hashable, Any] = {}  # Recording; None: runs eagerly
+        self.seen: Counter[Hashable] = Counter()
+        self.why = ""  # the reason of the last capture that failed
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
+        self.inputs: dict[Hashable, _Place] = {}
+        self.results: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]
+        self.longest: Counter[Hashable] = Counter()  # by place of results: elements of the longest shape so far
+        self.static: set[int] = set()  # addresses of results
+
+    # -- key and room ----------------------------------------------------------------------------------------------
+
+    def is_due(self, kind: Hashable) -> bool:
+        """Counts a call; whether it is to be captured or replayed."""
+        self.seen[kind] += 1
+        return self.seen[kind] >= self.sights
+
+    def has_room(self, key: Hashable) -> bool:
+        """Whether the key has a recording, or may get one."""
+        return key in self.recordings or not (len(self.recordings) >= self.most or self.spare.is_spent)
+
+    # -- capture, verify, forget -----------------------------------------------------------------------------------
+
+    def capture(self, run: Callable[[], Any], pool: Any = None, kind: str = "graphs") -> Recording | None:
+        """Captures run(); nothing is computed. None: it cannot be captured. pool: instead of the common one."""
+        if not any(self.recordings.values()):
+            self.pool = None
+        self.stream = self.stream or torch.cuda.Stream(self.device)
+        self.pool, graph = self.new_pool() if self.pool is None else self.pool, torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        try:
+            with self.spare.holding(kind), capturing(graph, self.pool if pool is None else pool, self.stream):
+                return Recording(graph, run())
+        except BaseException as error:  # a host read, no memory, whatever the model cannot do in a capture
+            self.pool, self.why = None, str(error).partition("\n")[0]
+            if not isinstance(error, Exception):
+                raise
+            return None
+        finally:
+            torch.cuda.synchronize(self.device)
+            self.spare.held["static memory"] = self.static_bytes
+
+    def new_pool(self) -> Any:
+        """A pool of memory for temporaries of graphs."""
+        return torch.cuda.graph_pool_handle()
+
+    def verified(self, key: Hashable, one: Recording | None, expected: Any) -> Any:
+        """Keeps a recording if its replay gives the expected bits; the result of the call."""
+        self.recordings[key] = None
+        if one is None:
+            return expected
+        if not same_bits(one.replay(), expected):
+            self.why = OTHER_BITS
+            return expected
+        self.recordings[key] = one
+        return one.result
+
+    def forget(self) -> None:
+        """Drops all recordings, and their static memory."""
+        if self.device.type == "cuda":  # the last replay may be running
+            torch.cuda.synchronize(self.device)
+        for kept in (self.recordings, self.inputs, self.results, self.static):
+            kept.clear()
+        self.pool = None
+        for kind in ("graphs", "kept graphs", "static memory"):
+            self.spare.held.pop(kind, None)
+
+    # -- static memory ---------------------------------------------------------------------------------------------
+
+    @property
+    def static_bytes(self) -> int:
+        """Of all static memory."""
+        copies = sum(place.memory.nbytes for place in self.inputs.values())
+        return copies + sum(rows.nbytes for rows in self.results.values())
+
+    def is_static(self, tensor: torch.Tensor) -> bool:
+        """Whether the next replay may overwrite this tensor."""
+        return tensor.data_ptr() in self.static
+
+    def sources_of(self, values: Values) -> tuple[int, ...]:
+        """Per tensor its address if a replay has written it there; else 0: it will be copied to static memory."""
+        return tuple(t.data_ptr() if self.is_static(t) else 0 for t in tensors_of(values))
+
+    def copy_in(self, owner: Hashable, values: Values) -> Values:
+        """The values with their tensors in static memory. owner: values of other owners lie elsewhere."""
+        found = list(values)
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor) and not self.is_static(value):
+                key = (owner, i, value.shape, value.stride(), value.dtype)
+                if key not in self.inputs:
+                    self.inputs[key] = _Place(value)
+                found[i] = self.inputs[key].take(value)
+        return found
+
+    def places_for(self, what: Hashable, row: int, rows: int, like: Values) -> list[torch.Tensor]:
+        """Static memory for the tensors of a result. If it has to grow, all recordings are dropped; what is allocated
+        again has room for the longest shape so far."""
+        found = []
+        for i, tensor in enumerate(like):
+            key = (what, i, tensor.dtype)
+            self.longest[key] = numel = max(self.longest[key], -(-tensor.numel() // 64) * 64)
+            if key not in self.results or self.results[key].shape[1] < numel:
+                if key in self.results:
+                    self.forget()
+                self.results[key] = torch.empty(rows, numel, dtype=tensor.dtype, device=self.device)
+            found.append(self.results[key][row, : tensor.numel()].view(tensor.shape))
+        self.static |= {place.data_ptr() for place in found}
+        return found
+
+
+# -- values with tensors in them --------------------------------------------------------------------------------------
+
+
+def signature_of(value: Any) -> tuple | None:
+    """Equal for values that one graph can serve: everything except the contents of their tensors. None: no graph can,
+    since the value has a part that might change unnoticed."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return kind, value.shape, value.stride(), value.dtype, value.device
+    if kind in PLAIN:
+        return kind, value
+    if kind not in (tuple, list, dict):
+        return None
+    parts = [signature_of(part) for part in (value.values() if kind is dict else value)]
+    return None if None in parts else (kind, *(value if kind is dict else ()), *parts)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The same value with its tensors taken from an iterator."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if isinstance(value, dict):
+        return {name: with_tensors(part, tensors) for name, part in value.items()}
+    return type(value)(with_tensors(part, tensors) for part in value) if isinstance(value, tuple | list) else value
+
+
+def copy_into(places: list[torch.Tensor], value: Any) -> Any:
+    """The same value with its tensors copied to these places."""
+    return with_tensors(value, iter([place.copy_(x) for place, x in zip(places, tensors_of(value), strict=True)]))
+
+
+def same_bits(mine: Any, theirs: Any) -> bool:
+    """Whether two values are equal to the bit. Waits for the device."""
+    alike = signature_of(mine) == signature_of(theirs)
+    return alike and all(map(torch.equal, tensors_of(mine), tensors_of(theirs)))
