@@ -11,6 +11,7 @@ classification.py   models that classify a text
 attached.py  the methods that train a model: the interface to them, and updates that they have deferred
 by_hand.py   what a caller changes in the module between steps
 rank_duties.py   what one of several ranks does for a model
+recorder.py      CUDA graphs: key, room, capture, verify, replay
 spare_memory.py  device memory for what makes steps faster and need not be, such as CUDA graphs
 
 Rows that are computed together:
