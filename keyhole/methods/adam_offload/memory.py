@@ -42,8 +42,8 @@ from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.adam_offload.exchange import LANDING
-from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
+from keyhole.methods.adam_offload.updates import SLOTS, chunk_of
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
 from keyhole.methods.workload import Room, Workload

@@ -46,12 +46,10 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods import shards
 from keyhole.methods.adam_offload.exchange import Exchange
-from keyhole.methods.adam_offload.fingerprint import fingerprint
-from keyhole.methods.adam_offload.gpu_updates import open_lane
-from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state, waiting_bytes
 from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_ranges
-from keyhole.methods.adam_offload.state import AdamState, AdamStep
+from keyhole.methods.adam_offload.state import AdamState, AdamStep, fingerprint
+from keyhole.methods.adam_offload.updates import Updates
 from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.own_settings import checked_rate
@@ -107,7 +105,7 @@ class AdamOffload(Method, Sink):
         self.pool = Workers(threads, helper=helped)
         decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         rule = {"beta1": beta1, "beta2": beta2, "eps": eps}
-        self.state = AdamState(model.layout, rule, decay, self.pool.threads, cut)
+        self.state = AdamState(model.layout, rule, decay, cut)
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.on_host}
         pages = [unit.index for unit in self.state.units]
         again: dict[str, Any]
@@ -117,10 +115,9 @@ class AdamOffload(Method, Sink):
         self._end = weakref.finalize(self, self.exchange.finish)
         for unit in self.state.units:
             self.state.start(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))
-        self.lane, self.who = open_lane(self.state, self.exchange, model.dtype) if helped else (None, "")
-        if model.engine.cuda and masters and self.lane is None:
-            arena.pin(arena.storage_of(self.state.flats[0]), model.device)
-        self.updates = UpdateJobs(self.state, self.exchange, self.lane)
+        self.updates = Updates(self.state, self.exchange, model.dtype, helped)
+        if model.engine.cuda and masters and not self.updates.helps:
+            arena.pin(arena.storage_of(self.state.states.arrays["master"]), model.device)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are adjacent
         self.current: Any = None  # the AdamStep, after the first
         self.parts = AdamParts(model, self) if model.sharded else None
@@ -260,8 +257,8 @@ class AdamOffload(Method, Sink):
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        if self.lane is not None and self.current is not None and not self.current.settled:
-            self.lane.settle()
+        if self.updates.helps and self.current is not None and not self.current.settled:
+            self.updates.settle()
             self.current.settled = True
         if not self.is_whole:
             raise UserError(
@@ -297,16 +294,16 @@ class AdamOffload(Method, Sink):
         if self.current is None:
             return {}
         found = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
-        return found if self.lane is None else found | {"gpu_updates": self.lane.share}
+        return found | {"gpu_updates": self.updates.share} if self.updates.helps else found
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
-        gib = 12 * self.state.flats[0].numel() / 2**30
+        gib = self.state.states.bytes / 2**30
         when = "at the end of the reverse, under the next forward" if self._clips_at_end else "as gradients arrive"
         when = "between reverse and forward" if self.schedule == "monolithic" else when
         return [
             f"adam-offload: {gib:.2f} GiB of fp32 state in host memory, {self.pool.threads} threads; updates {when}"
-            + (f"; {self.who}" if self.who else ""),
+            + (f"; {self.updates.who}" if self.updates.who else ""),
             *self.dropout.describe(),
         ]
 

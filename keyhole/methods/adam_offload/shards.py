@@ -91,7 +91,7 @@ class AdamParts(GradientParts):
         norms_K, first = step.norms(starts)[0], step.slots[starts[0]]
         own_K = torch.zeros_like(norms_K)
         for start in starts:
-            begin, end = method.state.ours(method.state.trained[start])
+            begin, end = method.state.ours(unit, start, method.state.trained[start].stop)
             if begin < end:
                 torch.linalg.vector_norm(part[begin:end], out=own_K[step.slots[start] - first])
                 method.exchange.put(unit.index, begin, part[begin:end])

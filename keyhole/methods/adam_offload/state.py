@@ -1,37 +1,48 @@
 """Master weights and Adam's moments of the whole model in host memory, updated unit by unit.
 
-Three flat fp32 arrays, in the order of the layout (model/structure/layout.py) without frozen units: 12 bytes per
-parameter, however the model is cut into units and wherever the weights live. (An array is page-locked, and therefore
-committed, as a whole.) A tensor's state is a view of the arrays, so saving copies nothing, and the state of a resident
-run can be resumed in a streamed one.
+Three flat fp32 arrays (methods/states.py), in the order of the layout without frozen units: 12 bytes per parameter,
+however the model is cut into units and wherever the weights live. A tensor's state is a view of the arrays, so saving
+copies nothing, and the state of a resident run can be resumed in a streamed one.
 
 As in torch, a tensor without a gradient in a step stays unchanged: no update, no decay, and its own count of updates
 (for the bias correction) does not change. Adjacent tensors with equal counts and equal weight decay are updated
 together, padding included.
 
-On several ranks (methods/shards.py) the arrays hold this rank's part of each sharded unit, and ranges are relative to
-the beginning of that part. Every rank has the update counts of all tensors.
+On several ranks (shards.py) the arrays hold this rank's part of each sharded unit, and ranges are relative to the
+beginning of that part. Every rank has the update counts of all tensors.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from keyhole.disk.tensors import Ranges, range_of
 from keyhole.errors import UserError
+from keyhole.methods.states import Piece, States
 from keyhole.methods.weight_decay import WeightDecay
+from keyhole.model.backward.sink import chunk
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
-from keyhole.model.weights.homes import view
-from keyhole.offload import arena
-from keyhole.ops.adam import CHUNK_PER_THREAD, host_adamw_
+from keyhole.ops.adam import host_adamw_
 
 NAMES = ("master", "exp_avg", "exp_avg_sq")
 PART = 32 * 2**20  # elements per update job: some 10 ms
+WIDTH = 256  # 64-bit integers of a row of a fingerprint
+
+
+@torch.no_grad()
+def fingerprint(flat: torch.Tensor) -> torch.Tensor:
+    """Equal for equal weights, without a copy of them: their bits as 64-bit integers in rows of WIDTH, each row summed
+    (modulo 2^64). Another value changes its sum, and so does an exchange of two weights, unless both are in one row and
+    in the same place of their integers."""
+    flat, row = flat.detach(), WIDTH * 8 // flat.element_size()
+    if flat.storage_offset() * flat.element_size() % 8:  # not where an integer may begin
+        flat = flat.clone()
+    whole = flat.numel() // row * row
+    rest = flat[whole:].contiguous().view(torch.uint8).long()
+    return torch.cat([flat[:whole].view(torch.int64).view(-1, WIDTH).sum(dim=1), rest])
 
 
 @dataclass(frozen=True)
@@ -46,20 +57,16 @@ class Trained:
 
 def trained_in(unit: Unit) -> list[Trained]:
     """The trained tensors of a unit, in order. (The spine of a model without a final norm of its own has none.)"""
-    if not unit.tensors:
-        return []
-    if unit.rows is not None:
-        param = unit.tensors[0].param
-        return [Trained(unit, unit.start, unit.stop, param)] if param.requires_grad else []
-    stops = [t.start for t in unit.tensors[1:]] + [unit.stop]
-    pairs = zip(unit.tensors, stops, strict=True)
+    tensors = [chunk(unit)] if unit.rows is not None else unit.tensors
+    stops = [*(t.start for t in tensors[1:]), unit.stop]
+    pairs = zip(tensors, stops, strict=False)
     return [Trained(unit, t.start, stop, t.param) for t, stop in pairs if t.param.requires_grad]
 
 
 @dataclass(frozen=True)
 class Part:
     """[begin, end) of this rank's part of a unit: adjacent tensors with equal update counts and weight decay. `step`:
-    the number of the next update; `starts`: the trained tensors that begin here."""
+    the number of the next update; `starts`: the trained tensors that are counted with it."""
 
     begin: int
     end: int
@@ -96,21 +103,20 @@ class AdamStep:
             return not torch.isfinite(self.numbers[-1])
         return self.bad or not torch.isfinite(self.norms(starts)[1]).all()
 
+    @property
     def clip(self) -> float:
         return float(self.numbers[-2]) if self.waits_for_norm else 1.0
 
 
 class AdamState:
-    """The three arrays, and the update of any part of them. trained: by the index of the first element; threads: number
-    of torch threads of the caller; cut: by unit, the first element and the number of elements that this rank keeps, if
-    it does not keep all."""
+    """The three arrays, and the update of any part of them. trained: by the index of the first element; cut: by unit,
+    the first element and the number of elements that this rank keeps, if it does not keep all."""
 
     def __init__(
         self,
         layout: Layout,
         rule: dict[str, float],
         decay: WeightDecay,
-        threads: int,
         cut: dict[int, tuple[int, int]] | None = None,
     ) -> None:
         self.layout, self.rule, self.decay, self.cut = layout, rule, decay, cut or {}
@@ -118,42 +124,23 @@ class AdamState:
         self.units = list({t.unit.index: t.unit for t in self.trained.values()}.values())
         self.steps = dict.fromkeys(self.trained, 0)
         self.kept = {unit.index: self.cut.get(unit.index, (0, unit.numel)) for unit in self.units}
-        places = list(accumulate((self.kept[unit.index][1] for unit in self.units), initial=0))
-        self.places = {unit.index: place for unit, place in zip(self.units, places, strict=False)}  # in the arrays
-        self.flats = [arena.host_memory(4 * places[-1]).view(torch.float32) for _ in NAMES]
-        self.scratch = torch.empty(CHUNK_PER_THREAD * threads)
+        self.states = States({unit: numel for unit, (_, numel) in self.kept.items()}, NAMES)
 
     def of(self, unit: Unit, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
         """[master, exp_avg, exp_avg_sq] of a range of this rank's part of a unit."""
-        place = self.places[unit.index]
-        at = slice(place + begin, place + (self.kept[unit.index][1] if end is None else end))
-        return [flat[at] for flat in self.flats]
+        return self.states.of(unit.index, begin, end)
 
-    def _of(self, tensor: FlatTensor) -> list[torch.Tensor]:
-        """[master, exp_avg, exp_avg_sq] of a trained tensor; the chunks of a table are adjacent."""
-        unit = self.trained[tensor.start].unit
-        return [view(flat, tensor, unit.start - self.places[unit.index]) for flat in self.flats]
-
-    def _pieces(self, tensor: FlatTensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """For each unit that a sharded tensor spans (a table spans several): the index in the tensor at which this
-        rank's part begins, and the part's [master, exp_avg, exp_avg_sq]."""
-        for unit in (u for u in self.units if u.start < tensor.stop and tensor.start < u.stop):
-            first, numel = self.kept[unit.index]
-            begin, end = max(tensor.start, unit.start + first), min(tensor.stop, unit.start + first + numel)
-            if begin < end:
-                at = begin - unit.start - first
-                yield begin - tensor.start, self.of(unit, at, at + end - begin)
-
-    def ours(self, one: Trained) -> tuple[int, int]:
-        """[begin, end) of a trained tensor in this rank's part of its unit; may be empty."""
-        first, numel = self.kept[one.unit.index]
-        begin, end = (min(max(at - one.unit.start - first, 0), numel) for at in (one.start, one.stop))
+    def ours(self, unit: Unit, start: int, stop: int) -> tuple[int, int]:
+        """[begin, end) of the elements from start to stop in this rank's part of a unit; may be empty."""
+        first, numel = self.kept[unit.index]
+        begin, end = (min(max(at - unit.start - first, 0), numel) for at in (start, stop))
         return begin, end
 
     @property
     def trained_numel(self) -> int:
         """Elements that this rank updates."""
-        return sum(end - begin for begin, end in map(self.ours, self.trained.values()))
+        ranges = [self.ours(one.unit, one.start, one.stop) for one in self.trained.values()]
+        return sum(end - begin for begin, end in ranges)
 
     def start(self, unit: Unit, weights: torch.Tensor) -> None:
         """Sets the master to these weights. Also writes the moments, so that a lack of memory fails here."""
@@ -171,37 +158,44 @@ class AdamState:
     def parts(self, starts: list[int]) -> list[Part]:
         """The parts to update, for tensors with a gradient (by their first elements): adjacent tensors with equal
         update counts and weight decay together, in pieces of at most PART."""
-        ranges: list[list[Any]] = []
-        places: dict[int, int] = {}
+        found: list[Part] = []
+        elsewhere: tuple[int, ...] = ()  # on other ranks, but counted here too
         for at in starts:
             one = self.trained[at]
-            (begin, end), how = self.ours(one), self._how(one)
+            begin, end = self.ours(one.unit, one.start, one.stop)
+            how = self.steps[at] + 1, self.decay.of(one.param)
+            last = found[-1] if found else Part(0, 0, 0, 0.0, ())
             if begin == end:
-                continue
-            places[at] = begin
-            if ranges and ranges[-1][1:] == [begin, how]:
-                ranges[-1][1] = end
+                elsewhere = (*elsewhere, at)
+            elif (last.end, last.step, last.weight_decay) == (begin, *how):
+                found[-1] = replace(last, end=end, starts=(*last.starts, at))
             else:
-                ranges.append([begin, end, how])
-        cuts: list[tuple[int, int, tuple[int, float]]]
-        cuts = [(i, min(i + PART, end), how) for begin, end, how in ranges for i in range(begin, end, PART)]
-        found = [Part(i, j, *how, tuple(at for at, place in places.items() if i <= place < j)) for i, j, how in cuts]
-        elsewhere = tuple(at for at in starts if at not in places)  # on other ranks, but counted here too
-        return [*found, Part(0, 0, 0, 0.0, elsewhere)] if elsewhere else found
+                found.append(Part(begin, end, *how, (at,)))
+        pieces = [
+            replace(part, begin=i, end=min(i + PART, part.end), starts=part.starts if i == part.begin else ())
+            for part in found
+            for i in range(part.begin, part.end, PART)
+        ]
+        return [*pieces, Part(0, 0, 0, 0.0, elsewhere)] if elsewhere else pieces
 
-    def _how(self, one: Trained) -> tuple[int, float]:
-        """The number of a tensor's next update, and its weight decay."""
-        return self.steps[one.start] + 1, self.decay.of(one.param)
-
-    def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float, in_place: bool = True) -> None:
+    def update(
+        self,
+        unit: Unit,
+        part: Part,
+        page: torch.Tensor,
+        lr: float,
+        clip: float,
+        in_place: bool = True,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
         """Updates from the gradients in `page`. in_place: new weights overwrite the gradients; else only the master is
-        updated."""
-        grad, state = page[part.begin : part.end], self.of(unit, part.begin, part.end)
-        weight = grad if in_place else None
-        how: dict[str, Any]
-        how = {"step": part.step, "weight_decay": part.weight_decay, **self.rule}
-        update: Any = host_adamw_
-        update(*state, grad, weight, lr=lr, clip=clip, scratch=self.scratch, **how)
+        updated. scratch: see host_adamw_."""
+        grad, (master, exp_avg, exp_avg_sq) = page[part.begin : part.end], self.of(unit, part.begin, part.end)
+        host_adamw_(
+            master, exp_avg, exp_avg_sq, grad, grad if in_place else None,
+            step=part.step, weight_decay=part.weight_decay, lr=lr, clip=clip, scratch=scratch,
+            beta1=self.rule["beta1"], beta2=self.rule["beta2"], eps=self.rule["eps"],
+        )  # fmt: skip
 
     def count(self, part: Part) -> None:
         """Counts the part's update."""
@@ -212,36 +206,30 @@ class AdamState:
         """Writes the current weights to this range of `page`."""
         page[begin:end].copy_(self.of(unit, begin, end)[0])
 
+    def pieces(self, tensor: FlatTensor) -> list[Piece]:
+        """Where this rank's part of a tensor is; a table may span several units."""
+        units = [u for u in self.units if u.start < tensor.stop and tensor.start < u.stop]
+        found = [(u, *self.ours(u, tensor.start, tensor.stop)) for u in units]
+        return [
+            Piece(u.index, begin, end, u.start + self.kept[u.index][0] + begin - tensor.start)
+            for u, begin, end in found
+            if begin < end
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """State by tensor, as views; for sharded tensors, as ranges."""
         state: dict[str, Any] = {}
-        for tensor in self.layout.tensors:
-            if tensor.start not in self.steps:
-                continue
-            if self.trained[tensor.start].unit.index in self.cut:
-                pieces = list(self._pieces(tensor))
-                for k, name in enumerate(NAMES):
-                    own = [(begin, flats[k]) for begin, flats in pieces]
-                    state[f"{tensor.name}/{name}"] = Ranges(tuple(tensor.shape), torch.float32, own)
-            else:
-                state |= {f"{tensor.name}/{name}": own for name, own in zip(NAMES, self._of(tensor), strict=True)}
+        for tensor in (tensor for tensor in self.layout.tensors if tensor.start in self.steps):
+            whole = self.trained[tensor.start].unit.index not in self.cut
+            state |= self.states.saved(tensor.name, tensor.shape, self.pieces(tensor), whole)
             state[f"{tensor.name}/step"] = self.steps[tensor.start]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads one tensor at a time."""
-        for tensor in self.layout.tensors:
-            if tensor.start not in self.steps:
-                continue
+        for tensor in (tensor for tensor in self.layout.tensors if tensor.start in self.steps):
             if f"{tensor.name}/master" not in state:
                 raise UserError(f"the optimizer state has no {tensor.name}, which this model trains")
-            if self.trained[tensor.start].unit.index in self.cut:
-                for begin, flats in self._pieces(tensor):
-                    for name, own in zip(NAMES, flats, strict=True):
-                        own.copy_(range_of(state, f"{tensor.name}/{name}", begin, own.numel()))
-            else:
-                for name, own in zip(NAMES, self._of(tensor), strict=True):
-                    own.copy_(state[f"{tensor.name}/{name}"])
-            for at in self.steps:
-                if tensor.start <= at < tensor.stop:
-                    self.steps[at] = int(state[f"{tensor.name}/step"])
+            self.states.load(tensor.name, self.pieces(tensor), state)
+            count = int(state[f"{tensor.name}/step"])
+            self.steps |= {at: count for at in self.steps if tensor.start <= at < tensor.stop}

@@ -133,7 +133,7 @@ def test_everything_goes_with_the_method() -> None:
         method = AdamOffload(model, max_grad_norm=0.5, gpu_updates=True, **HOW)
         method.step(batch())
         threads = list(method.pool._threads)
-        parts = [weakref.ref(part) for part in (method, method.state, method.lane, method.exchange)]
+        parts = [weakref.ref(part) for part in (method, method.state, method.updates, method.exchange)]
         del method
         gc.collect()
         assert not any(thread.is_alive() for thread in threads) and not any(part() for part in parts)

@@ -9,9 +9,9 @@ import torch
 
 import keyhole
 from keyhole.methods.adam_offload.exchange import LANDING
-from keyhole.methods.adam_offload.gpu_updates import open_lane
 from keyhole.methods.adam_offload.memory import device_bytes, waiting_bytes
 from keyhole.methods.adam_offload.method import AdamOffload
+from keyhole.methods.adam_offload.updates import SLOTS, Lane, Updates, chunk_of
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.weights.format import Wire
 from keyhole.offload import arena
@@ -45,7 +45,6 @@ def test_who_updates_a_part_changes_no_bit(place: str, clip: float | None, monke
 
     expected = trained(model(), 2, max_grad_norm=clip)
     monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 192)
-    monkeypatch.setattr("keyhole.methods.adam_offload.lane.CHUNK", 128)
     assert same(expected, trained(model(), 2, max_grad_norm=clip, gpu_updates=True))
     alone = model()
     method = AdamOffload(alone, max_grad_norm=clip, gpu_updates=True, **HOW)
@@ -79,7 +78,6 @@ def test_tensors_without_a_gradient_change_no_neighbour(place: str, monkeypatch:
     counts of updates differ within a unit."""
     monkeypatch.setattr("keyhole.model.structure.layout.CHUNK_ROWS", 64)
     monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 64 * 47)
-    monkeypatch.setattr("keyhole.methods.adam_offload.lane.CHUNK", 64 * 11)
     found = []
     for alone in (False, True):
         model = keyhole.load(config("llama", vocab_size=64 + 35), init="random", device="cpu", dtype="bfloat16")
@@ -125,8 +123,7 @@ def test_the_plan_counts_what_the_lane_takes() -> None:
         name = "gpt2" if shape else "llama"
         model = keyhole.load(config(name, **shape), init="random", device="cpu", dtype="bfloat16")
         method = AdamOffload(model, gpu_updates=True, **HOW)
-        buffers = [b for slot in method.lane.lane.slots for b in slot.buffers]
-        lane_bytes = sum(b.numel() * b.element_size() for b in buffers)
+        lane_bytes = SLOTS * chunk_of(max(unit.numel for unit in method.state.units)) * (12 + 2)
         work = Workload(method="adam-offload", tokens=1, passes=1)
         planned = device_bytes(model.layout, set(), work, Room(Wire(torch.bfloat16), workspace_bytes=0))
         assert planned.updates - 4 * LANDING - waiting_bytes(model.layout, 2) == lane_bytes
@@ -160,7 +157,7 @@ def test_a_lane_that_fails_stops_the_run_and_leaves_no_thread(monkeypatch: pytes
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("keyhole.methods.adam_offload.gpu_updates.host_adamw_", fail)
+    monkeypatch.setattr("keyhole.methods.adam_offload.state.host_adamw_", fail)
     method.updates.by_cpu = lambda *job: hold.wait(20)
     with pytest.raises(WorkerFailed, match="the device is gone"):
         method.step(batch())
@@ -173,11 +170,34 @@ def test_a_lane_that_fails_stops_the_run_and_leaves_no_thread(monkeypatch: pytes
 def test_memory_that_is_refused_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU works alone then; what was page-locked for the lane is given back (the master is locked once more)."""
     method, pinned = AdamOffload(load(), **HOW), set()
-    monkeypatch.setattr("keyhole.methods.adam_offload.gpu_updates.use_kernel", lambda device: True)
-    monkeypatch.setattr("keyhole.methods.adam_offload.gpu_updates.squares_of_host", lambda *args, **more: "apart")
+    monkeypatch.setattr("keyhole.methods.adam_offload.updates.use_kernel", lambda device: True)
+    monkeypatch.setattr("keyhole.methods.adam_offload.updates.squares_of_host", lambda *args, **more: "apart")
     monkeypatch.setattr(arena, "pin", lambda flat, device: len(pinned) < 2 and not pinned.add(flat.data_ptr()))
     monkeypatch.setattr(arena, "unpin", lambda flat: pinned.discard(flat.data_ptr()))
-    exchange = SimpleNamespace(engine=SimpleNamespace(cuda=True, device=torch.device("cpu")))
-    lane, why = open_lane(method.state, exchange, torch.float32)
-    assert lane is None and "page-locked" in why and not pinned
+    exchange = SimpleNamespace(engine=SimpleNamespace(cuda=True, device=torch.device("cpu")), pool=method.pool)
+    alone = Updates(method.state, exchange, torch.float32, helped=True)
+    assert not alone.helps and "page-locked" in alone.who and not pinned
     method.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_ranges_go_through_the_lane_one_after_the_other() -> None:
+    """More chunks than slots, a last one that is shorter, twice; the third tensor stays as it was."""
+    dtypes, numel = [torch.float32, torch.float32, torch.bfloat16], 1000 * (2 * SLOTS + 1) + 10
+    lane, seen = Lane(dtypes, torch.device("cuda"), chunk=1000), []
+    flats = [(torch.arange(numel) % 97 + k).to(dtype).pin_memory() for k, dtype in enumerate(dtypes)]
+    before = [flat.clone() for flat in flats]
+
+    def change(begin: int, chunks: list[torch.Tensor]) -> None:
+        seen.append((begin, chunks[0].numel()))
+        chunks[0].add_(chunks[2])
+        chunks[1].mul_(2)
+        chunks[2].zero_()
+
+    ends = [lane.run(flats, 2, change) for _ in range(2)]
+    for end in ends:
+        end()
+    assert sum(count for _, count in seen) == 2 * flats[0].numel() and seen[0] == (0, 1000)
+    assert torch.equal(flats[0], before[0] + 2 * before[2].float())
+    assert torch.equal(flats[1], 4 * before[1]) and torch.equal(flats[2], before[2])

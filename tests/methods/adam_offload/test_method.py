@@ -173,7 +173,7 @@ def test_state_is_views_of_12_bytes_a_parameter() -> None:
     model = load()
     method = AdamOffload(model)
     state = method.state_dict()
-    flats = {flat.untyped_storage().data_ptr() for flat in method.state.flats}
+    flats = {flat.untyped_storage().data_ptr() for flat in method.state.states.arrays.values()}
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     assert {t.untyped_storage().data_ptr() for t in tensors} == flats
     assert sum(t.numel() * t.element_size() for t in tensors) == 12 * sum(t.shape.numel() for t in model.layout.tensors)
@@ -189,7 +189,7 @@ def test_frozen_units_have_no_state() -> None:
                 tensor.param.requires_grad_(frozen not in tensor.name)
         first, second = (AdamOffload(model, **HOW) for model in models)
         layout, units = models[0].layout, [u for u in models[0].layout.units if u.tensors[-1].param.requires_grad]
-        assert {flat.numel() for flat in first.state.flats} == {sum(u.numel for u in units)} != {layout.numel}
+        assert {flat.numel() for flat in first.state.states.arrays.values()} == {sum(u.numel for u in units)} != {layout.numel}
         first.step(batch())
         state = first.state_dict()
         assert not any(frozen in key for key in state)

@@ -14,7 +14,7 @@ RULE = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
 
 
 def make() -> AdamState:
-    state = AdamState(find_layout(build(config("llama"), torch.float32)), RULE, WeightDecay(0.1), threads=1)
+    state = AdamState(find_layout(build(config("llama"), torch.float32)), RULE, WeightDecay(0.1))
     for unit in state.units:
         state.start(unit, torch.linspace(-1, 1, unit.numel))
     return state
