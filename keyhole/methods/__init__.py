@@ -8,6 +8,7 @@ own_settings.py     settings given in Python          step_checks.py         wha
 torch_optimizer.py  for torch's schedulers            by_torch.py            updates by a torch optimizer
 weight_decay.py     which parameters decay            dropout.py             the model's own dropout
 shards.py           gradients on several ranks        step_numbers.py        numbers of a step for CUDA graphs
+states.py           state of optimizers, in the formats of one table
 
 To add a method, add its folder, its row below, and its test. This file and every traits.py import no torch.
 """
