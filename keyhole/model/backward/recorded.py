@@ -292,6 +292,7 @@ class RecordedBlocks(Recorder):
         before, self.offers = [flat.clone() for flat in memory], []
         expected = graph.gradients(grads, own, keep=bool(kept))
         offers, self.offers = self.offers, None
+        del graph  # its nodes of parameters belong to the ordinary stream, and would be those of the captured graph
         after, noted, one = [flat.clone() for flat in memory], sink.mark(), None
         if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
             places = self.places_for(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
