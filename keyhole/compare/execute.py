@@ -64,8 +64,8 @@ from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.probe import environment
 from keyhole.machine.text import counted, duration, without_controls
 from keyhole.model.structure.source import check_directory
-from keyhole.training.lock import locked
 from keyhole.training.request import Parts
+from keyhole.training.rundir import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import train
 from keyhole.training.validation import Judge
@@ -221,9 +221,8 @@ class Execution:
             for seed in self.comparison.seeds:
                 data = self.kept.load_data(data_settings(group.trials[group.points[0], seed].config))
                 judge = Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution)
-                judge.check()
                 for config in (group.trials[point, seed].config for point in group.points):
-                    judge.check_config(config, bool(data.eval), bool(data.labels))
+                    judge.check(config, bool(data.eval), bool(data.labels))
         self.groups = [with_data(group, self._data_hash) for group in self.groups]
 
     def _data_hash(self, config: TrainConfig) -> str:

@@ -19,7 +19,7 @@ class Quiet(Display):
         super().__init__(total, every)
         self.watch = watch
 
-    def open(self, first_step: int) -> None:
+    def open(self, first_step: int, gone: Callable[[], None] | None = None) -> None:
         self.began_s, self.first_step = time.monotonic(), first_step
 
     def _print(self, text: str) -> None:

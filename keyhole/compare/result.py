@@ -32,14 +32,14 @@ from keyhole.disk.json_text import json_text
 from keyhole.methods import METHODS
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.report.entries import Entry, finite, is_test, read_metrics
-from keyhole.training.selection import Selection, SelectionSettings, value_of
+from keyhole.training.selection import Selection, value_of
 from keyhole.training.validation import Judge, common_metric
 
 MOST_POINTS = 200
 MOST_BYTES = 2**24
 MOST_LOG_BYTES = 2**26
 CHECKSUM = "crc"
-WARNINGS = ("warning: head: ", "warning: the loss has risen", "warning: the gradient has been exactly 0")
+WARNINGS = ("warning: head: ", "warning: the loss has risen")
 REFUSED, CRASH = "refused", "crash"
 
 
@@ -172,7 +172,7 @@ def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str, last: int 
         return last
     if not trial.config.load_best_model_at_end:
         return int(evaluations[-1]["step"])
-    selection = Selection(SelectionSettings(best=True, metric=metric, greater=trial.config.greater_is_better))
+    selection = Selection(trial.config, metric)
     for entry in evaluations:
         if value_of(entry, metric) is not None:
             selection.note(entry["step"], entry)

@@ -70,9 +70,9 @@ class Display:
             _say_aside(f"keyhole: {self.log} cannot be written: {error}; it gets nothing more")
             self.log, self.unlogged = Path(os.devnull), []
 
-    def open(self, first_step: int) -> None:
-        """Starts the clock, and shows the bar on a terminal."""
-        self.began_s, self.first_step = time.monotonic(), first_step
+    def open(self, first_step: int, gone: Callable[[], None] | None = None) -> None:
+        """Starts the clock, and shows the bar on a terminal. gone: called once the output is closed."""
+        self.began_s, self.first_step, self.gone = time.monotonic(), first_step, gone
         if sys.stdout is not None and sys.stdout.isatty():
             from rich.progress import (
                 BarColumn,

@@ -1,12 +1,20 @@
-"""A rank that is not the leader: it has the model, the method and the data, and executes the leader's commands
-(crew.py).
+"""The ranks of a run: the leader's commands, and the loop of the others.
 
-It prints nothing and writes no file of its own. Its step number and its position in the data equal the leader's, since
-all ranks begin at the same step of the same data and each STEP command is one step.
+Only the leader decides when to step, evaluate, save or stop, prints, and writes files of the run. The other ranks have
+the model, the method and the data, wait for its command and carry it out together with it, so ranks cannot decide
+differently; their step number and position in the data equal the leader's, since each STEP command is one step. A
+command is three integers, all-gathered from all ranks on the host (24 bytes; a fraction of a millisecond; kernels keep
+running meanwhile):
+
+    leader    command, argument, 0
+    others    0, 0, the signal that this rank has received (0: none)
+
+So a signal to any rank ends the run in the same way as a signal to the leader; so does the end of torchrun.
 """
 
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import signal
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -22,10 +30,61 @@ from keyhole.model.model import Model
 from keyhole.model.rank_duties import rewriting_shared
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save_parts import bad_tensor, write_parts, write_state_parts
-from keyhole.training.crew import Command, Crew
+from keyhole.ranks import Ranks
 from keyhole.training.schedule import Schedule
 from keyhole.training.signals import Interrupts
 from keyhole.training.validation import Judge, evaluate
+
+UNNAMED, ORPHANED = -1, -2
+NAMES = {UNNAMED: "a signal", ORPHANED: "the end of torchrun"}
+
+
+class Command(IntEnum):
+    """END: argument is the exit code. STEP: one training step. EVALUATE, TEST. GO_BACK: argument is the step whose
+    weights are loaded. FLUSH: apply deferred updates. CHECK, WRITE, STATE: check that the weights of this rank are
+    finite; write them into a checkpoint; collect the rank's part of the method's state."""
+
+    END = 0
+    STEP = 1
+    EVALUATE = 2
+    TEST = 3
+    GO_BACK = 4
+    FLUSH = 5
+    CHECK = 6
+    WRITE = 7
+    STATE = 8
+
+
+class Crew:
+    """The ranks of a run, and the signal handlers of this rank."""
+
+    def __init__(self, ranks: Ranks, interrupts: Interrupts) -> None:
+        self.ranks, self.interrupts = ranks, interrupts
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal has asked the run to stop."""
+        return self.interrupts.requested is not None
+
+    def call(self, command: Command, argument: int = 0) -> None:
+        """Called by the leader: all ranks start this command now. Collects signals that other ranks have received."""
+        if not self.ranks.several:
+            return
+        if self.ranks.orphaned:
+            self.interrupts.ask(NAMES[ORPHANED])
+        rows = self.ranks.gather(torch.tensor([command, argument, 0]))
+        for rank, (_, _, number) in enumerate(rows.tolist()):
+            if number:
+                self.interrupts.ask(f"{NAMES.get(number) or signal.Signals(number).name} on rank {rank}")
+
+    def listen(self) -> tuple[Command, int]:
+        """Called by the other ranks: returns the leader's command and its argument."""
+        asked = self.interrupts.requested
+        number = ORPHANED if self.ranks.orphaned else 0
+        if asked is not None:
+            number = signal.Signals[asked] if asked in signal.Signals.__members__ else UNNAMED
+        command, argument, _ = self.ranks.gather(torch.tensor([0, 0, number]))[0].tolist()
+        return Command(command), argument
 
 
 @dataclass(kw_only=True)
@@ -39,14 +98,13 @@ class Follower:
     model: Model
     method: Method
     judge: Judge
-    interrupts: Interrupts = field(default_factory=lambda: Interrupts(quiet=True))
 
     def go(self) -> int:
         """Executes the leader's commands until END; returns the exit code."""
-        crew, step = Crew(self.model.ranks, self.interrupts), self.first
-        with ExitStack() as stack:
-            stack.callback(self.model.close)
-            stack.enter_context(self.interrupts)
+        step, interrupts = self.first, Interrupts(quiet=True)
+        crew = Crew(self.model.ranks, interrupts)
+        asked = lambda: crew.is_asked  # noqa: E731
+        with interrupts:
             while True:
                 command, argument = crew.listen()
                 if command is Command.END:
@@ -56,11 +114,11 @@ class Follower:
                     one_update(self.method, self.schedule, step, next_batches(self.method, self.data.train))
                 elif command is Command.EVALUATE:
                     self.method.flush()
-                    if evaluate(self.model, self.data.eval, self.is_asked) is not None:
-                        self.judge.dev_metrics(self.model, self.is_asked)
+                    if evaluate(self.model, self.data.eval, asked) is not None:
+                        self.judge.dev_metrics(self.model, asked)
                 elif command is Command.TEST:
                     self.method.flush()
-                    self.judge.test_metrics(self.model, self.is_asked)
+                    self.judge.test_metrics(self.model, asked)
                 elif command is Command.FLUSH:
                     self.method.flush()
                 elif command is Command.CHECK:
@@ -71,9 +129,6 @@ class Follower:
                     write_state_parts(self.model, None, split_state(self.method.state_dict())[0])
                 elif command is Command.GO_BACK:
                     take_weights(self.model, self.method, self.root / f"checkpoint-{argument}")
-
-    def is_asked(self) -> bool:
-        return bool(self.interrupts.requested)
 
 
 def next_batches(method: Method, loader: Loader) -> list[Batch]:

@@ -4,15 +4,20 @@ A loss is a scalar on the device, and reading it waits for the step. So on a GPU
 late: while the host waits for step t, step t + 1 is already queued, and the device never idles. They are copied to
 page-locked memory right after the step, so reading them waits for that step only and not for the one queued since. On
 a CPU there is nothing to wait for. `drain` reads the remaining steps, before an evaluation, a save, or the end. Numbers
-that were read go into metrics.jsonl, then, if they are finite, into the journal (`done`), then to trackers and display
-(`show`). metrics.jsonl, trackers and display may fail without ending the run. A kill between the first two leaves a
-line that the resumed run writes again; the other order would leave a replayed step without its line.
+that were read go into metrics.jsonl, then, if they are finite, into the journal, then to page, trackers and display
+(observer.py). A kill between the first two leaves a line that the resumed run writes again; the other order would leave
+a replayed step without its line.
 
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
 "tokens_per_second", "gpu_gib" or "host_gib", and the method's own numbers}; an evaluation is a separate line,
 {"step", "eval_loss", "perplexity", "eval_tokens", and the metrics of tasks}, and so is the test of a step's weights,
 {"step", "test_accuracy", "test_questions"} (validation.py). A number that is not finite is written as null.
 All numbers except seconds, rates and memory are the same, bit for bit, in a run that was stopped and resumed.
+
+A loss of NaN or infinity means that this batch, or the weights before it, are broken. Methods do not apply an update
+computed from such a loss, so the weights are still those of the previous step. The run stops, and the message names the
+step, the samples, and the last good checkpoint. In float16 a gradient may occasionally overflow although the loss is
+finite: its update is skipped with a warning, and a run that skips MOST_SKIPS steps in a row stops too.
 """
 
 import math
@@ -29,15 +34,15 @@ import torch
 from keyhole.disk.append import Appender
 from keyhole.disk.files import open_regular, replacing
 from keyhole.disk.json_text import json_text
+from keyhole.errors import NonFinite
 from keyhole.machine.host import read_text
 from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
 from keyhole.report.entries import Entry, is_test, read_lines
-from keyhole.training import guard
-from keyhole.training.divergence import Divergence
 from keyhole.training.observer import Observer, Reading
 
 AHEAD_BYTES = 2**20  # disk space that metrics.jsonl reserves
+MOST_SKIPS = 10
 
 
 @dataclass
@@ -54,10 +59,6 @@ class QueuedStep:
     extra: dict[str, Any] = field(default_factory=dict)
     update: torch.Tensor | None = None
     position: tuple[int, int] = (0, 0)
-
-    def tensors(self) -> list[torch.Tensor]:
-        scalars = [value for value in (self.loss, *self.extra.values()) if isinstance(value, torch.Tensor)]
-        return scalars if self.update is None else [*scalars, self.update]
 
 
 class Recorder:
@@ -76,26 +77,26 @@ class Recorder:
         self.device, self.note, self.warn, self.last_good = device, note, warn, last_good
         self.lag = 1 if device.type == "cuda" else 0
         self.queue: deque[tuple[QueuedStep, torch.Tensor, Stamp]] = deque()
-        self.skips = self.still = 0
-        self.divergence = Divergence()
+        self.skips = 0
         self.clock = Stamp(device)
 
     def add(self, record: QueuedStep) -> None:
         """Adds the record of the step just queued; on a GPU, reads the one before it."""
         self.queue.append((record, self._send(record), Stamp(self.device)))
-        while len(self.queue) > self.lag:
-            self._read(*self.queue.popleft())
+        self.drain(self.lag)
 
     def _send(self, record: QueuedStep) -> torch.Tensor:
         """The numbers of a record as one vector on the host; on a GPU the copy is asynchronous."""
-        numbers = torch.cat([t.detach().reshape(-1).to(self.device, torch.float32) for t in record.tensors()])
+        found = [record.loss, *record.extra.values(), record.update]
+        tensors = [each.detach() for each in found if isinstance(each, torch.Tensor)]
+        numbers = torch.cat([each.reshape(-1).to(self.device, torch.float32) for each in tensors])
         if self.device.type != "cuda":
             return numbers
         return torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
 
-    def drain(self) -> None:
-        """Waits for all steps so far and reads them."""
-        while self.queue:
+    def drain(self, left: int = 0) -> None:
+        """Waits for the steps so far, but for the last few, and reads them."""
+        while len(self.queue) > left:
             self._read(*self.queue.popleft())
 
     def restart_clock(self) -> None:
@@ -105,50 +106,36 @@ class Recorder:
     def _read(self, record: QueuedStep, sent: torch.Tensor, done: "Stamp") -> None:
         seconds, self.clock = done.seconds_since(self.clock), done  # waits for the copy
         numbers = iter(sent.tolist())
-        loss = next(numbers)
-        extra = {
-            name: next(numbers) if isinstance(value, torch.Tensor) else float(value)
-            for name, value in record.extra.items()
-        }
-        entry = {
+        entry: Entry = {
             "step": record.step,
-            "loss": loss,
+            "loss": next(numbers),
             "learning_rate": record.learning_rate,
             "epoch": record.epoch,
-        }
-        entry |= {
             "tokens": record.tokens,
             "seconds": seconds,
             "tokens_per_second": record.tokens / max(seconds, 1e-9),
         }
-        broken = self._broken(record.step, loss, extra)
-        entry |= memory_gib(self.device) | extra
+        extra = {
+            name: next(numbers) if isinstance(value, torch.Tensor) else float(value)
+            for name, value in record.extra.items()
+        }
+        bad = ", ".join(f"{name} is {value}" for name, value in extra.items() if not math.isfinite(value))
+        broken = None if math.isfinite(entry["loss"]) else f"the loss is {entry['loss']}"
+        if broken is None:
+            self.skips = self.skips + 1 if bad else 0
+            if bad:
+                self.warn(f"warning: step {record.step}: {bad}; such an update is left out")
+            broken = f"{bad}, for {self.skips} steps in a row" if self.skips >= MOST_SKIPS else None
         update = list(numbers) if record.update is not None and broken is None else None
-        self.note(Reading(entry, update, record.position))
+        self.note(Reading(entry | memory_gib(self.device) | extra, update, record.position))
         if broken is not None:
-            raise guard.stop(record.step, broken, record.batch, self.last_good())
-        self._notice(record, loss, extra)
-
-    def _broken(self, step: int, loss: float, extra: dict[str, float]) -> str | None:
-        """The number that ends the run; None if there is none."""
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        bad = guard.bad_numbers(extra)
-        self.skips = self.skips + 1 if bad else 0
-        if bad:
-            self.warn(f"warning: step {step}: {', '.join(bad)}; such an update is left out")
-        return f"{', '.join(bad)}, for {self.skips} steps in a row" if self.skips >= guard.MOST_SKIPS else None
-
-    def _notice(self, record: QueuedStep, loss: float, extra: dict[str, float]) -> None:
-        """Warns if the loss has risen far (divergence.py), and if the gradient has been exactly 0 for a while."""
-        if (risen := self.divergence.note(record.step, loss)) is not None:
-            self.warn(risen)
-        moved = [extra[name] for name in ("grad_norm", "projected_grad") if name in extra]
-        self.still = self.still + 1 if moved and not any(moved) and record.learning_rate else 0
-        if self.still == guard.MOST_SKIPS:
-            self.warn(
-                f"warning: the gradient has been exactly 0 for {self.still} steps, so nothing is learnt any more: most "
-                "likely the run has diverged; go back to a checkpoint before that, with a lower learning_rate"
+            good = self.last_good()
+            raise NonFinite(
+                f"step {record.step}: {broken}; its update was not applied and nothing was overwritten\n"
+                f"  batch: {record.batch}\n"
+                f"  {f'the last good checkpoint is {good}' if good else 'no checkpoint was written before it'}\n"
+                "  likely: a learning rate that is too high (try a third of it), float16 (try dtype=bfloat16), or "
+                "this batch"
             )
 
 
@@ -178,13 +165,12 @@ class MetricsFile(Observer):
     def __init__(self, path: Path, last_step: int, say: Callable[[str], None]) -> None:
         self.path, self.say, self.failing = path, say, False
         entries, unreadable = read_lines(path)
-        kept = [entry for entry in entries if entry["step"] <= last_step]
-        self.lacks = _lacks(kept, unreadable, last_step)
-        self.kept = kept
-        self.evaluated = {entry["step"] for entry in kept if "eval_loss" in entry}
-        self.tested = {entry["step"]: entry for entry in kept if is_test(entry)}
+        self.kept = [entry for entry in entries if entry["step"] <= last_step]
+        self.lacks = _lacks(self.kept, unreadable, last_step)
+        self.evaluated = {entry["step"] for entry in self.kept if "eval_loss" in entry}
+        self.tested = {entry["step"]: entry for entry in self.kept if is_test(entry)}
         with replacing(path) as file:
-            file.write("".join(_line(entry) for entry in kept).encode())
+            file.write("".join(_line(entry) for entry in self.kept).encode())
         self.file = open_regular(path, os.O_WRONLY)
         self.appender = Appender(self.file, os.fstat(self.file).st_size, ahead=AHEAD_BYTES)
 
@@ -238,6 +224,10 @@ def memory_gib(device: torch.device) -> dict[str, float]:
     """Peak memory of the GPU's allocator, or this process's memory now where there is no GPU."""
     if device.type == "cuda":
         return {"gpu_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
+    return {"host_gib": round(resident_bytes() / GIB, 3)}
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 without /proc."""
     words = read_text(Path("/proc/self/statm")).split()
-    resident_bytes = int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
-    return {"host_gib": round(resident_bytes / GIB, 3)}
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0

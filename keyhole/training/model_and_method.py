@@ -2,8 +2,7 @@
 
     load_model    the weights of the checkpoint or of the model that the config names, placed for the run's workload
     dry_lines     the same decisions for --dry-run, from the model's config and the headers of its weight files
-    make_method   the method's class with the settings that all methods share and its own section, and with the state of
-                  the checkpoint
+    make_method   the model adapted to the data, and the method on it, with the state of the checkpoint
     workload      what the memory plan is made for: the largest micro-batch that the data can make, and the passes of a
                   step over it
 
@@ -12,9 +11,8 @@ resumes from the original model or from the checkpoint's weights; no method is k
 """
 
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,6 +31,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Shared, Skeleton
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.workload import Workload
+from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.find import find_blocks
@@ -40,38 +39,57 @@ from keyhole.model.structure.freeze import freeze
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.published import choose_format, forget_what_is_read
 from keyhole.model.weights.read import check_weights
+from keyhole.model.weights.save import add_end_tokens
 from keyhole.plan.dtype import AUTO, choose_dtype
 from keyhole.plan.placement import place
 from keyhole.ranks import Ranks
 from keyhole.training import start_block
+from keyhole.training.schedule import Schedule
 
 
-def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
-    """max_steps, or the steps of `epochs` passes over the data, rounded up as Hugging Face does."""
-    if max_steps is not None:
-        return max_steps
-    assert epochs is not None  # the config has one of them
-    return math.ceil(epochs * steps_per_epoch)
+def make_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
+    """Rates for max_steps, or for the steps of num_train_epochs, rounded up as Hugging Face does. The method may refuse
+    the number of steps if it follows from the data; other settings were checked before."""
+    row, rate = METHODS[config.method], config.learning_rate
+    total = total_steps(config, steps_per_epoch)
+    for key, fault in row.faults(getattr(config, row.section), replace(config, max_steps=total)):
+        raise UserError(f"{key}: {fault}")
+    peak = float(rate) if isinstance(rate, float | int) else 1.0  # auto: the schedule is a factor of the found rate
+    kind, share, steps = config.lr_scheduler_type, config.warmup_ratio, config.warmup_steps
+    return Schedule(kind, peak, total, share, config.min_lr_ratio, steps)
 
 
-def load_model(config: TrainConfig, choice: select.Choice, data: Data, ranks: Ranks | None = None) -> Model:
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    if config.max_steps is not None:
+        return config.max_steps
+    assert config.num_train_epochs is not None  # the config has one of them
+    return math.ceil(config.num_train_epochs * steps_per_epoch)
+
+
+def load_model(config: TrainConfig, choice: select.Choice, data: Data, ranks: Ranks) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # an earlier run in this process may have set a peak
-    where: dict[str, Any] = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
-    if ranks is not None and ranks.several:
-        where |= {"device": ranks.device(config.device), "ranks": ranks}
     source = weights_source(config, choice)
-    how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
-    how |= {"freeze": config.freeze, "expert_units": config.expert_units, **_head(config, data)}
-    how["adapter"] = source == config.model  # in a checkpoint, adapters are part of the method's state
-    how["tokenizer"] = data.tokenizer
-    return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
-
-
-def _head(config: TrainConfig, data: Data) -> dict[str, Any]:
-    """The head that the config asks for, as arguments for loading the model."""
-    return {} if config.head is None else {"head": config.head, "num_labels": len(data.labels)}
+    return load(
+        source,
+        placement=config.placement,
+        gpu_memory=config.gpu_memory,
+        device=ranks.device(config.device) if ranks.several else config.device,
+        ranks=ranks if ranks.several else None,
+        dtype=config.dtype or AUTO,
+        wire=config.wire,
+        tf32=config.tf32,
+        freeze=config.freeze,
+        expert_units=config.expert_units,
+        head=config.head,
+        num_labels=None if config.head is None else len(data.labels),
+        adapter=source == config.model,  # in a checkpoint, adapters are part of the method's state
+        tokenizer=data.tokenizer,
+        seed=config.seed,
+        workload=workload(config, data),
+        **asdict(config.offload),
+    )
 
 
 def weights_source(config: TrainConfig, choice: select.Choice) -> str:
@@ -87,16 +105,23 @@ def shares_tokenizer(config: TrainConfig, choice: select.Choice) -> bool:
     return weights_source(config, choice) == config.model and Path(locate(config.model, MODEL)).is_dir()
 
 
-def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
-    """The method on the model, with the state of the checkpoint."""
+def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -> Method:
+    """The method, with the state of the checkpoint, on a model that has been adapted to the data: its end tokens,
+    labels and chat template."""
+    if config.packing:
+        model.check_packing(config.max_length)
+    add_end_tokens(model.module, data.end_token_ids)
+    if data.labels:
+        name_labels(model.config, data.labels, data.train.dataset.pad_token_id)
+    if data.chat_template is not None:
+        model.tokenizer.chat_template = data.chat_template  # `keyhole chat` must use the template of training
     row = METHODS[config.method]
     shared = Shared(**{each.name: getattr(config, each.name) for each in fields(Shared)})
     method = row.load().make(model, shared, getattr(config, row.section))
-    if origin.choice.state is not None:
-        path = origin.choice.path
-        assert path is not None
+    path, state = origin.choice.path, origin.choice.state
+    if path is not None and state is not None:
         try:
-            method.load_state_dict(method_state(path, origin.choice.state))
+            method.load_state_dict(method_state(path, state))
         except UserError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
@@ -109,17 +134,21 @@ def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
 
 def workload(config: TrainConfig, data: Data) -> Workload:
     """The workload for the memory plan: passes over the largest micro-batch that the data can make."""
-    row = METHODS[config.method]
-    own = getattr(config, row.section)
-    tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
-    searches = config.learning_rate == AUTO_RATE
-    passes = config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0)
-    length = max(1, longest_row(data.train.dataset))
-    clips, total = config.max_grad_norm is not None, config.max_steps
-    total = total_steps(total, config.num_train_epochs, data.train.steps_per_epoch)
-    trains = data.train.dataset
-    about = {"chooses": config.loss == "candidates", "rows": len(trains), "trained": trains.trained.sum() / len(trains)}
-    return Workload(config.method, tokens, passes, own, clips, searches, length, steps=total, **about)
+    row, trains = METHODS[config.method], data.train.dataset
+    own, searches = getattr(config, row.section), config.learning_rate == AUTO_RATE
+    return Workload(
+        config.method,
+        tokens=max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None),
+        passes=config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0),
+        settings=own,
+        clips=config.max_grad_norm is not None,
+        searches=searches,
+        length=max(1, longest_row(trains)),
+        steps=total_steps(config, data.train.steps_per_epoch),
+        chooses=config.loss == "candidates",
+        rows=len(trains),
+        trained=trains.trained.sum() / len(trains),
+    )
 
 
 def _tokens(batches: Loader | EvalBatches) -> int:
@@ -133,7 +162,8 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     """The lines of the start block about model and machine, from the model's config and the headers of its weight
     files; no weight is read, and nothing is downloaded."""
     source = weights_source(config, choice)
-    hf_config, device = read_config(source, **_head(config, data)), choose_device(config.device)
+    labels = None if config.head is None else len(data.labels)
+    hf_config, device = read_config(source, head=config.head, num_labels=labels), choose_device(config.device)
     check_loss(hf_config)
     chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     directory = Path(source) if Path(source).is_dir() else None

@@ -31,6 +31,7 @@ class Reading:
 class Progress(Protocol):
     """The run as observers see it. done: number of its steps so far; ends: why it ends after this one."""
 
+    total: int
     done: int
     ends: str | None
 
@@ -41,6 +42,12 @@ class Progress(Protocol):
     @property
     def is_interrupted(self) -> bool:
         """Whether a signal has asked the run to stop after this step."""
+
+    def note(self, reading: Reading) -> None:
+        """Tells all observers."""
+
+    def flush(self) -> None:
+        """Applies deferred updates, on all ranks."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Inside, all numbers are read and deferred updates are applied; its time counts towards no step."""

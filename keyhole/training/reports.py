@@ -5,25 +5,22 @@ Each failure is reported once. The page is written again later; a tracker that h
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from keyhole.training.display import Display
 from keyhole.training.observer import Observer, Reading
+from keyhole.training.page import RunPage
 from keyhole.training.plot import plot_loss
-from keyhole.training.run_page import RunPage
-from keyhole.training.trackers.behind import Behind
+from keyhole.training.rundir import RunDir
+from keyhole.training.trackers import Tracker
 
 AGAIN = "it is tried again"
 
 
 class Reports(Observer):
-    """Shows entries of steps and evaluations. metrics, curve and title: for the picture that is drawn at the end."""
+    """Shows entries of steps and evaluations on the page, in the trackers and on the terminal."""
 
-    def __init__(
-        self, metrics: Path, trackers: list[Behind], display: Display, curve: Path, title: str, page: RunPage
-    ) -> None:
-        self.metrics, self.trackers, self.display, self.curve, self.title = metrics, trackers, display, curve, title
-        self.page = page
+    def __init__(self, directory: RunDir, page: RunPage, trackers: list[Tracker], display: Display) -> None:
+        self.directory, self.page, self.trackers, self.display = directory, page, trackers, display
         self.failing: set[str] = set()
         display.heard = page.happened
 
@@ -34,7 +31,6 @@ class Reports(Observer):
             self.display.line(f"page: {self.page.path}")
 
     def note(self, reading: Reading) -> None:
-        """Shows an entry on the page, in the trackers and on the terminal."""
         entry = reading.entry
         self._try("run/report.html", lambda: self.page.add(entry), AGAIN)
         for each in list(self.trackers):
@@ -58,13 +54,13 @@ class Reports(Observer):
         self._try(what, act, "the page goes without")
 
     def close(self) -> None:
-        """Closes the files and draws the curve; prints what failed."""
-        lost = "some entries are lost"
+        """Closes the trackers and the page, and draws the curve; prints what failed."""
         for each in self.trackers:
-            self._try(f"report_to: {each.name}", each.close, lost)
+            self._try(f"report_to: {each.name}", each.close, "some entries are lost")
         self._try("writing run/report.html", self.page.close, "the numbers are in run/metrics.jsonl")
         self._try("drawing run/loss.png", self._draw, "the numbers are in run/metrics.jsonl")
 
     def _draw(self) -> None:
-        if plot_loss(self.metrics, self.curve, self.title, self.page.view.by_candidates):
-            self.display.line(f"curve: {self.curve}")
+        view = self.page.view
+        if plot_loss(self.directory.metrics, self.directory.curve, view.story.title, view.by_candidates):
+            self.display.line(f"curve: {self.directory.curve}")

@@ -11,7 +11,7 @@ from keyhole.config import TrainConfig
 from keyhole.data.settings import DataSettings
 from keyhole.ranks import Ranks
 from keyhole.training.display import Display
-from keyhole.training.rundir import RunDir
+from keyhole.training.rundir import Lock, RunDir
 from keyhole.training.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -34,12 +34,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Request:
-    """The request, checked as far as possible without reading data and model."""
+    """A config, checked as far as possible without reading data and model, and where its run begins. base: the hash of
+    the original model of a new run."""
 
     config: TrainConfig
     directory: RunDir
+    lock: Lock
     origin: Origin
     notes: list[str]
     settings: DataSettings
     parts: Parts
-    base: Callable[[], str | None]  # the hash of the original model of a new run
+    base: Callable[[], str | None]

@@ -1,4 +1,4 @@
-"""The output directory: whether a run may write to it, and the files in run/.
+"""The output directory: whether a run may write to it, the files in run/, and the lock.
 
     output_dir/            the trained model, an ordinary Hugging Face directory
       checkpoint-N/        the same plus keyhole_state.json and optimizer.safetensors
@@ -7,21 +7,24 @@
       run/metrics.jsonl    one line per step             run/loss.png   the curve      run/log.txt   what was printed
       run/report.html      the run as a page             run/report.json   its contents besides the metrics
       run/journal          zeroth-order: one record per step (checkpoint/journal/format.py)
-      run/lock             held by the process that writes here (lock.py)
+      run/lock             held by the process that writes here
 
 Files that keyhole did not write are never overwritten, and an earlier run is not overwritten without --resume.
-`inspect` changes nothing; the directory is created (`open_run`) only after data and model have been checked. At that
-point the lock is held, so all checks are repeated: another process may have started a run here meanwhile. In run/ only
-regular files and directories are accepted: through a link a run would write elsewhere.
+`inspect` changes nothing; the directory is created (`open_run`) only after data and model have been checked, and is
+inspected then under the lock. In run/ only regular files and directories are accepted: through a link a run would
+write elsewhere.
+
+The lock is the kernel's (flock), not the file's existence: it ends with the process, however the process dies. The file
+contains the process id, for the message, and is not deleted.
 """
 
+import fcntl
 import json
 import os
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,54 +34,29 @@ from keyhole.checkpoint.journal.resume_point import Place
 from keyhole.checkpoint.select import checkpoints, finish_deletion, numbered
 from keyhole.checkpoint.state import STATE
 from keyhole.disk import files
-from keyhole.disk.files import flush, make_directories, read_small, remove, staged, write_text
+from keyhole.disk.files import flush, make_directories, open_regular, read_small, remove, staged, write_text
 from keyhole.disk.json_text import json_text
 from keyhole.disk.weights_hash import stored_weights
 from keyhole.errors import UserError
-from keyhole.training.lock import Lock
+from keyhole.ranks.join import others_launched
 
 FORMAT = 1
 MARKER_BYTES = 2**20
 WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
-# Leftovers of a killed process: half-written or half-replaced (names: disk/files.py). Only our own; the lock is held,
+# Leftovers of a killed process, half-written or half-replaced (names: disk/files.py). Only our own; the lock is held,
 # so no process is at them.
 LEFTOVER = re.compile(r"\.(checkpoint-[0-9]+|model)\.(saving|old)-[0-9]+|\.probe\.tmp")
 REPLACED = re.compile(r"\.(checkpoint-[0-9]+)\.old-[0-9]+")
+LOCK_CONTENT = re.compile(rb"[\d\0]{0,20}\n?")
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The paths of one run."""
 
-    root: Path
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
-
-    @property
-    def marker(self) -> Path:
-        return self.run / "keyhole.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.run / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.run / "log.txt"
-
-    @property
-    def curve(self) -> Path:
-        return self.run / "loss.png"
-
-    @property
-    def journal(self) -> Path:
-        return self.run / "journal"
-
-    @property
-    def lock(self) -> Path:
-        return self.run / "lock"
+    def __init__(self, root: Path) -> None:
+        self.root, self.run = root, root / "run"
+        self.marker, self.metrics, self.log = (self.run / name for name in ("keyhole.json", "metrics.jsonl", "log.txt"))
+        self.curve, self.journal, self.lock = (self.run / name for name in ("loss.png", "journal", "lock"))
 
     @property
     def is_ours(self) -> bool:
@@ -86,7 +64,7 @@ class RunDir:
 
     @property
     def run_id(self) -> str | None:
-        """The id in the marker; None if it has none (before version 0.2)."""
+        """The id in the marker; None if there is none."""
         if not self.is_ours:
             return None
         try:
@@ -94,8 +72,16 @@ class RunDir:
             if not isinstance(about, dict):
                 raise ValueError("it holds no object {...}")
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {_way_out(self.root)}") from error
+            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {self.way_out()}") from error
         return found if isinstance(found := about.get("run"), str) else None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the journal has a record; an unreadable journal counts as having one."""
+        try:
+            return self.journal.exists() and bool(journal.read(self.journal).records)
+        except (OSError, journal.BadJournal):
+            return True
 
     @property
     def holds(self) -> str | None:
@@ -104,20 +90,80 @@ class RunDir:
             return own[-1].name
         if self.root.is_dir() and stored_weights(self.root):
             return "a finished model"
-        return "a journal of steps" if _has_steps(self.journal) else None
+        return "a journal of steps" if self.has_steps else None
 
     def place(self) -> Place:
         """What `--resume` needs to know about this directory."""
         return Place(self.root, self.journal, self.run_id, self.holds)
 
+    def way_out(self) -> str:
+        """Advice where the run cannot be identified: resume one of its checkpoints into another output_dir."""
+        newest = checkpoints(self.root)[-1:]
+        other = f"; its newest checkpoint goes on there with --resume {newest[0]}" if newest else ""
+        return f"choose a new or empty directory{other}"
 
-def new_run_id() -> str:
-    """An id that no other run has."""
-    return uuid.uuid4().hex
+
+class Lock:
+    """One process per directory; acquired once, as soon as run/ exists."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: int | None = None
+
+    def take(self) -> None:
+        """Acquires the lock if its directory exists and we do not hold it yet; UserError names the holder."""
+        if self.file is not None or not self.path.parent.is_dir():
+            return
+        try:
+            file = open_regular(self.path, os.O_RDWR | os.O_CREAT)
+            content = os.pread(file, 32, 0)
+        except OSError as error:
+            raise UserError(f"output_dir: cannot write to {self.path}: {error.strerror}") from error
+        if not LOCK_CONTENT.fullmatch(content):
+            os.close(file)
+            stays = "is no lock of keyhole, and stays as it is"
+            raise UserError(f"output_dir: {self.path} {stays}; choose another output_dir")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            holder, launched = content.decode().strip("\0\n") or "unknown", others_launched()
+            hint = "" if launched is None else f" ({launched}: processes train together under torchrun only)"
+            raise UserError(
+                f"output_dir: process {holder} is training into {self.path.parent.parent} already{hint}; wait for it, "
+                "stop it, or choose another output_dir"
+            ) from None
+        except OSError:  # a file system without locks: train without one
+            pass
+        with suppress(OSError):  # a full disk: the process id is for messages only
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        self.file = file
 
 
-def inspect(output_dir: str, resume: bool) -> RunDir:
-    """Checks that a run may write here; otherwise UserError says what to change."""
+@contextmanager
+def locked(path: Path) -> Iterator[Lock]:
+    """A lock that is released at the end, also after an error."""
+    lock = Lock(path)
+    try:
+        yield lock
+    finally:
+        if lock.file is not None:
+            os.close(lock.file)
+
+
+@contextmanager
+def writing_to(root: Path) -> Iterator[None]:
+    """Turns write errors before training begins into UserErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write to {root}: {error.strerror} ({error.filename})") from error
+
+
+def inspect(output_dir: str, resume: bool, lock: Lock | None = None) -> RunDir:
+    """Checks that a run may write here; otherwise UserError says what to change. lock: is taken, unless the run is
+    refused."""
     found = RunDir(Path(output_dir))
     check_place(found.root)
     if not os.path.lexists(found.root):
@@ -131,21 +177,16 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
         ours = f", and run/{found.marker.name} is not there" if checkpoints(found.root) else ""
         raise UserError(
             f"output_dir: {found.root} holds files that keyhole did not write (such as {stranger.name}){ours}; "
-            f"{_way_out(found.root)}"
+            f"{found.way_out()}"
         )
+    if lock is not None and (resume or found.holds is None):  # another run may add to it until it is taken
+        lock.take()
+        restore(found)
     if not resume and found.holds is not None:
-        leads_on = checkpoints(found.root) or _has_steps(found.journal)
-        way = "go on from there with --resume, or " if leads_on else ""
+        way = "go on from there with --resume, or " if checkpoints(found.root) or found.has_steps else ""
         raise UserError(f"output_dir: {found.root} holds a run already ({found.holds}); {way}choose another output_dir")
     try_place(found.root)
     return found
-
-
-def _way_out(root: Path) -> str:
-    """Advice for a directory whose run cannot be identified: resume one of its checkpoints into another output_dir."""
-    newest = checkpoints(root)[-1:]
-    other = f"; its newest checkpoint goes on there with --resume {newest[0]}" if newest else ""
-    return f"choose a new or empty directory{other}"
 
 
 def check_place(root: Path) -> None:
@@ -170,9 +211,8 @@ def check_place(root: Path) -> None:
     if place != root and not place.is_dir():
         raise UserError(f"output_dir: {place} is a file; choose a directory")
     if place.is_dir() and not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(
-            f"output_dir: {place} cannot be written to (read-only, or not yours); choose another output_dir"
-        )
+        why = "read-only, or not yours"
+        raise UserError(f"output_dir: {place} cannot be written to ({why}); choose another output_dir")
 
 
 def try_place(root: Path) -> None:
@@ -194,23 +234,13 @@ def _refuse_links(run: Path) -> None:
         raise UserError(f"output_dir: {run} cannot be read: {error.strerror}") from error
     for path in entries:
         if path.name in WRITTEN and path.is_dir():
-            raise UserError(
-                f"output_dir: {path} is a directory, and a run writes a file of that name; move it away, or choose "
-                "another output_dir"
-            )
+            what = "is a directory, and a run writes a file of that name"
+            raise UserError(f"output_dir: {path} {what}; move it away, or choose another output_dir")
         if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
             raise UserError(
                 f"output_dir: {path} is a link, a pipe or a device, through which a run would write elsewhere; "
                 "replace it by what it stands for, or choose another output_dir"
             )
-
-
-def _has_steps(path: Path) -> bool:
-    """Whether a journal has a record; an unreadable journal counts as having one."""
-    try:
-        return path.exists() and bool(journal.read(path).records)
-    except (OSError, journal.BadJournal):
-        return True
 
 
 def _first_file(root: Path) -> Path | None:
@@ -222,21 +252,12 @@ def _first_file(root: Path) -> Path | None:
         raise UserError(f"output_dir: {root} cannot be read: {error.strerror}") from error
 
 
-@contextmanager
-def writing_to(root: Path) -> Iterator[None]:
-    """Turns write errors before training begins into UserErrors."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write to {root}: {error.strerror} ({error.filename})") from error
-
-
 def restore(found: RunDir) -> None:
     """Restores the name of a checkpoint whose replacement was interrupted between two renames (disk/files.py)."""
-    for path in found.root.iterdir() if found.root.is_dir() else ():
-        name = REPLACED.fullmatch(path.name)
-        if name is not None and not os.path.lexists(found.root / name[1]):
-            with writing_to(found.root):
+    with writing_to(found.root):
+        for path in list(found.root.iterdir()):
+            name = REPLACED.fullmatch(path.name)
+            if name is not None and not os.path.lexists(found.root / name[1]):
                 os.replace(path, found.root / name[1])
 
 
@@ -244,9 +265,8 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
     """Creates the directory with its marker, checks that it is writable, and saves settings and environment."""
     with writing_to(found.root):
         make_directories(found.run)
-        if not lock.held:
-            lock.take()
-            inspect(str(found.root), resume=False)
+        if lock.file is None:  # made just now, by this process or by another one
+            inspect(str(found.root), resume=False, lock=lock)
         if not found.is_ours or found.run_id != run_id:
             about = {"format": FORMAT, "keyhole": keyhole.__version__} | ({"run": run_id} if run_id else {})
             write_text(found.marker, json_text(about) + "\n")
@@ -255,17 +275,16 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
                 remove(path)
         for path in numbered(found.root):
             finish_deletion(path)
-        _probe(found.root)
+        with staged(found.root, "model") as temporary:  # the operations of a save, once before the first step
+            (temporary / "probe").write_bytes(b"keyhole")
+            flush(temporary / "probe")
+            os.replace(temporary / "probe", found.root / ".probe.tmp")
+            (found.root / ".probe.tmp").unlink()
+            flush(found.root)
         write_text(found.run / "config.yaml", config_yaml)
         write_text(found.run / "env.json", json_text(environment, indent=2) + "\n")
 
 
-def _probe(root: Path) -> None:
-    """Tries the operations of a save once before the first step: create a directory and a file in it, and rename the
-    directory into the root."""
-    with staged(root, "model") as temporary:
-        (temporary / "probe").write_bytes(b"keyhole")
-        flush(temporary / "probe")
-        os.replace(temporary / "probe", root / ".probe.tmp")
-        (root / ".probe.tmp").unlink()
-        flush(root)
+def new_run_id() -> str:
+    """An id that no other run has."""
+    return uuid.uuid4().hex

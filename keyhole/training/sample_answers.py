@@ -43,32 +43,30 @@ class SampleAnswers:
 
     def show(self, answers: Answers) -> None:
         """Sends answers to the page: those of tasks, or generated answers to prompts of the held-out data."""
-        page, curves = self.reports.page, self.reports.page.view.curves
-        if not answers.rows:
+        page = self.reports.page
+        if not answers.rows and self.dataset is not None and self.count:
+            curves, step = page.view.curves, answers.step
             since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
-            pace_s = curves.step_seconds or 0.0
-            answers = generated(self.model, self.dataset, answers.step, self.count, since_s, pace_s)
-        page.answered(answers)
+            answers = generated(self.model, self.dataset, step, self.count, since_s, curves.step_seconds or 0.0)
+        if answers.rows:
+            page.story.answered(answers)
 
 
 def answers_of(task: Task, result: Score, count: int) -> list[Answer]:
     """The first answers of a scored task."""
+    questions, rows = task.questions[:count], []
     if isinstance(result, AnswerScore):
-        rows = zip(task.questions[:count], result.answers, result.verdicts, strict=False)
-        return [
-            Answer(_prompt(q), _cut(said), _cut(" | ".join(q.references[:3])), bool(max(worth.values()) >= 1))
-            for q, said, worth in rows
-        ]
-    if isinstance(result, TaskScore | ClassScore):
-        return [_choice(q, said) for q, said in zip(task.questions[:count], result.predictions, strict=False)]
-    return []
-
-
-def _choice(question: Question, said: int | float) -> Answer:
-    if isinstance(said, float):
-        return Answer(_prompt(question), f"{said:.3f}", "" if question.value is None else f"{question.value:g}")
-    right = said in (question.answer, *question.also)
-    return Answer(_prompt(question), _cut(question.candidates[said]), _cut(question.candidates[question.answer]), right)
+        for q, said, worth in zip(questions, result.answers, result.verdicts, strict=False):
+            expected = " | ".join(q.references[:3])
+            rows.append(Answer(_prompt(q), _cut(said), _cut(expected), bool(max(worth.values()) >= 1)))
+    elif isinstance(result, TaskScore | ClassScore):
+        for q, choice in zip(questions, result.predictions, strict=False):
+            if isinstance(choice, float):  # a number is what is asked for
+                rows.append(Answer(_prompt(q), f"{choice:.3f}", "" if q.value is None else f"{q.value:g}"))
+            else:
+                said, expected = q.candidates[choice], q.candidates[q.answer]
+                rows.append(Answer(_prompt(q), _cut(said), _cut(expected), choice in (q.answer, *q.also)))
+    return rows
 
 
 def _prompt(question: Question) -> str:
@@ -89,31 +87,28 @@ def _end(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"… {text[-MOST_CHARACTERS:]}"
 
 
-def generated(model: Model, dataset: Dataset | None, step: int, count: int, since_s: float, step_s: float) -> Answers:
+def generated(model: Model, dataset: Dataset, step: int, count: int, since_s: float, step_s: float) -> Answers:
     """Greedy answers to the first prompts of a data set; none if that is not cheap. since_s: seconds of training
     since the last answers; step_s: seconds of one step."""
-    allowed_s = min(MOST_S, max(LEAST_S, SHARE * since_s))
-    none = Answers(step, "")
-    if dataset is None or model.classifies or model.tokenizer is None or model.ranks.several or not count:
-        return none
-    if ANSWER_TOKENS * step_s > allowed_s:
-        return none
+    allowed_s, tokenizer = min(MOST_S, max(LEAST_S, SHARE * since_s)), model.tokenizer
+    if model.classifies or tokenizer is None or model.ranks.several or ANSWER_TOKENS * step_s > allowed_s:
+        return Answers(step, "")
     longest = context_length(model.config) or MOST_PROMPT + NEW_TOKENS
     found = (_asked(dataset, i) for i in range(min(20 * count, len(dataset))))
     rows = [row for row in found if row is not None and len(row[0]) + LEAST_NEW <= longest][:count]
     while rows and not _fits(model, rows):
         rows.pop()
     if not rows:
-        return none
+        return Answers(step, "")
     room = longest - max(len(prompt) for prompt, _ in rows)  # a position beyond a learned table ends in a CUDA error
     new = min(NEW_TOKENS, max(len(expected) for _, expected in rows) + 4, room)
+    made = Answers(step, f"greedy, at most {new} tokens and {allowed_s:.0f} s")
     texts = answer_prompts(model, [prompt for prompt, _ in rows], new, max_time=allowed_s)
-    shown = []
     for (prompt, expected), said in zip(rows, texts, strict=True):
-        right = model.tokenizer.decode(expected, skip_special_tokens=True)
+        right = tokenizer.decode(expected, skip_special_tokens=True)
         same = True if said.strip() == right.strip() else None  # a different answer is not necessarily wrong
-        shown.append(Answer(_end(model.tokenizer.decode(prompt)), _cut(said), _cut(right), same))
-    return Answers(step, f"greedy, at most {new} tokens and {allowed_s:.0f} s", shown)
+        made.rows.append(Answer(_end(tokenizer.decode(prompt)), _cut(said), _cut(right), same))
+    return made
 
 
 def _asked(dataset: Dataset, index: int) -> tuple[list[int], list[int]] | None:
@@ -134,9 +129,7 @@ def _fits(model: Model, rows: list[tuple[list[int], list[int]]]) -> bool:
     """Whether the tokens and their KV cache fit into the GPU memory that the finished training step used."""
     if model.device.type != "cuda":
         return True
-    tokens = len(rows) * (max(len(prompt) for prompt, _ in rows) + NEW_TOKENS)
-    config = model.config.get_text_config()
-    layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-    cached = 2 * layers * hidden * tokens * model.dtype.itemsize
     assert model.placed is not None
+    tokens, config = len(rows) * (max(len(prompt) for prompt, _ in rows) + NEW_TOKENS), model.config.get_text_config()
+    cached = 2 * config.num_hidden_layers * config.hidden_size * tokens * model.dtype.itemsize
     return bool(tokens <= model.placed.work.tokens and cached <= model.placed.device_bytes.during_a_step)

@@ -106,11 +106,6 @@ class Judge:
     max_length: int | None = None
     allow_code_execution: bool = False
 
-    def check(self) -> None:
-        """Before training begins: refuses tasks that run programs, unless that was allowed."""
-        for task in self.test:
-            check_code(task, self.allow_code_execution)
-
     @property
     def chosen_by(self) -> tuple[Task, ...]:
         """The dev tasks that are scored during a run."""
@@ -131,9 +126,11 @@ class Judge:
             found += [metric if len(tasks) == 1 else f"{task.name}_{metric}" for metric in metrics]
         return list(dict.fromkeys([*found, *([] if common is None else [common])]))
 
-    def check_config(self, config: TrainConfig, held_out: bool, classifies: bool) -> None:
-        """Before training begins: refuses a selection without evaluations, or by a number that no evaluation has.
-        held_out: there are rows to evaluate on."""
+    def check(self, config: TrainConfig, held_out: bool, classifies: bool) -> None:
+        """Before training begins: refuses tasks that run programs, unless that was allowed, and a selection without
+        evaluations, or by a number that no evaluation has. held_out: there are rows to evaluate on."""
+        for task in self.test:
+            check_code(task, self.allow_code_execution)
         metric = config.metric_for_best_model
         chooses = config.load_best_model_at_end or config.early_stopping_patience is not None
         if (chooses or metric is not None) and not held_out:

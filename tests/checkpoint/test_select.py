@@ -13,7 +13,7 @@ from keyhole.checkpoint import select
 from keyhole.checkpoint.state import FORMAT, STATE, dump, listed_files, verify
 from keyhole.errors import UserError
 from keyhole.training import rundir
-from keyhole.training.lock import locked
+from keyhole.training.rundir import locked
 from tests.checkpoint.written import write
 
 

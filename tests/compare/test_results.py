@@ -15,7 +15,7 @@ from keyhole.compare.file import read_comparison
 from keyhole.compare.plan import plan
 from keyhole.compare.result import Result, read_result, summarise, write_result
 from keyhole.errors import UserError
-from keyhole.training.lock import locked
+from keyhole.training.rundir import locked
 from tests.compare.comparisons import TASK, TEXT, cell, run, write
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from keyhole.compare.file import read_comparison
 from keyhole.compare.result import Result, read_result, write_result
 from keyhole.compare.table import Cell, to_json
+from keyhole.config import TrainConfig
 from keyhole.disk.json_text import json_text
 from keyhole.report.story import Story, read_story, write_story
-from keyhole.training.selection import Selection, SelectionSettings
+from keyhole.training.selection import Selection
 from tests.compare.comparisons import write
 
 ROOT = Path(__file__).parents[2] / "keyhole"
@@ -87,10 +88,11 @@ def test_the_story_of_a_run_is_json(tmp_path: Path) -> None:
 
 def test_evaluations_that_are_not_finite_survive_a_checkpoint() -> None:
     """They count as evaluations, for patience, and are never the best."""
-    before = Selection(SelectionSettings(best=True, metric="perplexity", patience=2))
+    config = TrainConfig(model="m", method="zo", output_dir="out", early_stopping_patience=2)
+    before = Selection(config, "perplexity")
     for step, value in ((1, 3.0), (2, math.inf), (3, math.nan)):
         before.note(step, {"eval_loss": 1.0, "perplexity": value})
-    after = Selection(before.settings, parsed(json.dumps(before.state_dict())))
+    after = Selection(config, "perplexity", parsed(json.dumps(before.state_dict())))
     assert after.best_steps() == before.best_steps() == [1] and after.values.keys() == before.values.keys()
     assert after.out_of_patience() == before.out_of_patience() is not None
 

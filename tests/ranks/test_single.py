@@ -10,7 +10,7 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.ranks import Ranks, join
-from keyhole.training.lock import locked
+from keyhole.training.rundir import locked
 from tests.training.children import server
 from tests.training.runs import Make
 

@@ -16,7 +16,7 @@ from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
 from keyhole.methods.baselines.traits import AdamWConfig
-from keyhole.training import build, loop
+from keyhole.training import build, evaluation
 from keyhole.training.start import train
 from tests.matrix import in_every_run
 from tests.training.runs import VARIANTS, Make, losses, metrics, same, weights
@@ -134,7 +134,7 @@ def test_an_evaluation_that_a_signal_ended_is_done_on_resume(
     settings = {"eval_data": str(tiny_data), "eval_steps": 2}
     through, stopped = make("through", **settings), make("stopped", **settings)
     train(through)
-    real, calls = loop.evaluate, []
+    real, calls = evaluation.evaluate, []
 
     def interrupted(model: Any, batches: Any, stop: Callable[[], bool]) -> Any:
         calls.append(1)
@@ -143,7 +143,7 @@ def test_an_evaluation_that_a_signal_ended_is_done_on_resume(
         return real(model, batches, stop)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", interrupted)
+        patch.setattr(evaluation, "evaluate", interrupted)
         assert train(stopped) == 130
     assert (Path(stopped.output_dir) / f"checkpoint-{at}").is_dir()
     assert train(stopped, resume="") == 0

@@ -185,9 +185,9 @@ def test_the_last_save_waits_for_room(
     config = make(output_dir=str(small_disk(80) / "out"), method="adamw", max_steps=3)
     root, real, pauses = Path(config.output_dir), trainer.Run.save_last, []
 
-    def full(self: trainer.Run, step: int) -> Path:
+    def full(self: trainer.Run) -> Path:
         fill(root.parent)
-        return real(self, step)
+        return real(self)
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
@@ -207,10 +207,10 @@ def test_a_signal_ends_the_wait_for_room(make: Make, monkeypatch: pytest.MonkeyP
     config = make(method="adamw", max_steps=2)
     real, asked = trainer.Run.save_last, []
 
-    def full(self: trainer.Run, step: int) -> Path:
+    def full(self: trainer.Run) -> Path:
         monkeypatch.setattr(saving, "free_bytes", lambda path: 0)
-        monkeypatch.setattr(room.time, "sleep", lambda seconds: asked.append(self.interrupts.ask("SIGINT")))
-        return real(self, step)
+        monkeypatch.setattr(room.time, "sleep", lambda seconds: asked.append(self.crew.interrupts.ask("SIGINT")))
+        return real(self)
 
     monkeypatch.setattr(trainer.Run, "save_last", full)
     with pytest.raises(UserError, match="once there is room: there is no checkpoint, so all steps are lost"):
@@ -247,17 +247,13 @@ def test_a_start_that_fails_closes_the_model(make: Make, monkeypatch: pytest.Mon
     assert len(closed) == 1
 
 
-class BrokenTracker:
-    def write(self, entry: dict) -> None:
-        raise ValueError("the tracker is broken")
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_tracker_that_fails_is_said_once(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The run goes on without it, and the metrics are complete."""
-    monkeypatch.setattr(trackers, "open_tracker", lambda *about: BrokenTracker())
+
+    def broken(step: int, numbers: dict[str, float]) -> None:
+        raise ValueError("the tracker is broken")
+
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", lambda about: (broken, lambda: None))
     config = make(max_steps=3, report_to="tensorboard")
     assert train(config) == 0
     out = capsys.readouterr().out

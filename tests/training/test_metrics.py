@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from keyhole.errors import NonFinite
+from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.report.entries import read_metrics
-from keyhole.training.guard import MOST_SKIPS
-from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder
+from keyhole.training.metrics import MOST_SKIPS, MetricsFile, QueuedStep, Recorder
 from keyhole.training.observer import Reading
 
 CPU = torch.device("cpu")
@@ -63,19 +63,6 @@ def test_overflowing_gradients_are_borne_for_a_while() -> None:
     assert warnings[0] == "warning: step 1: grad_norm is inf; such an update is left out"
 
 
-def test_a_gradient_of_nothing_is_noticed() -> None:
-    """Once, after some steps in a row; a rate of 0 or a step that moves starts the count again."""
-    warnings: list = []
-    one = recorder([], warnings=warnings)
-    for step in range(1, MOST_SKIPS):
-        one.add(record(step, 7.0, grad_norm=0.0))
-    one.add(record(MOST_SKIPS, 7.0, grad_norm=1e-9))
-    assert not warnings
-    for step in range(1, 3 * MOST_SKIPS):
-        one.add(record(step, 7.0, grad_norm=0.0))
-    assert len(warnings) == 1 and "has been exactly 0 for 10 steps" in warnings[0]
-
-
 def test_file_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
     """Opening at step 2 keeps entries up to 2, drops later ones and a torn line, and appends."""
     path = tmp_path / "metrics.jsonl"
@@ -99,3 +86,14 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
     assert json.loads(text, parse_constant=lambda word: pytest.fail(word)) == {
         "step": 1, "loss": None, "grad_norm": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_finds_one_bad_element(dtype: torch.dtype, value: float) -> None:
+    """One element among thousands is found, and its tensor named."""
+    bad = torch.randn(100, 33).to(dtype)
+    bad[57, 4] = value
+    tensors = [("empty", torch.empty(0)), ("good", torch.ones(5, dtype=dtype)), ("bad", bad)]
+    assert first_bad_tensor(tensors) == "bad"
+    assert first_bad_tensor(tensors[:2]) is None

@@ -19,8 +19,9 @@ from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
 from keyhole.report.story import Story, read_story
 from keyhole.report.view import View, read_view
-from keyhole.training import loop, run_page
-from keyhole.training.run_page import EVERY_S, RunPage
+from keyhole.training import loop
+from keyhole.training import page as run_page
+from keyhole.training.page import EVERY_S, RunPage
 from keyhole.training.sample_answers import generated
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
@@ -117,7 +118,7 @@ def test_a_page_that_cannot_be_made_changes_nothing(
 def test_a_failed_run_says_why(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ends a run is on its page, as text."""
 
-    def fail(self: loop.Run, step: int) -> None:
+    def fail(self: loop.Run) -> None:
         raise NonFinite("the loss is <nan>")
 
     monkeypatch.setattr(loop.Run, "after_step", fail)
@@ -159,21 +160,18 @@ def test_no_answers_where_none_are_wanted(make: Make, tiny_data: Path) -> None:
     assert story(config).answers == []
 
 
-def test_pages_are_written_beside_the_steps_and_not_often(tmp_path: Path) -> None:
-    """The clock decides: nothing before EVERY_S seconds, then a page by another thread, and the last one at the end."""
+def test_pages_are_not_written_often(tmp_path: Path) -> None:
+    """The clock decides: nothing before EVERY_S seconds, and the last one at the end."""
     now = [0.0]
     made = RunPage(View("n", tmp_path, Story(total=9, state="running"), Curves()), clock=lambda: now[0])
     made.add({"step": 1, "loss": 1.0, "tokens": 1, "seconds": 1.0})
-    assert made.thread is None and not made.path.exists()
+    assert not made.path.exists()
     now[0] = EVERY_S
     made.add({"step": 2, "loss": 1.0, "tokens": 1, "seconds": 1.0})
-    assert made.thread is not None
-    while made.wake.is_set():
-        made.thread.join(0.001)
     assert "step 2 of 9" in made.path.read_text() and made.due_s == 2 * EVERY_S
     made.ended("done")
     made.close()
-    assert not made.thread.is_alive() and "<b>Done</b>" in made.path.read_text()
+    assert "<b>Done</b>" in made.path.read_text()
 
 
 @pytest.mark.gpu

@@ -13,15 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.checkpoint import select
+from keyhole.config import TrainConfig
 from keyhole.errors import UserError
-from keyhole.training import loop
+from keyhole.training import evaluation, loop
 from keyhole.training.metrics import _line
-from keyhole.training.selection import Selection, SelectionSettings
+from keyhole.training.selection import Selection
 from keyhole.training.start import train
 from tests.matrix import in_every_run
 from tests.training.runs import Make, losses, metrics, same, weights
 
 VALUES = [2.0, 1.5, 1.2, 1.4, 1.3, 1.2]  # evaluations of steps 1 to 6: the best is step 3, and step 6 is no better
+CONFIG = TrainConfig(model="m", method="zo", output_dir="out")
 BEST = {"eval_steps": 1, "load_best_model_at_end": True}
 
 
@@ -30,15 +32,15 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None
     """Evaluations give these numbers, by step; everything around them is the real thing."""
 
     def arrange(values: list[float]) -> None:
-        real = loop.Run.evaluate
+        real = evaluation.Evaluation.evaluate
 
-        def known(self: loop.Run, step: int) -> None:
-            found = {"eval_loss": values[step - 1], "perplexity": 1.0, "eval_tokens": 7}
+        def known(self: evaluation.Evaluation, run: loop.Run) -> None:
+            found = {"eval_loss": values[run.done - 1], "perplexity": 1.0, "eval_tokens": 7}
             with monkeypatch.context() as patch:
-                patch.setattr(loop, "evaluate", lambda *args: found)
-                real(self, step)
+                patch.setattr(evaluation, "evaluate", lambda *args: found)
+                real(self, run)
 
-        monkeypatch.setattr(loop.Run, "evaluate", known)
+        monkeypatch.setattr(evaluation.Evaluation, "evaluate", known)
 
     return arrange
 
@@ -110,11 +112,13 @@ def test_losses_of_other_rows_are_not_compared(make: Make, tiny_data: Path, tmp_
 
 def test_values_of_another_metric_are_not_compared() -> None:
     """A loss of 2 is no perplexity of 2; the metrics file, where there is one, has the values of the new metric."""
-    before = Selection(SelectionSettings(best=True, metric="loss"))
+    before = Selection(CONFIG, "loss")
     before.note(1, {"eval_loss": 0.7, "perplexity": 2.0})
     saved = json.loads(json.dumps(before.state_dict()))
-    after = Selection(SelectionSettings(best=True, metric="perplexity"), saved)
-    assert after.best_steps() == [] and after.note(2, {"eval_loss": 0.6, "perplexity": 1.8})
+    after = Selection(CONFIG, "perplexity", saved)
+    assert after.best_steps() == []
+    after.note(2, {"eval_loss": 0.6, "perplexity": 1.8})
+    assert after.best_steps() == [2]
 
 
 def test_a_run_that_has_ended_early_can_be_given_more(make: Make, tiny_data: Path, evaluations: Callable) -> None:
@@ -160,12 +164,12 @@ def test_a_damaged_best_checkpoint_is_not_published(
     config = make(eval_data=str(tiny_data), save_steps=1, **BEST)
     root, real = Path(config.output_dir), loop.Run.finish
 
-    def finish(self: loop.Run, step: int) -> int:
+    def finish(self: loop.Run) -> int:
         path = root / "checkpoint-3" / "model.safetensors"
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)
-        return real(self, step)
+        return real(self)
 
     monkeypatch.setattr(loop.Run, "finish", finish)
     assert train(config) == 0
@@ -183,9 +187,9 @@ def test_a_last_checkpoint_that_was_deleted_is_saved_again(
     config = make(eval_data=str(tiny_data), **BEST)
     root, real = Path(config.output_dir), loop.Run.finish
 
-    def finish(self: loop.Run, step: int) -> int:
+    def finish(self: loop.Run) -> int:
         shutil.rmtree(root / "checkpoint-6")
-        return real(self, step)
+        return real(self)
 
     monkeypatch.setattr(loop.Run, "finish", finish)
     assert train(config) == 0
@@ -224,15 +228,15 @@ def stepwise(values: list[float]) -> Iterator[tuple[int, dict[str, float]]]:
 @given(NUMBERS, st.integers(1, 4), st.booleans())
 def test_best_and_patience_equal_the_textbook_loop(values: list[float], patience: int, greater: bool) -> None:
     """The running best and the counter that every trainer keeps, also when the state goes through a checkpoint."""
-    settings = SelectionSettings(metric="accuracy", greater=greater, patience=patience)
-    selection = Selection(settings)
+    config = replace(CONFIG, greater_is_better=greater, early_stopping_patience=patience)
+    selection = Selection(config, "accuracy")
     best, best_step, waited = None, None, 0
     for step, found in stepwise(values):
         value = found["eval_accuracy"]
         selection.note(step, found)
         better = value == value and (best is None or (value > best if greater else value < best))
         best, best_step, waited = (value, step, 0) if better else (best, best_step, waited + 1)
-        selection = Selection(settings, json.loads(json.dumps(selection.state_dict())))
+        selection = Selection(config, "accuracy", json.loads(json.dumps(selection.state_dict())))
         assert selection.best_steps()[:1] == ([] if best_step is None else [best_step])
         ends = best is not None and waited >= patience
         assert (selection.out_of_patience() is not None) == ends
@@ -241,8 +245,8 @@ def test_best_and_patience_equal_the_textbook_loop(values: list[float], patience
 @given(NUMBERS, st.integers(1, 4))
 def test_the_metrics_file_says_what_a_checkpoint_says(values: list[float], patience: int) -> None:
     """Evaluations after the last checkpoint are known from the file only, where a number that is not finite is null."""
-    settings = SelectionSettings(metric="accuracy", patience=patience)
-    straight, resumed = Selection(settings), Selection(settings)
+    config = replace(CONFIG, early_stopping_patience=patience)
+    straight, resumed = Selection(config, "accuracy"), Selection(config, "accuracy")
     for step, found in stepwise(values):
         straight.note(step, found)
     lines = [_line({"step": step, **found}) for step, found in stepwise(values)]
@@ -261,6 +265,7 @@ def test_the_metrics_file_says_what_a_checkpoint_says(values: list[float], patie
 )
 def test_the_best_is_told_as_evaluations_are(metric: str, value: float, said: str) -> None:
     """In percent where they are in percent."""
-    chosen = Selection(SelectionSettings(metric=metric, greater=metric != "eval_loss", patience=1))
+    config = replace(CONFIG, greater_is_better=metric != "eval_loss", early_stopping_patience=1)
+    chosen = Selection(config, metric)
     chosen.values = {2: value, 4: value}
     assert chosen.out_of_patience() == f"early_stopping_patience=1: nothing was better than {said}, at step 2"

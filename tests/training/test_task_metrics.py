@@ -16,7 +16,7 @@ from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
 from keyhole.eval.score import score
-from keyhole.training import loop
+from keyhole.training import evaluation
 from keyhole.training.request import Parts
 from keyhole.training.selection import Selection
 from keyhole.training.start import train
@@ -92,15 +92,14 @@ def test_an_interrupted_score_is_repeated(
     """A signal in the middle of scoring ends the run; resumed, it has the numbers of one that was not disturbed."""
     through, stopped = (make(name, save_model=saves, **BEST) for name in ("through", "stopped"))
     assert train(through) == 0
-    real = getattr(loop.Judge, f"{place}_metrics")
+    real = getattr(evaluation.Judge, f"{place}_metrics")
 
     def disturbed(self: Any, model: Any, stop: Callable[[], bool], *more: Any) -> Any:
-        monkeypatch.setattr(loop.Judge, f"{place}_metrics", real)
-        run_stop = stop.__self__
-        run_stop.interrupts.ask("SIGTERM")
+        monkeypatch.setattr(evaluation.Judge, f"{place}_metrics", real)
+        stop.__self__.crew.interrupts.ask("SIGTERM")
         return real(self, model, stop)
 
-    monkeypatch.setattr(loop.Judge, f"{place}_metrics", disturbed)
+    monkeypatch.setattr(evaluation.Judge, f"{place}_metrics", disturbed)
     assert train(stopped) == 130
     assert train(stopped, resume="") == 0
     assert metrics(through) == metrics(stopped)

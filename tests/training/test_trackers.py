@@ -19,8 +19,7 @@ import pytest
 from keyhole.config.schema import TrackerName
 from keyhole.errors import UserError
 from keyhole.training.start import train
-from keyhole.training.trackers import CLASSES, About, Tracker, names_of, open_tracker, require
-from keyhole.training.trackers.behind import Behind, wait_until_open
+from keyhole.training.trackers import TRACKERS, About, Opened, Tracker, names_of, require
 from tests.training.runs import Make
 
 STEPS = [{"step": 1, "loss": 2.0, "learning_rate": 0.5}, {"step": 2, "loss": 1.0, "learning_rate": 0.25}]
@@ -49,8 +48,8 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def written(name: str, about: Callable[..., About]) -> None:
     """A run of two steps, and the same run, resumed, with a third one and an evaluation."""
     for first, entries in ((0, STEPS), (2, AGAIN)):
-        tracker = Behind(name, lambda first=first: open_tracker(name, about(first)))
-        wait_until_open([tracker], 120)
+        tracker = Tracker(name, lambda first=first: TRACKERS[name](about(first)))
+        assert tracker.ready.wait(120)
         for entry in entries:
             tracker.write(entry)
         tracker.close(120)
@@ -119,10 +118,11 @@ def test_trackio_on_this_machine(about: Callable[..., About], tmp_path: Path) ->
     pytest.importorskip("trackio")
     code = (
         "import json, sys; from pathlib import Path; sys.path[:0] = json.loads(sys.argv[3])\n"
-        "from keyhole.training.trackers import About, open_tracker\n"
-        "made = open_tracker('trackio', About(Path('.'), sys.argv[1], 'out', 0, {'seed': 0}))\n"
-        "[made.write(entry) for entry in json.loads(sys.argv[2])]\n"
-        "made.close()\n"
+        "from keyhole.training.trackers import About, trackio\n"
+        "write, close = trackio(About(Path('.'), sys.argv[1], 'out', 0, {'seed': 0}))\n"
+        "rows = [{key: value for key, value in row.items() if value is not None} for row in json.loads(sys.argv[2])]\n"
+        "[write(row.pop('step'), row) for row in rows]\n"
+        "close()\n"
         "import trackio\n"
         "(run,) = trackio.Api().runs('keyhole')\n"
         "from trackio.sqlite_storage import SQLiteStorage\n"
@@ -159,69 +159,49 @@ def test_names() -> None:
     """One word, a list, or nothing; a name twice counts once; those of the config are those that there are."""
     assert names_of(None) == [] and names_of("wandb") == ["wandb"]
     assert names_of(["wandb", "mlflow", "wandb"]) == ["wandb", "mlflow"]
-    assert set(typing.get_args(TrackerName)) == set(CLASSES)
+    assert set(typing.get_args(TrackerName)) == set(TRACKERS)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says what to install; who did not ask for it is not bothered."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     require(None)
-    for name in CLASSES:
+    for name in TRACKERS:
         with pytest.raises(UserError, match=rf"report_to: {name} is not installed; pip install {name}"):
             require([name])
 
 
-class Slow:
-    """A tracker whose other end answers when it is told to."""
-
-    def __init__(self) -> None:
-        self.go, self.got = threading.Event(), []
-
-    def write(self, entry: dict[str, Any]) -> None:
-        self.go.wait()
-        self.got.append(entry["step"])
-
-    def close(self) -> None:
-        self.got.append("closed")
-
-
 def test_a_slow_tracker_holds_up_nobody() -> None:
     """Entries wait, in their order; the end of a run does not wait for ever, and says so."""
-    slow = Slow()
-    behind = Behind("slow", lambda: slow)
-    wait_until_open([behind])
+    go, got = threading.Event(), []
+    tracker = Tracker(
+        "slow", lambda: (lambda step, numbers: (go.wait(), got.append(step)), lambda: got.append("closed"))
+    )
     for entry in STEPS:
-        behind.write(entry)
+        tracker.write(entry)
     with pytest.raises(TimeoutError, match="entries are not sent"):
-        behind.close(0.01)
-    assert slow.got == []
-    slow.go.set()
-    behind.thread.join()
-    assert slow.got == [1, 2, "closed"]
+        tracker.close(0.01)
+    assert got == []
+    go.set()
+    tracker.thread.join()
+    assert got == [1, 2, "closed"]
 
 
 @pytest.mark.parametrize("at", ["open", "write", "close"])
 def test_an_error_is_raised_once_to_the_caller(at: str) -> None:
     """Whatever goes wrong on the other thread."""
 
-    class Broken:
-        def __init__(self) -> None:
-            self.fail("open")
+    def fail(place: str) -> None:
+        if place == at:
+            raise RuntimeError(f"broken {place}")
 
-        def fail(self, place: str) -> None:
-            if place == at:
-                raise RuntimeError(f"broken {place}")
+    def broken() -> Opened:
+        fail("open")
+        return lambda step, numbers: fail("write"), lambda: fail("close")
 
-        def write(self, entry: dict[str, Any]) -> None:
-            self.fail("write")
-
-        def close(self) -> None:
-            self.fail("close")
-
-    make: Callable[[], Tracker] = Broken
-    behind = Behind("broken", make)
+    tracker = Tracker("broken", broken)
     if at != "open":
-        behind.write(STEPS[0])
+        tracker.write(STEPS[0])
     with pytest.raises(RuntimeError, match=f"broken {at}"):
-        behind.close()
-    behind.thread.join()
+        tracker.close()
+    tracker.thread.join()

@@ -1,0 +1,168 @@
+"""What is checked once while a run trains: that every trained tensor changes, memory and pace against the plan, and
+that the loss does not rise far.
+
+"Full" tuning can silently freeze parts: a tensor left out of the optimizer, a module that is never reached, or 16-bit
+weights rounded to nearest, where a step below half the distance to the next number is lost (a bfloat16 weight near 1
+needs a step of 0.002). Comparing whole tensors would need a second copy of the model, so up to SAMPLE elements of each,
+evenly spaced, are kept on the host (8 KiB per tensor in 16 bit) and compared bit by bit after CHECK_STEPS steps with a
+rate above 0. Gradient methods change only the rows of the embedding that a batch uses, so its sample is taken from rows
+of the first batch. A tensor whose sample has not changed may have changed elsewhere: hence a warning, not an error.
+
+The bias of the keys in attention is a special case. It adds the same number, q b, to every score of a query, and the
+softmax cancels it: its gradient is 0 up to rounding. With rotary embeddings, which rotate keys by position, it does
+not cancel.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from statistics import fmean
+
+import torch
+
+from keyhole.machine.sizes import GIB
+from keyhole.methods import METHODS
+from keyhole.model.batch import Batch
+from keyhole.model.model import Model
+from keyhole.report.entries import Entry, finite
+from keyhole.training.metrics import memory_gib
+from keyhole.training.observer import Observer, Progress, Reading
+from keyhole.training.page import planned
+from keyhole.training.planning import pace_line
+from keyhole.training.reports import Reports
+
+SAMPLE = 4096
+CHECK_STEPS = 3
+NAMED = 5
+KEY_BIASES = (".key.bias", ".k_proj.bias", ".k_lin.bias", ".k.bias")  # BERT-like models, OPT, DistilBERT, MPNet
+WINDOW, LEAST, RISE, RISE_AT_LEAST = 32, 5, 2.0, 1.0  # losses; the rise that is a divergence
+
+
+class FirstSteps(Observer):
+    """The checks of the first steps of this process, reported once."""
+
+    def __init__(self, model: Model, method: str, reports: Reports) -> None:
+        self.model, self.method, self.reports, self.say = model, method, reports, reports.display.line
+        self.rows_R = torch.empty(0, dtype=torch.int64)
+        self.before: dict[str, torch.Tensor] = {}
+        self.entries: list[Entry] = []
+        self.moved, self.is_done = 0, False  # steps with a rate above 0
+
+    def begin(self, batches: list[Batch]) -> None:
+        """Takes the samples; called before every step."""
+        if not self.before and not self.is_done:
+            self.rows_R = torch.cat([batch["input_ids"].flatten() for batch in batches]).unique()
+            self.before = dict(samples(self.model, self.rows_R))
+
+    def note(self, reading: Reading) -> None:
+        if not self.is_done and "loss" in reading.entry:
+            self.entries.append(reading.entry)
+
+    def after_step(self, run: Progress) -> None:
+        if self.is_done or not self.before or not (self.moved == CHECK_STEPS or run.is_last):
+            return
+        with run.paused():
+            if self.moved:
+                after = dict(samples(self.model, self.rows_R))
+                self.say(verdict(self.model, self.before, after, self.moved))
+            if self.model.device.type == "cuda" and METHODS[self.method].streams:
+                assert self.model.placed is not None
+                planned_gib = self.model.placed.device_bytes.total / GIB
+                peak_gib = memory_gib(self.model.device)["gpu_gib"]
+                self.say(f"check: peak GPU memory {peak_gib:.2f} GiB, planned {planned_gib:.2f} GiB")
+            if timed := self.entries[1:]:  # the first step compiles
+                if line := pace_line(self.model, self.method, timed):
+                    self.say(line)
+                tokens = fmean(entry["tokens"] for entry in timed)
+                self.reports.page.story.planned = planned(self.model, self.method, tokens)
+        self.before, self.entries, self.is_done = {}, [], True
+
+
+def samples(model: Model, rows_R: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    """A sample of every trained tensor that this rank holds. rows_R: the rows of the embedding."""
+    model.engine.wait_for_homes()
+    for tensor in model.layout.tensors:
+        if not tensor.param.requires_grad:
+            continue
+        if model.homes.unit_of(tensor).index in model.homes.parts:
+            for _, part in list(model.homes.own_parts(tensor))[:1]:
+                yield tensor.name, sample(part)
+        else:
+            found = sample(model.home(tensor), rows_R if tensor is model.layout.table else None)
+            beside = None if model.low_rank is None else model.low_rank.sample(tensor)
+            yield tensor.name, found if beside is None else torch.cat([found.long(), sample(beside).long()])
+    for name, param in ({} if model.addon is None else model.addon.params).items():
+        yield name, sample(param.data)
+
+
+def sample(tensor: torch.Tensor, rows_R: torch.Tensor | None = None) -> torch.Tensor:
+    """Up to SAMPLE evenly spaced elements (of these rows) on the host, as integers of the same width."""
+    if rows_R is None:
+        flat = tensor.reshape(-1)
+        picked = flat[:: max(1, -(-flat.numel() // SAMPLE))]
+    else:
+        rows_R = rows_R[: max(1, SAMPLE // min(SAMPLE, tensor.shape[1]))].to(tensor.device)
+        picked = tensor[rows_R].reshape(-1)[:SAMPLE]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return picked.contiguous().view(integer).cpu().clone()
+
+
+def verdict(model: Model, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], steps: int) -> str:
+    """The line for the user: which samples have not changed in `steps` steps, and the share of elements that have."""
+    changed = {name: int((after[name] != before[name]).sum()) for name in before}
+    percent = 100 * sum(changed.values()) / max(1, sum(map(torch.numel, before.values())))
+    still = [name for name, count in changed.items() if not count]
+    rotary = any("rotary" in name.lower() for name, _ in model.module.named_modules())
+    unread = [] if rotary else [name for name in still if name.endswith(KEY_BIASES)]
+    unchanged = [name for name in still if name not in unread]
+    said = f"{percent:.1f} % of the sampled weights changed"
+    if not unchanged:
+        but = f", but for {len(unread)} biases of keys, which no attention depends on" if unread else ""
+        return f"check: all {len(before) - len(unread)} trained tensors changed within {steps} steps ({said}){but}"
+    names = ", ".join(unchanged[:NAMED]) + (f", and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else "")
+    why = "they get no gradient, or their steps are too small"
+    if torch.finfo(model.dtype).bits == 16:
+        why = f"rounding to nearest {model.dtype} loses small steps, stochastic rounding takes few of them"
+        why += "; raise learning_rate, or set dtype=float32"
+    head = f"warning: {len(unchanged)} of {len(before)} trained tensors did not change in {steps} steps"
+    return f"{head} ({names}): {why}. {said}"
+
+
+class Divergence(Observer):
+    """Warns once if the loss has risen far: a run that has diverged to a plateau looks healthy.
+
+    Losses of steps jump, so three quarters of the last WINDOW losses must be more than RISE times the lowest median of
+    a window so far, and RISE_AT_LEAST above it. A run may diverge in its first steps, so the first loss counts as a
+    median too, and the first windows may be shorter. A resumed run reads the losses of earlier steps from
+    run/metrics.jsonl, and warns at the same step as one that was not stopped.
+    """
+
+    def __init__(self, say: Callable[[str], None], before: Iterable[Entry] = ()) -> None:
+        self.say = say
+        self.window: deque[float] = deque(maxlen=WINDOW)
+        self.best: tuple[float, int] | None = None  # median, step
+        self.said = False
+        for entry in before:
+            self.warning(entry)  # it was said then
+
+    def note(self, reading: Reading) -> None:
+        if (warning := self.warning(reading.entry)) is not None:
+            self.say(warning)
+
+    def warning(self, entry: Entry) -> str | None:
+        if (loss := finite(entry.get("loss"))) is None:
+            return None
+        self.window.append(loss)
+        best, step = self.best or (loss, entry["step"])
+        self.best = best, step
+        ordered, size = sorted(self.window), len(self.window)
+        low, middle = ordered[size // 4], ordered[(size - 1) // 2]
+        if size == WINDOW and middle < best:
+            self.best = middle, entry["step"]
+        if self.said or size < LEAST or low <= max(RISE * best, best + RISE_AT_LEAST):
+            return None
+        self.said = True
+        return (
+            f"warning: the loss has risen from {best:.3g} at step {step} to {middle:.3g} at step {entry['step']} "
+            f"(median of {size} steps): most likely the run diverges; lower learning_rate, or clip (max_grad_norm=1; "
+            "zo: zo.clip)"
+        )

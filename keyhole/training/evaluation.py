@@ -1,0 +1,151 @@
+"""Evaluations during a run, and what follows from them: the best step's weights, the end by patience, the published
+model and its test.
+
+The published model is scored on the test questions of the run's tasks. If no model is saved (save_model: false), the
+best weights could not be loaded again, so they are tested as soon as a step is the best so far.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keyhole.checkpoint import select
+from keyhole.config import TrainConfig
+from keyhole.data.run import Data
+from keyhole.methods.base import Method
+from keyhole.model.model import Model
+from keyhole.report.story import Answers
+from keyhole.training.follow import Command, Crew, take_weights
+from keyhole.training.metrics import MetricsFile
+from keyhole.training.observer import Observer, Progress, Reading
+from keyhole.training.reports import Reports
+from keyhole.training.sample_answers import SampleAnswers
+from keyhole.training.saving import Saver
+from keyhole.training.selection import Selection
+from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
+
+
+@dataclass(kw_only=True)
+class Evaluation(Observer):
+    """The evaluations of a run. gave_up: a signal ended the last one, or the last test."""
+
+    config: TrainConfig
+    root: Path
+    model: Model
+    method: Method
+    data: Data
+    judge: Judge
+    crew: Crew
+    metrics: MetricsFile
+    reports: Reports
+    selection: Selection
+    saver: Saver
+    gave_up: bool = False
+    last: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.say = self.reports.display.line
+        self.answers = SampleAnswers(self.model, self.data.eval.dataset, self.reports, self.config.sample_answers)
+
+    def after_step(self, run: Progress) -> None:
+        """Evaluates where that is due, and keeps the weights of the best step so far."""
+        step = run.done
+        due = bool(self.data.eval) and (run.is_last or step % (self.config.eval_steps or run.total) == 0)
+        if due and step not in self.metrics.evaluated:
+            with run.paused():
+                self.evaluate(run)
+        if self.config.load_best_model_at_end and self.selection.best_steps()[:1] == [step]:
+            if not self.config.save_model:
+                with run.paused():
+                    self.test(run, step)
+            elif self.saver.best_step != step:
+                with run.paused():
+                    self.reports.display.lines(self.saver.save_best(step))
+        run.ends = run.ends or self.selection.out_of_patience()
+
+    def is_asked(self) -> bool:
+        return self.crew.is_asked
+
+    def evaluate(self, run: Progress) -> None:
+        """Loss on the held-out data, and the tasks' metrics on dev. A signal aborts it, and the resumed run repeats
+        it."""
+        self.crew.call(Command.EVALUATE)
+        found = evaluate(self.model, self.data.eval, self.is_asked)
+        answers = Answers(run.done, "the first questions of dev")
+        keep = self.answers.keep_in(answers)
+        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked, keep)
+        self.gave_up = metrics is None
+        if found is not None and metrics is not None:
+            self.last = found = found | metrics
+            self.selection.note(run.done, found)
+            run.note(Reading({"step": run.done, **found}))
+            scores = f"; {text}" if (text := shown(found, EVAL)) else ""
+            self.say(f"eval at step {run.done}: {shown_loss(found)}{scores}")
+            self.reports.tell("sample answers", lambda: self.answers.show(answers))
+
+    def test(self, run: Progress, step: int) -> None:
+        """The tasks' metrics on the test questions, with the current weights, which are those of this step. A signal
+        aborts it, and the resumed run repeats it."""
+        tested = self.metrics.tested
+        if not self.judge.test or self.judge.is_done(tested.get(step)):
+            return
+        run.flush()
+        self.crew.call(Command.TEST)
+        found = self.judge.test_metrics(self.model, self.is_asked)
+        self.gave_up = found is None
+        if found is not None:
+            tested[step] = {"step": step, **found}
+            run.note(Reading(tested[step]))
+            self.say(f"test of step {step}: {shown(found, TEST)}")
+
+    def publish(self, run: Progress) -> int | None:
+        """Puts the weights of the best step, or the last ones, into the output directory and tests them; the best step,
+        None if the last weights are wanted. A damaged checkpoint is reported and set aside, and the next best step is
+        tried, down to the last one, which has just been saved."""
+        last, best = run.done, best_saved(self.selection, self.root)
+        if not self.config.save_model:
+            if best in (None, last):  # else these weights are not the best step's
+                self.test(run, last)
+            return best
+        damaged: set[int] = set()
+        while best is not None and best != last and (fault := self.saver.damage_of(best)) is not None:
+            damaged.add(best)
+            self.say(
+                f"warning: checkpoint-{best}, the best, is damaged and not published: {fault}; the next best is "
+                f"published instead, and the last weights are in checkpoint-{last}"
+            )
+            best = best_saved(self.selection, self.root, damaged)
+        self.saver.publish(best)
+        if (
+            best is not None
+            and best != last
+            and self.judge.test
+            and not self.judge.is_done(self.metrics.tested.get(best))
+        ):
+            self.crew.call(Command.GO_BACK, best)
+            take_weights(self.model, self.method, self.root / f"checkpoint-{best}")
+        self.test(run, best or last)
+        return best
+
+    def outcome(self, last: int, best: int | None) -> str:
+        """For the line at the end: the last evaluation, the best step and the test."""
+        text = "" if self.last is None else f"; eval {shown_loss(self.last)}"
+        if best is not None:
+            values, first = self.selection.values, self.selection.best_steps()[0]
+            text += f"; the best was {self.selection.shown(best)}, at step {best}"
+            if values[best] != values[first]:
+                text += f" (step {first} was better, and has no intact checkpoint)"
+        tested = shown(self.metrics.tested.get(best or last, {}), TEST)
+        return text + (f"; test {tested}" if tested else "")
+
+
+def best_saved(selection: Selection, root: Path, damaged: Collection[int] = ()) -> int | None:
+    """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the last
+    weights are wanted."""
+    if not selection.config.load_best_model_at_end:
+        return None
+    if not selection.config.save_model:
+        return next(iter(selection.best_steps()), None)
+    there = {select.step_of(path) for path in select.checkpoints(root)}
+    return next((step for step in selection.best_steps() if step in there.difference(damaged)), None)
