@@ -31,7 +31,7 @@ from keyhole.disk.files import write_text
 from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
 from keyhole.eval import tasks
-from keyhole.eval.scoring import score_task
+from keyhole.eval.choices import score_task
 from keyhole.machine.probe import environment
 from keyhole.methods import METHODS
 from keyhole.training.rundir import FORMAT, inspect

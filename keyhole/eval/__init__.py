@@ -1,8 +1,8 @@
 """Evaluation of a model: tasks scored by log-likelihood or generated answers, validation loss, and chat.
 
 score.py          one call for every kind of task: choice, generation or likelihood
-scoring.py        accuracies from log-likelihoods of candidates; metrics.py: the published metrics
-classes.py        the same numbers from a classifier's labels
+choices.py        accuracies from log-likelihoods of candidates, or from a classifier's labels
+metrics.py        the published metrics
 generate.py       greedy answers in free text; continuations.py: log-likelihoods for evaluation suites
 programs.py       runs programs that a model wrote, in a restricted process (jail.py)
 tasks.py          files of questions with candidates; rows.py: NLL of many rows in few passes over the weights

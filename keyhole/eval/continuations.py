@@ -11,17 +11,17 @@ context that is too long for the model loses its beginning; the continuation mus
 Legend: B rows of a batch, T positions, N scored (position, target) pairs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from keyhole.data.capacity import check_ids
 from keyhole.errors import UserError
-from keyhole.eval.rows import BATCH_TOKENS, PASSES, Groups, group_batches, not_finite, of_all_ranks
+from keyhole.eval.rows import evaluated, not_finite, of_all_ranks
 from keyhole.model.batch import DeviceBatch, move
 from keyhole.model.model import Model
-from keyhole.model.rank_duties import evaluation_share
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -35,31 +35,28 @@ class _Row:
 
 
 def score_continuations(
-    model: Model,
-    pairs: Sequence[Pair],
-    max_length: int,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    passes: int = PASSES,
-    watch: Callable[[Groups], Iterable[list[list[int]]]] = iter,
+    model: Model, pairs: Sequence[Pair], max_length: int, **options: Any
 ) -> tuple[list[float], list[bool]]:
-    """For each pair, in order: the log-likelihood of the continuation, and whether it is the greedy one."""
+    """For each pair, in order: the log-likelihood of the continuation, and whether it is the greedy one. options:
+    batch_tokens, passes, watch (rows.py)."""
     rows = _rows(pairs, max_length)
     if rows:
         check_ids([i for pair in pairs for part in pair for i in part], "a request", model.source, model.config)
     sums = torch.zeros(len(pairs), dtype=torch.float64)
     greedy = torch.zeros(len(pairs), dtype=torch.bool)
-    groups, spare = evaluation_share(model, group_batches(model, [len(row.ids) for row in rows], batch_tokens, passes))
 
-    def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def run(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return model.token_scores([_sent([rows[i] for i in batch], model.device) for batch in group])
 
-    for group in watch(groups):
-        for batch, (nll_N, best_N) in zip(group, found_in(group), strict=True):
-            _note([rows[i] for i in batch], nll_N.double().cpu(), best_N.cpu(), sums, greedy)
-    for group in spare:
-        found_in(group)
-    own = [[[number for i in batch for number, _ in rows[i].asked] for batch in group] for group in groups]
+    own = []
+    for batch, (nll_N, best_N) in evaluated(model, [len(row.ids) for row in rows], run, **options):
+        asked = [pair for i in batch for pair in rows[i].asked]  # in the order of _sent
+        sizes = [len(tokens) for _, tokens in asked]
+        for (number, tokens), nll, best in zip(
+            asked, nll_N.double().cpu().split(sizes), best_N.cpu().split(sizes), strict=True
+        ):
+            sums[number], greedy[number] = -nll.sum(), best.tolist() == tokens
+            own.append(number)
     of_all_ranks(model, own, sums, greedy)
     if not bool(sums.isfinite().all()):
         bad = int((~sums.isfinite()).sum())
@@ -104,16 +101,3 @@ def _sent(rows: Sequence[_Row], device: torch.device) -> DeviceBatch:
         row_count=len(rows),
         token_count=len(index),
     )
-
-
-def _note(
-    rows: Sequence[_Row], nll_N: torch.Tensor, best_N: torch.Tensor, sums: torch.Tensor, greedy: torch.Tensor
-) -> None:
-    """Sums up the log-likelihoods of each pair, in the order of _sent."""
-    begin = 0
-    for row in rows:
-        for number, tokens in row.asked:
-            end = begin + len(tokens)
-            sums[number] = -nll_N[begin:end].sum()
-            greedy[number] = best_N[begin:end].tolist() == tokens
-            begin = end

@@ -11,7 +11,6 @@ The model is a directory that keyhole wrote, any Hugging Face model directory, o
 model. Placement `auto` streams weights that do not fit the GPU.
 """
 
-import io
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -29,7 +28,7 @@ from keyhole.disk.json_text import json_text
 from keyhole.disk.result_file import write_result
 from keyhole.errors import UserError
 from keyhole.eval.asked import asked_names, is_library_task
-from keyhole.eval.classes import ClassScore
+from keyhole.eval.choices import ClassScore
 from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
 from keyhole.eval.score import AnswerScore, DataScore, Score, check_code, data_score, score
 from keyhole.eval.tasks import is_task, read_task, task_name
@@ -39,7 +38,6 @@ from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
 NUM_EVAL = Numbers.test
-UNBOUNDED = 10_000  # columns: a narrower table would shorten numbers in favour of long names
 
 
 def evaluate(
@@ -142,20 +140,15 @@ def score_data(
 
 def table(scores: Sequence[Score]) -> str:
     """The results as plain text that is also a Markdown table."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    columns = ("name", "rows", "result", "accuracy by chance", "accuracy by sum", "margin", "loss", "perplexity")
-    made = Table(box=box.MARKDOWN)
-    for column in columns:
-        made.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)
-    for each in scores:
-        made.add_row(*(Text(printable(cell)) for cell in _cells(each)))  # a name in brackets is no markup
-    out = io.StringIO()
-    Console(file=out, width=UNBOUNDED).print(made)
-    lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+    columns = ["name", "rows", "result", "accuracy by chance", "accuracy by sum", "margin", "loss", "perplexity"]
+    rows = [columns, *([printable(cell) for cell in _cells(each)] for each in scores)]
+    sizes = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    aligned = [
+        [c.ljust(n) if i == 0 else c.rjust(n) for i, (c, n) in enumerate(zip(r, sizes, strict=True))] for r in rows
+    ]
+    rule = "|".join(["-" * (n + 1) + ("-" if i == 0 else ":") for i, n in enumerate(sizes)])
+    lines = [f"| {' | '.join(cells)} |" for cells in aligned]
+    lines.insert(1, f"|{rule}|")
     cut = [f"{s.name}: {s.truncated} texts were too long and were cut" for s in scores if s.truncated]
     cut += [
         f"{s.name}: answers end after {s.shortened} tokens, half of what the model or max_length has room for"

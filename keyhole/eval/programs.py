@@ -9,16 +9,15 @@ program has
     limits on wall time (by the parent), CPU time, memory, size and number of files and directories
 
 A program passes if it runs to its end without an error. The parent recognises the end by a random word that the child
-writes last (jail.py says how far this can be trusted). The directory is deleted without recursion and within
-CLEANING_SECONDS, however deep and full it is; a failed deletion never fails the evaluation.
+writes last (jail.py says how far this can be trusted). Then the directory is deleted; what cannot be deleted is left.
 """
 
 import json
 import os
 import secrets
 import select
+import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from pathlib import Path
 
 from keyhole.eval.jail import FAILED
 
-SECONDS, MEMORY_BYTES, CLEANING_SECONDS = 10.0, 2**30, 10.0
+SECONDS, MEMORY_BYTES = 10.0, 2**30
 JAIL = Path(__file__).with_name("jail.py")
 MOST_VERDICT = 4096
 UNCAUGHT = 1  # Python's exit status after an exception that nobody caught, which also ends by `exit`
@@ -51,7 +50,8 @@ def run_program(source: str, *, seconds: float = SECONDS, memory_bytes: int = ME
     try:
         said, code = _confined(job, directory, seconds)
     finally:
-        clear(directory, time.monotonic() + CLEANING_SECONDS)
+        with suppress(RecursionError):
+            shutil.rmtree(directory, ignore_errors=True)
     if said is None:
         return Outcome(False, f"not done after {seconds:g} s")
     if said == done and code != UNCAUGHT:
@@ -87,50 +87,6 @@ def _confined(job: dict[str, object], directory: str, seconds: float) -> tuple[s
         code = process.wait()
         process.stdout.close()
     return said, code
-
-
-def clear(directory: str, deadline: float) -> None:
-    """Deletes a directory with its contents, until the deadline; what cannot be deleted is left.
-
-    Nested directories are first moved to the top, so that paths stay short and nothing recurses.
-    """
-    with suppress(OSError):
-        top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            while names := os.listdir(top):
-                for name in names:
-                    _unpack(name, top, deadline)
-        finally:
-            os.close(top)
-        os.rmdir(directory)
-
-
-def _unpack(name: str, top: int, deadline: float) -> None:
-    """Deletes a file, or a directory after moving its subdirectories to the top under new names."""
-    _hurry(deadline)
-    if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
-        os.unlink(name, dir_fd=top)
-        return
-    os.chmod(name, 0o700, dir_fd=top)
-    inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
-    try:
-        with os.scandir(inside) as entries:
-            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for child, is_directory in found:
-            _hurry(deadline)
-            if is_directory:
-                os.chmod(child, 0o700, dir_fd=inside)
-                os.rename(child, secrets.token_hex(16), src_dir_fd=inside, dst_dir_fd=top)
-            else:
-                os.unlink(child, dir_fd=inside)
-    finally:
-        os.close(inside)
-    os.rmdir(name, dir_fd=top)
-
-
-def _hurry(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise TimeoutError  # an OSError
 
 
 def _read(pipe: int, deadline: float) -> str | None:

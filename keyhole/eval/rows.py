@@ -10,7 +10,8 @@ Results are returned in the order of the rows. Results that are not finite are a
 cause. Legend: R rows of the whole set, B rows of a batch, T positions.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -29,79 +30,70 @@ Found = list[tuple[torch.Tensor, torch.Tensor]]
 Watch = Callable[[Groups], Iterable[list[list[int]]]]  # iterates over the groups, with a progress bar
 
 
-def score_rows(
-    model: Model,
-    rows: Sequence[Sample],
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    passes: int = PASSES,
-    watch: Watch = iter,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row."""
+def score_rows(model: Model, rows: Sequence[Sample], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row. options: of
+    `evaluated`."""
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
     count_R = torch.zeros(len(rows), dtype=torch.int64)
-    groups = group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes)
-    own, spare = evaluation_share(model, groups)
 
-    def found_in(group: list[list[int]]) -> Found:
-        found: Found = model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
-        return found
+    def run(group: list[list[int]]) -> Found:
+        return model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
 
-    for group in watch(own):
-        results = found_in(group)
-        for batch, (nll_B, count_B) in zip(group, results, strict=True):
-            nll_R[batch] = nll_B.double().cpu()
-            count_R[batch] = count_B.cpu()
-    for group in spare:
-        found_in(group)
+    own = []
+    for batch, (nll_B, count_B) in evaluated(model, [len(row.input_ids) for row in rows], run, **options):
+        nll_R[batch], count_R[batch] = nll_B.double().cpu(), count_B.cpu()
+        own += batch
     of_all_ranks(model, own, nll_R, count_R)
     return nll_R, count_R
 
 
 def class_logits(
-    model: Model,
-    rows: Sequence[Sample],
-    pad_token_id: int,
-    *,
-    batch_tokens: int = BATCH_TOKENS,
-    passes: int = PASSES,
-    watch: Watch = iter,
+    model: Model, rows: Sequence[Sample], pad_token_id: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits_RL float32, nll_R float64) of a classifier's rows, on the host."""
+    """(logits_RL float32, nll_R float64) of a classifier's rows, on the host. options: of `evaluated`."""
     logits_RL = torch.zeros(len(rows), model.config.num_labels)
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
-    groups = group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes)
-    own, spare = evaluation_share(model, groups)
 
-    def found_in(group: list[list[int]]) -> Found:
-        batches = [collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group]
-        found: Found = model.logits(batches)
-        return found
+    def run(group: list[list[int]]) -> Found:
+        return model.logits([collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group])
 
-    for group in watch(own):
-        for batch, (logits_BL, nll_B) in zip(group, found_in(group), strict=True):
-            logits_RL[batch], nll_R[batch] = logits_BL.cpu(), nll_B.double().cpu()
-    for group in spare:
-        found_in(group)
+    own = []
+    for batch, (logits_BL, nll_B) in evaluated(model, [len(row.input_ids) for row in rows], run, **options):
+        logits_RL[batch], nll_R[batch] = logits_BL.cpu(), nll_B.double().cpu()
+        own += batch
     of_all_ranks(model, own, logits_RL, nll_R)
     return logits_RL, nll_R
 
 
-def of_all_ranks(model: Model, own: Groups, *found: torch.Tensor) -> None:
-    """Fills in the rows that other ranks have computed. own: the groups of this rank."""
+def evaluated(
+    model: Model,
+    lengths: Sequence[int],
+    run: Callable[[list[list[int]]], Found],
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    passes: int = PASSES,
+    watch: Watch = iter,
+) -> Iterator[tuple[list[int], tuple[torch.Tensor, torch.Tensor]]]:
+    """(indices of its rows, what `run` found) for every batch of this rank. watch: iterates over the groups of batches
+    that go through a streamed model together, with a progress bar."""
+    batches = plan_batches(lengths, batch_tokens)
+    together = passes if model.engine.streamed else 1
+    groups = [batches[i : i + together] for i in range(0, len(batches), together)]
+    own, spare = evaluation_share(model, groups)
+    for group in watch(own):
+        yield from zip(group, run(group), strict=True)
+    for group in spare:
+        run(group)
+
+
+def of_all_ranks(model: Model, own: list[int], *found: torch.Tensor) -> None:
+    """Fills in the rows that other ranks have computed. own: the rows of this rank."""
     if not model.ranks.several:
         return
-    rows = torch.tensor([i for group in own for batch in group for i in batch], dtype=torch.int64)
+    rows = torch.tensor(own, dtype=torch.int64)
     for theirs, *values in model.ranks.objects((rows, *(x[rows] for x in found))):
         for x, value in zip(found, values, strict=True):
             x[theirs] = value
-
-
-def group_batches(model: Model, lengths: Sequence[int], batch_tokens: int, passes: int) -> Groups:
-    """Batches of rows of these lengths, and which of them go through a streamed model together."""
-    batches = plan_batches(lengths, batch_tokens)
-    together = passes if model.engine.streamed else 1
-    return [batches[i : i + together] for i in range(0, len(batches), together)]
 
 
 def not_finite(model: Model, what: str) -> NonFinite:

@@ -1,10 +1,10 @@
 """One call for every task: `score(model, task)` ranks candidates, generates answers or computes likelihoods, depending
 on the task.
 
-    choice        scoring.py: ranks candidates by their mean log-likelihood
+    choice        choices.py: ranks candidates by their mean log-likelihood
     likelihood    the loss of the right answers, and perplexity
     generated     generate.py; then texts are compared (metrics.py), or programs are run (programs.py)
-    a classifier  classes.py: the choice is one of its labels
+    a classifier  choices.py: the choice is one of its labels
 
 Each result has `metric`, the name of the task's main metric, and `metrics` with all of them; `value` is the main value.
 """
@@ -23,11 +23,10 @@ from keyhole.data.tasks.question import Question, Task
 from keyhole.data.tasks.spec import CHOICE, LIKELIHOOD
 from keyhole.errors import UserError
 from keyhole.eval import metrics
-from keyhole.eval.classes import ClassScore, score_classes
+from keyhole.eval.choices import ClassScore, TaskScore, score_classes, score_task
 from keyhole.eval.generate import answer_limit, generate_answers
 from keyhole.eval.programs import run_program
 from keyhole.eval.rows import not_finite, score_rows
-from keyhole.eval.scoring import TaskScore, score_task
 from keyhole.model.model import Model
 
 PROGRAMS_AT_ONCE = 4

@@ -32,16 +32,8 @@ def register() -> None:
     import lm_eval.models  # noqa: F401  registers its own models first
     from lm_eval.api.registry import MODEL_REGISTRY
 
-    if NAME in MODEL_REGISTRY:
-        return
-    if hasattr(MODEL_REGISTRY, "register"):
+    if NAME not in MODEL_REGISTRY:
         MODEL_REGISTRY.register(NAME, target=TARGET)
-    else:  # a plain dict before 0.4.10
-        from lm_eval.api.registry import register_model
-
-        from keyhole.harness.lm import KeyholeLM
-
-        register_model(NAME)(KeyholeLM)
 
 
 def __getattr__(name: str) -> Any:

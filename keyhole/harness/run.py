@@ -9,8 +9,7 @@ itself downloads a task's data set (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE work 
 import difflib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +50,15 @@ def run_harness(
     lm = KeyholeLM(directory, **settings)
     for line in lm.model.describe():
         say(line)
-    with quiet_outside_of_git(evaluator):
-        results = evaluator.simple_evaluate(
-            lm,
-            tasks=found,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            task_manager=manager,
-            apply_chat_template=apply_chat_template,
-            log_samples=json_path is not None,
-        )
+    results = evaluator.simple_evaluate(
+        lm,
+        tasks=found,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        task_manager=manager,
+        apply_chat_template=apply_chat_template,
+        log_samples=json_path is not None,
+    )
     table = make_table(results)
     shown = "\n".join([table, make_table(results, "groups")] if results.get("groups") else [table])
     if json_path is not None:
@@ -68,21 +66,6 @@ def run_harness(
         text = json_text(kept, indent=1, default=handle_non_serializable)
         write_result("--json", Path(json_path), text + "\n", shown)
     return shown
-
-
-@contextmanager
-def quiet_outside_of_git(evaluator: Any) -> Iterator[None]:
-    """The harness asks git for the commit of the working directory. Outside of a repository git prints "fatal" among
-    the results and the harness gets None, so None is returned without calling git."""
-    here, theirs = Path.cwd(), getattr(evaluator, "get_git_commit_hash", None)
-    if theirs is None or any((directory / ".git").exists() for directory in (here, *here.parents)):
-        yield
-        return
-    evaluator.get_git_commit_hash = lambda: None
-    try:
-        yield
-    finally:
-        evaluator.get_git_commit_hash = theirs
 
 
 def find_tasks(manager: Any, words: Sequence[str]) -> list[str]:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from keyhole.data.capacity import context_length
 from keyhole.data.dataset import Dataset
 from keyhole.data.tasks.question import Question, Task
-from keyhole.eval.classes import ClassScore
+from keyhole.eval.choices import ClassScore, TaskScore
 from keyhole.eval.generate import answer_prompts
 from keyhole.eval.score import AnswerScore, Score
-from keyhole.eval.scoring import TaskScore
 from keyhole.model.model import Model
 from keyhole.report.story import Answer, Answers
 from keyhole.training.reports import Reports

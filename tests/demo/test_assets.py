@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole import assets
-from keyhole.eval.scoring import score_task
+from keyhole.eval.choices import score_task
 from keyhole.eval.tasks import Question, Task, read_task
 from scripts.demo_model.corpus import END, FAR, USER, documents, remark
 

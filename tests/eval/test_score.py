@@ -15,10 +15,10 @@ from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
 from keyhole.eval.asked import asked_names
+from keyhole.eval.choices import TaskScore, metric_of
 from keyhole.eval.evaluate import evaluate, table
 from keyhole.eval.programs import run_program
 from keyhole.eval.score import AnswerScore, DataScore, score, value, verdicts
-from keyhole.eval.scoring import TaskScore, metric_of
 from tests.data.tasks.rows import CASES
 from tests.model.decoders import hf_nll
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from keyhole.errors import UserError
-from keyhole.harness.run import find_tasks, quiet_outside_of_git
+from keyhole.harness.run import find_tasks
 
 NAMES = ["arc_easy", "arc_challenge", "hellaswag"]
 
@@ -33,19 +33,3 @@ def test_names_patterns_and_files_are_found_once_each(tmp_path: Path) -> None:
 def test_what_is_no_task_is_refused(word: str, says: str) -> None:
     with pytest.raises(UserError, match=says.replace("?", r"\?")):
         find_tasks(manager(), [word])
-
-
-def test_git_is_not_asked_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints "fatal" there. Inside of one, the harness has its commit; its function is put back."""
-
-    def asks() -> str:
-        return "abc"
-
-    evaluator = SimpleNamespace(get_git_commit_hash=asks)
-    monkeypatch.chdir(tmp_path)
-    with quiet_outside_of_git(evaluator):
-        assert evaluator.get_git_commit_hash() is None
-    assert evaluator.get_git_commit_hash is asks
-    (tmp_path / ".git").mkdir()
-    with quiet_outside_of_git(evaluator):
-        assert evaluator.get_git_commit_hash() == "abc"

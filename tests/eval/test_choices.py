@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import keyhole
 from keyhole.data.tasks.encode import Encoder
 from keyhole.errors import UserError
-from keyhole.eval.scoring import score_task
+from keyhole.eval.choices import score_task
 from keyhole.eval.tasks import Question, Task
 from tests.conftest import build_tokenizer
 
