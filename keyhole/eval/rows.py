@@ -37,7 +37,8 @@ def score_rows(model: Model, rows: Sequence[Sample], **options: Any) -> tuple[to
     count_R = torch.zeros(len(rows), dtype=torch.int64)
 
     def run(group: list[list[int]]) -> Found:
-        return model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
+        found: Found = model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
+        return found
 
     own = []
     for batch, (nll_B, count_B) in evaluated(model, [len(row.input_ids) for row in rows], run, **options):
@@ -55,7 +56,9 @@ def class_logits(
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
 
     def run(group: list[list[int]]) -> Found:
-        return model.logits([collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group])
+        batches = [collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group]
+        found: Found = model.logits(batches)
+        return found
 
     own = []
     for batch, (logits_BL, nll_B) in evaluated(model, [len(row.input_ids) for row in rows], run, **options):
