@@ -13,7 +13,6 @@ On a CPU device these are plain copies without events.
 """
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -58,15 +57,11 @@ class Downlink:
         memory only after the copy."""
         self.send_all([(source, target)])
 
-    def send_all(
-        self,
-        copies: list[tuple[torch.Tensor, torch.Tensor]],
-        timed: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        """Copies every source to its target, as `send` does. timed: makes a context around the copies."""
+    def send_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies every source to its target, as `send` does."""
         if self.stream is not None:
             self.stream.wait_stream(self.engine.compute)
-        with torch.cuda.stream(self.stream) if self.cuda else nullcontext(), timed() if self.cuda else nullcontext():
+        with torch.cuda.stream(self.stream) if self.cuda else nullcontext():
             for source, target in copies:
                 with self._span(source):
                     target.copy_(source, non_blocking=self.cuda)

@@ -7,19 +7,14 @@ from keyhole.methods.adam_offload.state import AdamStep
 from keyhole.methods.base import Method
 from keyhole.methods.lsp.method import LSP
 
-SPANS = ("forward", "reverse", "down", "update", "up", "exposed down", "exposed update", "exposed up")
-
 
 def step_parts(method: Method) -> dict[str, float]:
     """Seconds of the last step by part, if the method measures them; call it after synchronising the device."""
     found = {key: float(value) for key, value in method.metrics().items()}
     if isinstance(method, AdamOffload):
         found["update_s"] = method.updates.host_s
-    if isinstance(method, LSP):
-        spans = method.updates.timing
-        seconds = spans.read()
-        found |= {f"{name.replace(' ', '_')}_s": seconds.get(name, 0.0) for name in SPANS}
-        found["layer_update_s"] = spans.mean("update")
+    if isinstance(method, LSP) and method.updates.host is not None:
+        found["update_s"] = method.updates.host.update_s
     return found
 
 

@@ -25,22 +25,10 @@ from keyhole.bench.zo.floors import link_seconds
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 
-STEP_PARTS = {
-    "forward_s": "forward, GPU",
-    "reverse_s": "reverse, GPU",
-    "down_s": "down",
-    "update_s": "updates, CPU",
-    "up_s": "up",
-    "exposed_down_s": "exposed: down",
-    "exposed_update_s": "exposed: CPU",
-    "exposed_up_s": "exposed: up",
-    "host_wait_s": "host waited",
-    "layer_update_s": "one update, CPU",
-    "gpu_updates": "updated by GPU",
-}
+STEP_PARTS = {"update_s": "updates, CPU", "host_wait_s": "host waited", "gpu_updates": "updated by GPU"}
 PARTS_NOTE = (
-    "Seconds of the last step. Forward and reverse include what is exposed; the rest ran beside them. Updated by GPU: "
-    "the share of parameters whose state crossed the link for that (adam-offload)."
+    "Seconds of the last step that the CPU updated, beside the GPU's work, and that launches waited for it. Updated by "
+    "GPU: the share of parameters whose state crossed the link for that (adam-offload)."
 )
 
 
@@ -141,7 +129,7 @@ class GradientReport(Report):
         return [rate, grid(self.header, [self.cells(r) for r in self.records]), *self.breakdown()]
 
     def breakdown(self) -> list[str]:
-        """Seconds of each part of a step, if measured, and how long the kernels waited for it."""
+        """Seconds of updates on the CPU, and how long launches waited for them."""
         rows = [
             [
                 r["name"],
@@ -150,6 +138,6 @@ class GradientReport(Report):
                 *(f"{r[key] / GIB:.2f}" for key in ("bytes_up", "bytes_down")),
             ]
             for r in self.records
-            if {"host_wait_s", "reverse_s"} & r.get("parts", {}).keys()
+            if "host_wait_s" in r.get("parts", {})
         ]
         return [PARTS_NOTE, grid(["trial", "step", *STEP_PARTS.values(), "GiB up", "GiB down"], rows)] if rows else []

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from keyhole.methods.lsp.gradient_buffers import ALL, Share, Targets
-from keyhole.methods.lsp.target import Target
+from keyhole.methods.lsp.target import ALL, Share, Target, Targets
+from keyhole.methods.states import States
 
 Tensors = list[torch.Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def adam_delta_(
@@ -64,7 +65,7 @@ class DeviceAdam:
         share: Share = ALL,
     ) -> None:
         self.lengths, self.rule, self.share = {unit: share.numel(lengths[unit]) for unit in targets}, rule, share
-        self.m, self.v = ({u: torch.zeros(n, device=device) for u, n in self.lengths.items()} for _ in range(2))
+        self.states = States(self.lengths, MOMENTS, device=device)
         self.waiting = {u: torch.empty(n, device=device) for u, n in self.lengths.items() if waits}
         self.index = {target.name: k for k, target in enumerate(t for members in targets.values() for t in members)}
         self.steps_K = torch.zeros(len(self.index), device=device)
@@ -77,7 +78,7 @@ class DeviceAdam:
         steps = [self.steps_K[self.index[target.name]] for target in targets]
         torch._foreach_add_(steps, 1.0)
         here = [(target, step) for target, step in zip(targets, steps, strict=True) if self.share.has(target, grad)]
-        flats = (grad, self.m[unit], self.v[unit])
+        flats = (grad, *self.states.of(unit))
         grads, m, v = ([self.share.view_in(flat, target) for target, _ in here] for flat in flats)
         if here:
             adam_delta_(grads, m, v, [step for _, step in here], self.rule, clip=clip, skip=skip)
@@ -86,7 +87,7 @@ class DeviceAdam:
 
     def moments(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         """m and v of a target, as views: this rank's part."""
-        m, v = (self.share.view_in(flat[target.unit], target) for flat in (self.m, self.v))
+        m, v = (self.share.view_in(flat, target) for flat in self.states.of(target.unit))
         return m, v
 
     def count(self, target: Target) -> int:

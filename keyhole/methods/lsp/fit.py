@@ -8,24 +8,22 @@ gradients; here each bias is relative, ||b|| / ||G||, so that BETA means the sam
 With S = P^T G Q, A = P^T P, B = Q^T Q:   ||b||^2 = tr(S^T A S B) - 2 ||S||^2 + ||G||^2,   so no tensor of G's size is
 needed, and G may be given as factors: G = dY^T X, S = (dY P)^T (X Q), ||G||^2 = sum (dY dY^T) * (X X^T).
 
-    free         first the best common scale of the random start, in closed form: P P^T G Q Q^T scaled by
-                 c = ||S||^2 / tr(S^T A S B). Then a few steps of Adam on the r numbers of each row; positions stay.
-                 A step costs dense products [m, d] by [d, d] and [T, m] by [m, d], forward and backward.
+    free         a few steps of Adam on the r numbers of each row, from the random start; positions stay. A step costs
+                 dense products [m, d] by [d, d] and [T, m] by [m, d], forward and backward.
     blocks       P^T P = I, so ||b||^2 = ||G||^2 - ||P^T G Q||^2, and for fixed Q the best P is, block by block, the r
                  leading eigenvectors of the Gram matrix of G Q's rows. Two rounds: P, then Q given P, then both again.
                  On synthetic gradients with structure (96 x 128, d 32 or 64, r 4 to 16) the held-out bias is at most
-                 that of 50 steps of the other two, and the fit takes a twentieth of the time.
+                 that of 50 steps of the other, and the fit takes a twentieth of the time.
 
 Moments (`transfer_moments`). m is in the coordinates S = P^T G Q. The smallest full-size gradient with those
-coordinates is P A^-1 m B^-1 Q^T; its coordinates in the new subspace are
+coordinates is, for orthonormal projectors, P m Q^T; its coordinates in the new subspace are
 
-    m' = X_P m X_Q^T        X_P = P_new^T P A^-1,   X_Q = Q_new^T Q B^-1
+    m' = X_P m X_Q^T        X_P = P_new^T P,   X_Q = Q_new^T Q
     v' = X_P^2 v (X_Q^2)^T  elementwise squares: never negative
 
 m' is exact for the part of the gradients in the old subspace (the rest was lost, and counts as zero); v' would be exact
-if the entries of S were uncorrelated, and is an approximation otherwise. Unchanged projectors change nothing: X = I.
-The paper has P_new^T P without A^-1 (refined=False), which is the same only for orthonormal projectors. Both maps are
-linear, so the step count and Adam's bias correction stay valid.
+if the entries of S were uncorrelated, and is an approximation otherwise. For free projectors, which are not
+orthonormal, this is the paper's formula. Both maps are linear, so the step count and Adam's bias correction stay valid.
 Legend: m, n sides of the weight; T tokens; d columns and r numbers per row of a projector; g rows of a block.
 """
 
@@ -44,7 +42,6 @@ Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 BATCHED = 32  # CUDA's solver batches symmetric matrices up to this side; larger ones are solved on the CPU
 LR = 0.3  # of the fit, relative to the rms of a projector's numbers
 BETA = 1e-4  # weight of their norms
-RIDGE = 1e-10  # relative; columns without a number have a zero row in P^T P
 
 
 def compressed(grad: Gradient, p: Projector, q: Projector) -> torch.Tensor:
@@ -85,24 +82,15 @@ def bias(grad: Gradient, p: Projector, q: Projector) -> torch.Tensor:
 
 
 def fit(
-    grads: Sequence[Gradient], p: Projector, q: Projector, *, steps: int = 50, alpha: float = 0.0, refined: bool = True
+    grads: Sequence[Gradient], p: Projector, q: Projector, *, steps: int = 50, alpha: float = 0.0
 ) -> tuple[Projector, Projector]:
-    """Fits projectors with the same positions to these gradients.
-
-    For free and runs: Adam's step is LR times the rms of the numbers, decaying to a tenth of that; it stops early when
-    the mean bias is at most alpha (checked every 10 steps: the host waits). refined=False, as in the paper: it starts
-    from the numbers as they are, and checks every step.
-    """
+    """Fits projectors with the same positions to these gradients. For free ones, Adam's step is LR times the rms of the
+    numbers, decaying to a tenth of that; it stops early when the mean bias is at most alpha (the host waits)."""
     assert grads and bool(p.group) == bool(q.group), (len(grads), p.kind, q.kind)
     if p.group:
         return fit_blocks(grads, p, q)
     with torch.enable_grad():
-        return _fit_values(grads, p, q, steps, alpha, refined)
-
-
-def _sides(grads: Sequence[Gradient]) -> list[tuple[Gradient, torch.Tensor]]:
-    """Every gradient in float32, with its squared norm."""
-    return [(_float(grad), norm_squared(grad).clamp(min=1e-38)) for grad in grads]
+        return _fit_values(grads, p, q, steps, alpha)
 
 
 def _terms(grad: Gradient, p_MD: torch.Tensor, q_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,42 +103,27 @@ def _terms(grad: Gradient, p_MD: torch.Tensor, q_ND: torch.Tensor) -> tuple[torc
 
 
 def _fit_values(
-    grads: Sequence[Gradient], p: Projector, q: Projector, steps: int, alpha: float, refined: bool
+    grads: Sequence[Gradient], p: Projector, q: Projector, steps: int, alpha: float
 ) -> tuple[Projector, Projector]:
-    sides = _sides(grads)
-    if refined:
-        values_p, values_q = _scaled_start(sides, p, q)
-    else:
-        values_p, values_q = (side.values_Rr.clone().requires_grad_() for side in (p, q))
+    sides = [(_float(grad), norm_squared(grad).clamp(min=1e-38)) for grad in grads]
+    values_p, values_q = (side.values_Rr.clone().requires_grad_() for side in (p, q))
     both = [(values, values.detach().square().mean().sqrt().item()) for values in (values_p, values_q)]
     optimizer = torch.optim.Adam([{"params": [values], "lr": LR * rms} for values, rms in both])
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-    for step in range(steps):
+    for _ in range(steps):
         p_MD, q_ND = p.with_values(values_p).dense_Rd(), q.with_values(values_q).dense_Rd()
         errors = []
         for grad, total in sides:
             squares, inside = _terms(grad, p_MD, q_ND)
             errors.append(((inside - 2 * squares + total) / total).clamp(min=1e-12).sqrt())
         mean = torch.stack(errors).mean()
-        if alpha and step % (10 if refined else 1) == 0 and mean <= alpha:
+        if alpha and mean <= alpha:
             break
         optimizer.zero_grad()
         (mean + BETA * (values_p.norm() + values_q.norm())).backward()
         optimizer.step()
         schedule.step()
     return p.with_values(values_p.detach()), q.with_values(values_q.detach())
-
-
-def _scaled_start(
-    sides: list[tuple[Gradient, torch.Tensor]], p: Projector, q: Projector
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values, scaled so that c P P^T G Q Q^T has the least squared relative bias; c is split evenly."""
-    with torch.no_grad():
-        p_MD, q_ND = p.dense_Rd(), q.dense_Rd()
-        terms = [torch.stack(_terms(grad, p_MD, q_ND)) / total for grad, total in sides]
-        squares, inside = torch.stack(terms).sum(0)
-        scale = (squares / inside.clamp(min=1e-38)).clamp(min=1e-12) ** 0.25
-    return (p.values_Rr * scale).requires_grad_(), (q.values_Rr * scale).requires_grad_()
 
 
 def fit_blocks(grads: Sequence[Gradient], p: Projector, q: Projector, rounds: int = 2) -> tuple[Projector, Projector]:
@@ -200,27 +173,9 @@ def _block_bases(
     return p.with_values(basis_Bgr.reshape(-1, p.r)[: p.rows].contiguous().to(p.values_Rr.device))
 
 
-def change_of_basis(old: Projector, new: Projector) -> torch.Tensor:
-    """X = P_new^T P_old (P_old^T P_old)^-1, float32 [d_new, d_old]."""
-    across_dd = gram(old, new)
-    if old.group:
-        return across_dd
-    gram_dd = gram(old).double()
-    gram_dd.diagonal().add_(RIDGE * gram_dd.diagonal().mean().clamp(min=1e-30))
-    return torch.cholesky_solve(across_dd.double().T, torch.linalg.cholesky(gram_dd)).T.float()
-
-
 def transfer_moments(
-    m_dd: torch.Tensor,
-    v_dd: torch.Tensor,
-    old_p: Projector,
-    old_q: Projector,
-    new_p: Projector,
-    new_q: Projector,
-    refined: bool = True,
+    m_dd: torch.Tensor, v_dd: torch.Tensor, old: tuple[Projector, Projector], new: tuple[Projector, Projector]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adam's moments in the coordinates of new_p, new_q. The step count stays. refined=False: by the paper's
-    formula."""
-    change = change_of_basis if refined else gram
-    x_p, x_q = change(old_p, new_p), change(old_q, new_q)
+    """Adam's moments in the coordinates of the new projectors. The step count stays."""
+    x_p, x_q = (gram(before, after) for before, after in zip(old, new, strict=True))
     return x_p @ m_dd @ x_q.T, x_p.square() @ v_dd @ x_q.square().T

@@ -18,8 +18,9 @@ Down and worker take the units of a block together, because each costs the launc
 size: a Llama-3.5B with blocks cut in five had 85 of them, and its backward pass waited for launches (0.19 to 0.22 s
 instead of 0.16 with all moments on the GPU).
 
-schedule.py gives the order of the jobs. If a gradient is not finite, the steps of its block are nan, which leaves the
-weights unchanged, without decay (ops/), and their moments do not change.
+Of the gradients that have arrived, those of the unit that the next forward pass needs first are taken first. If a
+gradient is not finite, the steps of its block are nan, which leaves the weights unchanged, without decay (ops/), and
+their moments do not change.
 """
 
 import time
@@ -34,12 +35,10 @@ import torch
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import GIB
-from keyhole.methods.lsp.adam import Tensors, adam_delta_
-from keyhole.methods.lsp.gradient_buffers import ALL, Share, Targets
+from keyhole.methods.lsp.adam import MOMENTS, Tensors, adam_delta_
 from keyhole.methods.lsp.memory import SLOTS
-from keyhole.methods.lsp.schedule import UpdateOrder
-from keyhole.methods.lsp.target import Target
-from keyhole.offload import arena
+from keyhole.methods.lsp.target import ALL, Share, Target, Targets
+from keyhole.methods.states import States
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
 from keyhole.offload.lending import lend
@@ -58,7 +57,7 @@ class DecidingNorm:
 
 class HostAdam:
     """Moments in host memory, by unit, and the worker that updates them. groups: unit -> its group, updated together;
-    order: the order of the updates; share: the part of them that this rank has."""
+    share: the part of them that this rank has."""
 
     def __init__(
         self,
@@ -67,7 +66,6 @@ class HostAdam:
         groups: dict[int, Hashable],
         engine: Engine,
         rule: dict[str, float],
-        order: UpdateOrder,
         threads: int | None,
         share: Share = ALL,
     ) -> None:
@@ -75,20 +73,20 @@ class HostAdam:
         self.groups = {unit: groups[unit] for unit in targets}
         self.group_sizes = Counter(self.groups.values())
         self.device, self.cuda = engine.device, engine.cuda
-        self.rule, self.order, self.timing = rule, order, order.timing
+        self.rule = rule
         self._reserve()
         self.pool = Workers(threads or default_threads(launches_all_the_time=True))
         self.counts = {target.name: 0 for members in targets.values() for target in members}
         self.views: dict[int, tuple[list[str], tuple[list[Target], Tensors, Tensors, Tensors]]] = {}  # by first unit
         self.step: tuple[int, torch.Tensor] | None = None
         self.wait_s = 0.0  # how long the launching thread has waited for the worker
+        self.update_s = 0.0  # how long the worker has updated
         self.down = Downlink(engine)
         up: Any = torch.cuda.Stream(engine.device) if engine.cuda else None
         self.up = up
         self.slots = [torch.empty(max(self.lengths.values()), device=engine.device) for _ in range(SLOTS)]
         self.idle = list(range(SLOTS))  # slots
         self.coming: dict[int, int] = {}  # unit -> slot
-        self.started: list[Any] = [None] * SLOTS  # events at which the copies into slots began
         if self.cuda:
             for buffer in self.slots:
                 lend(buffer, [self.up])
@@ -102,23 +100,25 @@ class HostAdam:
                 f"lsp: moments and gradients in host memory take {12 * total / GIB:.2f} GiB, {missing / GIB:.2f} GiB "
                 "more than is free; choose a smaller lsp.d, or lsp.others=frozen"
             )
-        flats = [arena.host_memory(4 * total).view(torch.float32).zero_() for _ in range(3)]
+        self.states = States(self.lengths, MOMENTS)
+        staging = States(self.lengths, ["staging"])
+        for flat in (*self.states.arrays.values(), *staging.arrays.values()):
+            flat.zero_()
         if self.cuda:
-            arena.pin(flats[2].view(torch.uint8), self.device)
-        sizes = list(self.lengths.values())
-        self.m, self.v, self.staging = (dict(zip(self.lengths, flat.split(sizes), strict=True)) for flat in flats)
+            staging.pin(self.device)
+        self.staging = {unit: staging.of(unit)[0] for unit in self.lengths}
 
     # -- down ------------------------------------------------------------------------------------------------------
 
     def send_gradients(self, grads: dict[int, torch.Tensor], norm: torch.Tensor, norm_here: torch.Tensor) -> None:
         """Sends complete gradients, by unit, and their norm to the host. Their memory may be reused after the copy."""
         copies = [(norm, norm_here), *((grad, self.staging[unit]) for unit, grad in grads.items())]
-        self.down.send_all(copies, lambda: self.timing.of("down"))
+        self.down.send_all(copies)
 
     def submit(self, targets: Targets, deciding: DecidingNorm) -> None:
         """Queues the update of units of one group whose gradients were sent."""
         after, job, first = self.down.sent(), partial(self._update, targets, deciding), next(iter(targets))
-        self.pool.submit(job, page=self.groups[first], after=after, urgency=self.order.urgency(first))
+        self.pool.submit(job, page=self.groups[first], after=after, urgency=first)
 
     # -- in the worker ---------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class HostAdam:
             grads, exp_avgs, exp_avg_sqs = flats
             adam_delta_(grads, exp_avgs, exp_avg_sqs, steps, self.rule, clip=clip)
         deciding.outcomes.append(True)
-        self.timing.add("update", time.perf_counter() - begin_s)
+        self.update_s += time.perf_counter() - begin_s
 
     def _views(self, members: list[Target]) -> tuple[list[Target], Tensors, Tensors, Tensors]:
         """The targets of which this rank has numbers, and views of their staging, m and v. The views are kept from step
@@ -149,10 +149,8 @@ class HostAdam:
         kept = self.views.get(members[0].unit)
         if kept is None or kept[0] != names:
             here = [target for target in members if self.share.has(target, self.staging[target.unit])]
-            staging, m, v = (
-                [self.share.view_in(flat[target.unit], target) for target in here]
-                for flat in (self.staging, self.m, self.v)
-            )
+            staging = [self.share.view_in(self.staging[target.unit], target) for target in here]
+            m, v = ([self.moments(target)[k] for target in here] for k in range(2))
             self.views[members[0].unit] = kept = names, (here, staging, m, v)
         return kept[1]
 
@@ -177,14 +175,13 @@ class HostAdam:
             return True
         with torch.cuda.stream(self.up):
             self.up.wait_event(self.free[slot])
-            with self.timing.of("up") as self.started[slot]:
-                buffer.copy_(self.staging[unit], non_blocking=True)
+            buffer.copy_(self.staging[unit], non_blocking=True)
             self.arrived[slot].record()
         return True
 
     def deltas(self, unit: int) -> torch.Tensor:
         """The unit's steps on the device, for kernels launched from now on. Call `used` after them."""
-        begin, begin_s = self.timing.mark(), time.perf_counter()
+        begin_s = time.perf_counter()
         self.pool.wait(self.groups[unit])
         self.wait_s += time.perf_counter() - begin_s
         if unit not in self.coming and not self.idle:  # slots hold steps of other units: one of them is freed
@@ -193,9 +190,6 @@ class HostAdam:
         slot = self.coming[unit]
         if self.cuda:
             torch.cuda.current_stream(self.device).wait_event(self.arrived[slot])
-            self.timing.stalled(begin, self.started[slot])
-        else:
-            self.timing.add("exposed update", time.perf_counter() - begin_s)
         return self.slots[slot][: self.lengths[unit]]
 
     def used(self, unit: int) -> None:
@@ -216,7 +210,7 @@ class HostAdam:
 
     def moments(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         """m and v of a target, as views: this rank's part. Drain first."""
-        m, v = (self.share.view_in(flat[target.unit], target) for flat in (self.m, self.v))
+        m, v = (self.share.view_in(flat, target) for flat in self.states.of(target.unit))
         return m, v
 
     def count(self, target: Target) -> int:

@@ -77,7 +77,7 @@ class Learning:
         return target.draw(self.d, self.r, self.seed, self.device)
 
     def fitted(self, grads: list[Gradient], p: Projector, q: Projector) -> tuple[Projector, Projector]:
-        return fit(grads, p, q, steps=self.fit_steps, alpha=self.alpha, refined=self.rule.refined)
+        return fit(grads, p, q, steps=self.fit_steps, alpha=self.alpha)
 
     def restore(self, target: Target, state: Mapping[str, Any]) -> None:
         """Restores projectors from a checkpoint: positions are drawn again, numbers are loaded."""
@@ -104,10 +104,8 @@ class Check(Sink):
 
     def __init__(self, learning: Learning, targets: dict[int, Target], step_count: int, moments_of: MomentsOf) -> None:
         self.learning, self.targets, self.moments_of = learning, targets, moments_of
-        self.positions, self.places = (
-            0,
-            list[int](),
-        )  # of the sample, and those of them that are not padding; 0: unknown
+        self.positions = 0  # of the sample; 0: unknown
+        self.places: list[int] = []  # those of them that are not padding
         self.found: dict[str, float] = {}
         self.biases: dict[str, float] = {}
         matrices = [start for start, target in targets.items() if target.p is not None]
@@ -156,7 +154,7 @@ class Check(Sink):
             return Verdict(before, before)
         p, q = learning.fitted(grads, *learning.draw(target))
         after = mean_bias(grads, p, q)
-        if rule.refined and not after < before:
+        if rule.only_better and not after < before:
             return Verdict(before, before)
         return Verdict(before, after, (p, q))
 
@@ -178,7 +176,7 @@ class Check(Sink):
     def _carried(self, old: Moments, target: Target, p: Projector, q: Projector) -> Moments:
         """The moments in the subspace of other projectors, on the device."""
         m, v = (moment.to(self.learning.device) for moment in old)
-        return transfer_moments(m, v, *target.pair, p, q, refined=self.learning.rule.refined)
+        return transfer_moments(m, v, target.pair, (p, q))
 
 
 def slices_of(dy_MO: torch.Tensor, x_MI: torch.Tensor, count: int, places: Sequence[int]) -> list[Gradient]:

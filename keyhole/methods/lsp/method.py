@@ -42,6 +42,7 @@ from keyhole.errors import UserError
 from keyhole.methods import shards
 from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.lsp.adam import MOMENTS
 from keyhole.methods.lsp.learn import Check, Learning
 from keyhole.methods.lsp.setup import check_settings, describe_targets, find_targets, place_moments
 from keyhole.methods.lsp.shards import SharedCheck, SharedUpdates
@@ -54,8 +55,6 @@ from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
 from keyhole.weak import weakly
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LSP(Method):
@@ -132,18 +131,16 @@ class LSP(Method):
             batches = self.model.to_device(batch)
         checks = self.learn and self.learning.is_due(self.step_count)
         self.check, updates = None, self.updates
-        updates.unchecked.check()
+        updates.check()
         if checks:
             self.flush()
         if updates.host is not None:
-            updates.host.wait_s = 0.0
-        with updates.timing.of("forward"):
-            updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without an acquire
+            updates.host.wait_s = updates.host.update_s = 0.0
+        updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without an acquire
         with self.dropout.step(), self.reverse.sweep(2 if checks else 1):
-            with updates.timing.of("forward"):
-                loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
-                loss = shards.total_loss(self.model, loss) if self.model.sharded else loss
-            updates.unchecked.check()
+            loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
+            loss = shards.total_loss(self.model, loss) if self.model.sharded else loss
+            updates.check()
             self._update(
                 lambda sink, last: self.reverse.reverse(sink, last=last), checks, judge, next(iter(batches), None)
             )
@@ -183,25 +180,24 @@ class LSP(Method):
         self.step_count += 1
         self._is_flushed = False
         updates.begin(self.step_count, self.lr)
-        with updates.timing.of("reverse"):
-            try:
-                reverse(updates, True)
-                updates.end()
-            except BaseException:  # out of memory, an interrupt: updates made so far stay
-                updates.unchecked.broken = bool(updates.current.norms)
-                if not updates.unchecked.broken:
-                    self.step_count -= 1  # nothing was applied: the next step is this one
-                raise
+        try:
+            reverse(updates, True)
+            updates.end()
+        except BaseException:  # out of memory, an interrupt: updates made so far stay
+            updates.broken = bool(updates.current.norms)
+            if not updates.broken:
+                self.step_count -= 1  # nothing was applied: the next step is this one
+            raise
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Applies all owed updates: the weights at home are those after the last step."""
-        self.updates.unchecked.check()
+        self.updates.check()
         self.updates.apply_owed(lambda unit: True)
         self.updates.drain()
         self._is_flushed = True
-        self.updates.unchecked.check(wait=True)
+        self.updates.check(wait=True)
 
     @property
     def deferred(self) -> Callable[[], None]:

@@ -15,10 +15,9 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
-from keyhole.methods.lsp.gradient_buffers import Targets
 from keyhole.methods.lsp.learn import Learning
 from keyhole.methods.lsp.memory import LSPBytes, Numbers, choose_units, group_of
-from keyhole.methods.lsp.target import Target, is_plain
+from keyhole.methods.lsp.target import Target, Targets, is_plain
 from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.model.backward.sink import chunk
 from keyhole.model.model import Model

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from keyhole.methods.lsp.gradient_buffers import Share, Targets, view_in
 from keyhole.methods.lsp.learn import Check, Learning, Moments, Verdict, is_first
-from keyhole.methods.lsp.target import Target
+from keyhole.methods.lsp.target import Share, Target, Targets, view_in
 from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
 from keyhole.methods.shards import of_any_rank
 from keyhole.model.model import Model
@@ -85,7 +84,7 @@ class SharedUpdates(SubspaceUpdates):
     def all_moments(self, target: Target) -> Moments:
         """m and v of a target, from all ranks. Called by all of them."""
         place, found = self.place_of(target.unit), []
-        for part in (place.m[target.unit], place.v[target.unit]):
+        for part in place.states.of(target.unit):
             whole = torch.empty(self.lengths[target.unit], device=part.device)
             self.ranks.gather_into(whole, part)
             found.append(view_in(whole, target))

@@ -31,6 +31,7 @@ from keyhole.ops.arguments import Number
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
 
 SEEDS = 1 << 20  # maximum number of projectors per target in a run
+ALIGN = 64  # elements
 
 
 @dataclass
@@ -139,3 +140,59 @@ def _side(kind: str, rows: int, d: int, r: int, seed: int, device: torch.device)
 def is_plain(shape: torch.Size, d: int) -> bool:
     """Whether compression would not make the tensor smaller, or is not possible."""
     return len(shape) != 2 or d >= max(shape)
+
+
+Targets = dict[int, list[Target]]  # by unit
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every unit's numbers that this rank's optimizer has: one of `size` adjacent equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+    def numel(self, length: int) -> int:
+        """Numbers in this part, for a unit of `length` numbers."""
+        return length // self.size
+
+    def range_of(self, target: Target, numel: int) -> tuple[int, int]:
+        """[begin, end) of the target in this rank's part of `numel` numbers; may be empty."""
+        first = target.begin - self.rank * numel
+        return min(max(first, 0), numel), min(max(first + target.numel, 0), numel)
+
+    def view_in(self, flat: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's numbers in this rank's part of the unit: all of them in their shape, or some, flat."""
+        if self.size == 1:
+            return view_in(flat, target)
+        begin, end = self.range_of(target, flat.numel())
+        return flat[begin:end]
+
+    def has(self, target: Target, flat: torch.Tensor) -> bool:
+        """Whether any of the target's numbers are in this part."""
+        begin, end = self.range_of(target, flat.numel())
+        return begin < end
+
+    def first_in(self, target: Target, numel: int) -> int:
+        """The index in the target of the first number of this part."""
+        return min(max(self.rank * numel - target.begin, 0), target.numel)
+
+
+ALL = Share()
+
+
+def assign_places(targets: Targets, share: Share = ALL) -> dict[int, int]:
+    """Assigns every target its place in the buffers of its unit; returns the lengths of the buffers, which can be cut
+    into equal parts."""
+    lengths = {}
+    for unit, members in targets.items():
+        end = 0
+        for target in members:
+            target.begin, end = end, end + -(-target.numel // ALIGN) * ALIGN
+        lengths[unit] = -(-end // (share.size * ALIGN)) * ALIGN * share.size
+    return lengths
+
+
+def view_in(flat: torch.Tensor, target: Target) -> torch.Tensor:
+    """The target's slice of a buffer of its unit."""
+    return flat[target.begin : target.begin + target.numel].view(target.shape)

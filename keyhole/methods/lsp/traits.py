@@ -22,13 +22,12 @@ class LearningRule:
     """Number of gradients that the sample is cut into."""
     first_check: int = 0
     """Updates before the first check. 0: fits without a measurement; else these updates use random projectors."""
-    refined: bool = True
-    """A fit starts from the best common scale of the random numbers, new projectors are used only if they are better,
-    and moments are transferred by P_new^T P (P^T P)^-1 instead of P_new^T P (fit.py)."""
+    only_better: bool = True
+    """New projectors are used only if their bias is lower."""
 
 
 OURS = LearningRule()
-PAPER = LearningRule("free", 1.0, scaled=False, slices=1, first_check=1, refined=False)
+PAPER = LearningRule("free", 1.0, scaled=False, slices=1, first_check=1, only_better=False)
 RULES = {"default": OURS, "paper": PAPER}
 
 

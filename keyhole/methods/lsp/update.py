@@ -19,21 +19,16 @@ clipping the global norm decides.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
+from keyhole.errors import UserError
 from keyhole.methods.lsp.adam import DeviceAdam
-from keyhole.methods.lsp.gradient_buffers import ALL, GradientBuffers, Share, Targets, assign_places, view_in
 from keyhole.methods.lsp.host import DecidingNorm, HostAdam
 from keyhole.methods.lsp.memory import group_of
-from keyhole.methods.lsp.schedule import UpdateOrder
-from keyhole.methods.lsp.sink import GradientSink
-from keyhole.methods.lsp.step import LSPStep, UncheckedSteps
-from keyhole.methods.lsp.target import Target
-from keyhole.methods.lsp.timing import Timing
-from keyhole.methods.step_numbers import StepNumbers
+from keyhole.methods.lsp.sink import GradientBuffers, GradientSink, LSPStep
+from keyhole.methods.lsp.target import ALL, Share, Target, Targets, assign_places, view_in
+from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.model import Model
@@ -81,31 +76,31 @@ class SubspaceUpdates(GradientSink):
         self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, at fixed addresses for CUDA graphs
         self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, read by CUDA graphs
         self.units, lengths = units, assign_places(units, share)
-        self.timing = Timing(model.device.type == "cuda")
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
         host_units = {unit: members for unit, members in units.items() if unit not in on_device}
         groups = {unit: group_of(model.layout.units[unit]) for unit in units}
-        waiting, buffers = partial(self.timing.of, "exposed down"), 2 if host_units else 1
         device = DeviceAdam(device_units, lengths, model.device, rule.adam, self.clips, share)
-        super().__init__(units, lengths, GradientBuffers(lengths, groups, model.device, buffers, waiting), device)
-        self.host: Any = self._host(host_units, groups, threads) if host_units else None  # a HostAdam
+        gradients = GradientBuffers(lengths, groups, model.device, count=2 if host_units else 1)
+        super().__init__(units, lengths, gradients, device)
+        at = model.engine, rule.adam, threads, share
+        self.host = HostAdam(host_units, lengths, groups, *at) if host_units else None
         self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
-        self.unchecked = UncheckedSteps()
+        self.unchecked: list[LSPStep] = []  # of which it is not known yet whether they were applied to all units
+        self.broken = False  # a backward pass ended with an error after units had received gradients
         self.owed: dict[int, OwedUpdate] = {}
         self.complete: dict[int, tuple[OwedUpdate, torch.Tensor]] = {}  # gradients for the host that are not sent yet
         self.norm: torch.Tensor | None = None
 
-    def _host(self, units: Targets, groups: dict[int, Hashable], threads: int | None) -> HostAdam:
-        layout = self.model.layout
-        outside = {"spine": -1, "table": -1, "head": layout.block_count}
-        layers: dict[int, Any] = {u: outside.get(layout.units[u].kind, layout.units[u].block) for u in units}
-        order = UpdateOrder(layers, layout.block_count, self.timing)
-        return HostAdam(units, self.lengths, groups, self.model.engine, self.rule.adam, order, threads, self.share)
+    def place_of(self, unit: int) -> DeviceAdam | HostAdam:
+        """The optimizer that has the unit's moments."""
+        return self.device if unit in self.device.lengths else self.at_host
 
-    def place_of(self, unit: int) -> Any:
-        """The optimizer that has the unit's moments: the DeviceAdam or the HostAdam."""
-        return self.device if unit in self.device.lengths else self.host
+    @property
+    def at_host(self) -> HostAdam:
+        """The optimizer of units whose moments are in host memory, if there are any."""
+        assert self.host is not None
+        return self.host
 
     def moments_of(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         """m and v of a target, as views, wherever they are. Drain first."""
@@ -124,14 +119,13 @@ class SubspaceUpdates(GradientSink):
 
     def begin(self, number: int, lr: float) -> None:
         """Called before a backward pass."""
-        self.timing.turn()
         self.current, self.complete = LSPStep(number, lr), {}
         if self.numbers is not None:
             self.numbers.set(lr, number)
             rates = [target.rates(lr, self._decay_of(target)) for target in self.targets.values()]
             self.rates_K2.copy_(torch.tensor(rates, pin_memory=self.rates_K2.is_cuda), non_blocking=True)
         if self.host is not None:
-            self.current.host_norms = self.host.down.numbers(len(self.model.layout.units) + 1)
+            self.current.host_norms = self.at_host.down.numbers(len(self.model.layout.units) + 1)
 
     @torch.no_grad()
     def finished(self, unit: Unit) -> bool:
@@ -195,16 +189,16 @@ class SubspaceUpdates(GradientSink):
     def _collect(self, page: int, update: OwedUpdate, grad: torch.Tensor) -> None:
         """Gradients for the host are sent when those of a whole block are complete (host.py), or when the next block
         begins. Steps that have returned are applied with every unit: there are few slots for them."""
-        groups = self.host.groups
+        groups = self.at_host.groups
         if groups[next(iter(self.complete), page)] != groups[page]:
             self._send_complete()
         self.complete[page] = update, grad
-        if len(self.complete) == self.host.group_sizes[groups[page]]:
+        if len(self.complete) == self.at_host.group_sizes[groups[page]]:
             self._send_complete()
         if not self.clips:
             self._apply_arrived()
-            for other in [p for p in self.owed if p not in self.model.engine.streamed and self.host.idle]:
-                self.host.fetch(other)
+            for other in [p for p in self.owed if p not in self.model.engine.streamed and self.at_host.idle]:
+                self.at_host.fetch(other)
 
     def _send_complete(self) -> None:
         """Sends the gradients that are complete, all of one group, to the host."""
@@ -217,9 +211,9 @@ class SubspaceUpdates(GradientSink):
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         step.target_norms |= zip((target.tensor.start for target, _ in found), norms, strict=True)
         step.norms.append(norm)
-        self.host.send_gradients({page: grad for page, (_, grad) in complete.items()}, norm, step.host_norms[first])
-        self.gradients.done(*complete, stream=self.host.down.stream)
-        self.model.engine.bytes_down += 4 * sum(self.host.lengths[page] for page in complete)
+        self.at_host.send_gradients({page: grad for page, (_, grad) in complete.items()}, norm, step.host_norms[first])
+        self.gradients.done(*complete, stream=self.at_host.down.stream)
+        self.model.engine.bytes_down += 4 * sum(self.at_host.lengths[page] for page in complete)
         self.owed |= {page: update for page, (update, _) in complete.items()}
         if not self.clips:
             self._submit(list(complete), step.host_norms[first])
@@ -229,7 +223,7 @@ class SubspaceUpdates(GradientSink):
         step = self.owed[pages[0]].step
         step.submitted += 1
         deciding = DecidingNorm(norm, self.rule.max_grad_norm, step.outcomes)
-        self.host.submit({page: self.owed[page].targets for page in pages}, deciding)
+        self.at_host.submit({page: self.owed[page].targets for page in pages}, deciding)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -238,7 +232,8 @@ class SubspaceUpdates(GradientSink):
         step = self.current
         self.norm = step.norm()
         if not self.clips:
-            self.unchecked.add(step)
+            step.report = Flags(*step.skips) if step.skips else None
+            self.unchecked.append(step)
             if self.host is not None:  # slots are now for what the forward pass needs first
                 self._apply_arrived()
                 self._fetch_next()
@@ -249,11 +244,11 @@ class SubspaceUpdates(GradientSink):
         step.clip.copy_((self.rule.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0))
         step.skip.copy_((~torch.isfinite(self.norm)).float())
         if self.host is not None:
-            self.host.down.send(self.norm, step.host_norms[-1])
+            self.at_host.down.send(self.norm, step.host_norms[-1])
             groups: dict[Hashable, list[int]] = {}
             for page in self.owed:
                 if self.place_of(page) is self.host:
-                    groups.setdefault(self.host.groups[page], []).append(page)
+                    groups.setdefault(self.at_host.groups[page], []).append(page)
             for pages in groups.values():
                 self._submit(pages, step.host_norms[-1])
 
@@ -262,7 +257,7 @@ class SubspaceUpdates(GradientSink):
     def _apply_arrived(self) -> None:
         """Applies steps that have returned to resident units, during a backward pass."""
         engine = self.model.engine
-        for page in [p for p in self.host.coming if p in self.owed and p not in engine.streamed]:
+        for page in [p for p in self.at_host.coming if p in self.owed and p not in engine.streamed]:
             engine.acquire(page)
 
     def arrived(self, page: int, w: torch.Tensor) -> bool:
@@ -271,7 +266,7 @@ class SubspaceUpdates(GradientSink):
         if update is None:
             return False
         unit, on_device = self.model.layout.units[page], self.place_of(page) is self.device
-        delta = self.device.waiting[page] if on_device else self.host.deltas(page)
+        delta = self.device.waiting[page] if on_device else self.at_host.deltas(page)
         weights = [view(w, target.tensor, unit.start) for target in update.targets]
         numbers = self._numbers_of(update)
 
@@ -283,15 +278,15 @@ class SubspaceUpdates(GradientSink):
         with torch.no_grad():
             self._maybe_recorded(page, update, [delta, *weights], move, "arrived") if on_device else move()
         if not on_device:
-            self.host.used(page)
-            self.model.engine.bytes_up += 4 * self.host.lengths[page]
+            self.at_host.used(page)
+            self.model.engine.bytes_up += 4 * self.at_host.lengths[page]
             self._fetch_next()
         return True
 
     def _fetch_next(self) -> None:
         """Uploads the steps that the forward pass needs next, if the host has them: the last ones of the reverse."""
         for page in reversed(self.owed):
-            if self.place_of(page) is self.host and not self.host.fetch(page):
+            if self.place_of(page) is self.host and not self.at_host.fetch(page):
                 return
 
     def _decay_of(self, target: Target) -> float:
@@ -330,7 +325,24 @@ class SubspaceUpdates(GradientSink):
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
+    def check(self, wait: bool = False) -> None:
+        """UserError if a step was applied in part: reads what is known by now. wait: also for the rest; drain first.
+
+        Without clipping a unit is updated before the gradients of others are known. A non-finite gradient leaves its
+        unit unchanged, moments included; of units with moments on the host, a whole block. If that happened to some
+        units and not to others, the weights mix two steps, and the run must stop. With clipping the global norm decides
+        for all of them."""
+        mixed = self.broken
+        while self.unchecked and (wait or self.unchecked[0].is_known()):
+            mixed = self.unchecked.pop(0).is_mixed() or mixed
+        if mixed:
+            raise UserError(
+                "lsp: a gradient was not finite in part of the last step, or an error came in between, and the rest "
+                "had been applied: the weights in memory are not usable. Go on from the last checkpoint; max_grad_norm "
+                "makes it skip a step with gradients that are not finite"
+            )
+
     def drain(self) -> None:
         """Waits for the host."""
         if self.host is not None:
-            self.host.drain()
+            self.at_host.drain()

@@ -73,14 +73,14 @@ def test_lsp_s_trials_run_on_tiny_shapes(tmp_path: Path) -> None:
     records, page = run(shortened("lsp.yaml", tmp_path, compile=False), tmp_path, "7B")
     assert next(iter(records)) == "7B native adamw"
     on_host = records["7B lsp d=2048 cpu compiled"]
-    assert all(on_host["parts"][f"{part}_s"] > 0 for part in ("forward", "reverse", "update", "layer_update"))
-    assert on_host["parts"]["host_wait_s"] > 0 and on_host["bytes_up"] > 0 and on_host["bytes_down"] > 0
+    assert all(on_host["parts"][part] > 0 for part in ("update_s", "host_wait_s"))
+    assert on_host["bytes_up"] > 0 and on_host["bytes_down"] > 0
     assert records["7B lsp d=2048 compiled"]["bytes_up"] == 0
     mixed = records["7B lsp d=2048 17GB compiled"]
-    assert 0 < mixed["bytes_down"] < on_host["bytes_down"] and mixed["parts"]["exposed_update_s"] > 0
+    assert 0 < mixed["bytes_down"] < on_host["bytes_down"]
     offloaded = records["7B adam-offload layerwise"]
     assert offloaded["updates_alone_s"] > 0 and offloaded["parts"]["update_s"] > 0
-    assert "exposed: CPU" in page and "vs AdamW" in page
+    assert "updates, CPU" in page and "vs AdamW" in page
 
 
 @pytest.mark.slow

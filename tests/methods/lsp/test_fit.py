@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keyhole.methods.lsp.fit import Gradient, bias, change_of_basis, compressed, fit, fit_blocks, transfer_moments
+from keyhole.methods.lsp.fit import Gradient, bias, compressed, fit, fit_blocks, gram, transfer_moments
 from keyhole.ops.lsp.projector import KINDS, Projector, identity_projector, random_projector
 
 M, N, TOKENS = 48, 64, 128
@@ -90,30 +90,26 @@ def test_blocks_with_a_short_last_block() -> None:
 
 
 def test_fit_stops_when_good_enough() -> None:
-    """With alpha above what the start reaches after scaling, nothing is learned: both sides are the start, scaled."""
+    """With alpha above what the start has, nothing is learned."""
     start = projectors("free")
-    p, q = fit(batches(1, 1), *start, alpha=10.0)
-    ratio = p.values_Rr / start[0].values_Rr
-    torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio))
-    assert mean_bias(batches(1, 1), p, q) < 1 < mean_bias(batches(1, 1), *start)
+    fitted = fit(batches(1, 1), *start, alpha=100.0)
+    assert all(torch.equal(new.values_Rr, old.values_Rr) for new, old in zip(fitted, start, strict=True))
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_moments_stay_when_projectors_do(kind: str) -> None:
+def test_moments_stay_when_projectors_do() -> None:
     """The change of basis from a projector to itself is the identity, so both moments come back."""
-    p, q = projectors(kind, d=16)
+    p, q = projectors("blocks", d=16)
     m, v = torch.randn(p.d, q.d), torch.rand(p.d, q.d)
-    made_m, made_v = transfer_moments(m, v, p, q, p, q)
+    made_m, made_v = transfer_moments(m, v, (p, q), (p, q))
     torch.testing.assert_close(made_m, m, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(made_v, v, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_first_moment_moves_exactly_within_what_was_seen(kind: str) -> None:
+def test_first_moment_moves_exactly_within_what_was_seen() -> None:
     """For a gradient that lies in the old subspace, its new coordinates are those of the gradient itself."""
-    (old_p, old_q), (new_p, new_q) = projectors(kind, d=16), projectors("free", d=20, seed=7)
+    (old_p, old_q), (new_p, new_q) = projectors("blocks", d=16), projectors("free", d=20, seed=7)
     G = old_p.dense_Rd() @ torch.randn(old_p.d, old_q.d) @ old_q.dense_Rd().T
-    m, v = transfer_moments(compressed(G, old_p, old_q), torch.rand(old_p.d, old_q.d), old_p, old_q, new_p, new_q)
+    m, v = transfer_moments(compressed(G, old_p, old_q), torch.rand(old_p.d, old_q.d), (old_p, old_q), (new_p, new_q))
     torch.testing.assert_close(m, compressed(G, new_p, new_q), rtol=1e-3, atol=1e-3 * m.abs().max().item())
     assert v.shape == m.shape and (v >= 0).all()
 
@@ -121,8 +117,8 @@ def test_first_moment_moves_exactly_within_what_was_seen(kind: str) -> None:
 def test_second_moment_is_exact_for_uncorrelated_entries() -> None:
     """v' is the second moment of what m' is made of, when the entries of S are independent."""
     old, new = projectors("blocks", d=16), projectors("blocks", d=16, seed=5)
-    x_p, x_q = change_of_basis(old[0], new[0]), change_of_basis(old[1], new[1])
+    x_p, x_q = gram(old[0], new[0]), gram(old[1], new[1])
     v = torch.rand(old[0].d, old[1].d)
     draws = torch.randn(20_000, *v.shape, generator=torch.Generator().manual_seed(0)) * v.sqrt()
     measured = (x_p @ draws @ x_q.T).square().mean(0)
-    torch.testing.assert_close(transfer_moments(v, v, *old, *new)[1], measured, rtol=0.15, atol=1e-3)
+    torch.testing.assert_close(transfer_moments(v, v, old, new)[1], measured, rtol=0.15, atol=1e-3)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.methods.lsp.gradient_buffers import GradientBuffers
+from keyhole.methods.lsp.sink import GradientBuffers
 
 CPU = torch.device("cpu")
 

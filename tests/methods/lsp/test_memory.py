@@ -13,7 +13,6 @@ from keyhole.bench.shapes import llama_config
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.lsp.memory import Numbers, choose_units, count_numbers, device_bytes
 from keyhole.methods.lsp.method import LSP
-from keyhole.methods.lsp.schedule import urgency
 from keyhole.methods.lsp.traits import LSP as LSP_ROW
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.workload import Room, Workload
@@ -106,7 +105,7 @@ def step_s(
                 jobs.append((now + link, layer))
         while jobs:
             able = [job for job in jobs if job[0] <= free] or [min(jobs)]
-            job = min(able, key=lambda job: urgency(job[1], layers, layers))
+            job = min(able, key=lambda job: job[1])
             jobs.remove(job)
             free = max(free, job[0]) + u
             ready[job[1]] = free + link

@@ -9,8 +9,8 @@ import torch
 import keyhole
 from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.demo.train import settings_of, start
-from keyhole.methods.lsp.gradient_buffers import view_in
 from keyhole.methods.lsp.method import LSP
+from keyhole.methods.lsp.target import view_in
 from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.ops.lsp.projector import identity_projector

@@ -219,8 +219,7 @@ def test_two_places_take_the_same_steps_on_a_gpu(placed_by: Any, clip: float | N
         opt = LSP(model, max_grad_norm=clip, eps=EPS, **SMALL)
         train(opt, 5, 2)
         found.append(weights(model))
-        seconds = opt.updates.timing.read()
-        assert seconds["reverse"] > 0 and (seconds.get("down", 0) > 0) == (opt.updates.host is not None)
+        assert opt.updates.host is None or opt.updates.host.update_s > 0
         opt.close()
         model.close()
     for other in found[1:]:
