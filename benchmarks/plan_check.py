@@ -139,7 +139,7 @@ def work_of(case: Case, quick: bool) -> tuple[Traits, Any, int, int, Workload]:
     row = METHODS[case.method]
     own = row.settings(**case.options)
     batch_size, length = (1, 16) if quick else case.tokens
-    return row, own, batch_size, length, Workload(case.method, batch_size * length, row.passes(own), own, length=length)
+    return row, own, batch_size, length, Workload(case.method, batch_size * length, own.passes, own, length=length)
 
 
 def planned(

@@ -52,7 +52,7 @@ def streamed_gib(module: torch.nn.Module, method: str, by_expert: bool) -> float
     """GPU memory of a step with everything streamed."""
     row = METHODS[method]
     own = row.settings()
-    costs = Costs(Workload(method, TOKENS, row.passes(own), own), Room(Wire(torch.bfloat16), WORKSPACE_BYTES), row)
+    costs = Costs(Workload(method, TOKENS, own.passes, own), Room(Wire(torch.bfloat16), WORKSPACE_BYTES), row)
     layout, _ = fit(module, costs, None, lambda module, most, rows, _: find_layout(module, most, rows, by_expert))
     return costs.of(layout, {unit.index for unit in layout.units[1:]}).total / GIB
 

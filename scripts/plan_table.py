@@ -56,7 +56,7 @@ def costs_of(method: str, limit_bytes: int | None = None, **changes: Any) -> Cos
     own = row.settings(**changes)
     if hasattr(own, "activations"):
         own = replace(own, activations="host")
-    work = Workload(method, TOKENS, row.passes(own), own)
+    work = Workload(method, TOKENS, own.passes, own)
     return Costs(work, Room(FORMATS, WORKSPACE_BYTES, limit_bytes), row)
 
 

@@ -10,7 +10,7 @@ from keyhole.methods import METHODS
 
 PACKAGE = Path(keyhole.__file__).parent
 ORDER = (
-    "errors", "limits", "weak", "assets", "machine", "pages", "disk", "ranks", "ops", "offload", "model", "methods",
+    "errors", "weak", "assets", "machine", "limits", "pages", "disk", "ranks", "ops", "offload", "model", "methods",
     "plan", "loading", "data", "checkpoint", "eval", "harness", "config", "hub", "report", "training", "bench", "demo",
     "compare", "cli", "hf",
 )  # fmt: skip

@@ -153,7 +153,7 @@ def width(model: str) -> float:
 
 def step_of(row: Traits, model: str, tokens: int, ranks: int, streamed: bool, on: Machines) -> Step:
     """The step, by the way in which the method's ranks cooperate."""
-    numel, moved = parameters(model), Exchange(row.exchanged(width(model)), *row.through_host)
+    numel, moved = parameters(model), Exchange(row.settings().exchanged(width(model)), *row.through_host)
     if row.ranks == "replicas" and row.sweep != "forward":
         return added_up(numel, tokens, ranks, streamed, on, moved)
     if row.ranks == "replicas":

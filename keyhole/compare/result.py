@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.compare.plan import Trial
+from keyhole.config.fields import own_settings
 from keyhole.data.run import Data
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
@@ -108,12 +109,11 @@ def summarise(trial: Trial, data: Data) -> Result:
     made = blank(trial)
     made.dev_metric, made.test_metric = metric.removeprefix("eval_"), common_metric(data.test)
     made.steps, made.seconds = len(steps), max(seconds.values(), default=0.0)
-    row = METHODS[config.method]
-    own = getattr(config, row.section)
-    if row.forwards is not None:
+    row, own = METHODS[config.method], own_settings(config)
+    if own.forwards is not None:
         rows = config.batch_size * config.gradient_accumulation_steps
-        made.forwards = float(row.forwards(own))
-        made.period_forwards, made.period_steps = row.forwards_ahead(own, rows, len(data.train.dataset))
+        made.forwards = float(own.forwards)
+        made.period_forwards, made.period_steps = own.forwards_ahead(rows, len(data.train.dataset))
         if config.learning_rate == AUTO_RATE:
             made.search_forwards = row.search_steps * (row.search_passes - made.forwards)
     made.warnings = _warnings(Path(config.output_dir) / "run" / "log.txt")

@@ -12,7 +12,7 @@ from typing import Any
 from keyhole.config.dump import dump, to_dict
 from keyhole.config.fields import Setting, sections, settings
 from keyhole.config.schema import TrainConfig
-from keyhole.config.types import describe
+from keyhole.limits import describe
 from keyhole.methods import METHODS
 
 HEAD = """# Settings
@@ -21,7 +21,8 @@ A config is a YAML file with the keys below: `keyhole train config.yaml`. Any ke
 command line as `key=value`, with a dot for sections: `keyhole train config.yaml learning_rate=1e-5
 zo.directions=4`. Lists are written `train_data=[a.jsonl,b.jsonl]`, no value is `null`. Relative paths are
 relative to the directory the command is run in. Sections of all methods may stand in one file; only the one
-of `method` is used.
+of `method` is used. In Python the same names are arguments of the method (`keyhole.LOMO(model, lr=1e-3,
+activations="host")`; `adam_beta1`, `adam_beta2`, `adam_epsilon` are `beta1`, `beta2`, `eps` there).
 
 This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.py and keyhole/methods/*/traits.py.
 """
@@ -53,7 +54,8 @@ def markdown() -> str:
     lines = [HEAD]
     for name, about, group in by_section():
         title = "Top level" if name is None else f"`{name}`"
-        lines += [f"## {title}", "", about, "", "| key | type | default | |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", about, ""]
+        lines += ["| key | type | default | |", "|---|---|---|---|"] if group else ["(No keys of its own.)"]
         for s in group:
             kind = "a section below" if s.key == "method" else describe(s.type).replace("|", "\\|")
             lines.append(f"| `{s.key}` | {kind} | `{default_text(s)}` | {s.doc} |")
@@ -80,7 +82,7 @@ def annotated(config: TrainConfig) -> str:
         if name in others:
             continue
         indent = "" if name is None else "  "
-        lines += [] if name is None else [f"# {about}", f"{name}:"]
+        lines += [f"# {about}", f"{name}:"] if name is not None and group else []
         for s in group:
             value = values[s.key] if name is None else values[name][s.key.removeprefix(f"{name}.")]
             key = s.key.rpartition(".")[2]

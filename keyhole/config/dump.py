@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from keyhole.config.fields import own_keys
 from keyhole.config.schema import TrainConfig
 from keyhole.machine.sizes import Bytes
 
@@ -43,10 +44,24 @@ def to_node(value: Any) -> yaml.MappingNode:
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """All values, sections nested; a plain int in gpu_memory gets its unit."""
-    values = dataclasses.asdict(config)
+    values = {each.name: vars(config)[each.name] for each in dataclasses.fields(config)}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            values[name] = _section(value)
     if isinstance(config.gpu_memory, int):
         values["gpu_memory"] = Bytes(config.gpu_memory)
     return values
+
+
+def _section(own: Any) -> dict[str, Any]:
+    """The keys of a section; and what a caller of TrainConfig(..) has put there although it is a setting of the run,
+    which the loader then moves or refuses."""
+    keys = own_keys(type(own))
+    return {
+        each.name: vars(own)[each.name]
+        for each in dataclasses.fields(own)
+        if each.name in keys or vars(own)[each.name] != each.default
+    }
 
 
 def to_yaml(config: TrainConfig) -> str:

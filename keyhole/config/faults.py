@@ -27,7 +27,7 @@ ELSEWHERE = {
     "sequence_len": "max_length", "cutoff_len": "max_length", "sample_packing": "packing",
     "bf16": "dtype", "fp16": "dtype", "torch_dtype": "dtype", "precision": "dtype",
     "grad_clip": "max_grad_norm", "gradient_clipping": "max_grad_norm", "random_seed": "seed",
-    "adam_beta1": "adamw.beta1", "adam_beta2": "adamw.beta2", "adam_epsilon": "adamw.eps",
+    "beta1": "adam_beta1", "beta2": "adam_beta2",
     "hub_private": "hub_private_repo", "hub_repo_id": "hub_model_id",
     "zo_eps": "zo.eps", "num_directions": "zo.directions",
 }  # fmt: skip

@@ -13,7 +13,13 @@ import typing
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from keyhole.config.schema import TrainConfig
+from keyhole.config.schema import RunConfig, TrainConfig
+from keyhole.limits import fits
+from keyhole.methods import METHODS
+from keyhole.methods.settings import Around, MethodSettings, kinds
+from keyhole.methods.traits import AUTO_RATE, Traits
+
+RUN = {each.name for each in dataclasses.fields(RunConfig)}
 
 
 @dataclass(frozen=True)
@@ -58,17 +64,70 @@ def sections() -> dict[str, type]:
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
-def _own_settings(cls: type, prefix: str) -> dict[str, Setting]:
+def own_keys(cls: type) -> set[str]:
+    """The fields of a section, without settings of a method that are the run's, or have no key."""
+    names = dataclasses.fields(cls)
+    if not issubclass(cls, MethodSettings):
+        return {each.name for each in names}
+    return {e.name for e in names if not e.metadata.get("python") and e.metadata.get("key", e.name) not in RUN}
+
+
+def own_settings(config: TrainConfig, row: Traits | None = None) -> MethodSettings:
+    """The settings of the config's method, or of another one: its section, and what is a setting of the run (for
+    another method: as far as it can have that value)."""
+    row = row or METHODS[config.method]
+    section: MethodSettings = vars(config)[row.section]
+    shared = {}
+    for each in dataclasses.fields(section):
+        key = each.metadata.get("key", each.name)
+        if key in RUN and not each.metadata.get("python"):
+            value = vars(config)[key]
+            if (value is not None or each.default is None) and fits(value, kinds(row.settings)[each.name]):
+                shared[each.name] = value
+    return dataclasses.replace(section, **shared)
+
+
+def around(config: TrainConfig) -> Around:
+    """What a method's settings may contradict."""
+    return Around(config.wire, config.placement, config.max_steps, config.learning_rate == AUTO_RATE)
+
+
+def _keys(cls: type, prefix: str) -> dict[str, Setting]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    docs = doc_lines(cls)
-    own = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(hints[f.name])]
+    docs, names = doc_lines(cls), own_keys(cls)
+    own = [f for f in dataclasses.fields(cls) if f.name in names and not dataclasses.is_dataclass(hints[f.name])]
     return {prefix + f.name: Setting(prefix + f.name, hints[f.name], f.default, docs.get(f.name, "")) for f in own}
 
 
 @functools.cache
 def settings() -> dict[str, Setting]:
     """All settings by dotted key: the top level first, then section by section."""
-    table = _own_settings(TrainConfig, "")
+    table = _keys(TrainConfig, "")
     for name, cls in sections().items():
-        table |= _own_settings(cls, f"{name}.")
+        table |= _keys(cls, f"{name}.")
     return table
+
+
+def _renamed() -> dict[str, str]:
+    """Keys of earlier versions that are settings of the run now."""
+    found = {}
+    for row in METHODS.values():
+        for each in dataclasses.fields(row.settings):
+            key = each.metadata.get("key", each.name)
+            if key in RUN and each.name in MOVED:
+                found[f"{row.section}.{each.name}"] = key
+    return found
+
+
+MOVED = ("activations", "compile", "rounding", "beta1", "beta2", "eps", "threads")  # from methods to the run
+RENAMED = _renamed() | {"offload.reverse_graphs": "offload.graphs"}
+"""Keys of earlier versions, and their names now: still taken, with a line that says so."""
+
+PYTHON = "it is an argument of the method in Python: keyhole.{cls}(model, {name}=...)"
+LOAD = "it is an argument of keyhole.load in Python, for measurements: keyhole.load(..., {name}=...)"
+REMOVED = {
+    f"{row.section}.{name}": PYTHON.format(cls=row.cls.rpartition(":")[2], name=name)
+    for row in METHODS.values()
+    for name in (each.name for each in dataclasses.fields(row.settings) if each.metadata.get("python"))
+} | {f"offload.{name}": LOAD.format(name=name) for name in ("overlap", "reuse_slots", "gather")}
+"""Keys of earlier versions that are gone, and what to do instead."""

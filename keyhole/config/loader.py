@@ -8,7 +8,7 @@ parsed, so aliases and deep nesting cost nothing; nothing is evaluated, imported
 """
 
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ import yaml
 from keyhole.config import rules
 from keyhole.config.dump import to_dict, to_node
 from keyhole.config.faults import MOST_SHOWN, Finding, refuse, suggest_key, suggest_value
-from keyhole.config.fields import sections, settings
+from keyhole.config.fields import REMOVED, RENAMED, sections, settings
 from keyhole.config.schema import TrainConfig
-from keyhole.config.types import NULL_TAG, Mismatch, choices, is_null, parse, show
+from keyhole.config.types import NULL_TAG, Mismatch, is_null, parse, show
 from keyhole.errors import UserError
+from keyhole.limits import choices
+from keyhole.methods import METHODS
 
 STR_TAG = "tag:yaml.org,2002:str"
 COMMAND_LINE = "command line"
@@ -82,18 +84,6 @@ def parse_settings(words: Iterable[str], allowed: Collection[str]) -> dict[str, 
     return values
 
 
-def parse_section(name: str, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The typed values of one section, given in Python by their names; UserError with all faults."""
-    faults: list[Finding] = []
-    try:
-        root = to_node({name: dict(values)})
-    except yaml.YAMLError as error:
-        raise UserError(f"{source}: {str(error.args[0])}: a number, a word or a list of words is needed") from None
-    typed = _typed(open_sections(root, "", "", faults), faults)
-    refuse(source, faults)
-    return {key.removeprefix(f"{name}."): value for key, value in typed.items()}
-
-
 def parse_config(
     text: str, overrides: Iterable[str] = (), *, source: str = "config", where: str | None = None
 ) -> tuple[TrainConfig, list[str]]:
@@ -102,8 +92,10 @@ def parse_config(
     entries = open_sections(compose(text, source), "", where, faults)
     typed: dict[str, LocatedNode] = {}
     warnings: list[str] = []
-    for word in overrides:
-        new = parse_override(word, faults)
+    given = [parse_override(word, faults) for word in overrides]
+    method = _method_of(dict(item for each in (entries, *given) for item in each.items()))
+    entries = _renamed(entries, method, faults, warnings)
+    for new in (_renamed(each, method, faults, warnings) for each in given):
         for key in typed.keys() & new.keys():
             before, after = show(typed[key].node), show(new[key].node)
             if before != after:
@@ -117,7 +109,8 @@ def build_config(
     entries: dict[str, LocatedNode], source: str, faults: list[Finding] | None = None
 ) -> tuple[TrainConfig, list[str]]:
     """The config from these entries, and warnings. faults: those found so far."""
-    faults = faults or []
+    faults, renamed = faults or [], list[str]()
+    entries = _renamed(entries, _method_of(entries), faults, renamed)
     values = _typed(entries, faults)
     for key, setting in settings().items():
         if setting.required and key not in entries:
@@ -127,7 +120,31 @@ def build_config(
     refuse(source, faults)
     config, faults, warnings = rules.apply(_assemble(values))
     refuse(source, [_placed(fault, entries) for fault in faults])
-    return config, [str(_placed(warning, entries)) for warning in warnings]
+    return config, renamed + [str(_placed(warning, entries)) for warning in warnings]
+
+
+def _method_of(entries: dict[str, LocatedNode]) -> str:
+    node = entries["method"].node if "method" in entries else None
+    return node.value if isinstance(node, yaml.ScalarNode) else ""
+
+
+def _renamed(
+    entries: dict[str, LocatedNode], method: str, faults: list[Finding], warnings: list[str]
+) -> dict[str, LocatedNode]:
+    """The entries by their names of today. One of the section of another method is dropped, as that section is."""
+    found = {key: entry for key, entry in entries.items() if key not in RENAMED}
+    for key, entry in entries.items():
+        if key not in RENAMED:
+            continue
+        new, of = RENAMED[key], key.partition(".")[0]
+        if method in METHODS and of != METHODS[method].section and of != "offload":
+            warnings.append(str(Finding(key, f"has no effect: the method is {method}", entry.where)))
+        elif new in entries:
+            faults.append(Finding(key, f"is `{new}` now, which is given too; leave this one out", entry.where))
+        else:
+            warnings.append(str(Finding(key, f"is `{new}` now; the old name is still read", entry.where)))
+            found[new] = entry
+    return found
 
 
 def compose(text: str, source: str, empty: str = "start from a recipe: keyhole config ls") -> yaml.MappingNode:
@@ -212,6 +229,9 @@ def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
 def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, Any]:
     table, values = settings(), {}
     for key, entry in entries.items():
+        if key in REMOVED:
+            faults.append(Finding(key, f"is no key any more; {REMOVED[key]}", entry.where))
+            continue
         if key not in table:
             near = suggest_key(key) if len(faults) < MOST_SHOWN else ""  # further ones are only counted
             faults.append(Finding(key, f"unknown key{near}", entry.where))

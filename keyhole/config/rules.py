@@ -16,12 +16,15 @@ from pathlib import Path
 
 from keyhole import assets
 from keyhole.config.faults import Finding
-from keyhole.config.fields import sections, settings
+from keyhole.config.fields import RUN, around, own_keys, own_settings, sections, settings
 from keyhole.config.schema import TrainConfig
+from keyhole.limits import describe, fits
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS, streaming_methods
+from keyhole.methods.settings import kinds
 from keyhole.methods.traits import AUTO_RATE
 
+SOME = ("activations", "compile", "rounding", "threads", "adam_beta1", "adam_beta2", "adam_epsilon")  # of some methods
 OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
 OF_FILES = (
     "data_format",
@@ -111,8 +114,13 @@ def _evaluation_faults(config: TrainConfig) -> Iterator[Finding]:
 
 def _method_faults(config: TrainConfig) -> Iterator[Finding]:
     """What the method does not support: its own settings, a rate, a dtype, a format of the weights, a placement."""
-    row = METHODS[config.method]
-    yield from (Finding(*fault) for fault in row.faults(getattr(config, row.section), config))
+    row, own = METHODS[config.method], own_settings(config)
+    yield from (Finding(*fault) for fault in own.faults(around(config)))
+    for name, kind in kinds(row.settings).items():
+        key = row.settings.__dataclass_fields__[name].metadata.get("key", name)
+        value = vars(config).get(key)
+        if key in RUN and value is not None and not fits(value, kind):
+            yield Finding(key, f"found `{value}`; {row.name} has {describe(kind)}")
     if config.learning_rate == AUTO_RATE and not row.search_passes:
         finds = ", ".join(other.name for other in METHODS.values() if other.search_passes)
         yield Finding("learning_rate", f"{config.method} cannot find a rate ({finds} can); set a number, or null")
@@ -123,10 +131,10 @@ def _method_faults(config: TrainConfig) -> Iterator[Finding]:
     if config.dtype == "float16" and not row.underflow_safe:
         why = f"{config.method} has no loss scaling, and float16 gradients underflow without"
         yield Finding("dtype", f"{why}; use bfloat16 or float32, or null to let it be chosen")
-    wires = row.all_wires(getattr(config, row.section))
+    wires = row.all_wires(own)
     if config.wire is not None and config.wire not in wires:
         other = f"use {', '.join(wires)}" if wires else "set wire=null and choose dtype"
-        beside = [how for m in METHODS.values() if (how := m.beside(config.wire, getattr(config, m.section)))]
+        beside = [how for m in METHODS.values() if (how := m.beside(config.wire, own_settings(config, m)))]
         other += f"; methods that learn beside such weights: {', '.join(beside)}" if beside else ""
         yield Finding("wire", f"{config.method} cannot update weights that are stored as {config.wire}; {other}")
     if not row.streams and config.placement == "stream":
@@ -136,8 +144,8 @@ def _method_faults(config: TrainConfig) -> Iterator[Finding]:
 
 def _warnings(config: TrainConfig) -> Iterator[Finding]:
     for name, cls in sections().items():
-        for key, value in dataclasses.asdict(getattr(config, name)).items():
-            if value != getattr(cls(), key) and (why := _unused(name, config)):
+        for key in own_keys(cls):
+            if vars(vars(config)[name])[key] != vars(cls())[key] and (why := _unused(name, config)):
                 yield Finding(f"{name}.{key}", f"has no effect: {why}")
     if config.max_steps is not None and config.num_train_epochs is not None:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
@@ -159,12 +167,16 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
     evaluates = config.eval_data is not None or config.task is not None
     if config.early_stopping_patience is not None and evaluates and (why := _never_stops(config)):
         yield Finding("early_stopping_patience", f"has no effect: {why}")
-    row = METHODS[config.method]
-    yield from (Finding(key, f"has no effect: {why}") for key, why in row.idle(getattr(config, row.section), config))
+    row, own = METHODS[config.method], own_settings(config)
+    yield from (Finding(key, f"has no effect: {why}") for key, why in own.idle(around(config)))
+    keys = {each.metadata.get("key", each.name) for each in dataclasses.fields(own)}
+    for key in SOME:
+        if vars(config)[key] != settings()[key].default and key not in keys:
+            yield Finding(key, f"has no effect: {config.method} has no such setting")
     if config.journal_sync != 1 and not row.journaled:
         keep = ", ".join(other.name for other in METHODS.values() if other.journaled)
         yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal ({keep} does)")
-    _, (low, high) = row.rates(getattr(config, row.section))
+    _, (low, high) = row.rates(own)
     rate = config.learning_rate
     if isinstance(rate, float | int) and not low <= rate <= high and not assets.is_demo_model(config.model):
         known = f"{config.method} is known to work from {low:g} to {high:g}"
@@ -192,7 +204,7 @@ def _unused(section: str, config: TrainConfig) -> str:
 
 def _fill(config: TrainConfig) -> TrainConfig:
     row = METHODS[config.method]
-    own = row.fill(getattr(config, row.section))
+    own = vars(config)[row.section].filled()
     rate = row.rates(own)[0] if config.learning_rate is None else config.learning_rate
     epochs = config.num_train_epochs if config.max_steps is None else None
     return replace(

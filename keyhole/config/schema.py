@@ -13,7 +13,7 @@ Relative paths in a config are relative to the directory the command is run in, 
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from keyhole.limits import MOST, BatchSize, BelowOne, Count, Fraction, Limit, NotNegative, Positive, Seed
+from keyhole.limits import MOST, BatchSize, BelowOne, Count, Fraction, Limit, NotNegative, Positive, Seed, Threads
 from keyhole.machine.sizes import Bytes
 from keyhole.methods import METHODS
 
@@ -27,18 +27,10 @@ DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion",
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """The streaming engine, for ablations: switching a part off costs time and changes no result."""
+    """How blocks are launched; it changes no result."""
 
-    overlap: bool = True
-    """Overlap copies of weights with compute; false = wait for every copy."""
-    reuse_slots: bool = True
-    """Reuse the same device buffers for all copies; false = allocate a new buffer for every visit."""
     graphs: bool = True
-    """Launch small blocks as CUDA graphs, if the GPU would otherwise wait for the host."""
-    reverse_graphs: bool = True
-    """The same for the backward pass and the updates of first-order methods; with `gpu_memory` where it has room."""
-    gather: Literal["auto", "always", "never"] = "auto"
-    """zo on several GPUs of a machine: each uploads a part of a unit, then all-gather; auto = if that is faster."""
+    """Launch small blocks as CUDA graphs, if the GPU would otherwise wait for the host; with `gpu_memory` where it has room."""  # noqa: E501
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +85,15 @@ class RunConfig:
     gpu_memory: Bytes | None = None
     """Most GPU memory to use, such as 8GiB; as many weights as fit stay on the GPU. null = all free memory."""
 
+    activations: Literal["none", "block", "host", "auto"] | None = None
+    """Kept for the backward pass: everything (none), block inputs (block), these in host memory (host), or what fits (auto); null = the method's own."""  # noqa: E501
+    compile: bool = False
+    """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
+    rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
+    """Rounding of updated weights to 16 bits (nearest loses most small updates; float32 needs none); kahan keeps the rounding error, 2 bytes per parameter (lomo, resident only)."""  # noqa: E501
+    threads: Threads | None = None
+    """CPU threads of updates in host memory; null = what the method leaves free for the rest."""
+
     max_steps: Count | None = None
     """Number of updates; takes precedence over num_train_epochs."""
     num_train_epochs: Annotated[float, Limit(0, 1e6, above=True)] | None = None
@@ -117,6 +118,12 @@ class RunConfig:
     """Which weights decay: matrices (all but norms and biases, as in Hugging Face's Trainer), or all."""
     max_grad_norm: Positive | None = None
     """Clips the norm of the whole gradient; null = no clipping. For zo use zo.clip."""
+    adam_beta1: BelowOne = 0.9
+    """Decay of the running mean of the gradient, for methods with Adam's rule."""
+    adam_beta2: BelowOne = 0.999
+    """Decay of the running mean of the squared gradient."""
+    adam_epsilon: Positive = 1e-8
+    """Added to the root of the second moment before dividing."""
     model_dropout: bool = True
     """Apply the dropout in the model's config, as Hugging Face's Trainer does (zo never applies dropout)."""
 
@@ -200,7 +207,7 @@ class RunConfig:
 if TYPE_CHECKING:
 
     class TrainConfig(RunConfig):
-        """The sections of the methods are read by name: getattr(config, row.section)."""
+        """The sections of the methods are read by name (fields.py: own_settings)."""
 
 else:
     TrainConfig = make_dataclass(

@@ -13,7 +13,7 @@ weights and the bytes are the same.
 """
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,7 @@ from keyhole import assets
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import Loader
 from keyhole.data.prepare import prepare
+from keyhole.demo.train import settings_of
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
@@ -98,12 +99,12 @@ def _train(
     config = read_config(str(assets.MODEL))
     config.num_hidden_layers, config.hidden_size, config.intermediate_size = LAYERS, HIDDEN, 3 * HIDDEN
     config.head_dim = HIDDEN // config.num_attention_heads
-    own = {key: value for key, value in row.demo.options.items() if hasattr(row.settings(), key)}
-    settings = replace(row.settings(), **own)
-    work = Workload(name, NOTES * LENGTH, row.passes(settings), settings)
+    demo = settings_of(name)
+    settings = row.settings(**demo.options)
+    work = Workload(name, NOTES * LENGTH, settings.passes, settings)
     where = {"placement": "resident"} if budget is None else {"placement": "stream", "gpu_memory": budget}
     model = keyhole.load(config, init="random", dtype="float32", device=device, seed=seed, workload=work, **where)
-    method = row.load()(model, row.demo.lr, seed=seed, **row.demo.options)
+    method = row.load()(model, demo.lr, seed=seed, **demo.options)
     loader = Loader(dataset, NOTES, seed=seed, pad_to_multiple_of=1)
     began_s = time.perf_counter()
     losses = [float(method.step(loader.next_step())) for _ in range(steps)]

@@ -1,8 +1,8 @@
 """`keyhole demo`: every method on the embedded model and task, one table, one HTML page.
 
 For each method the embedded model is loaded fresh, scored on the held-out notes, trained (train.py), and scored again.
-Every method of the table METHODS is in the demo, with the settings of its row. If a method cannot run here (it raises a
-UserError), the table shows the reason instead of numbers.
+Every method of the table METHODS is in the demo (methods.yaml). If a method cannot run here (it raises a UserError),
+the table shows the reason instead of numbers.
 
     accuracy    share of held-out notes whose right stamp is the more likely one, as in `keyhole eval`
     loss        NLL of the right stamp on held-out notes; the curves show the training loss, step by step

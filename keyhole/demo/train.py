@@ -2,6 +2,10 @@
 
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 import keyhole
 from keyhole import assets
@@ -9,10 +13,19 @@ from keyhole.data.loader import Loader
 from keyhole.data.prepare import prepare
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
-from keyhole.methods.traits import Demo
 from keyhole.training.schedule import Schedule
 
 MAX_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Demo:
+    """How a method trains here (methods.yaml)."""
+
+    steps: int = 100
+    lr: float = 1e-3
+    batch_size: int = 16
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -38,8 +51,9 @@ class Result:
 
 
 def settings_of(name: str, steps: int | None = None) -> Demo:
-    """The settings of a method in the demo, from its row; `steps` limits its steps."""
-    settings = METHODS[name].demo
+    """The settings of a method in the demo; `steps` limits its steps."""
+    table = yaml.safe_load(Path(__file__).with_name("methods.yaml").read_text())
+    settings = Demo(**table.get(name, {}))
     return settings if steps is None else replace(settings, steps=min(steps, settings.steps))
 
 

@@ -18,7 +18,7 @@ reads no pickle: the scheduler's file is loaded with weights_only.
 
 import json
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from keyhole.disk.weight_files import stored_tensors
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
 from keyhole.methods.base import Method
+from keyhole.methods.settings import MethodSettings
 from keyhole.methods.traits import Traits
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
@@ -48,7 +49,7 @@ def trained_names(model: Model) -> list[str]:
     return sorted({tensor.name for tensor in model.layout.tensors if tensor.param.requires_grad})
 
 
-def save_method(directory: Path, method: Method, step: int, own: Any, trained: list[str]) -> None:
+def save_method(directory: Path, method: Method, step: int, own: MethodSettings, trained: list[str]) -> None:
     """Writes the state, the method's own settings, the names of what it was made to train, and the checksums of the
     files that are there already: the model's and the scheduler's."""
     for name in (STATE, TENSORS, *LAST):  # of an earlier checkpoint of this step
@@ -99,7 +100,7 @@ def damage_of_best(directory: Path, with_state: bool) -> str | None:
     return None
 
 
-def verified(directory: Path, row: Traits, own: Any, trained: list[str]) -> State:
+def verified(directory: Path, row: Traits, own: MethodSettings, trained: list[str]) -> State:
     """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method or settings, or
     of a run that trained other parameters."""
     if not directory.is_dir():
@@ -118,8 +119,9 @@ def verified(directory: Path, row: Traits, own: Any, trained: list[str]) -> Stat
     if made_by != row.name:
         raise UserError(f"resume_from_checkpoint: {directory} was made by method={made_by}, this run has {row.name}")
     before = state.config.get(SETTINGS, {})  # older checkpoints do not hold them
+    may_change = {*row.may_change, *(each.name for each in fields(MethodSettings))}
     for key, value in asdict(own).items():
-        if key in before and before[key] != value and key not in row.may_change:
+        if key in before and before[key] != value and key not in may_change:
             raise UserError(
                 f"resume_from_checkpoint: {directory} was made with {key}={before[key]} of {row.name}, this run has "
                 f"{value}; give the same settings"

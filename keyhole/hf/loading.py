@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, TrainingArguments
 
-from keyhole.config.loader import parse_section
 from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method, Shared
+from keyhole.methods.base import Method
+from keyhole.methods.settings import AdamSettings, MethodSettings, check_values
 from keyhole.methods.traits import Traits
 from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
@@ -81,18 +81,21 @@ def _checked(row: Traits, settings: Any) -> dict[str, Any]:
     known = {each.name for each in fields(row.settings)}
     if unknown := sorted(str(name) for name in settings.keys() - known):
         raise UserError(f"settings: {row.name} has no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
-    return parse_section(row.section, settings, "settings")
+    check_values(row.settings, settings, row.section)
+    return dict(settings)
 
 
-def own_settings(asked: Wanted, args: TrainingArguments) -> Any:
-    """The method's settings. Adam's betas and eps come from the TrainingArguments, unless the settings have them."""
-    takes = {each.name for each in fields(asked.row.settings)}
-    adam = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "eps": args.adam_epsilon}
-    of_args = adam if {"beta1", "beta2", "eps"} <= takes else {}
+def own_settings(asked: Wanted, args: TrainingArguments) -> MethodSettings:
+    """The method's settings. Those that TrainingArguments have come from there, unless the settings have them."""
+    of_args: dict[str, Any] = {"weight_decay": args.weight_decay, "weight_decay_on": asked.weight_decay_on}
+    of_args["max_grad_norm"] = args.max_grad_norm if (args.max_grad_norm or 0) > 0 else None  # as the Trainer does
+    of_args["seed"] = args.seed
+    if issubclass(asked.row.settings, AdamSettings):
+        of_args |= {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "eps": args.adam_epsilon}
     return asked.row.settings(**(of_args | asked.settings))
 
 
-def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) -> Model:
+def load_model(source: Any, asked: Wanted, own: MethodSettings, args: TrainingArguments) -> Model:
     """The model, placed as the arguments say; a loaded model is left unchanged."""
     if isinstance(source, Model):
         return source
@@ -103,9 +106,8 @@ def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) ->
             f"model: found a {type(source).__name__}; {instead}, or what keyhole.load returns: keyhole reads the "
             "weights itself, directly into host memory or onto the GPU"
         )
-    row = asked.row
     tokens = args.per_device_train_batch_size * asked.max_length
-    passes = args.gradient_accumulation_steps * row.passes(own)
+    passes = args.gradient_accumulation_steps * own.passes
     work = Workload(asked.method, tokens, passes, own, args.max_grad_norm > 0, length=asked.max_length)
     where: dict[str, Any]
     where = {"placement": asked.placement, "gpu_memory": asked.gpu_memory, "device": "cpu" if args.use_cpu else None}
@@ -116,14 +118,8 @@ def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) ->
     return load(source, workload=work, **where, **how)
 
 
-def make_method(model: Model, asked: Wanted, own: Any, args: TrainingArguments) -> Method:
+def make_method(model: Model, asked: Wanted, own: MethodSettings, args: TrainingArguments) -> Method:
     """The method with the settings of the arguments."""
-    shared = Shared(
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        weight_decay_on=asked.weight_decay_on,
-        max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else None,  # the Trainer too clips above 0 only
-        seed=args.seed,
-    )
     torch.manual_seed(args.seed)
-    return asked.row.load().make(model, shared, own)
+    method: Method = asked.row.load()(model, args.learning_rate, **vars(own))
+    return method

@@ -7,7 +7,7 @@ that does not start.
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods.base import Method
+from keyhole.methods.settings import AdamSettings, Around, MethodSettings
 from keyhole.methods.traits import Traits
 
 MASTER = "/master"  # the end of a name in a method's state: the fp32 copy of a weight
@@ -106,28 +107,15 @@ def _is_known(owner: type) -> bool:
     return f"{owner.__module__}.{owner.__qualname__}" in KNOWN
 
 
-@dataclass(frozen=True)
-class Run:
-    """The settings of a run that a method's row checks its own against."""
-
-    max_grad_norm: float | None
-    weight_decay: float
-    max_steps: int | None
-    learning_rate: float | str | None
-    dtype: str | None = None
-    wire: str | None = None
-    placement: str = "resident"
-
-
-def check(args: TrainingArguments, row: Traits, own: Any, options: dict[str, Any], **placed: Any) -> None:
-    """UserError with all unsupported arguments. placed: dtype, wire and placement, as asked for."""
+def check(args: TrainingArguments, row: Traits, own: MethodSettings, options: dict[str, Any], **placed: Any) -> None:
+    """UserError with all unsupported arguments. placed: wire and placement, as asked for."""
     found = [f"  {key}: {why}" for key, why in _found(args, row, own, options, placed)]
     if found:
         raise UserError("\n".join([f"KeyholeTrainer with method={row.name} cannot honour these settings:", *found]))
 
 
 def _found(
-    args: TrainingArguments, row: Traits, own: Any, options: dict[str, Any], placed: dict[str, Any]
+    args: TrainingArguments, row: Traits, own: MethodSettings, options: dict[str, Any], placed: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
     for key, why in OFF.items():
         if getattr(args, key, None):
@@ -148,18 +136,15 @@ def _found(
     clips = (args.max_grad_norm or 0) > 0
     if clips and row.sweep == "forward":
         yield "max_grad_norm", f"{row.name} has no gradient to clip; set max_grad_norm=0 (and clip in its settings)"
-    takes = {each.name for each in fields(row.settings)}
     for key in ADAM:
-        if getattr(args, key) != default[key] and not {"beta1", "beta2"} <= takes:
+        if getattr(args, key) != default[key] and not issubclass(row.settings, AdamSettings):
             yield key, f"{row.name} has no such number; leave it out"
-    if getattr(own, "adapter_warmup_ratio", None) is not None:
+    if vars(own).get("adapter_warmup_ratio") is not None:
         yield "settings", "adapter_warmup_ratio: the Trainer's schedule is known only as it goes; leave it out"
     if getattr(args.accelerator_config, "dispatch_batches", None):
         yield "accelerator_config", "dispatch_batches: the method itself sends batches to the device; leave it out"
-    clip = args.max_grad_norm if clips and row.sweep != "forward" else None  # else it is refused above
     steps = args.max_steps if args.max_steps > 0 else None
-    run = Run(clip, args.weight_decay, steps, args.learning_rate, **placed)
-    yield from row.faults(own, run)
+    yield from (each for each in own.faults(Around(**placed, max_steps=steps)) if each[0] != "max_grad_norm")
     loss_type = getattr(args, "loss_type", None)
     if loss_type not in (None, "nll"):
         yield "loss_type", f"{loss_type} replaces the model's loss; set loss_type='nll'"
@@ -167,7 +152,7 @@ def _found(
         yield "assistant_only_loss", "with use_liger_kernel it has no effect"
 
 
-def warn_of_rate(args: TrainingArguments, row: Traits, own: Any, model: Any) -> None:
+def warn_of_rate(args: TrainingArguments, row: Traits, own: MethodSettings, model: Any) -> None:
     """Warns of an unusual rate: the Trainer's default is AdamW's, with which other methods learn nothing or diverge."""
     usual, (low, high) = row.rates(own)
     is_demo = isinstance(model, str | Path) and assets.is_demo_model(str(model))

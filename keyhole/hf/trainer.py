@@ -79,7 +79,7 @@ class KeyholeMixin:
         refusals.check_names(type(self), KeyholeMixin, args, options)
         asked = self._wanted = wanted(args, given)
         self._own = own_settings(asked, args)
-        placed = {"dtype": asked.dtype, "wire": asked.wire, "placement": asked.placement}
+        placed = {"wire": asked.wire, "placement": asked.placement}
         refusals.check(args, asked.row, self._own, options, **placed)
         refusals.warn_of_rate(args, asked.row, self._own, model)
         args._n_gpu = min(1, args.n_gpu)  # one GPU, even if several are visible: nothing is replicated

@@ -163,7 +163,7 @@ def _changed(row: Traits, own: dict[str, Any]) -> dict[str, Any]:
     """Own settings of a method that are neither their default nor what a null default stands for (`Traits.fill`)."""
     plain = row.settings()
     kept = {key: value for key, value in own.items() if vars(plain).get(key) is not None}
-    usual = vars(row.fill(replace(plain, **kept)))
+    usual = vars(replace(plain, **kept).filled())
     defaults = {key: usual[key] if value is None else value for key, value in vars(plain).items()}
     return {key: value for key, value in own.items() if value != defaults.get(key)}
 

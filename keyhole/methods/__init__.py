@@ -1,10 +1,8 @@
-"""Update rules: a folder per method (base.py describes its contents), and the table of their rows.
-
-base.py             the class that a method implements; wrapped.py: what is done around its step, flush and state
+"""Update rules: a folder per method (base.py             the class that a method implements
+settings.py         what a method's settings are, and what follows from them
 traits.py           the row by which all other code knows a method
 workload.py         what formulas of bytes and FLOPs are asked: a step, and the device that it runs on
 memory.py           bytes of a step                   work.py, launches.py   FLOPs, bytes and launches of a step
-own_settings.py     settings given in Python          step_checks.py         what a caller may do between steps
 torch_optimizer.py  for torch's schedulers            by_torch.py            updates by a torch optimizer
 weight_decay.py     which parameters decay            dropout.py             the model's own dropout
 shards.py           gradients on several ranks        step_numbers.py        numbers of a step for CUDA graphs

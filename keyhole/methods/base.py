@@ -2,24 +2,28 @@
 
 A method lives in one folder:
 
-    traits.py    its settings, and its row (methods/traits.py): rates, formats, bytes, what may change on resume
+    traits.py    its settings (settings.py), and its row (traits.py): rates, formats, what may change on resume
     method.py    a subclass of Method (more files as needed)
-    memory.py    the bytes that it needs, as functions of shapes (methods/workload.py)
+    memory.py    the bytes and the work that it needs, as functions of shapes (workload.py)
 
-It has one line in the table of methods/__init__.py. A subclass defines __init__, step, state_dict and load_state_dict.
-What a subclass defines is wrapped (wrapped.py), so that a caller's autocast, scheduler or change by hand means the same
-to every method.
+It has one line in the table of methods/__init__.py. A subclass names its row and defines `_setup`, `_step`, `_state`,
+`_load`, and what it needs of the rest. The functions that users call are here: they run in the model's dtype, with
+gradients, whatever the caller has switched on; take up what the caller has changed by hand, or refuse it; and tell the
+model what has happened (model/attached.py). The settings are fixed; `lr` may be changed between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from keyhole.errors import UserError
-from keyhole.methods.own_settings import check_settings, refuse_change
-from keyhole.methods.wrapped import State, wrap
+from keyhole.disk.tensors import without
+from keyhole.errors import UserError, listed
+from keyhole.methods.settings import Around, MethodSettings, check_values, checked_rate
+from keyhole.methods.traits import AUTO_RATE, Traits
 
 if TYPE_CHECKING:
     import torch
@@ -32,17 +36,8 @@ if TYPE_CHECKING:
     from keyhole.model.model import Model
     from keyhole.model.structure.layout import Layout, Unit
 
-
-@dataclass(frozen=True)
-class Shared:
-    """The settings of a run that all methods share."""
-
-    learning_rate: float | str  # "auto" only if the method can search a rate (Traits)
-    weight_decay: float = 0.0
-    weight_decay_on: str = "matrices"
-    max_grad_norm: float | None = None
-    model_dropout: bool = True
-    seed: int = 0
+State = dict[str, Any]
+METHOD, TENSORS = "method", "tensors"  # in a state: the name of its method, and the fingerprint of its model's tensors
 
 
 @dataclass
@@ -55,54 +50,42 @@ class Skeleton:
 
 
 class Method:
-    """An update rule on a model. A method must define __init__, step, state_dict and load_state_dict; the rest has
-    defaults.
+    """An update rule on a model."""
 
-    `lr` may be changed between steps.
-    """
-
+    row: ClassVar[Traits]
     name: str
     model: Model
     lr: float
+    settings: MethodSettings
     keeps_base: bool = False
     """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
-    params: dict[str, torch.nn.Parameter] | None = None
+    params: dict[str, nn.Parameter] | None = None
     """What an optimizer of torch trains for it, by name; None: the model's own parameters that require gradients."""
     may_freeze: bool = True
     """Whether parameters may be frozen between its steps: it trains what gets a gradient."""
-    _is_made: bool = False
-    light: bool = False
-    """Whether its checkpoints hold only its own tensors (Traits.light)."""
+    _torch_optimizer: TorchOptimizer | None = None
 
-    def __init_subclass__(cls) -> None:
-        """Wraps what the subclass defines (wrapped.py)."""
-        wrap(cls)
+    def __init__(self, model: Model, lr: float | str | None = None, **settings: Any) -> None:
+        from keyhole.model.model import Model  # rows are read without torch
+        from keyhole.ops.autocast import with_gradients
 
-    def __new__(cls, *args: Any, **options: Any) -> Method:
-        """Refuses an argument that is not a model, settings outside of their bounds, and a model with adapters."""
-        from keyhole.model.model import Model
-
-        model = args[0] if args else options.get("model")
+        row = self.row
         if not isinstance(model, Model):
-            found = "nothing" if model is None else f"a {type(model).__name__}"
             raise UserError(
-                f"{cls.name}: found {found}, expected the model that keyhole.load returns: "
-                f'keyhole.{cls.__name__}(keyhole.load("path-or-hub-id"), lr=...)'
+                f"{row.name}: found a {type(model).__name__}, expected the model that keyhole.load returns: "
+                f'keyhole.{type(self).__name__}(keyhole.load("path-or-hub-id"), lr=...)'
             )
-        check_settings(cls.name, options)
-        model.methods.check_new(cls.name)
-        return super().__new__(cls)
-
-    def __init__(self, model: Model, lr: float | str, **settings: Any) -> None:
-        raise NotImplementedError  # abstract
-
-    if not TYPE_CHECKING:  # mypy would allow any attribute
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Refuses another value for a setting, once the method is made."""
-            if self._is_made:
-                refuse_change(self.name, name)
-            super().__setattr__(name, value)
+        check_values(row.settings, settings, row.section)
+        model.methods.check_new(row.name)
+        self.name, self.model = row.name, model
+        self.settings = row.settings(**settings).filled()
+        self.searches = lr == AUTO_RATE and row.search_passes > 0
+        self.lr = 1.0 if self.searches else checked_rate(row.rates(self.settings)[0] if lr is None else lr)
+        around = Around(model.formats.name, "stream" if model.engine.streamed else "resident", searches=self.searches)
+        for key, why in self.settings.faults(around):
+            raise UserError(f"{key}: {why}")
+        with with_gradients():
+            self._setup()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UserError(
@@ -113,30 +96,182 @@ class Method:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r}, lr={self.lr:g})"
 
-    @classmethod
-    def make(cls, model: Model, shared: Shared, own: Any) -> Method:
-        """The method as configured: the settings that all methods share, and its own section."""
-        rules = {key: value for key, value in vars(shared).items() if key != "learning_rate"}
-        return cls(model, shared.learning_rate, **rules, **vars(own))
+    @property
+    def light(self) -> bool:
+        """Whether its checkpoints hold only its own tensors."""
+        return self.settings.light
+
+    # -- what a subclass defines -------------------------------------------------------------------------------------
+
+    def _setup(self) -> None:
+        """Makes what the method needs, and attaches it: self.model.methods.attach(self)."""
+        raise NotImplementedError  # abstract
+
+    def _step(self, batch: Any) -> torch.Tensor:
+        """One update from one batch, or from the micro-batches of one step."""
+        raise NotImplementedError  # abstract
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        raise UserError(f"{type(self).__name__} has no backward(loss): give the batch to step(batch) instead")
+
+    def _flush(self) -> None:
+        """Applies deferred updates."""
+
+    def _state(self) -> State:
+        raise NotImplementedError  # abstract
+
+    def _deferred_state(self) -> State | None:
+        return None
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError  # abstract
 
     @classmethod
     def check_shapes(cls, base: Skeleton, own: Any) -> None:
         """UserError where making the method would be refused for the model's shapes; called before weights are read. It
-        changes nothing. own: the method's section."""
+        changes nothing. own: the method's settings."""
 
     @classmethod
     def outline(cls, base: Any, own: Any) -> None:
         """Does to a module without weights what making the method does to the model: adds what is trained beside it,
-        without memory, and freezes what is not trained. base: its module, layout and blocks; own: the method's section.
-        UserError where making it would be refused for the model's shapes."""
+        without memory, and freezes what is not trained. base: its module, layout and blocks; own: the method's
+        settings. UserError where making it would be refused for the model's shapes."""
+
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch, or from the micro-batches of one step. Returns the loss, a device scalar."""
-        raise NotImplementedError  # abstract
+        with self._stepping():
+            return self._step(batch)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Instead of loss.backward(), where a method has it."""
-        raise UserError(f"{type(self).__name__} has no backward(loss): give the batch to step(batch) instead")
+        with self._stepping():
+            self._backward(loss)
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        from keyhole.ops.autocast import with_gradients, without_autocast
+
+        self.lr = checked_rate(self.lr)
+        if self._torch_optimizer is not None:
+            self._torch_optimizer.sync()
+        methods = self.model.methods
+        if self.model.lens is not None:
+            raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
+        self.model.check_idle()
+        with without_autocast(), with_gradients():
+            methods.take_changes()
+            self._check_parameters()
+            methods.step_begins()
+            try:
+                yield
+                methods.step_done()
+            except BaseException:
+                for param in self._parameters():
+                    param.grad = None  # the next step would refuse them
+                raise
+            finally:
+                methods.step_ends()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        beside = () if self.addon is None else self.addon.params.values()
+        return chain((tensor.param for tensor in self.model.layout.tensors), beside)
+
+    def _check_parameters(self) -> None:
+        """UserError for what a caller's loop has done to parameters that a step cannot follow.
+
+        What is trained is decided when a method is made: optimizer state, spans of weights and hooks exist for these
+        parameters only. One that is frozen later gets no gradient, and stays as it is; a method without gradients
+        (`may_freeze` is False) would go on to change it. One that requires gradients only later would never change.
+        Gradients that loss.backward() of the caller's has left would be added to those of the step."""
+        tensors = self.model.layout.tensors
+        before, now = self.model.methods.trained.get(self), [t.param.requires_grad for t in tensors]
+        if before is not None and before != now:
+            changed = [t for t, a, b in zip(tensors, before, now, strict=True) if a is not b]
+            unfrozen = [t.name for t in changed if t.param.requires_grad]
+            frozen = [t.name for t in changed if not t.param.requires_grad]
+            if unfrozen:
+                raise UserError(
+                    f"requires_grad: {listed(unfrozen)} did not require gradients when {self.name} was made, and "
+                    "would not be trained. Make the method while everything requires gradients that will be trained, "
+                    "and freeze afterwards what begins later"
+                )
+            if frozen and not self.may_freeze:
+                raise UserError(
+                    f"requires_grad: {listed(frozen)} was frozen after {self.name} was made, which would still "
+                    "change it: make the method again, after flush(), and give it the state (load_state_dict)"
+                )
+            if self.addon is None and not any(now):
+                raise UserError(
+                    f"requires_grad: all parameters were frozen after {self.name} was made, and a step would train "
+                    "nothing: call requires_grad_(True) on those that are to be trained"
+                )
+        if self.may_freeze and any(param.grad is not None for param in self._parameters()):
+            left = [tensor.name for tensor in tensors if tensor.param.grad is not None]
+            beside = {} if self.addon is None else self.addon.params
+            left += [name for name, param in beside.items() if param.grad is not None]
+            raise UserError(
+                f"gradients: loss.backward() has left some in {listed(left)}, and they would be added to those of this "
+                f"step; call model.module.zero_grad() first. {self.name} updates in step(batch), or in backward(loss) "
+                "where it has one, and keeps no gradients"
+            )
+
+    def flush(self) -> None:
+        """Applies deferred updates: afterwards the weights at home are those after the last step, and the caller may
+        change them."""
+        from keyhole.ops.autocast import with_gradients
+
+        with with_gradients():
+            self.model.methods.take_changes()
+            self._flush()
+            self.model.methods.flushed()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Everything except the weights that a resumed run needs, whose it is included. Flushes."""
+        return self._named(self._state())
+
+    def deferred_state(self) -> State | None:
+        """The state without a flush, if an update is deferred to the next step; None if nothing is deferred."""
+        state = self._deferred_state()
+        return None if state is None else self._named(state)
+
+    def _named(self, state: State) -> State:
+        return {METHOD: self.name, TENSORS: self.model.layout.fingerprint} | state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """UserError for the state of another method or model, and for what is no state at all."""
+        from keyhole.ops.autocast import with_gradients
+
+        try:
+            if state[METHOD] != self.name:
+                raise UserError(
+                    f"{self.name}: this is the state of another method, {state[METHOD]}; make that method, and load it"
+                )
+            if state[TENSORS] != self.model.layout.fingerprint:
+                raise UserError(
+                    f"{self.name}: this is the state of another model: names or shapes of parameters differ"
+                )
+            with with_gradients():
+                self._load(without(state, METHOD, TENSORS))
+        except UserError:
+            raise
+        except RuntimeError as error:
+            if "must match the size" not in str(error):  # torch's words for other shapes
+                raise
+            raise UserError(
+                f"{self.name}: the state is of another model, or of other settings, and does not fit: make the method "
+                f"as it was made when the state was saved ({error})"
+            ) from error
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"{self.name}: this is not a state that {type(self).__name__}.state_dict returned "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    # -- for the training loop ---------------------------------------------------------------------------------------
 
     def follow(self, factor: Callable[[float], float]) -> None:
         """Called before a step, for rates beside `lr` with a warm-up of their own: factor(warmup_ratio) is the share of
@@ -151,19 +286,6 @@ class Method:
         """Decisions of the last step, for the user; each line is returned once."""
         return []
 
-    def state_dict(self) -> State:
-        """Everything except the weights that a resumed run needs. Flushes."""
-        raise NotImplementedError  # abstract
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError  # abstract
-
-    def flush(self) -> None:
-        """Applies deferred updates: afterwards the weights at home are those after the last step, and the caller may
-        change them."""
-        self.model.methods.take_changes()
-        self.model.methods.flushed()
-
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step for the log; device scalars are not read here."""
         return {}
@@ -172,12 +294,10 @@ class Method:
         """Lines of the start block: the decisions made."""
         return []
 
-    # -- for torch's schedulers, and loops that need an optimizer ---------------------------------------------------
-
     @property
     def torch_optimizer(self) -> TorchOptimizer:
         """The method as an optimizer for torch's schedulers; the rate that they set is that of the next step."""
-        if "_torch_optimizer" not in vars(self):
+        if self._torch_optimizer is None:
             from keyhole.methods.torch_optimizer import TorchOptimizer  # here, so that rows can be read without torch
 
             self._torch_optimizer = TorchOptimizer(self)
@@ -210,15 +330,11 @@ class Method:
         """Trained weights beside the model's own; None if there are none."""
         return None
 
-    # -- for checkpoints that are written while training goes on (checkpoint/writer.py) ------------------------------
+    # -- for checkpoints that are written while training goes on, and for the journal ---------------------------------
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update that its next visit will apply."""
         return False
-
-    def deferred_state(self) -> State | None:
-        """The state without a flush, if an update is deferred to the next step; None if nothing is deferred."""
-        return None
 
     def call_before_update(self, callback: Callable[[], None]) -> None:
         """Registers a callback that runs before an update changes weights (traits: announces = "step")."""
@@ -227,6 +343,10 @@ class Method:
     def learned_beside(self, state: Mapping[str, Any]) -> LowRank | None:
         """From a saved state: the factors that must be merged into a model's files before other programs can use them;
         None if there are none."""
+        return None
+
+    def journal_update(self) -> torch.Tensor | None:
+        """The numbers from which the last step's update can be recomputed, on the device."""
         return None
 
     # -- for methods that look at rows before they train on them ----------------------------------------------------
@@ -240,9 +360,3 @@ class Method:
     def look_ahead(self, batches: Sequence[Batch]) -> None:
         """Receives batches of coming rows, before a step."""
         raise NotImplementedError  # abstract: only if rows_ahead is not always None
-
-    # -- for the journal (checkpoint/journal/), if the traits say so -------------------------------------------------
-
-    def journal_update(self) -> torch.Tensor | None:
-        """The numbers from which the last step's update can be recomputed, on the device."""
-        return None

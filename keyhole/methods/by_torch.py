@@ -13,21 +13,13 @@ class ByTorch(Method):
 
     params: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
-    max_grad_norm: float | None
     _grad_norm: torch.Tensor | None = None
-
-    @property
-    def lr(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = value
 
     def _update(self) -> None:
         """Updates from the gradients in .grad."""
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        limit = float("inf") if self.settings.max_grad_norm is None else self.settings.max_grad_norm
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
         if torch.isfinite(self._grad_norm):
             self.optimizer.step()

@@ -24,7 +24,7 @@ def reverse_bytes(
 ) -> backward.ReverseBytes:
     """Forward and backward pass, block by block; updates: bytes that the method adds."""
     own = work.settings
-    how, compiled = getattr(own, "activations", None), getattr(own, "compile", False)
+    how, compiled = (None, False) if own is None else (own.keeps, own.is_compiled)
     keeps = (COMPILED if compiled else 1.0) if how == "none" else 0.0
     return backward.reverse_bytes(
         layout,
@@ -33,7 +33,7 @@ def reverse_bytes(
         passes=work.passes,
         on_host=how == "host",
         keeps=keeps,
-        compiled=bool(compiled),
+        compiled=compiled,
         updates=updates,
         formats=room.formats,
         workspace_bytes=room.workspace_bytes,

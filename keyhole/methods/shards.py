@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.settings import MethodSettings
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.model import Model
@@ -130,12 +131,9 @@ def total_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
     return model.ranks.in_order(loss[None], [model.ranks.size]).sum()
 
 
-def check(name: str, compiled: bool | str, activations: str, rounding: str = "") -> None:
+def check(own: MethodSettings) -> None:
     """Refuses settings that are not known to give the same result on several ranks."""
-    for key, value, wrong in (
-        ("rounding", rounding, rounding == "kahan"),
-        ("compile", compiled, bool(compiled)),
-        ("activations", activations, activations == "none"),
-    ):
-        if wrong:
-            raise UserError(f"{name}.{key}={value}: not on several ranks; change it, or start without torchrun")
+    for key, wrong in {"rounding": "kahan", "compile": True, "activations": "none"}.items():
+        value = vars(own).get(key)
+        if value == wrong or (key == "compile" and value):
+            raise UserError(f"{key}={value}: not on several ranks; change it, or start without torchrun")

@@ -17,25 +17,35 @@ no rate.) States are views, as the method's are: save them before the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.own_settings import checked_rate
-
-if TYPE_CHECKING:
-    from keyhole.methods.base import Method
+from keyhole.methods.settings import checked_rate
+from keyhole.model.model import Model
 
 NOT_READ = ("weight_decay", "momentum", "betas", "eps", "dampening", "nesterov", "alpha", "amsgrad", "maximize")
 METHOD = "method"
 
 
+class Steppable(Protocol):
+    """A method, as this shell of it needs it."""
+
+    name: str
+    model: Model
+    lr: float
+    params: dict[str, torch.nn.Parameter] | None
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class TorchOptimizer(torch.optim.Optimizer):
     """An Optimizer interface for a method."""
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Steppable) -> None:
         params = list((method.params or {}).values())
         params = params or [t.param for t in method.model.layout.tensors if t.param.requires_grad]
         super().__init__([{"params": params}], {"lr": method.lr})

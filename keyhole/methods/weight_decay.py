@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from keyhole.errors import UserError
+from keyhole.methods.settings import MethodSettings
 
-CHOICES = ("matrices", "all")
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -32,15 +31,13 @@ class WeightDecay:
         return 0.0 if id(param) in self.spared else self.rate
 
 
-def weight_decay_of(module: nn.Module, rate: float, on: str = "matrices") -> WeightDecay:
+def weight_decay_of(module: nn.Module, own: MethodSettings) -> WeightDecay:
     """The rule for a module's parameters."""
-    if on not in CHOICES:
-        raise UserError(f"weight_decay_on: {on!r} is not one of {', '.join(CHOICES)}")
-    if on == "all":
-        return WeightDecay(rate)
+    if own.weight_decay_on == "all":
+        return WeightDecay(own.weight_decay)
     by_name = {id(p) for name, p in module.named_parameters() if NOT_DECAYED.search(name.lower())}
     by_class = {id(p) for norm in module.modules() if isinstance(norm, nn.LayerNorm) for p in norm.parameters()}
-    return WeightDecay(rate, frozenset(by_name | by_class))
+    return WeightDecay(own.weight_decay, frozenset(by_name | by_class))
 
 
 def parameter_groups(params: list[nn.Parameter], decay: WeightDecay) -> list[dict]:

@@ -38,8 +38,8 @@ from keyhole.methods.launches import (
     of_gradients,
     of_lockstep,
 )
-from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.workload import Room, Workload
+from keyhole.methods.memory import forward_bytes, reverse_bytes
+from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.model.backward.kept_blocks import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, recording_bytes, slot_count
 from keyhole.model.backward.unit_gradients import COPIES, FREE_SHARE
@@ -168,8 +168,12 @@ def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:
     return float(SLOWER * (room.formats.dtype.itemsize * blocks + logits))
 
 
+def _keeps(work: Workload, usual: str = "block") -> str:
+    return usual if work.settings is None or work.settings.keeps is None else work.settings.keeps
+
+
 def _is_compiled(work: Workload) -> bool:
-    return bool(getattr(work.settings, "compile", False))
+    return work.settings is not None and work.settings.is_compiled
 
 
 def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
@@ -191,7 +195,7 @@ def _block_numel(layout: Layout) -> int:
 
 def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room, plain: bool) -> float:
     """The share of the blocks that keep all activations and are not recomputed (model/backward/kept_blocks.py)."""
-    how = getattr(work.settings, "activations", "none" if plain else "block")
+    how = _keeps(work, "none" if plain else "block")
     if how != "auto" or streamed or room.limit_bytes is None:
         return float(how == "none")
     left = room.limit_bytes - reverse_bytes(layout, streamed, work, room).total
@@ -217,7 +221,7 @@ def _may_record(
 ) -> bool:
     """Whether blocks are prepared for CUDA graphs (model/backward/reverse.py): compiled ones if the batch is small,
     others whatever its size; with a budget, if it has room beside the planned step."""
-    own, how = work.settings, getattr(work.settings, "activations", "block")
+    own, how = work.settings, _keeps(work)
     on_gpu = rates.gpu_bytes is not None and not layout.experts
     whole = len(layout.of_kind("block")) == layout.block_count > 0
     possible = how in ("block", "auto")
@@ -226,7 +230,7 @@ def _may_record(
         possible = offers_compiled and small and how in ("block", "auto", "none")
     if room.is_budget and not (possible and _fits_in_budget(layout, streamed, work, room)):
         return False
-    return possible and getattr(own, "fused", True) and on_gpu and whole
+    return possible and (own is None or vars(own).get("fused", True)) and on_gpu and whole
 
 
 def _fits_in_budget(layout: Layout, streamed: set[int], work: Workload, room: Room) -> bool:
@@ -278,7 +282,7 @@ def reverse_work(
     share_kept = _kept_share(layout, streamed, work, room, plain)
     again = 1.0 - share_kept  # the share of the blocks that is recomputed
     kept_bytes = 0
-    if getattr(work.settings, "activations", "block") == "auto":
+    if _keeps(work) == "auto":
         kept_bytes = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
     may_record = not plain and _may_record(layout, streamed, work, room, rates, offers_compiled)
     if may_record:
@@ -337,7 +341,7 @@ def _uploaded_bytes(layout: Layout, streamed: set[int], work: Workload, room: Ro
 
 def _inputs_in_host_memory(layout: Layout, work: Workload, room: Room) -> int:
     """Bytes of the block inputs of all micro-batches, if they wait in host memory for the backward pass."""
-    if getattr(work.settings, "activations", None) != "host":
+    if work.settings is None or work.settings.keeps != "host":
         return 0
     return work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
 
@@ -346,3 +350,6 @@ def unpacked_bytes(unit: Unit, room: Room) -> int:
     """Bytes that a kernel over a unit's weights at home reads."""
     numel, dtype = unit.numel, room.formats.home_dtype(unit)
     return room.formats.home_bytes(unit) if dtype == PACKED else numel * dtype.itemsize
+
+
+FORWARD = Formulas(forward_bytes, forward_work)

@@ -1,21 +1,22 @@
 """What the formulas of bytes and FLOPs are asked, and what they answer: a workload in a room.
 
 `keyhole plan`, `keyhole.load` and the training loop describe the step that will run (`Workload`: method, tokens,
-passes) and the device that it will run on (`Room`). The formulas of a method (memory.py and work.py of its folder; its
-row names them, traits.py) are functions of these two, of the layout of the model and of the set of streamed units:
-
-    (layout, streamed, work, room)           -> DeviceBytes, the parts of the device peak of a step
-    (layout, streamed, work, room, rates)    -> StepWork, its FLOPs, bytes and launches (work.py)
-
-so a placement can be chosen and a peak predicted before any weight is read. Imports no torch.
+passes) and the device that it will run on (`Room`). The formulas of a method (`Formulas`, in memory.py of its folder)
+are functions of these two, of the layout of the model and of the set of streamed units, so a placement can be chosen
+and a peak predicted before any weight is read. Imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from keyhole.machine.rates import Rates
+    from keyhole.methods.settings import MethodSettings
+    from keyhole.methods.work import StepWork
+    from keyhole.model.structure.layout import Layout
     from keyhole.model.weights.format import Wire
 
 
@@ -29,7 +30,7 @@ class Workload:
     method: str = "zo"
     tokens: int = 2048  # per forward pass: batch_size x length
     passes: int = 2  # forward passes in lockstep: 2 x directions x micro-batches
-    settings: Any = None
+    settings: MethodSettings | None = None
     clips: bool = False  # max_grad_norm is set
     searches: bool = False  # the first steps search a learning rate
     length: int | None = None  # of a row, for the time of attention; None: a batch counts as one row
@@ -60,3 +61,14 @@ class DeviceBytes(Protocol):
     def total(self) -> int: ...
     @property
     def during_a_step(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """The formulas of a method. host_check(layout, streamed, element_bytes, cut=, ranks=, of=): refuses state that does
+    not fit into host memory (cut: what this rank keeps of sharded units; ranks: those on this machine; of: all ranks);
+    None: there is none."""
+
+    device_bytes: Callable[[Layout, set[int], Workload, Room], DeviceBytes]
+    step_work: Callable[[Layout, set[int], Workload, Room, Rates], StepWork]
+    host_check: Callable[..., Any] | None = None

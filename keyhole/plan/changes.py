@@ -10,7 +10,7 @@ and within each kind by seconds per step. A number is lowered as little as possi
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,14 +122,12 @@ def _fits(question: Question, traits: Traits, placement: str, wire: str | None) 
 def _own_changes(question: Question, traits: Traits) -> Iterator[tuple[str, Question]]:
     """Settings of the method that need less memory, according to its row."""
     own = question.settings.get(traits.name) or traits.settings()
-    advice = traits.advice(own)
-    for text in advice.change:
+    for text in own.advice.change:
         key, _, value = text.partition("=")
-        kind = type(getattr(own, key))
-        yield f"{traits.section}.{text}", _with(question, traits, own, **{key: int(value) if kind is int else value})
-    for key in advice.lower:
-        if key in {each.name for each in fields(own)}:
-            yield f"{traits.section}.{key}=1", _with(question, traits, own, **{key: 1})
+        name = key.rpartition(".")[2]
+        yield text, _with(question, traits, own, **{name: int(value) if type(vars(own)[name]) is int else value})
+    for key in own.advice.lower:
+        yield f"{key}=1", _with(question, traits, own, **{key.rpartition(".")[2]: 1})
 
 
 def _with(question: Question, traits: Traits, own: Any, **changes: Any) -> Question:
@@ -162,7 +160,7 @@ def said(
         host_bytes=host_memory().available_bytes,
         batch=max(1, work.tokens // length),
         length=length,
-        accumulation=max(1, work.passes // row.passes(own)),
+        accumulation=max(1, work.passes // own.passes),
         chooses=work.chooses,
         clips=work.clips,
         steps=work.steps / row.steps if work.steps else Question.steps,

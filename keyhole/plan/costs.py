@@ -82,8 +82,8 @@ class Costs:
         sharded = self.row is not None and self.row.ranks == "shards" and self.work.ranks > 1
         if self.room.formats.packs or sharded:
             return False
-        return self.row is None or self.row.by_expert(self.work.settings or self.row.settings())
+        return self.row is None or (self.work.settings or self.row.settings()).by_expert
 
     @property
     def keeps_blocks_whole(self) -> bool:
-        return self.row is not None and self.row.whole_blocks(self.work.settings or self.row.settings())
+        return self.row is not None and (self.work.settings or self.row.settings()).whole_blocks

@@ -21,7 +21,6 @@ from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.probe import workspace_bytes
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
-from keyhole.methods.traits import imported
 from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.forward.memory import evaluation_bytes, host_bytes
 from keyhole.model.structure.find import TILE_NUMEL
@@ -181,10 +180,10 @@ def _check_host(needed: int, placement: str) -> None:
 
 def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
     """Refuses a method's state that does not fit host memory, before weights are read."""
-    if costs.row is not None and costs.row.host_check is not None:
+    if costs.row is not None and costs.row.costs.host_check is not None:
         try:
             about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks, "of": costs.work.ranks}
-            imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize, **about)
+            costs.row.costs.host_check(layout, placed.streamed, costs.room.formats.dtype.itemsize, **about)
         except UserError as error:
             raise refusals.DoesNotFit(str(error)) from error
 

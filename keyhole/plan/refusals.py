@@ -44,11 +44,11 @@ def below_minimum(budget: int, smallest: DeviceBytes, work: Workload, weights_by
         )
     own = work.settings or row.settings()
     passes = f"{work.passes} pass{'es' if work.passes > 1 else ''}"
-    whole = f" Compiled blocks are not cut: {row.section}.compile=false needs less." if row.whole_blocks(own) else ""
+    whole = " Compiled blocks are not cut: compile=false needs less." if own.whole_blocks else ""
     lower = ["batch_size", "max_length"]
-    lower += ["gradient_accumulation_steps"] if work.passes > row.passes(own) else []
-    lower += [f"{row.section}.{key}" for key in row.advice(own).lower]
-    change = "".join(f", or set {row.section}.{setting}" for setting in row.advice(own).change)
+    lower += ["gradient_accumulation_steps"] if work.passes > own.passes else []
+    lower += own.advice.lower
+    change = "".join(f", or set {setting}" for setting in own.advice.change)
     return DoesNotFit(
         f"gpu_memory: {about(budget)} is below the minimum of {enough(smallest.total)} for this model and "
         f"{work.method} at {work.tokens} tokens per pass and {passes} ({parts(smallest)}). Raise gpu_memory, or lower "

@@ -35,6 +35,7 @@ from keyhole.errors import UserError
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
 from keyhole.methods import METHODS
+from keyhole.methods.settings import Around, MethodSettings
 from keyhole.methods.traits import Traits
 from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room, Workload
@@ -67,7 +68,7 @@ class Question:
     steps: float = 1000.0  # of AdamW; another method makes `Traits.steps` times as many
     clips: bool = False
     keeps: int = 2  # number of checkpoints that are kept
-    settings: Mapping[str, Any] = field(default_factory=dict)  # by method
+    settings: Mapping[str, MethodSettings] = field(default_factory=dict)  # by method
     methods: tuple[str, ...] = tuple(METHODS)
     is_budget: bool = False
     chooses: bool = False  # loss: candidates
@@ -92,7 +93,7 @@ class Question:
 
     def workload(self, row: Traits) -> Workload:
         own = self.settings.get(row.name) or row.settings()
-        passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
+        passes, tokens = self.accumulation * own.passes, self.batch * self.length
         clips = self.clips and row.sweep != "forward"  # without gradients there is no norm to clip by
         share = experts_share(self.module.config)
         return Workload(
@@ -145,21 +146,21 @@ class Row:
         return kept | {"wire": self.stored, "wire_setting": self.wire, "parts_seconds": parts}
 
 
-def process_bytes(row: Traits, own: Any, on_gpu: bool) -> int:
+def process_bytes(row: Traits, own: MethodSettings | None, on_gpu: bool) -> int:
     """Host memory of the process itself."""
     if not on_gpu:
         return PROCESS_BYTES[False]
     found = PROCESS_BYTES[True] + (0 if row.sweep == "torch" else KERNELS) + (0 if row.sweep == "forward" else BACKWARD)
-    return found + (COMPILER if getattr(own, "compile", False) else 0)
+    return found + (COMPILER if own is not None and own.is_compiled else 0)
 
 
-def wires_of(row: Traits, dtype: torch.dtype, own: Any = None) -> list[str | None]:
+def wires_of(row: Traits, dtype: torch.dtype, own: MethodSettings | None = None) -> list[str | None]:
     """None for the dtype itself, and the formats of another width that the method accepts (of the frozen formats of one
     width, the first)."""
     plain = [name for name in row.wires if name in PLAIN and PLAIN[name].itemsize != dtype.itemsize]
     of_width = {PLAIN[name].itemsize: name for name in reversed(plain)}  # the first of a width
     packed = [name for name in row.wires if name in CODECS]
-    frozen = {bytes_per_element(name): name for name in reversed(row.frozen_wires(own or row.settings()))}
+    frozen = {bytes_per_element(name): name for name in reversed((own or row.settings()).frozen_wires)}
     return [None, *reversed(of_width.values()), *packed, *reversed(frozen.values())]
 
 
@@ -188,7 +189,8 @@ def room_of(question: Question, wire: str | None) -> Room:
 def plan_row(question: Question, traits: Traits, placement: str, wire: str | None = None) -> Row | None:
     """One row; None if it would equal another one, or is impossible."""
     work, room = question.workload(traits), room_of(question, wire)
-    if any(True for _ in traits.faults(work.settings, _Run(None, wire, placement))):
+    own = work.settings or traits.settings()
+    if any(True for _ in own.faults(Around(wire, placement))):
         return None
     costs = Costs(work, room, traits)
     whole = question.find(question.module)
@@ -244,8 +246,8 @@ def make_row(
     own = work.settings or traits.settings()
     changed = [u for u in layout.units if u.kind != "block" and any(t.param.requires_grad for t in u.tensors)]
     dense = itemsize * sum(unit.numel for unit in changed)  # in light checkpoints too
-    checkpoint = (dense if traits.light(own) else weights) + asked.saved_bytes
-    disk = checkpoint * (question.keeps + 1) + (weights if traits.light(own) else 0)  # and the model at the end
+    checkpoint = (dense if own.light else weights) + asked.saved_bytes
+    disk = checkpoint * (question.keeps + 1) + (weights if own.light else 0)  # and the model at the end
     total = sum(room.formats.homes(layout))
     lacks = [
         f"{about(need - have)} of {what}"
@@ -255,7 +257,7 @@ def make_row(
         )
         if need > have
     ]
-    faults = traits.faults(work.settings, _Run(None, wire, placement, max_steps=work.steps))
+    faults = own.faults(Around(wire, placement, work.steps))
     return Row(
         method=traits.name,
         placement=placement,
@@ -275,17 +277,3 @@ def make_row(
         full=not traits.keeps_base,
         stored=wire or next(name for name, dtype in PLAIN.items() if dtype == question.dtype),
     )
-
-
-@dataclass
-class _Run:
-    """The settings of a run that a method's own checks may read. A method that cannot clip is planned without
-    clipping."""
-
-    dtype: str | None
-    wire: str | None
-    placement: str
-    learning_rate: float | str | None = None
-    max_grad_norm: float | None = None
-    weight_decay: float = 0.0
-    max_steps: int | None = None

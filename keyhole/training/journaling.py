@@ -35,8 +35,8 @@ class Journaling(Observer):
         if reading.update is None:
             return
         epoch, row = reading.position
-        decay, device = self.method.weight_decay, self.method.model.device.type
-        seed, split = self.method.noise["seed"], 1 + self.method.directions
+        decay, device = self.method.settings.weight_decay, self.method.model.device.type
+        seed, split = self.method.noise["seed"], 1 + self.method.settings.count
         update, memory = tuple(reading.update[:split]), tuple(reading.update[split:])[: self.writer.memory]
         memory += (0.0,) * (self.writer.memory - len(memory))  # the rate search is over: nothing more to remember
         try:
@@ -124,10 +124,10 @@ def open_journal(
         first=0,
         source=source,
         seed=method.noise["seed"],
-        directions=method.directions,
+        directions=method.settings.count,
         distribution=method.noise["distribution"],
         rounding=str(method.decay["rounding"]),
-        eps=method.eps,
+        eps=method.perturbed.eps,
         dtype=str(model.dtype).removeprefix("torch."),
         wire=wire,
         frozen=[t.name for t in model.layout.tensors if not t.param.requires_grad],

@@ -11,7 +11,7 @@ resumes from the original model or from the checkpoint's weights; no method is k
 """
 
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from keyhole.checkpoint import select
 from keyhole.checkpoint.journal.resume_point import Origin
 from keyhole.checkpoint.writer import method_state
 from keyhole.config import TrainConfig
+from keyhole.config.fields import own_settings
 from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.padding import longest_row
 from keyhole.data.run import Data
@@ -28,7 +29,7 @@ from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method, Shared, Skeleton
+from keyhole.methods.base import Method, Skeleton
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.workload import Workload
 from keyhole.model.classification import name_labels
@@ -52,7 +53,7 @@ def make_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
     the number of steps if it follows from the data; other settings were checked before."""
     row, rate = METHODS[config.method], config.learning_rate
     total = total_steps(config, steps_per_epoch)
-    for key, fault in row.faults(getattr(config, row.section), replace(config, max_steps=total)):
+    for key, fault in own_settings(config).faults(replace(around(config), max_steps=total)):
         raise UserError(f"{key}: {fault}")
     peak = float(rate) if isinstance(rate, float | int) else 1.0  # auto: the schedule is a factor of the found rate
     kind, share, steps = config.lr_scheduler_type, config.warmup_ratio, config.warmup_steps
@@ -88,14 +89,15 @@ def load_model(config: TrainConfig, choice: select.Choice, data: Data, ranks: Ra
         tokenizer=data.tokenizer,
         seed=config.seed,
         workload=workload(config, data),
-        **asdict(config.offload),
+        graphs=config.offload.graphs,
+        reverse_graphs=config.offload.graphs,
     )
 
 
 def weights_source(config: TrainConfig, choice: select.Choice) -> str:
     """Where the weights come from: the checkpoint to resume from, or the model that the config names."""
     row = METHODS[config.method]
-    original = choice.path is None or row.from_original(getattr(config, row.section))
+    original = choice.path is None or row.from_original(own_settings(config))
     return config.model if original else str(choice.path)
 
 
@@ -116,8 +118,7 @@ def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -
     if data.chat_template is not None:
         model.tokenizer.chat_template = data.chat_template  # `keyhole chat` must use the template of training
     row = METHODS[config.method]
-    shared = Shared(**{each.name: getattr(config, each.name) for each in fields(Shared)})
-    method = row.load().make(model, shared, getattr(config, row.section))
+    method: Method = row.load()(model, config.learning_rate, **vars(own_settings(config)))
     path, state = origin.choice.path, origin.choice.state
     if path is not None and state is not None:
         try:
@@ -135,11 +136,11 @@ def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -
 def workload(config: TrainConfig, data: Data) -> Workload:
     """The workload for the memory plan: passes over the largest micro-batch that the data can make."""
     row, trains = METHODS[config.method], data.train.dataset
-    own, searches = getattr(config, row.section), config.learning_rate == AUTO_RATE
+    own, searches = own_settings(config), config.learning_rate == AUTO_RATE
     return Workload(
         config.method,
         tokens=max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None),
-        passes=config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0),
+        passes=config.gradient_accumulation_steps * max(own.passes, row.search_passes if searches else 0),
         settings=own,
         clips=config.max_grad_norm is not None,
         searches=searches,
@@ -177,7 +178,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     if Path(source).is_dir():
         weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
     row = METHODS[config.method]
-    own = getattr(config, row.section)
+    own = own_settings(config)
     skeleton = Skeleton(module, layout, find_blocks(module))
     row.load().check_shapes(skeleton, own)
     row.load().outline(skeleton, own)

@@ -12,18 +12,21 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 
+from keyhole.config.fields import own_settings
 from keyhole.config.schema import TrainConfig
 from keyhole.config.words import split_words
+from keyhole.limits import fits
 from keyhole.loading import choose_device
 from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
+from keyhole.methods.settings import kinds
 from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room
 from keyhole.model.attached import Placed
@@ -79,7 +82,10 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         steps=asked.steps or _steps(config, named),
         clips=config.max_grad_norm is not None,
         keeps=config.save_total_limit or 2,
-        settings={row.name: getattr(config, row.section) for row in METHODS.values()},
+        settings={
+            row.name: replace(own_settings(config, row), max_grad_norm=None, weight_decay=0.0)
+            for row in METHODS.values()  # clipping is the question's, and nothing depends on decay
+        },
         is_budget=config.gpu_memory is not None,
         chooses=config.loss == "candidates",
     )
@@ -162,7 +168,7 @@ def predict(model: Model, method: str, tokens: float | None = None, own: Any = N
     if model.placed is None:
         return None
     row, placed, rates = METHODS[method], model.placed, known(model.device)
-    micro = max(1, placed.work.passes // row.passes(placed.work.settings or row.settings()))
+    micro = max(1, placed.work.passes // (placed.work.settings or row.settings()).passes)
     each = placed.work.tokens if tokens is None else max(1, round(tokens / micro))
     work = replace(placed.work, method=method, tokens=min(each, placed.work.tokens))
     work = replace(work, experts=experts_share(model.config), settings=own or work.settings)
@@ -181,25 +187,24 @@ def predict(model: Model, method: str, tokens: float | None = None, own: Any = N
 
 
 def faster_line(model: Model, method: str) -> str | None:
-    """`faster: lomo.activations=auto ..` if a step would be by GAIN shorter where blocks kept their activations in the
+    """`faster: activations=auto ..` if a step would be by GAIN shorter where blocks kept their activations in the
     memory that the plan leaves. None if blocks are streamed (one that has moved keeps nothing) or not planned."""
     row, placed = METHODS[method], model.placed
     if placed is None or model.engine.streamed:
         return None
     own = placed.work.settings or row.settings()
-    if getattr(own, "activations", None) not in ("block", "host"):
+    value = "none" if own.is_compiled else "auto"  # compiled blocks keep all of it or nothing
+    if own.keeps not in ("block", "host") or not fits(value, kinds(type(own))["activations"]):
         return None
-    value = "none" if getattr(own, "compile", False) else "auto"  # compiled blocks keep all of it or nothing
-    if value not in get_args(get_type_hints(type(own))["activations"]):
-        return None
-    other = replace(own, activations=value)
+    changes: dict[str, Any] = {"activations": value}
+    other = replace(own, **changes)
     now, then = predict(model, method), predict(model, method, own=other)
     if now is None or then is None or now.seconds is None or then.seconds is None:
         return None
     if then.seconds.total > (1 - GAIN) * now.seconds.total or not _has_room(model, placed, method, other):
         return None
     return (
-        f"faster: {row.section}.activations={value} uses memory that the plan leaves, and computes fewer blocks twice: "
+        f"faster: activations={value} uses memory that the plan leaves, and computes fewer blocks twice: "
         f"{then.seconds.total:.3g} s per step instead of {now.seconds.total:.3g} s ({then.source})"
     )
 

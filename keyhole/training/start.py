@@ -15,6 +15,7 @@ from pathlib import Path
 from keyhole.checkpoint.journal.resume_point import Origin, check_base, check_original, find_origin
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
+from keyhole.config.fields import own_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.weight_files import weight_files
 from keyhole.errors import UserError
@@ -96,7 +97,7 @@ def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
 def check_origin(config: TrainConfig, origin: Origin, leads: bool) -> None:
     """Checks that the files that the weights come from are there, and are the run's."""
     row, path = METHODS[config.method], origin.choice.path
-    own = getattr(config, row.section)
+    own = own_settings(config)
     if origin.tail and path is None and leads:
         assert origin.journal is not None  # its records are the tail
         check_base(origin.journal, config.model)
@@ -106,7 +107,7 @@ def check_origin(config: TrainConfig, origin: Origin, leads: bool) -> None:
             "or use a file system that all machines see"
         )
     check_directory(config.model)
-    if path is not None and row.light(own) and leads:
+    if path is not None and own.light and leads:
         check_original(origin, config.model)
     if (path is None or row.from_original(own)) and Path(config.model).is_dir():
         weight_files(Path(config.model))

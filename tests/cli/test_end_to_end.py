@@ -50,7 +50,7 @@ def test_placement_and_switches_change_no_number(config: Path) -> None:
     variants = {
         "resident": [],
         "stream": ["placement=stream"],
-        "slow": ["placement=stream", "offload={overlap: false, reuse_slots: false}", "zo.deferred_update=false"],
+        "slow": ["placement=stream", "offload.graphs=false"],
     }
     weights = []
     for name, words in variants.items():

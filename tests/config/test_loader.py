@@ -12,7 +12,7 @@ from keyhole.config import Bytes, TrainConfig, load_config, resolve, to_yaml
 from keyhole.config import fields as table
 from keyhole.config.loader import parse_config, parse_settings
 from keyhole.errors import UserError
-from keyhole.methods.baselines.traits import AdamWConfig, SGDConfig
+from keyhole.methods.baselines.traits import SGDConfig
 from keyhole.methods.zo.traits import ZOConfig
 
 GOOD = """
@@ -43,7 +43,6 @@ zo_configs = st.builds(
     eps=st.floats(1e-8, 1.0),
     directions=st.integers(1, 4096),
     distribution=st.sampled_from(["gaussian", "rademacher"]),
-    rounding=st.sampled_from(["stochastic", "nearest"]),
     clip=st.none() | rates,
 )
 configs = st.builds(
@@ -65,7 +64,9 @@ configs = st.builds(
     save_total_limit=st.none() | counts,
     report_to=st.sampled_from([None, "tensorboard", ["wandb", "mlflow"]]),
     zo=zo_configs,
-    adamw=st.builds(AdamWConfig, beta1=unit_interval, beta2=unit_interval, eps=rates),
+    adam_beta1=unit_interval,
+    adam_epsilon=rates,
+    rounding=st.sampled_from(["stochastic", "nearest"]),
     sgd=st.builds(SGDConfig, momentum=unit_interval),
 )
 
@@ -189,7 +190,8 @@ def test_missing_keys_are_named_with_their_meaning() -> None:
     [
         ("lr", "learning_rate"),
         ("per_device_train_batch_size", "batch_size"),
-        ("eps", "did you mean `zo.eps` or `"),
+        ("eps", "did you mean `zo.eps`"),
+        ("beta1", "`adam_beta1`"),
         ("lora.rank", "`lora` has r, "),
         ("zo.learning_rate", "`learning_rate`"),
         ("momentum", "`sgd.momentum`"),
@@ -303,9 +305,31 @@ def test_a_text_on_the_command_line_may_begin_with_a_brace(value: str) -> None:
 
 
 def test_none_is_a_word_where_it_is_one() -> None:
-    """`lomo.activations: none` keeps everything for backward; it is no null, with or without quotes."""
-    for text in ("lomo: {activations: none}\n", "lomo: {activations: 'none'}\n"):
-        assert parse_config(GOOD + text)[0].lomo.activations == "none"
-    assert parse_config(GOOD, ["lomo.activations=none"])[0].lomo.activations == "none"
-    assert "lomo.activations: found null" in faults_of(GOOD, "lomo.activations=null")
+    """`activations: none` keeps everything for backward; it is no null, with or without quotes."""
+    good = GOOD.replace("zo", "lomo")
+    for text in ("activations: none\n", "activations: 'none'\n"):
+        assert parse_config(good + text)[0].activations == "none"
+    assert parse_config(good, ["activations=none"])[0].activations == "none"
+    assert parse_config(good, ["activations=null"])[0].activations is None
     assert parse_config(GOOD, ["gpu_memory=none"])[0].gpu_memory is None
+
+
+def test_a_key_by_its_former_name_is_read_with_a_line_that_names_the_new_one() -> None:
+    """In a file and on the command line, which goes before the file; only in the section of the method."""
+    good = GOOD.replace("zo", "lomo")
+    config, warnings = parse_config(good + "lomo: {activations: host}\nlsp: {compile: true}\n")
+    assert config.activations == "host" and not config.compile
+    assert "lomo.activations: is `activations` now" in warnings[0] and "lsp.compile: has no effect" in warnings[1]
+    assert parse_config(good + "activations: none\n", ["lomo.activations=host"])[0].activations == "host"
+    assert parse_config(good.replace("lomo", "adamw") + "adamw.eps: 1e-6\n")[0].adam_epsilon == 1e-6
+    assert "lomo.compile: is `compile` now, which is given too" in faults_of(
+        good + "compile: true\nlomo.compile: false\n"
+    )
+
+
+def test_a_key_that_is_gone_says_what_to_do_instead() -> None:
+    """An ablation is an argument in Python."""
+    assert "lomo.fused: is no key any more; it is an argument of the method in Python" in faults_of(
+        GOOD, "lomo.fused=true"
+    )
+    assert "keyhole.load(..., overlap=...)" in faults_of(GOOD, "offload.overlap=false")

@@ -10,7 +10,8 @@ from keyhole.config import OffloadConfig, TrainConfig, resolve
 from keyhole.config.fields import sections
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
-from keyhole.methods.baselines.traits import AdamWConfig, SGDConfig
+from keyhole.methods.baselines.traits import SGDConfig
+from keyhole.methods.lomo.traits import LOMOConfig
 from keyhole.methods.zo.traits import ZOConfig
 
 BASE: dict[str, Any] = {
@@ -46,21 +47,26 @@ REFUSED = [
     ({"method": "zo", "learning_rate": "auto", "batch_size": 1}, "auto compares two halves of a step's rows"),
     ({"method": "adamw", "placement": "stream"}, "placement=resident"),
     ({"method": "sgd", "wire": "bf16"}, "wire=null"),
-    ({"method": "zo", "zo": ZOConfig(rank=2, fold_error=0.2)}, "zo.fold_error: is about factors that are kept"),
+    ({"method": "zo", "zo": ZOConfig(rank=2, merge=False)}, "zo.merge: false needs factors that are kept"),
+    ({"method": "lsp", "activations": "none"}, "activations: found `none`; lsp has block | host | auto"),
+    ({"method": "zo", "rounding": "kahan"}, "rounding: found `kahan`; zo has stochastic | nearest"),
+    ({"method": "lomo", "lomo": LOMOConfig(activations="host")}, "lomo.activations: is `activations` now"),
+    ({"method": "lomo", "lomo": LOMOConfig(fused=False)}, "keyhole.LOMO(model, fused=...)"),
     ({"method": "zo", "wire": "fp8", "max_steps": 1001}, "accept it with zo.fp8_steps=1001"),
     ({"method": "zo", "wire": "int4"}, "zo with zo.rank=2 zo.fold=false, lora"),
     ({"dtype": "float16"}, "adamw has no loss scaling, and float16 gradients underflow without"),
     ({"method": "lsp", "dtype": "float16"}, "lsp has no loss scaling"),
     ({"batch_size": 0}, ">= 1"),
     ({"gpu_memory": "lots"}, "8GiB"),
-    ({"adamw": AdamWConfig(beta2=1.0)}, "adamw.beta2"),
+    ({"adam_beta2": 1.0}, "adam_beta2"),
 ]
 
 WARNED = [
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio: has no effect: warmup_steps is set"),
     (TASK | {"num_dev": 0, "eval_steps": 5}, "eval_steps: has no effect: num_dev=0"),
     ({"zo": ZOConfig(eps=1.0)}, "zo.eps: has no effect: the method is adamw"),
-    ({"method": "zo", "zo": ZOConfig(beta=0.5)}, "zo.beta: has no effect: zo.estimator is mezo"),
+    ({"method": "zo", "activations": "host"}, "activations: has no effect: zo has no such setting"),
+    ({"method": "sgd", "adam_beta1": 0.5}, "adam_beta1: has no effect: sgd has no such setting"),
     ({"method": "zo", "zo": ZOConfig(refresh=7)}, "zo.refresh: has no effect: zo.rank is not set"),
     ({"method": "zo", "zo": ZOConfig(fp8_steps=7)}, "zo.fp8_steps: has no effect: wire is not fp8"),
     ({"greater_is_better": False}, "greater_is_better: has no effect: eval_data is not set"),
@@ -73,7 +79,7 @@ WARNED = [
         "early_stopping_patience: has no effect: 5 steps have 3 evaluations, and it needs more than 3",
     ),
     ({"sgd": SGDConfig(momentum=0.5)}, "sgd.momentum: has no effect"),
-    ({"offload": OffloadConfig(overlap=False)}, "offload.overlap: has no effect: placement is resident"),
+    ({"offload": OffloadConfig(graphs=False)}, "offload.graphs: has no effect: placement is resident"),
     ({"num_dev": 7}, "num_dev: has no effect: no task is set"),
     ({"task": "sst2", "train_data": None, "train_on": "all"}, "train_on: has no effect: task is set"),
     ({"num_train_epochs": 2}, "num_train_epochs: has no effect"),

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from keyhole.config.loader import parse_config
-from keyhole.config.types import Mismatch, describe, parse, show
+from keyhole.config.types import Mismatch, parse, show
 from keyhole.errors import UserError
-from keyhole.limits import Limit
+from keyhole.limits import Limit, describe
 from keyhole.machine.sizes import Bytes
 
 CASES = [
@@ -123,7 +123,7 @@ HUGE = [
     "max_steps",
     "max_length",
     "zo.directions",
-    "lsp.threads",
+    "threads",
     "lora.r",
 ]
 

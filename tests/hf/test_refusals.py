@@ -120,7 +120,7 @@ def test_a_trainer_behind_the_mixin_with_a_step_of_its_own_is_refused(tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"clip_value": "x"}, "lomo.clip_value: found `x`, expected number > 0"),
+        ({"clip_value": "x"}, "lomo.clip_value: found 'x', expected number > 0"),
         ({"activations": "hots"}, "did you mean `host`"),
         (["activations"], "settings: found a list, expected a dict"),
         ("{activations", "method_settings: found '{activations', expected JSON"),
@@ -140,7 +140,7 @@ def test_settings_contradict_arguments_before_the_model_is_loaded(tmp_path: Path
         str(tmp_path), use_cpu=True, report_to=[], method="lomo", learning_rate=1e-2, max_grad_norm=1.0,
         method_settings={"clip_value": 1.0},
     )  # fmt: skip
-    with pytest.raises(UserError, match="lomo.clip_value: contradicts max_grad_norm"):
+    with pytest.raises(UserError, match="clip_value: contradicts max_grad_norm"):
         KeyholeTrainer("no such model", args)
 
 

@@ -112,7 +112,7 @@ def test_a_directory_without_weights_is_refused_by_a_dry_run_too(trained: Path) 
 
 def test_a_card_leaves_out_what_a_default_stands_for(trained: Path) -> None:
     """zo.eps of null is 1e-3, and so it is written to config.yaml."""
-    own = asdict(METHODS["zo"].fill(METHODS["zo"].settings()))
+    own = asdict(METHODS["zo"].settings().filled())
     assert own["eps"] == 1e-3 and " eps: " not in card(write_run(trained, method="zo", zo=own), "me/tuned")
     text = card(write_run(trained, method="zo", zo=own | {"eps": 2e-3}), "me/tuned")
     assert "eps: 0.002" in text and "directions" not in text

@@ -108,7 +108,7 @@ def differentiated_by_autograd(method: Any) -> Callable[[list], torch.Tensor]:
 @torch.no_grad()
 def textbook_zo(method: ZO) -> Callable[[list], torch.Tensor]:
     """MeZO's ten lines, with the same noise."""
-    model, q, step_count = method.model, method.directions, 0
+    model, q, step_count = method.model, method.settings.count, 0
 
     def step(batches: list) -> torch.Tensor:
         nonlocal step_count
@@ -119,9 +119,9 @@ def textbook_zo(method: ZO) -> Callable[[list], torch.Tensor]:
             z = [flat[t.start : t.stop].view(t.shape) for t in tensors]
             for sign in (1, -1):
                 for t, w, noise in zip(tensors, clean, z, strict=True):
-                    t.param.data.copy_(w + sign * method.eps * noise)
+                    t.param.data.copy_(w + sign * method.perturbed.eps * noise)
                 losses.append(plain_candidates_loss(model.module, batches).detach())
-            g = (losses[-2] - losses[-1]) / (2 * method.eps)
+            g = (losses[-2] - losses[-1]) / (2 * method.perturbed.eps)
             change = [c + g / q * noise for c, noise in zip(change, z, strict=True)]
         for t, w, c in zip(tensors, clean, change, strict=True):
             t.param.data.copy_(w - method.lr * c)

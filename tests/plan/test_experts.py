@@ -33,7 +33,7 @@ def module(shape: str) -> torch.nn.Module:
 
 def planned(shape: str, method: str, wire: str | None = None) -> Costs:
     row = METHODS[method]
-    work = Workload(method, 2048, row.passes(row.settings()), row.settings(), experts=0.25)
+    work = Workload(method, 2048, row.settings().passes, row.settings(), experts=0.25)
     return Costs(work, Room(Wire(BF16, wire), 32 * MIB), row)
 
 

@@ -31,8 +31,8 @@ ADVICE = {  # what the message says, and what it must not say
         "gradient_accumulation_steps or zo.directions.",
         ("host",),
     ),
-    "lomo": ({"passes": 1}, "lower batch_size or max_length, or set lomo.activations=host.", ("perturbed", "zo.")),
-    "adam-offload": ({"passes": 1}, "or set adam_offload.activations=host.", ("perturbed", "zo.")),
+    "lomo": ({"passes": 1}, "lower batch_size or max_length, or set activations=host.", ("perturbed", "zo.")),
+    "adam-offload": ({"passes": 1}, "or set activations=host.", ("perturbed", "zo.")),
     "lsp": (
         {"passes": 1, "settings": LSPConfig(activations="host")},
         "lower batch_size or max_length.",

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from keyhole.config import TrainConfig
-from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.training.start import train as train_alone
 from tests.matrix import in_every_run
 from tests.ranks.launch import Launch, train, written
@@ -25,7 +24,7 @@ MOST_S = 30.0  # from a kill to the end of all ranks, on a busy machine
 
 
 SHORT = ZO | {"max_steps": 12, "batch_size": 1, "save_steps": 3, "placement": "stream", "dtype": "bfloat16"}
-ADAM = SHORT | {"method": "adam-offload", "dtype": None, "adam_offload": AdamOffloadConfig(eps=1e-3, threads=1)}
+ADAM = SHORT | {"method": "adam-offload", "dtype": None, "adam_epsilon": 1e-3, "threads": 1}
 
 
 def assert_close(ours: TrainConfig, theirs: TrainConfig) -> None:

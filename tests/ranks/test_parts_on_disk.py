@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.training.start import train as train_alone
 from tests.matrix import in_every_run
@@ -29,7 +28,7 @@ def test_a_run_on_parts_is_saved_whole_and_resumed_on_any_number(
     of one process; every checkpoint is an ordinary model directory."""
     rate = {"lomo": 0.05, "adalomo": 1e-3, "lomo-lora": 0.05, "adam-offload": 1e-3, "lsp": 1e-3}[method]
     settings = SETTINGS | {"method": method, "learning_rate": rate, "eval_data": str(tiny_data), "eval_steps": 1}
-    settings |= {"adam_offload": AdamOffloadConfig(eps=1e-3), "lsp": LSPConfig(d=16, r=4, check_freq=2, eps=1e-3)}
+    settings |= {"adam_epsilon": 1e-3, "lsp": LSPConfig(d=16, r=4, check_freq=2)}
     sizes = SIZES[method]
     alone, some = (make(name, **settings, max_steps=2 + len(sizes)) for name in ("alone", "some"))
     assert train_alone(alone) == 0

@@ -15,7 +15,6 @@ from keyhole.checkpoint import select
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
-from keyhole.methods.baselines.traits import AdamWConfig
 from keyhole.training import build, evaluation
 from keyhole.training.start import train
 from tests.matrix import in_every_run
@@ -318,8 +317,8 @@ def test_settings_that_may_not_change(make: Make) -> None:
     before = sorted(Path(config.output_dir).rglob("*"))
     with pytest.raises(UserError, match="  batch_size: the run has 4, the config now says 2\n  seed: the run"):
         train(replace(config, seed=5, batch_size=2), resume="")
-    with pytest.raises(UserError, match="adamw.beta1"):
-        train(replace(config, adamw=AdamWConfig(beta1=0.5)), resume="")
+    with pytest.raises(UserError, match="adam_beta1"):
+        train(replace(config, adam_beta1=0.5), resume="")
     assert before == sorted(Path(config.output_dir).rglob("*"))
 
 

@@ -125,11 +125,11 @@ def test_a_run_is_told_of_free_memory_that_would_make_it_faster(
     wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 256}
     LlamaConfig(architectures=["LlamaForCausalLM"], num_attention_heads=4, **wide).save_pretrained(tmp_path)
     line = start_of(tmp_path, "lomo", "8GiB")
-    assert line is not None and line.startswith("faster: lomo.activations=auto ")
+    assert line is not None and line.startswith("faster: activations=auto ")
     then, now = (float(x) for x in re.findall(r"([\d.]+) s (?:per step|\()", line))
     assert then < 0.9 * now
     compiled = start_of(tmp_path, "adalomo", "8GiB", compile=True)
-    assert compiled is not None and "adalomo.activations=none" in compiled
+    assert compiled is not None and "activations=none" in compiled
     assert start_of(tmp_path, "lsp", "8GiB", compile=True) is None
     assert start_of(tmp_path, "lomo", "8GiB", activations="auto") is None
     assert start_of(tmp_path, "zo", "8GiB") is None

@@ -22,7 +22,7 @@ from keyhole.bench.shapes import model_config
 from keyhole.bench.zo.cases import Case
 from keyhole.bench.zo.textbook import take_weights
 from keyhole.methods.workload import Workload
-from keyhole.methods.zo.traits import ZO
+from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.weights.random import fill_random
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def workload(case: Case) -> Workload:
     """The workload for the memory plan."""
-    return Workload(ZO.name, case.tokens, settings=ZO.settings(compile=case.compiled))
+    return Workload(ZO.name, case.tokens, settings=ZOConfig(compile=case.compiled))
 
 
 class ModelCache:

@@ -255,7 +255,7 @@ def _checkpoints_of(found: Journal, path: Path) -> Iterator[tuple[Path, State]]:
 def _with_last_merge(found: Journal, path: Path) -> Journal:
     """The journal with the last value of zo.merge that its run had: a resumed run may have another one than that with
     which its journal began."""
-    key = f"{METHODS[ZO.name].section}.merge"
+    key = f"{METHODS[ZO.row.name].section}.merge"
     for _, state in _checkpoints_of(found, path):
         if key in state.config:
             return replace(found, header=replace(found.header, config=found.header.config | {key: state.config[key]}))
@@ -320,7 +320,7 @@ def method_of(header: Header, model: Model) -> ZO:
 def _low_rank(header: Header) -> dict[str, Any]:
     """The settings of low-rank directions; older journals lack them (those from before kept periods could be folded
     never fold)."""
-    section = METHODS[ZO.name].section
+    section = METHODS[ZO.row.name].section
     found = {
         name: header.config.get(f"{section}.{name}") for name in ("rank", "refresh", "fold", "fold_periods", "guide")
     }

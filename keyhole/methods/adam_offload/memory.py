@@ -46,7 +46,7 @@ from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.adam_offload.updates import SLOTS, chunk_of
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
-from keyhole.methods.workload import Room, Workload
+from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel
@@ -110,7 +110,8 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step."""
-    own: AdamOffloadConfig = work.settings or AdamOffloadConfig()
+    own = work.settings or AdamOffloadConfig()
+    assert isinstance(own, AdamOffloadConfig)
     b = room.formats.dtype.itemsize
     units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
     numel = sum(u.numel for u in units)
@@ -131,3 +132,6 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         host_bytes=host_state_bytes(layout, streamed, b),
         saved_bytes=12 * numel,
     )
+
+
+FORMULAS = Formulas(device_bytes, step_work, check_host_state)

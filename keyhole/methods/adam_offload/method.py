@@ -49,15 +49,14 @@ from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.memory import check_host_state, waiting_bytes
 from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_ranges
 from keyhole.methods.adam_offload.state import AdamState, AdamStep, fingerprint
+from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD, AdamOffloadConfig
 from keyhole.methods.adam_offload.updates import Updates
 from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
-from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Found, Sink, runs_of
 from keyhole.model.batch import Batch
-from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.offload import arena
 from keyhole.offload.workers import Workers
@@ -66,46 +65,27 @@ from keyhole.offload.workers import Workers
 class AdamOffload(Method, Sink):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
 
-    name = "adam-offload"
+    row = ADAM_OFFLOAD
+    settings: AdamOffloadConfig
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 2e-5,
-        *,
-        weight_decay: float = 0.0,
-        weight_decay_on: str = "matrices",
-        max_grad_norm: float | None = None,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        schedule: str = "layerwise",
-        threads: int | None = None,
-        gpu_updates: bool | None = None,
-        activations: str = "block",
-        compile: bool | str = False,
-        model_dropout: bool = True,
-        seed: int = 0,
-    ) -> None:
-        if gpu_updates and schedule != "layerwise":
-            raise UserError("adam_offload.gpu_updates: the GPU helps in schedule=layerwise only; leave it at null")
+    def _setup(self) -> None:
+        model, own = self.model, self.settings
         if any(home.dtype != model.dtype for home in model.engine.homes):
             raise UserError("wire: adam-offload keeps its own fp32 weights; set wire=null and choose dtype")
-        self.model, self.lr, self.max_grad_norm, self.schedule = model, checked_rate(lr), max_grad_norm, schedule
         if not any(t.param.requires_grad for t in model.layout.tensors):
             raise UserError("every parameter is frozen: there is nothing to train")
         if model.sharded:
-            shards.check("adam_offload", compile, activations)
+            shards.check(own)
         model.methods.attach(self)
         cut, slices = own_ranges(model)
         check_host_state(model.layout, model.engine.on_host, model.dtype.itemsize, loaded=True, cut=cut)
-        self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)
-        self.dropout = ModelDropout(model, seed, model_dropout)
-        helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)
-        self.pool = Workers(threads, helper=helped)
-        decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
-        rule = {"beta1": beta1, "beta2": beta2, "eps": eps}
-        self.state = AdamState(model.layout, rule, decay, cut)
+        self.reverse = Reverse(model, activations=own.activations, fused=not own.compile, compiled=own.compile)
+        self.dropout = ModelDropout(model, own.seed, own.model_dropout)
+        helps = model.engine.cuda if own.gpu_updates is None else own.gpu_updates
+        helped = own.schedule == "layerwise" and helps
+        self.pool = Workers(own.threads, helper=helped)
+        rule = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
+        self.state = AdamState(model.layout, rule, weight_decay_of(model.module, own), cut)
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.on_host}
         pages = [unit.index for unit in self.state.units]
         again: dict[str, Any]
@@ -127,8 +107,7 @@ class AdamOffload(Method, Sink):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
-        """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
+    def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         self.model.apply_deferred(before_step_of=self)
         self._follow()
         first, count, weight = 0, None, 1.0
@@ -148,7 +127,7 @@ class AdamOffload(Method, Sink):
         self.as_of = self.model.steps + 1
         return loss
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor) -> None:
         """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates. Waits
         for the updates, since your forward would not. (After step(batch), call flush() before such a forward.)"""
         self.reverse.check_loss(loss)
@@ -204,7 +183,7 @@ class AdamOffload(Method, Sink):
 
     @property
     def _clips_at_end(self) -> bool:
-        return self.max_grad_norm is not None or self.schedule == "monolithic"
+        return self.settings.max_grad_norm is not None or self.settings.schedule == "monolithic"
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """Declines: the gradient is needed as a tensor, to be copied to the host."""
@@ -245,13 +224,13 @@ class AdamOffload(Method, Sink):
         self.norm = torch.linalg.vector_norm(step.norms_K)
         if not self._clips_at_end:
             return
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        limit = float("inf") if self.settings.max_grad_norm is None else self.settings.max_grad_norm
         clip = (limit / (self.norm + 1e-6)).clamp(max=1.0)
         self.exchange.down.send(torch.stack([clip, self.norm]), step.numbers[-2:])
         after = self.exchange.sent()
         for unit, starts in step.waiting:
             self.updates.submit(step, unit, starts, after)
-        if self.schedule == "monolithic":
+        if self.settings.schedule == "monolithic":
             self.exchange.drain()
 
     # -- between steps ---------------------------------------------------------------------------------------------
@@ -267,7 +246,7 @@ class AdamOffload(Method, Sink):
                 "changes before the whole gradient is known"
             )
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Waits for all updates: the weights at home are those after the last step."""
         self._land()
         self._follow(others=False)
@@ -300,19 +279,19 @@ class AdamOffload(Method, Sink):
         """Lines for the start block."""
         gib = self.state.states.bytes / 2**30
         when = "at the end of the reverse, under the next forward" if self._clips_at_end else "as gradients arrive"
-        when = "between reverse and forward" if self.schedule == "monolithic" else when
+        when = "between reverse and forward" if self.settings.schedule == "monolithic" else when
         return [
             f"adam-offload: {gib:.2f} GiB of fp32 state in host memory, {self.pool.threads} threads; updates {when}"
             + (f"; {self.updates.who}" if self.updates.who else ""),
             *self.dropout.describe(),
         ]
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """The state as views, not copies."""
         self.flush()
         return self.state.state_dict() | self.dropout.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         """Sets the weights to the rounded masters, whatever the last step left behind."""
         self.dropout.load_state_dict(state)
         self.exchange.drain()

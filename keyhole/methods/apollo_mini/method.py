@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from keyhole import ops
+from keyhole.methods.apollo_mini.traits import APOLLO_MINI, APOLLOMiniConfig
+from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
-from keyhole.methods.wrapped import State
-from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 
 GROWTH = 1.01
@@ -35,23 +35,12 @@ TINY = 1e-30  # smaller than any norm that matters
 class APOLLOMini(LOMO):
     """LOMO whose steps have Adam's length, matrix by matrix. Its rate is Adam's, not SGD's."""
 
-    name = "apollo-mini"
+    row = APOLLO_MINI
+    settings: APOLLOMiniConfig
     waits = True  # its moments must not include a step that is skipped
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 2e-5,
-        *,
-        scale: float = 128**0.5,
-        refresh: int = 200,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, lr, **options)
-        self.matrix_scale, self.refresh, self.betas, self.eps = scale, refresh, (beta1, beta2), eps
+    def _setup(self) -> None:
+        super()._setup()
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.updates: dict[str, int] = {}  # of a tensor; fewer than steps if it was frozen, or had no gradient
 
@@ -68,8 +57,8 @@ class APOLLOMini(LOMO):
         how = self._rounding_of(tensor, w)
         if (total := how.pop("sum_squares")) is not None:  # of the unscaled gradient
             ops.sum_squares_(grad, total, scale, self.bad, offset=tensor.start)
-        if self.clip_value is not None:
-            grad = grad.clamp(-self.clip_value * self._factor, self.clip_value * self._factor)
+        if self.settings.clip_value is not None:
+            grad = grad.clamp(-self.settings.clip_value * self._factor, self.settings.clip_value * self._factor)
         if w.ndim < 2:
             step, scale = self._adam(tensor.name, grad.float() if scale is None else grad.float() * scale), None
         else:
@@ -88,12 +77,12 @@ class APOLLOMini(LOMO):
         growth = torch.where(last > 0, GROWTH * last / (factor * length).clamp(min=TINY), 1.0)
         factor = factor * growth.clamp(max=1.0)
         last.copy_(factor * length)
-        return factor * self.matrix_scale if scale is None else factor * self.matrix_scale * scale
+        return factor * self.settings.scale if scale is None else factor * self.settings.scale * scale
 
     def _sketch(self, tensor: FlatTensor, grad_MN: torch.Tensor) -> torch.Tensor:
         """P G or G P, in fp32, along the shorter side."""
-        short, period = min(grad_MN.shape), (self.step_count - 1) // self.refresh
-        p = ops.draw_noise(short, offset=tensor.start, seed=self.seed, step=period, device=grad_MN.device)
+        short, period = min(grad_MN.shape), (self.step_count - 1) // self.settings.refresh
+        p = ops.draw_noise(short, offset=tensor.start, seed=self.settings.seed, step=period, device=grad_MN.device)
         wide = grad_MN if grad_MN.shape[0] == short else grad_MN.t()
         if wide.is_cuda and wide.dtype != torch.float32:
             return torch.mm(p[None].to(wide.dtype), wide, out_dtype=torch.float32)[0]
@@ -101,22 +90,23 @@ class APOLLOMini(LOMO):
 
     def _adam(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """Adam's step for a vector; updates its moments."""
-        moments, (beta1, beta2) = self.moments.setdefault(name, {}), self.betas
+        moments, own = self.moments.setdefault(name, {}), self.settings
+        beta1, beta2 = own.beta1, own.beta2
         if "exp_avg" not in moments:
             moments |= {"exp_avg": torch.zeros_like(grad), "exp_avg_sq": torch.zeros_like(grad)}
         count = self.updates[name] = self.updates.get(name, 0) + 1
         exp_avg = moments["exp_avg"].lerp_(grad, 1 - beta1)
         exp_avg_sq = moments["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = exp_avg_sq.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.eps)
+        root = exp_avg_sq.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.settings.eps)
         return (exp_avg / root).div_(1 - beta1**count)
 
-    def state_dict(self) -> State:
+    def _state(self) -> State:
         moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
         fewer = {f"{name}/{UPDATES}": n for name, n in self.updates.items() if n != self.step_count}
-        return super().state_dict() | moments | fewer
+        return super()._state() | moments | fewer
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
         self.moments.clear()
         for full_name, value in state.items():
             name, _, key = full_name.rpartition("/")

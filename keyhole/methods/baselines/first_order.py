@@ -19,15 +19,15 @@ import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError, listed
+from keyhole.methods.base import State
+from keyhole.methods.baselines.traits import ADAMW, AdamWConfig, SGDConfig
+from keyhole.methods.baselines.traits import SGD as ROW_OF_SGD
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
-from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
-from keyhole.methods.wrapped import State
 from keyhole.model.backward.attention import exact_attention
 from keyhole.model.batch import Batch, DeviceBatch, as_list
-from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.find import find_blocks
 
@@ -35,40 +35,29 @@ from keyhole.model.structure.find import find_blocks
 class TorchMethod(ByTorch):
     """Shared by the baselines here and in galore.py: the step, clipping, state by parameter name."""
 
-    name: str
-
-    def __init__(
-        self,
-        model: Model,
-        max_grad_norm: float | None,
-        params: dict[str, torch.nn.Parameter] | None = None,
-        activations: str = "none",
-        dropout: ModelDropout | None = None,
-    ) -> None:
-        self._require_plain(model)
-        model.methods.attach(self)
-        self.model, self.max_grad_norm, self.activations = model, max_grad_norm, activations
-        own = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
-        self.params = own if params is None else params
-        if not self.params:
-            raise UserError("every parameter is frozen: there is nothing to train")
-        self.model_dropout = dropout or ModelDropout(model, 0, wanted=False)
-
-    def call_before_update(self, callback: Callable[[], None]) -> None:
-        self.optimizer.register_step_pre_hook(lambda *_: callback())
-
-    def _require_plain(self, model: Model) -> None:
+    def _setup(self) -> None:
+        model, own = self.model, self.settings
         if not model.is_plain:
             raise UserError(
                 f"method: {self.name} needs every weight on the device in the dtype it computes in; "
                 "use placement=resident, or method=zo with placement=stream"
             )
+        model.methods.attach(self)
+        self.params = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
+        if not self.params:
+            raise UserError("every parameter is frozen: there is nothing to train")
+        self.dropout = ModelDropout(model, own.seed, own.model_dropout)
+        self.optimizer = self._optimizer(
+            parameter_groups(list(self.params.values()), weight_decay_of(model.module, own))
+        )
 
-    def _groups(self, weight_decay: float, on: str) -> list[dict]:
-        """The parameters in groups of equal weight decay."""
-        return parameter_groups(list(self.params.values()), weight_decay_of(self.model.module, weight_decay, on))
+    def _optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
+        raise NotImplementedError  # abstract
 
-    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
+    def call_before_update(self, callback: Callable[[], None]) -> None:
+        self.optimizer.register_step_pre_hook(lambda *_: callback())
+
+    def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         ranks, batches = self.model.ranks, as_list(batch)
@@ -77,9 +66,9 @@ class TorchMethod(ByTorch):
         loss_count = max(1, ranks.total(sum(b.loss_count for b in sent)))
         total = torch.zeros((), device=self.model.device)
         try:
-            with self.model_dropout.step():
+            with self.dropout.step():
                 for k, b in enumerate(sent):
-                    with self.model_dropout.turn(first + k):
+                    with self.dropout.turn(first + k):
                         total += self._differentiate(b, loss_count)
                 if ranks.several:
                     total = total_loss(self.model, total)
@@ -106,7 +95,7 @@ class TorchMethod(ByTorch):
             return self._differentiated(batch, loss_count)
 
     def _differentiated(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
-        with _checkpoint_blocks(self.model.module) if self.activations == "block" else nullcontext():
+        with _checkpoint_blocks(self.model.module) if self.settings.keeps == "block" else nullcontext():
             hidden_NH = self.model.hidden(batch)
         head, chosen = self.model.head, batch.candidates
         if self.model.classifies:
@@ -120,24 +109,24 @@ class TorchMethod(ByTorch):
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
-        return self.model_dropout.describe()
+        return self.dropout.describe()
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
 
-    def state_dict(self) -> State:
+    def _state(self) -> State:
         moments = {
             f"{name}/{key}": value
             for name, param in self.params.items()
             for key, value in self.optimizer.state.get(param, {}).items()
             if value is not None
         }
-        return moments | self.model_dropout.state_dict()
+        return moments | self.dropout.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         if foreign := [name for name in state if "/" not in name and name != KEY]:
             raise UserError(f"{self.name}: the state is of another method: it has {listed(foreign)}")
-        self.model_dropout.load_state_dict(state)
+        self.dropout.load_state_dict(state)
         self.optimizer.state.clear()
         for full_name, value in state.items():
             if "/" not in full_name:
@@ -170,44 +159,19 @@ def _checkpoint_blocks(module: torch.nn.Module) -> Iterator[None]:
 class AdamW(TorchMethod):
     """torch.optim.AdamW."""
 
-    name = "adamw"
+    row = ADAMW
+    settings: AdamWConfig
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 2e-5,
-        *,
-        weight_decay: float = 0.0,
-        weight_decay_on: str = "matrices",
-        max_grad_norm: float | None = None,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        model_dropout: bool = True,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(model, max_grad_norm, dropout=ModelDropout(model, seed, model_dropout))
-        groups = self._groups(weight_decay, weight_decay_on)
-        self.optimizer = torch.optim.AdamW(groups, lr=checked_rate(lr), betas=(beta1, beta2), eps=eps)
+    def _optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
+        own = self.settings
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(own.beta1, own.beta2), eps=own.eps)
 
 
 class SGD(TorchMethod):
     """torch.optim.SGD; its weight decay is added to the gradient, as torch does."""
 
-    name = "sgd"
+    row = ROW_OF_SGD
+    settings: SGDConfig
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 5e-3,
-        *,
-        weight_decay: float = 0.0,
-        weight_decay_on: str = "matrices",
-        max_grad_norm: float | None = None,
-        momentum: float = 0.0,
-        model_dropout: bool = True,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(model, max_grad_norm, dropout=ModelDropout(model, seed, model_dropout))
-        groups = self._groups(weight_decay, weight_decay_on)
-        self.optimizer = torch.optim.SGD(groups, lr=checked_rate(lr), momentum=momentum)
+    def _optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.settings.momentum)

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 
 from keyhole.methods.baselines.first_order import TorchMethod
-from keyhole.methods.dropout import ModelDropout
-from keyhole.methods.own_settings import checked_rate
-from keyhole.model.model import Model
+from keyhole.methods.baselines.traits import GALORE, GaLoreConfig
 
 
 class GaLoreAdamW(torch.optim.Optimizer):
@@ -79,45 +77,27 @@ def project_back(low: torch.Tensor, p: torch.Tensor, shape: torch.Size) -> torch
 class GaLore(TorchMethod):
     """GaLore on the matrices of blocks, plain AdamW on the rest."""
 
-    name = "galore"
+    row = GALORE
+    settings: GaLoreConfig
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 1e-4,
-        *,
-        rank: int = 128,
-        update_proj_gap: int = 200,
-        scale: float = 0.25,
-        activations: str = "none",
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        weight_decay_on: str = "matrices",
-        max_grad_norm: float | None = None,
-        model_dropout: bool = True,
-        seed: int = 0,
-    ) -> None:
-        dropout = ModelDropout(model, seed, model_dropout)
-        super().__init__(model, max_grad_norm, activations=activations, dropout=dropout)
-        low = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
-        names = {t.name for t in model.layout.tensors if t.block is not None and is_larger(t.shape, rank)}
+    def _optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
+        own = self.settings
+        low = {"rank": own.rank, "update_proj_gap": own.update_proj_gap, "scale": own.scale}
+        names = {t.name for t in self.model.layout.tensors if t.block is not None and is_larger(t.shape, own.rank)}
         self.projected = [name for name in self.params if name in names]
         projected = {id(self.params[name]) for name in self.projected}
-        groups = [
+        parts = [
             group | {"params": members, **(low if kind else {})}
-            for group in self._groups(weight_decay, weight_decay_on)
+            for group in groups
             for kind in (True, False)
             if (members := [p for p in group["params"] if (id(p) in projected) == kind])
         ]
-        self.optimizer = GaLoreAdamW(groups, checked_rate(lr), beta1=beta1, beta2=beta2, eps=eps)
-        self.rank = rank
+        return GaLoreAdamW(parts, self.lr, beta1=own.beta1, beta2=own.beta2, eps=own.eps)
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
         low, rest = len(self.projected), len(self.params) - len(self.projected)
-        own = f"galore: {low} matrices projected to rank {self.rank}; {rest} other tensors by plain AdamW"
+        own = f"galore: {low} matrices projected to rank {self.settings.rank}; {rest} other tensors by plain AdamW"
         return [own, *super().describe()]
 
 

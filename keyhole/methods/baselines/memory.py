@@ -31,7 +31,7 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
 from keyhole.methods.launches import PLAIN
 from keyhole.methods.work import StepWork, reverse_work, trained_numel
-from keyhole.methods.workload import Room, Workload
+from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.model.backward.memory import block_numel
 from keyhole.model.structure.layout import Layout
 
@@ -75,7 +75,7 @@ def _matrices(layout: Layout) -> list[Any]:
 
 def state_numbers(layout: Layout, work: Workload, itemsize: int) -> tuple[int, int]:
     """(number of trained parameters, bytes of their optimizer state)."""
-    own = work.settings or ROWS[work.method].settings()
+    own: Any = work.settings or ROWS[work.method].settings()
     numel = trained_numel(layout)
     if work.method == SGD.name:
         return numel, itemsize * numel if own.momentum else 0
@@ -94,7 +94,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     trained, state = state_numbers(layout, work, b)
     of_block = b * work.tokens * block_numel(layout)
     saved = of_block if layout.counts is None else b * work.tokens * layout.counts.saved
-    each = b * work.tokens * hidden if getattr(own, "activations", "none") == "block" else saved
+    each = b * work.tokens * hidden if own.keeps == "block" else saved
     largest = max((t.shape.numel() for t in layout.tensors), default=0)
     return TorchBytes(
         homes=sum(room.formats.home_bytes(u) for u in layout.units if u.index not in streamed),
@@ -117,8 +117,11 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     per_weight = {GALORE.name: GALORE_BYTES, ADAMW.name: ADAMW_PASSES * b}.get(work.method, (CLIP_PASSES + 3) * b)
     moments = 0 if work.method == ADAMW.name else 2 * state
     if work.method == GALORE.name:
-        own = work.settings or GALORE.settings()
+        own: Any = work.settings or GALORE.settings()
         tensors = [t for t in layout.tensors if t.param.requires_grad]
         low = sum(min(shape) > own.rank for shape in _matrices(layout))
         found = found.plus(kernels=PLAIN * (GALORE_KERNELS[0] * len(tensors) + GALORE_KERNELS[1] * low))
     return found.plus(touched=per_weight * trained + moments, saved_bytes=state)
+
+
+FORMULAS = Formulas(device_bytes, step_work)

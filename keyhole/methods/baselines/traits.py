@@ -1,26 +1,28 @@
 """Settings and rows of the baselines: `adamw`, `sgd`, `galore`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from keyhole.limits import BelowOne, Count, Positive
-from keyhole.methods.traits import Demo, Traits
+from keyhole.methods.settings import AdamSettings, MethodSettings
+from keyhole.methods.traits import Traits
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
+class BaselineConfig(MethodSettings):
+    """Settings of all baselines."""
+
+    def exchanged(self, width: float) -> float:
+        return 3.0  # pieces in 16 bits, their sums in 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(AdamSettings, BaselineConfig):
     """AdamW, torch's own: two moments per parameter, decoupled weight decay."""
 
-    beta1: BelowOne = 0.9
-    """Decay of the running mean of the gradient."""
-    beta2: BelowOne = 0.999
-    """Decay of the running mean of the squared gradient."""
-    eps: Positive = 1e-8
-    """Added to the root of the second moment before dividing."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class SGDConfig:
+class SGDConfig(BaselineConfig):
     """Stochastic gradient descent, torch's own."""
 
     momentum: BelowOne = 0.0
@@ -28,7 +30,7 @@ class SGDConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaLoreConfig:
+class GaLoreConfig(AdamSettings, BaselineConfig):
     """GaLore: Adam on gradients projected to a low rank by SVD; plain AdamW for all other tensors."""
 
     rank: Count = 128
@@ -38,48 +40,35 @@ class GaLoreConfig:
     scale: Positive = 0.25
     """Factor of the update of projected matrices."""
     activations: Literal["none", "block"] = "none"
-    """What the forward pass keeps: everything, or only the inputs of blocks, which are recomputed (less memory)."""
 
 
 ADAMW = Traits(
     name="adamw",
     cls="keyhole.methods.baselines.first_order:AdamW",
     settings=AdamWConfig,
+    formulas="keyhole.methods.baselines.memory:FORMULAS",
     learning_rate=2e-5,
     sane_rates=(1e-7, 5e-4),
     sweep="torch",
     ranks="replicas",
-    exchanged=lambda width: 3.0,  # pieces in 16 bits, their sums in 32
-    device_bytes="keyhole.methods.baselines.memory:device_bytes",
-    step_work="keyhole.methods.baselines.memory:step_work",
     announces="step",
 )
-SGD = Traits(
+SGD = replace(
+    ADAMW,
     name="sgd",
     cls="keyhole.methods.baselines.first_order:SGD",
     settings=SGDConfig,
     learning_rate=5e-3,
     sane_rates=(1e-5, 1e-1),
     steps=1.5,
-    sweep="torch",
-    ranks="replicas",
-    exchanged=lambda width: 3.0,  # pieces in 16 bits, their sums in 32
-    device_bytes="keyhole.methods.baselines.memory:device_bytes",
-    step_work="keyhole.methods.baselines.memory:step_work",
-    announces="step",
-    demo=Demo(lr=0.05),
 )
-GALORE = Traits(
+GALORE = replace(
+    ADAMW,
     name="galore",
     cls="keyhole.methods.baselines.galore:GaLore",
     settings=GaLoreConfig,
     learning_rate=1e-4,
     sane_rates=(1e-6, 1e-2),
     steps=1.2,
-    sweep="torch",
-    ranks="replicas",
-    exchanged=lambda width: 3.0,  # pieces in 16 bits, their sums in 32
-    device_bytes="keyhole.methods.baselines.memory:device_bytes",
-    step_work="keyhole.methods.baselines.memory:step_work",
-    demo=Demo(lr=2e-3, options={"rank": 16, "update_proj_gap": 50, "scale": 1.0}),
+    announces="never",
 )

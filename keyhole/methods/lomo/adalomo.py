@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from keyhole import ops
+from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
-from keyhole.methods.lomo.table import TableUpdate, merge_chunks
-from keyhole.methods.wrapped import State
-from keyhole.model.model import Model
+from keyhole.methods.lomo.table import TableUpdate
+from keyhole.methods.lomo.traits import ADALOMO as ROW
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.adalomo.matrix import moment_decay
 
@@ -28,13 +28,13 @@ from keyhole.ops.adalomo.matrix import moment_decay
 class AdaLOMO(LOMO):
     """LOMO with a factored second moment. Its rate is relative to the size of the weights: 1e-4 to 1e-3, not SGD's."""
 
-    name = "adalomo"
+    row = ROW
 
-    def __init__(self, model: Model, lr: float = 5e-4, **options: Any) -> None:
-        super().__init__(model, lr, **options)
+    def _setup(self) -> None:
+        super()._setup()
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.tables: dict[int, TableUpdate] = {}  # of this step, by id(param): tables of several chunks
-        self.tensors = {id(t.param): t for t in model.layout.tensors}
+        self.tensors = {id(t.param): t for t in self.model.layout.tensors}
 
     @property
     def whole_tensors(self) -> bool:
@@ -42,13 +42,13 @@ class AdaLOMO(LOMO):
 
     @property
     def shares_matrices(self) -> bool:
-        return self.clip_value is None and self.clip_group_norm is None
+        return self.settings.clip_value is None and self.settings.clip_group_norm is None
 
     @property
     def update_key(self) -> Hashable | None:
         """Includes the loss scale with clip_value: elements are clamped before they are divided by the scale."""
         key = super().update_key
-        return key if key is None or self.clip_value is None else (key, self._factor)
+        return key if key is None or self.settings.clip_value is None else (key, self._factor)
 
     @property
     def surveys(self) -> int:
@@ -65,7 +65,7 @@ class AdaLOMO(LOMO):
         if first_turn and first == 0:
             moments = self._moments_of(self.tensors[key], w.device)
             self.tables[key] = TableUpdate(moments, self.step_count, self._scale_of(tensor, grad))
-        if first_turn and self.clip_group_norm is None:
+        if first_turn and self.settings.clip_group_norm is None:
             self._measured_squares(tensor, grad)
         self._bound_elements(grad)
         if first_turn:
@@ -105,7 +105,7 @@ class AdaLOMO(LOMO):
             self._bound_elements(grad)
             self.tables[id(tensor.param)].change(self._first_row(tensor), w, grad, lr, weight_decay, how)
             return
-        if self.clip_value is not None:
+        if self.settings.clip_value is not None:
             out = torch.zeros((), device=w.device) if how["sum_squares"] is None else how["sum_squares"]
             ops.sum_squares_(grad, out, scale, self.bad, offset=tensor.start)  # before elements are clamped
             self._bound_elements(grad)
@@ -119,19 +119,18 @@ class AdaLOMO(LOMO):
 
     def _bound_elements(self, grad: torch.Tensor) -> None:
         """Clamps a gradient in place to clip_value, rounded to its dtype."""
-        if self.clip_value is not None:
-            bound = self.clip_value * self._factor
+        if self.settings.clip_value is not None:
+            bound = self.settings.clip_value * self._factor
             grad.clamp_(-bound, bound)
 
-    def state_dict(self) -> State:
+    def _state(self) -> State:
         moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
-        return super().state_dict() | moments
+        return super()._state() | moments
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
+    def _load(self, state: Mapping[str, Any]) -> None:
+        super()._load(state)
         self.moments.clear()
         for full_name, value in state.items():
             name, _, key = full_name.rpartition("/")
             if name and key != "lost":
                 self.moments.setdefault(name, {})[key] = value.to(self.model.device, copy=True)
-        merge_chunks(self.moments)

@@ -15,47 +15,34 @@ from typing import Any
 
 import torch
 
-from keyhole.errors import UserError
+from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.traits import LOMO_LORA as ROW
 from keyhole.methods.lomo.traits import LOMOLoRAConfig
 from keyhole.methods.lora import peft_layers
-from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import parameter_groups
-from keyhole.methods.wrapped import State
-from keyhole.model.model import Model
 
 
 class LOMOLoRA(LOMO):
     """LOMO on the model and AdamW on adapters. `lr` is LOMO's rate; the adapters' rate keeps its ratio to it."""
 
-    name = "lomo-lora"
+    row = ROW
+    settings: LOMOLoRAConfig
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 5e-3,
-        *,
-        adapter_lr: float = 2e-4,
-        adapter_warmup_ratio: float | None = None,
-        r: int = 8,
-        alpha: float = 16.0,
-        target_modules: list[str] | str | None = None,
-        seed: int = 0,
-        **options: Any,
-    ) -> None:
-        if options.get("compile"):
-            raise UserError("lomo-lora.compile: compiled blocks hand over every linear layer; set it to false")
+    def _setup(self) -> None:
+        model, own = self.model, self.settings
         with peft_layers.whole_or_none(model):
-            adapted = peft_layers.adapt(model, seed, r=r, alpha=alpha, target_modules=target_modules)
+            how: dict[str, Any] = {"r": own.r, "alpha": own.alpha, "target_modules": own.target_modules}
+            adapted = peft_layers.adapt(model, own.seed, **how)
             self.config, self.layers, self.adapters = adapted.config, adapted.layers, adapted.params
             for param in self.adapters.values():
                 param.data = param.data.to(model.device)
             self._addon = peft_layers.Adapters(self.adapters, self.config)
-            super().__init__(model, lr, seed=seed, **options)
-            self.adapter_lr, self.ratio = checked_rate(adapter_lr), adapter_lr / lr if lr else None
-            self.adapter_warmup_ratio, self.adapter_factor = adapter_warmup_ratio, 1.0
-            groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
-            self.optimizer = torch.optim.AdamW(groups, lr=adapter_lr)
+            super()._setup()
+            self.ratio = own.adapter_lr / self.lr if self.lr else None
+            self.adapter_factor = 1.0
+            groups = parameter_groups(list(self.adapters.values()), self.decay)
+            self.optimizer = torch.optim.AdamW(groups, lr=own.adapter_lr)
 
     @classmethod
     def outline(cls, base: peft_layers.Base, own: LOMOLoRAConfig) -> None:
@@ -92,26 +79,26 @@ class LOMOLoRA(LOMO):
         self.optimizer.zero_grad(set_to_none=True)
 
     def follow(self, factor: Callable[[float], float]) -> None:
-        if self.adapter_warmup_ratio is not None:
-            self.adapter_factor = factor(self.adapter_warmup_ratio)
+        if self.settings.adapter_warmup_ratio is not None:
+            self.adapter_factor = factor(self.settings.adapter_warmup_ratio)
 
     @property
     def adapter_rate(self) -> float:
         """The adapters' rate in this step: it follows LOMO's, unless that was 0 at first, or they have a warm-up."""
-        if self.adapter_warmup_ratio is not None:
-            return self.adapter_lr * self.adapter_factor
-        return self.adapter_lr if self.ratio is None else self.lr * self.ratio
+        if self.settings.adapter_warmup_ratio is not None:
+            return self.settings.adapter_lr * self.adapter_factor
+        return self.settings.adapter_lr if self.ratio is None else self.lr * self.ratio
 
     @torch.no_grad()
     def _update_extra(self) -> None:
         """AdamW on the adapters, with the same clipping."""
         for grad in (p.grad for p in self.adapters.values() if p.grad is not None):
-            if self.clip_group_norm is not None:
+            if self.settings.clip_group_norm is not None:
                 grad.mul_(self._group_scale(self._squares_of(grad)))
             elif self.grad_scale is not None:
                 grad.mul_(self.grad_scale)
-            if self.clip_value is not None:
-                grad.clamp_(-self.clip_value, self.clip_value)
+            if self.settings.clip_value is not None:
+                grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
         for group in self.optimizer.param_groups:
             group["lr"] = self.adapter_rate
         self.optimizer.step()
@@ -133,15 +120,15 @@ class LOMOLoRA(LOMO):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> State:
+    def _state(self) -> State:
         own = {f"{name}/adapter": p.data for name, p in self.adapters.items()}
         for name, param in self.adapters.items():
             own |= {f"{name}/adam_{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
-        return super().state_dict() | own
+        return super()._state() | own
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         peft_layers.check_adapters(self.name, self.adapters, state)
-        super().load_state_dict(state)
+        super()._load(state)
         self.optimizer.state.clear()
         for name, param in self.adapters.items():
             param.data.copy_(state[f"{name}/adapter"])

@@ -26,7 +26,7 @@ from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LO
 from keyhole.methods.lora.memory import adapted_count, adapted_sides
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import BACKWARD, SLOWER, StepWork, met_bytes, reverse_work, trained_numel
-from keyhole.methods.workload import Room, Workload
+from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
@@ -38,7 +38,8 @@ ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step."""
-    own: LOMOConfig = work.settings or (LOMOLoRAConfig if work.method == LOMO_LORA.name else LOMOConfig)()
+    own = work.settings or (LOMOLoRAConfig if work.method == LOMO_LORA.name else LOMOConfig)()
+    assert isinstance(own, LOMOConfig)
     reverses = 2 if work.clips or room.formats.dtype == torch.float16 else 1
     found = reverse_work(layout, streamed, work, room, rates, reverses=reverses)
     numel, b, w = trained_numel(layout), room.formats.dtype.itemsize, room.formats.plain.itemsize
@@ -75,7 +76,8 @@ def _more_launches(layout: Layout, method: str) -> Launches:
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
     """The device peak of a step of lomo-lora: with fp32 weight, gradient and two moments of every adapter."""
-    own: LOMOLoRAConfig = work.settings or LOMOLoRAConfig()
+    own = work.settings or LOMOLoRAConfig()
+    assert isinstance(own, LOMOLoRAConfig)
     return reverse_bytes(layout, streamed, work, room, updates=16 * own.r * adapted_sides(layout, own.target_modules))
 
 
@@ -83,3 +85,6 @@ def adapter_bytes(layout: Layout, tokens: int) -> float:
     """Bytes of the elementwise kernels of adapters beside all linear layers of the blocks, per forward pass."""
     sides = sum(sum(t.shape) for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2)
     return 2.0 * ADAPTER_ELEMENTS * tokens * sides
+
+
+LOMO_FORMULAS, LOMO_LORA_FORMULAS = Formulas(reverse_bytes, step_work), Formulas(device_bytes, step_work)

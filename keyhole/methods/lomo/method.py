@@ -27,61 +27,37 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods import shards
-from keyhole.methods.base import Method
+from keyhole.methods.base import Method, State
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.shards import Shards
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
 from keyhole.methods.lomo.squares import Squares
-from keyhole.methods.own_settings import checked_rate
+from keyhole.methods.lomo.traits import LOMO as ROW
+from keyhole.methods.lomo.traits import LOMOConfig
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
-from keyhole.methods.wrapped import State
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
 from keyhole.model.batch import Batch
-from keyhole.model.model import Model
 
 
-class LOMO(UpdateSink, Method):
-    """Gradient descent inside the reverse sweep. `lr` may be changed between steps.
+class LOMO(Method, UpdateSink):
+    """Gradient descent inside the reverse sweep. `lr` may be changed between steps."""
 
-    groups: [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first one that matches a
-    tensor's name applies to it.
-    """
-
-    name = "lomo"
+    row = ROW
+    settings: LOMOConfig
     waits = False  # True: the host reads the loss before any weight changes, on a GPU too
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 5e-3,
-        *,
-        weight_decay: float = 0.0,
-        weight_decay_on: str = "matrices",
-        max_grad_norm: float | None = None,
-        clip_value: float | None = None,
-        clip_group_norm: float | None = None,
-        rounding: str = "stochastic",
-        activations: str = "block",
-        fused: bool = True,
-        compile: bool | str = False,
-        grad_norm: bool = True,
-        groups: list[dict[str, Any]] | None = None,
-        model_dropout: bool = True,
-        seed: int = 0,
-    ) -> None:
-        _check(self.name, model, rounding, (max_grad_norm, clip_value, clip_group_norm))
-        self.model, self.lr, self.seed = model, checked_rate(lr), seed
-        self.weight_decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
-        self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
-        self.rounding, self.groups, self.measures_norm = rounding, groups or [], grad_norm
+    def _setup(self) -> None:
+        model, own = self.model, self.settings
+        self.decay = weight_decay_of(model.module, own)
+        self.groups = own.groups or []
         if model.sharded:
-            shards.check(self.name, compile, activations, rounding)
+            shards.check(own)
         model.methods.attach(self)
-        self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
-        self.dropout = ModelDropout(model, seed, model_dropout)
+        self.reverse = Reverse(model, activations=own.activations, fused=own.fused, compiled=own.compile)
+        self.dropout = ModelDropout(model, own.seed, own.model_dropout)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
         self.step_count = 0
         self.trained = [t for t in model.layout.tensors if t.param.requires_grad]
@@ -94,7 +70,7 @@ class LOMO(UpdateSink, Method):
         self.grad_scale: torch.Tensor | None = None  # factor of the gradients
         self.norm: torch.Tensor | None = None
         matrices = [t.matrix for u in model.layout.of_kind("block") for t in u.tensors if len(t.matrix) == 2]
-        offers = (fused and (activations != "none" or compile)) or model.layout.experts
+        offers = (own.fused and (own.activations != "none" or own.compile)) or model.layout.experts
         largest = max((shape.numel() for shape in matrices), default=0) if offers else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
         self.compensation: dict[str, torch.Tensor] = {}  # rounding errors kept by Kahan summation
@@ -110,7 +86,7 @@ class LOMO(UpdateSink, Method):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
+    def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss."""
         self.model.apply_deferred(before_step_of=self)
         if self.shards is None:
@@ -139,14 +115,14 @@ class LOMO(UpdateSink, Method):
     @property
     def whole_tensors(self) -> bool:
         """Whether the rule needs a tensor's whole gradient, not only some of its elements."""
-        return self.clip_group_norm is not None
+        return self.settings.clip_group_norm is not None
 
     @property
     def shares_matrices(self) -> bool:
         """Whether ranks can nevertheless update parts of matrices (matrix_parts.py)."""
         return False
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor) -> None:
         """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates."""
         self.reverse.check_loss(loss)
         if self._may_update(loss.detach()):
@@ -154,7 +130,7 @@ class LOMO(UpdateSink, Method):
 
     @property
     def _norm_first(self) -> bool:
-        return self.max_grad_norm is not None or self.loss_scale is not None
+        return self.settings.max_grad_norm is not None or self.loss_scale is not None
 
     @property
     def _factor(self) -> float:
@@ -183,7 +159,7 @@ class LOMO(UpdateSink, Method):
             reverse(NormSink(self), False)
             self.norm = self.squares.total().sqrt()
             fine = fine & torch.isfinite(self.norm)
-            limit = torch.inf if self.max_grad_norm is None else self.max_grad_norm
+            limit = torch.inf if self.settings.max_grad_norm is None else self.settings.max_grad_norm
             clip = (limit / (self.norm + 1e-6)).clamp(max=1.0) / self._factor
             self.grad_scale.copy_(torch.where(fine, clip, torch.nan))
         found = Flags(fine)
@@ -191,7 +167,7 @@ class LOMO(UpdateSink, Method):
         assert self.numbers is not None
         self.numbers.set(self.lr, self.step_count, self._beta)
         self._last_reverse(reverse)
-        if self.norm is None and self.measures_norm:
+        if self.norm is None and self.settings.grad_norm:
             self.norm = self.squares.total().sqrt()
         self.bad.mul_(fine)
         self.broken = Flags(self.bad)
@@ -234,12 +210,12 @@ class LOMO(UpdateSink, Method):
                 self.loss_scale.update(finite)
             if not finite:
                 return
-            if self.max_grad_norm is not None:
-                clip = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
+            if self.settings.max_grad_norm is not None:
+                clip = (self.settings.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
                 self.grad_scale = clip if self.grad_scale is None else self.grad_scale * clip
         self.step_count += 1
         self._last_reverse(reverse)
-        if self.norm is None and self.measures_norm:
+        if self.norm is None and self.settings.grad_norm:
             self._add_extra_squares()
             self.norm = self.squares.total().sqrt()
         self._update_extra()
@@ -282,7 +258,7 @@ class LOMO(UpdateSink, Method):
         """Whether no step was applied in part."""
         return not (self.step_count and int(self.bad))
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Nothing is deferred; raises if the weights are broken."""
         self.raise_if_broken()
 
@@ -297,16 +273,24 @@ class LOMO(UpdateSink, Method):
 
     def describe(self) -> list[str]:
         """Lines for the start block: the decisions made."""
-        rounded = self.rounding if any(h.dtype != torch.float32 for h in self.model.engine.homes) else "none (float32)"
+        rounded = (
+            self.settings.rounding
+            if any(h.dtype != torch.float32 for h in self.model.engine.homes)
+            else "none (float32)"
+        )
         kept = {
             "none": "all kept",
             "block": "block inputs, blocks run twice",
             "host": "block inputs in host memory",
             "auto": "kept of as many blocks as fit, the others run twice",
         }
-        clip = "the global norm, by a second reverse" if self.max_grad_norm is not None else "none"
-        clip = f"each element at {self.clip_value:g}" if self.clip_value is not None else clip
-        clip = f"each tensor's norm at {self.clip_group_norm:g}" if self.clip_group_norm is not None else clip
+        clip = "the global norm, by a second reverse" if self.settings.max_grad_norm is not None else "none"
+        clip = f"each element at {self.settings.clip_value:g}" if self.settings.clip_value is not None else clip
+        clip = (
+            f"each tensor's norm at {self.settings.clip_group_norm:g}"
+            if self.settings.clip_group_norm is not None
+            else clip
+        )
         compiled = "; blocks compiled" if self.reverse.compiled is not None else ""
         return [
             f"rounding: {rounded}; activations: {kept[self.reverse.activations]}; clipping: {clip}{compiled}",
@@ -314,16 +298,16 @@ class LOMO(UpdateSink, Method):
             *self.dropout.describe(),
         ]
 
-    def state_dict(self) -> State:
+    def _state(self) -> State:
         lost = {f"{name}/lost": tensor for name, tensor in self.compensation.items()}
         scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
-        return {"step_count": self.step_count, "seed": self.seed, **self.dropout.state_dict(), **scale, **lost}
+        return {"step_count": self.step_count, "seed": self.settings.seed, **self.dropout.state_dict(), **scale, **lost}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()  # the loaded moments have other addresses
-        if state["seed"] != self.seed:
-            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
+        if state["seed"] != self.settings.seed:
+            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.settings.seed}")
         self.dropout.load_state_dict(state)
         self.step_count = int(state["step_count"])
         self.bad.zero_()
@@ -333,14 +317,3 @@ class LOMO(UpdateSink, Method):
         for name, value in state.items():
             if name.endswith("/lost"):
                 self.compensation[name.removesuffix("/lost")] = value.to(self.model.device, copy=True)
-
-
-def _check(name: str, model: Any, rounding: str, clips: tuple[float | None, ...]) -> None:
-    if rounding == "kahan" and model.engine.streamed:
-        raise UserError(
-            f"{name}.rounding: kahan keeps its compensation on the device; with streamed weights use stochastic, or "
-            "wire=fp32"
-        )
-    if sum(clip is not None for clip in clips) > 1:
-        names = f"max_grad_norm, {name}.clip_value and {name}.clip_group_norm"
-        raise UserError(f"{names} contradict each other: set one and leave the others null")

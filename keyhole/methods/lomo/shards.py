@@ -59,7 +59,7 @@ class Shards(GradientParts):
         if unit.index not in self.place:
             return self.sink.finished(unit)
         method = self.method
-        asks = bool(method.weight_decay.rate or method.groups or method.whole_tensors)
+        asks = bool(method.settings.weight_decay or method.groups or method.whole_tensors)
         tensors, updates = self.with_gradient(unit, asks), self.sink is method
         if updates and method.whole_tensors:
             by_parts = [t for t in tensors if method.shares_matrices and len(t.shape) == 2 and not _is_chunk(t)]

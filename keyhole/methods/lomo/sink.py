@@ -30,15 +30,10 @@ class UpdateSink(Sink):
     policy = SinkPolicy(by_expert=True)
     model: Model
     lr: float
-    weight_decay: WeightDecay
+    settings: Any
+    decay: WeightDecay
     groups: list[dict[str, Any]]
-    clip_value: float | None
-    clip_group_norm: float | None
-    rounding: str
-    measures_norm: bool  # the norm is needed for the log
-    seed: int
     step_count: int
-    scale: torch.Tensor | None  # factor of the gradients
     norm: torch.Tensor | None  # of the whole gradient, once it is known
     squares: Squares
     bad: torch.Tensor
@@ -53,12 +48,12 @@ class UpdateSink(Sink):
     @property
     def surveys(self) -> int:
         """One survey if the norm of each tensor is needed: that of a table is over all its chunks."""
-        return 0 if self.clip_group_norm is None else 1
+        return 0 if self.settings.clip_group_norm is None else 1
 
     @property
     def update_key(self) -> Hashable | None:
         """Everything that the launches of `_rule` depend on: constant settings, and whether the norm is measured."""
-        fixed = not self.groups and self.clip_group_norm is None and self.rounding != "kahan"
+        fixed = not self.groups and self.settings.clip_group_norm is None and self.settings.rounding != "kahan"
         return ("update", self._adds_to_norm) if self.numbers is not None and fixed else None
 
     def updated(self, tensors: list[FlatTensor]) -> None:
@@ -108,28 +103,36 @@ class UpdateSink(Sink):
         rate: Any = lr
         if self.numbers is not None and self.update_key is not None:
             rate, how["step"] = self.numbers.lr, self.numbers.step
-        clip = {"scale": scale, "clip_value": self.clip_value}
+        clip = {"scale": scale, "clip_value": self.settings.clip_value}
         ops.sgd_update_(w, grad, lr=rate, weight_decay=weight_decay, **clip, **how)
 
     def _rounding_of(self, tensor: FlatTensor, w: torch.Tensor) -> dict[str, Any]:
         """Arguments of an op: how one update is rounded, and where it is counted."""
-        rounding = "nearest" if w.dtype == torch.float32 else self.rounding
+        rounding = "nearest" if w.dtype == torch.float32 else self.settings.rounding
         if rounding == "kahan" and tensor.name not in self.compensation:
             self.compensation[tensor.name] = torch.zeros_like(w)
         lost = self.compensation[tensor.name] if rounding == "kahan" else None
-        where = {"offset": tensor.start, "seed": self.seed, "step": self.step_count}
-        sums = {"sum_squares": self.squares.of(tensor) if self._adds_to_norm and self.clip_group_norm is None else None}
+        where = {"offset": tensor.start, "seed": self.settings.seed, "step": self.step_count}
+        sums = {
+            "sum_squares": self.squares.of(tensor)
+            if self._adds_to_norm and self.settings.clip_group_norm is None
+            else None
+        }
         return {"rounding": rounding, "compensation": lost, "bad": self.bad, "changed": self.changed, **where, **sums}
 
     def _adds_directly(self, w: torch.Tensor) -> bool:
-        clips = self.clip_value is not None or self.clip_group_norm is not None or self.grad_scale is not None
-        exact = w.dtype == torch.float32 or self.rounding == "nearest"
-        return not (clips or self.measures_norm) and exact and w.dtype == self.model.dtype
+        clips = (
+            self.settings.clip_value is not None
+            or self.settings.clip_group_norm is not None
+            or self.grad_scale is not None
+        )
+        exact = w.dtype == torch.float32 or self.settings.rounding == "nearest"
+        return not (clips or self.settings.grad_norm) and exact and w.dtype == self.model.dtype
 
     @property
     def _adds_to_norm(self) -> bool:
         """Whether this backward pass measures the norm of the whole gradient."""
-        return self.norm is None and self.measures_norm
+        return self.norm is None and self.settings.grad_norm
 
     def _measured_squares(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor:
         """The sum of squares of a gradient; also adds it to the norm of the whole gradient."""
@@ -141,19 +144,19 @@ class UpdateSink(Sink):
 
     def _scale_of(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor | None:
         """The factor of a tensor's gradient."""
-        if self.clip_group_norm is None:
+        if self.settings.clip_group_norm is None:
             return self.grad_scale
         squares = self.table_squares.get(id(tensor.param))
         return self._group_scale(self._measured_squares(tensor, grad) if squares is None else squares)
 
     def _group_scale(self, squares: torch.Tensor) -> torch.Tensor:
         """The factor from the sum of squares of a gradient: its norm becomes at most clip_group_norm."""
-        assert self.clip_group_norm is not None
-        clip = (self.clip_group_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        assert self.settings.clip_group_norm is not None
+        clip = (self.settings.clip_group_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         return clip if self.grad_scale is None else clip * self.grad_scale
 
     def _rates(self, tensor: FlatTensor) -> tuple[float, float]:
-        decay = self.weight_decay.of(tensor.param)
+        decay = self.decay.of(tensor.param)
         for group in self.groups:
             if re.search(group["match"], tensor.name):
                 return self.lr * group.get("lr_scale", 1.0), group.get("weight_decay", decay)

@@ -13,7 +13,6 @@ copies stay small. If the gradient has an inf or nan, weights and moments stay u
 Legend: R rows of the table, C columns.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,15 +96,3 @@ def _slices(*tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """(first row, slices of all tensors), SLICE elements or a row at a time."""
     rows = max(1, SLICE // tensors[0].shape[1])
     return ((i, [t[i : i + rows] for t in tensors]) for i in range(0, tensors[0].shape[0], rows))
-
-
-def merge_chunks(moments: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Merges moments that earlier versions kept per chunk, `name[first:last]`: rows are concatenated, and columns are
-    averaged, which is exact, since moments are linear in g^2."""
-    found = [(key, re.fullmatch(r"(.*)\[(\d+):\d+\]", key)) for key in moments]
-    chunks = sorted((match[1], int(match[2]), key) for key, match in found if match)
-    for name in {name for name, _, _ in chunks}:
-        parts = [moments.pop(key) for owner, _, key in chunks if owner == name]
-        row_R = torch.cat([part["row"] for part in parts])
-        col_C: Any = sum(part["col"] * (part["row"].numel() / row_R.numel()) for part in parts)
-        moments[name] = {"row": row_R, "col": col_C}

@@ -1,31 +1,46 @@
 """Settings and rows of `lomo`, `adalomo` and `lomo-lora`, which share one reverse sweep."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from keyhole.limits import Fraction, Positive, Rank
-from keyhole.methods.traits import Demo, Fault, RunSettings, Traits, host_activations
+from keyhole.methods.settings import Around, Fault, MethodSettings, python
+from keyhole.methods.traits import Traits
 
 
 @dataclass(frozen=True, kw_only=True)
-class LOMOConfig:
+class LOMOConfig(MethodSettings):
     """LOMO: gradient descent with the update inside the backward pass; no gradient is kept. Streams."""
 
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
-    """Rounding of updated weights to 16 bits; kahan keeps the rounding error, 2 bytes per parameter (resident only)."""
     activations: Literal["none", "block", "host", "auto"] = "block"
-    """Kept for backward: everything (none), block inputs (block), these in host memory (host), or what fits (auto)."""
-    clip_value: Positive | None = None
-    """Bound on the absolute value of each element of the gradient; null = no bound."""
-    clip_group_norm: Positive | None = None
-    """Bound on the norm of each tensor's gradient; null = no bound. For the whole gradient: max_grad_norm."""
-    grad_norm: bool = True
-    """Measure the norm of the gradient; false: the product adds float32 or nearest updates directly to the weight."""
-    fused: bool = True
-    """Compute the gradients of linear layers in one buffer, or directly in the weight; false = torch's own backward."""
-    compile: bool = False
-    """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
+    compile: bool | str = False
+    clip_value: Positive | None = python(None)
+    """Bound on the absolute value of each element of the gradient."""
+    clip_group_norm: Positive | None = python(None)
+    """Bound on the norm of each tensor's gradient."""
+    grad_norm: bool = python(True)
+    """Measure the norm of the gradient; False: the product adds float32 or nearest updates directly to the weight."""
+    fused: bool = python(True)
+    """Compute the gradients of linear layers in one buffer, or directly in the weight; False: torch's own backward."""
+    groups: list[dict[str, Any]] | None = python(None)
+    """[{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first one that matches a tensor's
+    name applies to it."""
+
+    @property
+    def by_expert(self) -> bool:
+        return not self.compile
+
+    def faults(self, around: Around) -> Iterator[Fault]:
+        clips = {name: vars(self)[name] for name in ("max_grad_norm", "clip_value", "clip_group_norm")}
+        asked = [name for name, value in clips.items() if value is not None]
+        if len(asked) > 1:
+            yield asked[1], f"contradicts {asked[0]}: gradients are clipped in one way; leave one of them out"
+        if around.placement == "stream" and self.activations == "none":
+            yield "activations", "none needs all weights on the device; use block or host, or placement=resident"
+        if around.placement == "stream" and self.rounding == "kahan":
+            yield "rounding", "kahan is for weights on the device; use stochastic, or wire=fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,69 +63,41 @@ class LOMOLoRAConfig(LOMOConfig):
     target_modules: str | list[str] | None = None
     """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
 
-
-def _faults(section: str, own: LOMOConfig, run: RunSettings) -> Iterator[Fault]:
-    clips = {"max_grad_norm": run.max_grad_norm, f"{section}.clip_value": own.clip_value}
-    clips[f"{section}.clip_group_norm"] = own.clip_group_norm
-    asked = [key for key, value in clips.items() if value is not None]
-    if len(asked) > 1:
-        yield asked[1], f"contradicts {asked[0]}: gradients are clipped in one way; set one of them to null"
-    if run.placement == "stream" and own.activations == "none":
-        yield f"{section}.activations", "none needs all weights on the device; use block or host, or resident"
-    if run.placement == "stream" and own.rounding == "kahan":
-        yield f"{section}.rounding", "kahan is for weights on the device; use stochastic, or wire=fp32"
+    def faults(self, around: Around) -> Iterator[Fault]:
+        yield from super().faults(around)
+        if self.compile:
+            yield "compile", "compiled blocks cannot have the adapters of lomo-lora; set it to false, or method=lomo"
 
 
-def _lora_faults(own: LOMOLoRAConfig, run: RunSettings) -> Iterator[Fault]:
-    yield from _faults("lomo_lora", own, run)
-    if own.compile:
-        yield "lomo_lora.compile", "compiled blocks cannot have adapters; set it to false, or method=lomo"
-
-
-_ALIKE: dict[str, Any] = {
-    "sweep": "reverse",
-    "device_bytes": "keyhole.methods.memory:reverse_bytes",
-    "step_work": "keyhole.methods.lomo.memory:step_work",
-    "wires": ("fp32", "bf16", "fp16"),
-    "underflow_safe": True,
-    "by_expert": lambda own: not own.compile,
-    "advice": host_activations,
-}
 LOMO = Traits(
     name="lomo",
     cls="keyhole.methods.lomo.method:LOMO",
     settings=LOMOConfig,
+    formulas="keyhole.methods.lomo.memory:LOMO_FORMULAS",
     learning_rate=5e-3,
     sane_rates=(1e-5, 1e-1),
+    sweep="reverse",
+    steps=1.5,
+    wires=("fp32", "bf16", "fp16"),
+    underflow_safe=True,
     announces="pages",
     ranks="shards",
-    steps=1.5,
-    faults=lambda own, run: _faults("lomo", own, run),
-    demo=Demo(lr=0.05),
-    **_ALIKE,
 )
-ADALOMO = Traits(
+ADALOMO = replace(
+    LOMO,
     name="adalomo",
     cls="keyhole.methods.lomo.adalomo:AdaLOMO",
     settings=AdaLOMOConfig,
     learning_rate=5e-4,
     sane_rates=(1e-5, 5e-3),
-    announces="pages",
-    ranks="shards",
     steps=1.1,
-    faults=lambda own, run: _faults("adalomo", own, run),
-    demo=Demo(lr=1e-2),
-    **_ALIKE,
 )
-LOMO_LORA = Traits(
+LOMO_LORA = replace(
+    LOMO,
     name="lomo-lora",
     cls="keyhole.methods.lomo.lomo_lora:LOMOLoRA",
     settings=LOMOLoRAConfig,
-    learning_rate=5e-3,
-    sane_rates=(1e-5, 1e-1),
-    ranks="shards",
+    formulas="keyhole.methods.lomo.memory:LOMO_LORA_FORMULAS",
+    announces="never",
     steps=1.2,
-    faults=_lora_faults,
-    demo=Demo(lr=0.02, options={"adapter_lr": 1e-3}),
-    **(_ALIKE | {"device_bytes": "keyhole.methods.lomo.memory:device_bytes"}),
 )

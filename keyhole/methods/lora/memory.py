@@ -23,7 +23,7 @@ from keyhole.methods.launches import of_adapters
 from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
-from keyhole.methods.workload import Room, Workload
+from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.freeze import is_left_out
 from keyhole.model.structure.layout import Layout
@@ -55,14 +55,16 @@ def adapted_count(layout: Layout, targets: str | list[str] | None = None) -> int
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
     """The device peak of a step."""
-    own: LoRAConfig = work.settings or LoRAConfig()
+    own = work.settings or LoRAConfig()
+    assert isinstance(own, LoRAConfig)
     numbers = own.r * adapted_sides(layout, own.target_modules)
     return replace(reverse_bytes(layout, streamed, work, room, updates=16 * numbers), gradients=0)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step."""
-    own: LoRAConfig = work.settings or LoRAConfig()
+    own = work.settings or LoRAConfig()
+    assert isinstance(own, LoRAConfig)
     sides = adapted_sides(layout, own.target_modules)
     numbers = own.r * sides
     found = reverse_work(layout, streamed, work, room, rates, weight_products=0.0, trains=False)
@@ -73,3 +75,6 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     elements = (1 if own.activations == "none" else 2) * FORWARD + REVERSE
     beside = room.formats.dtype.itemsize * work.passes * elements * work.tokens * sides
     return found.plus(touched=beside + unpacked + 32 * numbers, saved_bytes=12 * numbers)
+
+
+FORMULAS = Formulas(device_bytes, step_work)

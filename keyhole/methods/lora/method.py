@@ -30,15 +30,14 @@ from torch import nn
 
 from keyhole.disk.weights_hash import tensors_hash
 from keyhole.errors import UserError
+from keyhole.methods.base import State
 from keyhole.methods.by_torch import ByTorch
-from keyhole.methods.dropout import KEY, ModelDropout
+from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
 from keyhole.methods.lora.peft_layers import Adapters, Base, adapt, check_adapters, whole_or_none
-from keyhole.methods.lora.traits import LoRAConfig
-from keyhole.methods.own_settings import checked_rate
+from keyhole.methods.lora.traits import LORA, LoRAConfig
 from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
-from keyhole.methods.wrapped import State
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
 from keyhole.model.batch import Batch
@@ -48,50 +47,35 @@ from keyhole.model.model import Model
 class LoRA(ByTorch):
     """Adapters beside a frozen model. `params`: the adapters, by name."""
 
-    name = "lora"
+    row = LORA
+    settings: LoRAConfig
     keeps_base = True
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 2e-4,
-        *,
-        r: int = 8,
-        alpha: float = 16.0,
-        dropout: float = 0.0,
-        target_modules: list[str] | str | None = None,
-        merge: bool = True,
-        activations: str = "auto",
-        weight_decay: float = 0.0,
-        weight_decay_on: str = "matrices",
-        max_grad_norm: float | None = None,
-        model_dropout: bool = True,
-        seed: int = 0,
-    ) -> None:
-        self.model, self.seed, self.step_count, self.max_grad_norm = model, seed, 0, max_grad_norm
+    def _setup(self) -> None:
+        model, own = self.model, self.settings
+        self.step_count = 0
         self._base: str | None = None
         self._base_as_of = 0  # changes by hand
-        self.dropout = AdapterDropout(model, seed, model_dropout)  # before adding adapters, which have their own
-        settings: dict[str, Any] = {"r": r, "alpha": alpha, "dropout": dropout, "target_modules": target_modules}
+        self.dropout = AdapterDropout(model, own.seed, own.model_dropout)  # before adapters, which have their own
+        how: dict[str, Any] = {"r": own.r, "alpha": own.alpha, "dropout": own.dropout}
         with whole_or_none(model):
-            adapted = adapt(model, seed, **settings, freezes=True)
+            adapted = adapt(model, own.seed, **how, target_modules=own.target_modules, freezes=True)
             self.config, self.layers, self.params = adapted.config, adapted.layers, adapted.params
-            if dropout:
+            if own.dropout:
                 self.dropout.add(self.layers.values())
             for param in self.params.values():
                 param.data = param.data.to(model.device)
-            self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.original)
+            self._addon = Adapters(self.params, self.config, self.layers if own.merge else None, model.original)
             model.methods.attach(self)
-            self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
-            decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
-            self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))
+            self.reverse = Reverse(model, activations=own.activations, second_run=AdapterRecompute)
+            groups = parameter_groups(list(self.params.values()), weight_decay_of(model.module, own))
+            self.optimizer = torch.optim.AdamW(groups, lr=self.lr)
 
     @classmethod
     def outline(cls, base: Base, own: LoRAConfig) -> None:
         adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules, freezes=True, empty=True)
 
-    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
-        """One update of the adapters from one batch or the micro-batches of a step. Returns the loss, on the device."""
+    def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         self.model.apply_deferred(before_step_of=self)
         several = self.model.ranks.several
         batches, first, count, weight = (
@@ -139,7 +123,7 @@ class LoRA(ByTorch):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> State:
+    def _state(self) -> State:
         self.flush()
         own: State = {"step_count": self.step_count, "base": self._base_hash()}
         for name, param in self.params.items():
@@ -147,8 +131,8 @@ class LoRA(ByTorch):
             own |= {f"{name}/{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
         return own | self.dropout.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._is_base(state["base"]):
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if state["base"] != self._base_hash():
             raise UserError(
                 "model: these are not the weights that the adapters were trained on (a checkpoint holds them with the "
                 "adapters added, another wire rounds them differently); load the original model as before, then the "
@@ -173,16 +157,6 @@ class LoRA(ByTorch):
             self._base_as_of = changes
             self._base = tensors_hash((t.name, self.model.home(t)) for t in self.model.layout.tensors)
         return self._base
-
-    def _is_base(self, saved: str | list[float]) -> bool:
-        """Whether a state was saved with these frozen weights. States before version 0.2 have the sums of the first and
-        the last adapted matrix instead of a hash; these depend slightly on the number of threads."""
-        if isinstance(saved, str):
-            return saved == self._base_hash()
-        of_param = {id(t.param): t for t in self.model.layout.tensors}
-        adapted = [of_param[id(layer.base_layer.weight)] for layer in self.layers.values()]
-        ends = [self.model.home(tensor).detach().double() for tensor in (adapted[0], adapted[-1])]
-        return all(abs(float(w.sum()) - s) <= 1e-9 * float(w.abs().sum()) for w, s in zip(ends, saved, strict=True))
 
 
 class AdapterDropout(ModelDropout):
@@ -216,8 +190,3 @@ class AdapterDropout(ModelDropout):
         lines = super().describe()
         self.active = active
         return lines + (["dropout of the adapters: drawn from (seed, step, micro-batch)"] if self.parts else [])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """States before version 0.3 count the steps of a model without its own dropout under another key."""
-        counted = self.parts and not self.of_model and KEY not in state
-        super().load_state_dict({KEY: state["step_count"]} if counted else state)

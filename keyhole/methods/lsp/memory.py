@@ -44,7 +44,7 @@ from keyhole.methods.launches import of_updates, of_updates_away
 from keyhole.methods.lsp.traits import RULES, LSPConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
-from keyhole.methods.workload import Room, Workload
+from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.structure.layout import Layout, Unit
@@ -158,7 +158,8 @@ def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:
     """The device peak of a step: the moments of what the forward pass uses first, then weights, then as many other
     moments as the limit leaves room for. Of a model that is resident the weights come first."""
-    own: LSPConfig = work.settings or LSPConfig()
+    own = work.settings or LSPConfig()
+    assert isinstance(own, LSPConfig)
     found, numbers = _without_moments(layout, streamed, work, room), count_numbers(layout, own)
     left = None if room.limit_bytes is None else room.limit_bytes - found.without_state
     chosen = choose_units(numbers, own.optimizer_on, work.clips, left)
@@ -173,7 +174,8 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 
 
 def _without_moments(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:
-    own: LSPConfig = work.settings or LSPConfig()
+    own = work.settings or LSPConfig()
+    assert isinstance(own, LSPConfig)
     compressed = 2 * room.formats.dtype.itemsize * work.tokens * own.d  # dY P and X Q of one matrix
     gradients = max(compressed, _fit_bytes(layout, work.tokens, own))
     return LSPBytes(**(vars(reverse_bytes(layout, streamed, work, room)) | {"gradients": gradients}))
@@ -189,7 +191,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     inputs and output gradients are compressed (read once, and r times by gathers); the step is applied to all weights,
     which are read and written; gradients and steps of moments on the host cross the link as fp32. Nothing hides the
     update of the embedding on the host (above)."""
-    own: LSPConfig = work.settings or LSPConfig()
+    own = work.settings or LSPConfig()
+    assert isinstance(own, LSPConfig)
     matrices = [t for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
     numbers, plan = count_numbers(layout, own), device_bytes(layout, streamed, work, room)
     full = sum(t.shape.numel() for t in matrices)
@@ -220,3 +223,6 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
 
 
 HOST_SHARE = 24 / 28  # bytes through host memory per number, relative to those per parameter of AdamW with masters
+
+
+FORMULAS = Formulas(device_bytes, step_work)

@@ -44,16 +44,15 @@ from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lsp.adam import MOMENTS
 from keyhole.methods.lsp.learn import Check, Learning
-from keyhole.methods.lsp.setup import check_settings, describe_targets, find_targets, place_moments
+from keyhole.methods.lsp.setup import describe_targets, find_targets, place_moments
 from keyhole.methods.lsp.shards import SharedCheck, SharedUpdates
 from keyhole.methods.lsp.target import Target
-from keyhole.methods.lsp.traits import RULES
+from keyhole.methods.lsp.traits import LSP as ROW
+from keyhole.methods.lsp.traits import RULES, LSPConfig
 from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
-from keyhole.methods.own_settings import checked_rate
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch, DeviceBatch
-from keyhole.model.model import Model
 from keyhole.weak import weakly
 
 
@@ -61,54 +60,28 @@ class LSP(Method):
     """Adam in a sparse subspace. `lr` may be changed between steps; with preset="paper" it means the same as in the
     paper."""
 
-    name = "lsp"
+    row = ROW
+    settings: LSPConfig
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 2e-5,
-        *,
-        preset: str = "default",
-        d: int = 1024,
-        r: int = 4,
-        kind: str = "blocks",
-        alpha: float = 0.5,
-        check_freq: int = 1000,
-        check_share: float = 0.25,
-        fit_steps: int = 50,
-        learn: bool = True,
-        others: str = "adam",
-        optimizer_on: str = "auto",
-        threads: int | None = None,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        weight_decay_on: str = "matrices",
-        max_grad_norm: float | None = None,
-        rounding: str = "stochastic",
-        activations: str = "block",
-        compile: bool | str = False,
-        model_dropout: bool = True,
-        seed: int = 0,
-    ) -> None:
-        check_settings(model, d, r)
+    def _setup(self) -> None:
+        model, own = self.model, self.settings
+        if model.dtype == torch.float16:
+            raise UserError("dtype: lsp has no loss scaling, and float16 gradients underflow without; use bfloat16")
         if model.sharded:
-            shards.check(self.name, compile, activations)
-        self.model, self.lr, self.seed, self.learn = model, checked_rate(lr), seed, learn
-        rule = RULES[preset]
-        often: dict[str, Any] = {"check_freq": check_freq, "check_share": check_share}
-        often |= {} if rule.check_share is None else {"check_share": rule.check_share}
-        self.learning = Learning(d, r, alpha, **often, fit_steps=fit_steps, seed=seed, device=model.device, rule=rule)
-        self.units = find_targets(model, self.learning, rule.kind or kind, others)
+            shards.check(own)
+        rule = RULES[own.preset]
+        share = own.check_share if rule.check_share is None else rule.check_share
+        often: dict[str, Any] = {"check_freq": own.check_freq, "check_share": share, "fit_steps": own.fit_steps}
+        self.learning = Learning(own.d, own.r, own.alpha, **often, seed=own.seed, device=model.device, rule=rule)
+        self.units = find_targets(model, self.learning, rule.kind or own.kind, own.others)
         self.targets = {target.tensor.start: target for members in self.units.values() for target in members}
-        self.reverse = Reverse(model, activations=activations, compiled=compile)
-        self.dropout = ModelDropout(model, seed, model_dropout)
-        decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
-        adam = {"beta1": beta1, "beta2": beta2, "eps": eps}
-        on_device = place_moments(model, self.units, optimizer_on, max_grad_norm is not None)
-        update_rule = UpdateRule(adam, decay, max_grad_norm, rounding, seed)
-        asked = model, self.units, on_device, update_rule, threads
+        self.reverse = Reverse(model, activations=own.activations, compiled=own.compile)
+        self.dropout = ModelDropout(model, own.seed, own.model_dropout)
+        adam = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
+        on_device = place_moments(model, self.units, own.optimizer_on, own.max_grad_norm is not None)
+        decay = weight_decay_of(model.module, own)
+        update_rule = UpdateRule(adam, decay, own.max_grad_norm, own.rounding, own.seed)
+        asked = model, self.units, on_device, update_rule, own.threads
         self.updates = SharedUpdates(*asked) if model.sharded else SubspaceUpdates(*asked, self.reverse.recorded)
         self.step_count, self.learn_s = 0, 0.0
         self.check: Check | None = None  # of this step, and its seconds
@@ -120,8 +93,7 @@ class LSP(Method):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
-        """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
+    def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         self.model.apply_deferred(before_step_of=self)
         first, count, weight, judge = 0, None, 1.0, 0
         if self.model.sharded:
@@ -129,11 +101,11 @@ class LSP(Method):
             judge = shards.first_rank(self.model, batch)
         else:
             batches = self.model.to_device(batch)
-        checks = self.learn and self.learning.is_due(self.step_count)
+        checks = self.settings.learn and self.learning.is_due(self.step_count)
         self.check, updates = None, self.updates
         updates.check()
         if checks:
-            self.flush()
+            self._flush()
         if updates.host is not None:
             updates.host.wait_s = updates.host.update_s = 0.0
         updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without an acquire
@@ -146,16 +118,16 @@ class LSP(Method):
             )
         return loss
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: torch.Tensor) -> None:
         """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates. Each
         gradient exists briefly as a whole, and is then compressed. Waits for the updates, since your forward would not.
         (After a step(batch), call flush() before such a forward.)"""
         self.reverse.check_loss(loss)
-        self.flush()
+        self._flush()
         self.check = None
-        checks = self.learn and self.learning.is_due(self.step_count)
+        checks = self.settings.learn and self.learning.is_due(self.step_count)
         self._update(lambda sink, last: self.reverse.walk(loss, sink, last, in_chunks=True), checks)
-        self.flush()
+        self._flush()
 
     def _update(
         self,
@@ -191,7 +163,7 @@ class LSP(Method):
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Applies all owed updates: the weights at home are those after the last step."""
         self.updates.check()
         self.updates.apply_owed(lambda unit: True)
@@ -235,10 +207,10 @@ class LSP(Method):
         """Lines for the start block."""
         return describe_targets(list(self.targets.values()), self.learning, self.updates) + self.dropout.describe()
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Flushes. Saves the numbers of projectors; their positions are drawn again from the seed."""
         self.flush()
-        state: dict[str, Any] = {"step_count": self.step_count, "seed": self.seed, **self.dropout.state_dict()}
+        state: dict[str, Any] = {"step_count": self.step_count, "seed": self.settings.seed, **self.dropout.state_dict()}
         for target in self.targets.values():
             place = self.updates.place_of(target.unit)
             for key, moment in zip(MOMENTS, self.updates.moments_of(target), strict=True):
@@ -249,12 +221,12 @@ class LSP(Method):
                 state[f"{target.name}/generation"] = target.generation
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         """Loads moments into their places here, wherever they were when they were saved."""
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()
-        if state["seed"] != self.seed:
-            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
+        if state["seed"] != self.settings.seed:
+            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.settings.seed}")
         self.dropout.load_state_dict(state)
         self.flush()
         self.step_count = int(state["step_count"])

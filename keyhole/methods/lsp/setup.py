@@ -11,8 +11,6 @@ Bytes, and which units' moments are on the device: methods/lsp/memory.py.
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lsp.learn import Learning
@@ -22,14 +20,6 @@ from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.model.backward.sink import chunk
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
-
-
-def check_settings(model: Any, d: int, r: int) -> None:
-    """UserError for settings that do not go together."""
-    if r > d:
-        raise UserError(f"lsp.r: {r} numbers per row do not fit into d = {d} columns; set 1 <= r <= d")
-    if model.dtype == torch.float16:
-        raise UserError("dtype: lsp has no loss scaling, and float16 gradients underflow without; use bfloat16")
 
 
 def find_targets(model: Model, learning: Learning, kind: str, others: str) -> Targets:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from keyhole.limits import BelowOne, Count, Limit, Positive, Threads
-from keyhole.methods.traits import Demo, Fault, RunSettings, Traits, host_activations
+from keyhole.limits import Count, Limit, Positive, Threads
+from keyhole.methods.settings import AdamSettings, Around, Fault, python
+from keyhole.methods.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ RULES = {"default": OURS, "paper": PAPER}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LSPConfig:
+class LSPConfig(AdamSettings):
     """LSP-Offload: Adam in a learned sparse subspace of every matrix, its state on the GPU or the CPU. Streams."""
 
     preset: Literal["default", "paper"] = "default"
-    """paper: LSP-Offload's Algorithm 1: kind free, check_share 1, steps not scaled, and more (docs/methods.md)."""
+    """paper: LSP-Offload's Algorithm 1: kind free, every matrix checked, steps not scaled (docs/methods.md)."""
     d: Count = 1024
     """Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is not projected."""
     r: Count = 4
@@ -47,52 +48,39 @@ class LSPConfig:
     """A matrix gets new projectors when a check finds the bias of its compressed gradient above this (0 is perfect)."""
     check_freq: Count = 1000
     """Steps between two checks; the first step fits all projectors."""
-    check_share: Annotated[float, Limit(0, 1, above=True)] = 0.25
+    check_share: Annotated[float, Limit(0, 1, above=True)] = python(0.25)
     """Share of the matrices that a check measures, drawn anew each time."""
     fit_steps: Count = 50
     """Maximum number of Adam steps to fit projectors of kind free: the paper's Timeout."""
-    learn: bool = True
+    learn: bool = python(True)
     """Fit projectors to gradients; false = keep the random ones (baseline)."""
     others: Literal["adam", "frozen"] = "adam"
     """Tensors that are not matrices of a block (embeddings, head, vectors): trained by plain Adam, or frozen."""
     optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
     """Where Adam's moments are stored and updated; auto = on the GPU as far as gpu_memory allows, embedding and first layers first, the rest on the CPU."""  # noqa: E501
     threads: Threads | None = None
-    """CPU threads of the updates (cpu); null = three quarters of the cores."""
-    beta1: BelowOne = 0.9
-    """Decay of the running mean of the gradient."""
-    beta2: BelowOne = 0.999
-    """Decay of the running mean of the squared gradient."""
-    eps: Positive = 1e-8
-    """Added to the root of the second moment before dividing."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """Rounding of updated weights to 16 bits (nearest loses most small updates); float32 needs none."""
     activations: Literal["block", "host", "auto"] = "block"
-    """Kept for backward: block inputs (block), these in host memory (host), or what fits (auto)."""
-    compile: bool = False
-    """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
+    compile: bool | str = False
 
+    def exchanged(self, width: float) -> float:
+        return 4.0 * min(1.0, LSPConfig.d / width) ** 2  # 8 bytes per number, d x d of width x width
 
-def _faults(own: LSPConfig, run: RunSettings) -> Iterator[Fault]:
-    if own.r > own.d:
-        yield "lsp.r", f"{own.r} numbers per row do not fit into lsp.d={own.d} columns; set r <= d"
+    def faults(self, around: Around) -> Iterator[Fault]:
+        if self.r > self.d:
+            yield "lsp.r", f"{self.r} numbers per row do not fit into lsp.d={self.d} columns; set r <= d"
 
 
 LSP = Traits(
     name="lsp",
     cls="keyhole.methods.lsp.method:LSP",
     settings=LSPConfig,
+    formulas="keyhole.methods.lsp.memory:FORMULAS",
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-3),
     sweep="reverse",
-    device_bytes="keyhole.methods.lsp.memory:device_bytes",
-    step_work="keyhole.methods.lsp.memory:step_work",
     steps=1.2,
     wires=("fp32", "bf16", "fp16"),
     ranks="shards",
-    exchanged=lambda width: 4.0 * min(1.0, LSPConfig.d / width) ** 2,  # 8 bytes per number, d x d of width x width
     may_change=("optimizer_on", "threads"),
-    advice=host_activations,
-    faults=_faults,
-    demo=Demo(lr=2e-3, options={"d": 32, "r": 4, "alpha": 0.3, "check_freq": 50}),
 )

@@ -6,8 +6,6 @@ The rate of `mezo` and `grzo` multiplies a projected gradient, whose size depend
 
 from dataclasses import dataclass
 
-from keyhole.errors import UserError
-
 SEARCH_STEPS = 24  # of learning_rate: auto
 FOLD_PERIODS, FOLD_ERROR = 32, 0.1  # zo.fold=false
 BOUNDED_RATE = 3e-4  # the highest that worked with zo.clip or zo.guide, on some layers of a small model
@@ -42,18 +40,3 @@ DEFAULTS = {
     "grzo": Defaults(1e-6, (1e-8, 1e-4), directions=4, splits=True),
     "meazo": Defaults(3e-5, (1e-6, 2e-3)),
 }
-
-
-def with_defaults(
-    estimator: str, eps: float | None, directions: int | None, clip: float | None
-) -> tuple[Defaults, float, int]:
-    """The defaults of the estimator, and eps and directions with these defaults; UserError for what it cannot use."""
-    if estimator not in DEFAULTS:
-        raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
-    usual = DEFAULTS[estimator]
-    eps, directions = usual.eps if eps is None else eps, usual.directions if directions is None else directions
-    if directions < usual.least:
-        raise UserError(f"zo: directions {directions}: {estimator} needs {usual.least} at least, to know a spread")
-    if clip is not None and not usual.clips:
-        raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
-    return usual, eps, directions

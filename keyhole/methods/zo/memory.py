@@ -24,7 +24,7 @@ from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, may_keep, tokens_per_pass
 from keyhole.methods.zo.low_rank.kept import room_for
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
-from keyhole.methods.zo.traits import ZOConfig, directions
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import ForwardBytes, activation_bytes, launched_as_graphs, recorded_numel
 from keyhole.model.structure.layout import Layout
@@ -34,8 +34,9 @@ KEPT_PERIODS = 20  # assumed for a run of unknown length
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ForwardBytes:
     """The device peak of a step."""
-    own: ZOConfig = work.settings or ZOConfig()
-    usual, q = DEFAULTS[own.estimator], directions(own)
+    own = work.settings or ZOConfig()
+    assert isinstance(own, ZOConfig)
+    usual, q = DEFAULTS[own.estimator], own.count
     pairs = max(usual.pairs(q), 2 if work.searches else 0)
     if own.rank is not None:
         return _low_rank_bytes(layout, streamed, work, room, pairs, own)
@@ -49,7 +50,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
 def _low_rank_bytes(
     layout: Layout, streamed: set[int], work: Workload, room: Room, pairs: int, own: ZOConfig
 ) -> ForwardBytes:
-    usual, q = DEFAULTS[own.estimator], directions(own)
+    usual, q = DEFAULTS[own.estimator], own.count
     looks = max(usual.passes(q), 3 if work.searches else 0)
     parts = q if usual.splits and not work.searches else 1  # parts of the rows, each in its own passes
     at_once = replace(work, tokens=-(-work.tokens * looks // parts), passes=-(-work.passes // looks) * parts)

@@ -29,15 +29,13 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, Shared, Skeleton
+from keyhole.methods.base import Method, Skeleton
 from keyhole.methods.dropout import dropout_rates
-from keyhole.methods.own_settings import checked_rate
-from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo import passes
 from keyhole.methods.zo.arguments import Decay, Noise
 from keyhole.methods.zo.closure import Closure, losses_at_looks
-from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, with_defaults
+from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Estimator
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts, warn_of_unused
@@ -51,81 +49,43 @@ from keyhole.methods.zo.low_rank.parts import find_parts
 from keyhole.methods.zo.perturbed import PerturbedWeights
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.recorded_step import RecordedSteps
-from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
+from keyhole.methods.zo.rounded_run import refusal
+from keyhole.methods.zo.traits import ZO as ROW
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
-from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
 from keyhole.ranks import Ranks
 
-USUAL = "usual"
-
 
 class ZO(Method):
     """An estimator with fused, deferred updates. `lr` may be changed between steps; with lr="auto" the first steps
-    search a rate, and `lr` is a factor on it. Settings that are None, and lr="usual": the estimator's defaults
+    search a rate, and `lr` is a factor on it. Settings that are None, and lr=None: the estimator's defaults
     (defaults.py)."""
 
-    name = "zo"
+    row = ROW
+    settings: ZOConfig
     may_freeze = False  # spans of trained weights are cut once
 
-    def __init__(
-        self,
-        model: Model,
-        lr: float | str = USUAL,
-        *,
-        estimator: str = "mezo",
-        eps: float | None = None,
-        directions: int | None = None,
-        distribution: str | None = None,
-        beta: float = 0.99,
-        weight_decay: float = 0.0,
-        weight_decay_on: str = "matrices",
-        rounding: str = "stochastic",
-        clip: float | None = None,
-        seed: int = 0,
-        deferred_update: bool = True,
-        write_back_every: int | None = None,
-        compile: bool | str = False,
-        fp8_steps: int = USUAL_STEPS,
-        rank: int | None = None,
-        refresh: int = 50,
-        fold: bool = True,
-        merge: bool = True,
-        fold_periods: int | None = FOLD_PERIODS,
-        fold_error: float = FOLD_ERROR,
-        guide: int | None = None,
-    ) -> None:
-        usual, eps, directions = with_defaults(estimator, eps, directions, clip)
-        low_rank = rank is not None
-        if not fold and not low_rank:
-            raise UserError("zo: fold=False keeps low-rank factors beside the weights, which needs rank=...")
-        if not merge and (fold or not low_rank):
-            raise UserError("zo: merge=False saves factors beside the weights, which needs rank=... and fold=False")
-        if guide is not None and (not low_rank or lr == AUTO_RATE):
-            raise UserError("zo: guide finds low-rank directions, for a rate that is a number: set rank, and lr")
-        if low_rank and (compile or weight_decay):
-            raise UserError(
-                f"zo: rank {rank} needs compile=False and weight_decay=0: a direction of low rank leaves the weights "
-                "alone within a period"
-            )
-        if compile:
-            compile_forward(model, compile if isinstance(compile, str) else "inductor")
-        self.model, self.eps, self.directions = model, eps, directions
-        self.estimator = ESTIMATORS[estimator](directions, eps, clip, beta)
-        self.search = RateSearch(self.estimator, rank) if lr == AUTO_RATE else None
-        self.lr = 1.0 if lr == AUTO_RATE else checked_rate(usual.learning_rate if lr == USUAL else lr)
-        self.weight_decay, self.deferred_update = weight_decay, deferred_update
-        self.noise: Noise = {"seed": seed, "distribution": distribution or usual.distribution}
-        self.decay: Decay = {"weight_decay": weight_decay, "rounding": rounding}
-        self.step_count, self.fp8_steps = 0, fp8_steps
+    def _setup(self) -> None:
+        model, own, low_rank = self.model, self.settings, self.settings.rank is not None
+        eps, directions = own.eps, own.directions
+        assert eps is not None and directions is not None and own.distribution is not None  # filled in
+        if own.compile:
+            compile_forward(model, own.compile if isinstance(own.compile, str) else "inductor")
+        self.estimator = ESTIMATORS[own.estimator](directions, eps, own.clip, own.beta)
+        self.search = RateSearch(self.estimator, own.rank) if self.searches else None
+        self.noise: Noise = {"seed": own.seed, "distribution": own.distribution}
+        self.decay: Decay = {"weight_decay": own.weight_decay, "rounding": own.rounding}
+        self.step_count = 0
         self._has_split = False
-        spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
-        self.keeps_base = self.light = low_rank and not fold
+        spared = weight_decay_of(model.module, own).spared
+        self.keeps_base = self.light
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
-        self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1, blocks)
+        every = own.write_back_every if own.deferred_update else 1
+        self.update = Update(model, self.noise, self.decay, spared, every, blocks)
         model.methods.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: for the journal
         self.projected: torch.Tensor | None = None
@@ -133,23 +93,17 @@ class ZO(Method):
         rules: list[Estimator | RateSearch] = [self.estimator] if self.search is None else [self.estimator, self.search]
         pairs = max(len(rule.pairs) for rule in rules)
         self.memory = torch.zeros(sum(rule.remembers for rule in rules), device=model.device)
-        self.perturbed = PerturbedWeights(model, self.update, eps, pairs, block_at_once=bool(compile))
+        self.perturbed = PerturbedWeights(model, self.update, eps, pairs, block_at_once=bool(own.compile))
         self.factors: Factors | None = None
         self.guide: Guide | None = None  # finds the directions of each period; None: they are random
         if low_rank:
-            how: dict[str, Any] = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
-            how |= {"fold_periods": fold_periods, "fold_error": fold_error, "guided": guide is not None}
-            self.factors = Factors(model, self.noise, **how, pairs=pairs)
-            self.guide = None if guide is None else Guide(self.factors, guide)
+            names = ("rank", "refresh", "fold", "rounding", "merge", "fold_periods", "fold_error")
+            how = {name: vars(own)[name] for name in names}
+            self.factors = Factors(model, self.noise, **how, guided=own.guide is not None, pairs=pairs)
+            self.guide = None if own.guide is None else Guide(self.factors, own.guide)
             self.perturbed.layers = FactoredLayers(model, self.factors, self.guide)
             self.update.flush_elsewhere = partial(factor_merge.bring_home, self.factors)
-        self.recorded = RecordedSteps(self.perturbed, deferred_update)
-
-    @classmethod
-    def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
-        """The method as configured; it has no gradient whose norm could be clipped."""
-        rules = {name: getattr(shared, name) for name in ("weight_decay", "weight_decay_on", "seed")}
-        return cls(model, shared.learning_rate, **rules, **vars(own))
+        self.recorded = RecordedSteps(self.perturbed, own.deferred_update)
 
     @classmethod
     def check_shapes(cls, base: Skeleton, own: Any) -> None:
@@ -160,7 +114,7 @@ class ZO(Method):
     # -- one step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, batch: Batch | Sequence[Batch] | Closure) -> torch.Tensor:
+    def _step(self, batch: Batch | Sequence[Batch] | Closure) -> torch.Tensor:
         """One step on one batch or its micro-batches, or on the losses that a closure returns (closure.py). Returns the
         mean loss of the perturbed passes, on the device."""
         self.perturbed.step = self.step_count
@@ -172,8 +126,10 @@ class ZO(Method):
         self.model.apply_deferred(before_step_of=self)
         if self.guide is not None:
             self.guide.renew(self.update, batches)
-        if self.step_count == self.fp8_steps and self.model.formats.codec is not None and not self.light:
-            warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # in a user's own loop
+        if self.step_count == self.settings.fp8_steps and self.model.formats.codec is not None and not self.light:
+            warnings.warn(
+                f"wire: {refusal(self.step_count + 1, self.settings.fp8_steps)}", stacklevel=2
+            )  # in a user's own loop
         self.update.begin()
         if search is not None:
             with nullcontext() if self.factors is None else self.factors.another_v(self.step_count):
@@ -181,8 +137,8 @@ class ZO(Method):
         else:
             nll = self.recorded.run(looks)
         loss = self._estimate(nll, looks) if search is None else self._search(search, nll, looks)
-        if not self.deferred_update:
-            self.flush()
+        if not self.settings.deferred_update:
+            self._flush()
         return loss
 
     def _step_by_closure(self, closure: Closure) -> torch.Tensor:
@@ -196,8 +152,8 @@ class ZO(Method):
         losses = losses_at_looks(closure, self.perturbed, self.estimator.pairs)
         found = self.estimator.estimate(losses, self.memory)
         self.defer(found, losses, found.memory, self.rate)
-        if not self.deferred_update:
-            self.flush()
+        if not self.settings.deferred_update:
+            self._flush()
         return self.estimator.loss(losses)
 
     def _look(self, batches: list[Batch], search: RateSearch | None) -> Looks:
@@ -206,7 +162,7 @@ class ZO(Method):
             return look_at_all(self.model, search.pairs, search.halves(batches), Ranks())
         if self.estimator.splits:
             if not self._has_split:  # later steps are as large, but for the last one of an epoch
-                warn_of_unused(self.directions, batches)
+                warn_of_unused(self.settings.count, batches)
             self._has_split = True
             return look_at_parts(self.model, self.estimator, batches, self.model.ranks)
         return look_at_all(self.model, self.estimator.pairs, batches, self.model.ranks)
@@ -227,9 +183,9 @@ class ZO(Method):
 
     def _search(self, search: RateSearch, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
         """A step of the rate search: no weight changes."""
-        kept, nothing = self.estimator.remembers, self.memory.new_zeros(self.directions)
+        kept, nothing = self.estimator.remembers, self.memory.new_zeros(self.settings.count)
         losses, tally = search.measure(nll, looks.batches[0], self.memory[kept:])
-        slope = (losses[:1] - losses[1:2]) / (2 * self.eps)
+        slope = (losses[:1] - losses[1:2]) / (2 * self.perturbed.eps)
         self.defer(Estimate(slope, nothing, self.memory), losses, torch.cat([self.memory[:kept], tally]), 0.0)
         search.note(self.memory[kept:])
         return losses.mean()
@@ -301,10 +257,10 @@ class ZO(Method):
 
     def _rule(self) -> str:
         """The estimator with its settings, which may be its own defaults."""
-        usual, q = DEFAULTS[self.estimator.name], self.directions
+        usual, q = DEFAULTS[self.estimator.name], self.settings.count
         passes = f"{usual.passes(q)} forward passes per step" + (", of a part of its rows each" if usual.splits else "")
         drawn = f"{q} direction{'s' * (q > 1)} ({self.noise['distribution']})"
-        return f"estimator: {self.estimator.name}, {drawn}, eps {self.eps:g}: {passes}"
+        return f"estimator: {self.estimator.name}, {drawn}, eps {self.settings.eps:g}: {passes}"
 
     def news(self) -> list[str]:
         """The rate, when it was just found, folds of kept periods, and layers without directions of their own."""
@@ -312,7 +268,7 @@ class ZO(Method):
         folds += [] if self.guide is None else self.guide.news()
         return folds + ([] if self.search is None else self.search.news())
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Applies the deferred update, so that the weights at home are those after the last step (for matrices with
         factors: after the last period)."""
         self.update.flush()
@@ -335,12 +291,12 @@ class ZO(Method):
             changed, total = changed + self.factors.changed, total + self.factors.parts.numel
         return {"projected_grad": self.projected.abs().mean(), "changed": changed / total, **kept}
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """The noise needs no state besides the step count. Flush first."""
         self.flush()
         return self._counts() | {"changed": int(self.changed)}
 
-    def deferred_state(self) -> dict[str, Any] | None:
+    def _deferred_state(self) -> dict[str, Any] | None:
         """The state without a flush, while an update waits for the next visit of the weights."""
         return None if self.pending is None or self.light else self._counts()
 
@@ -373,7 +329,7 @@ class ZO(Method):
         if self.search is not None:
             self.search.read(self.memory[kept:])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Mapping[str, Any]) -> None:
         if state["seed"] != self.noise["seed"]:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
         if self.factors is None and "factors" in state:

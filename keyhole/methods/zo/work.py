@@ -28,11 +28,11 @@ from keyhole.methods.work import (
     met_bytes,
     unpacked_bytes,
 )
-from keyhole.methods.workload import Room, Workload
+from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.memory import device_bytes, guide_work, kept_terms
 from keyhole.methods.zo.recorded_step import ROOM, SHARE, is_short
-from keyhole.methods.zo.traits import ZO, ZOConfig, directions
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.forward.frozen_start import blocks_run_once
 from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
@@ -44,10 +44,11 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     """The FLOPs, bytes and launches of a step."""
     from keyhole.methods.zo.write_back import EVERY, START
 
-    own: ZOConfig = work.settings or ZOConfig()
+    own = work.settings or ZOConfig()
+    assert isinstance(own, ZOConfig)
     if own.rank is not None:
         return _low_rank_work(layout, streamed, work, room, rates, own)
-    pairs = -(-ZO.passes(own) // 2)
+    pairs = -(-own.passes // 2)
     found = forward_work(layout, streamed, work, room, rates)
     at_home = sum(unpacked_bytes(unit, room) for unit in layout.units)
     copies = 2 * room.formats.dtype.itemsize * layout.numel * pairs
@@ -73,15 +74,16 @@ def _as_one_graph(
     looks that run beside each other have copies of a unit of their own."""
     if streamed or room.limit_bytes is None or rates.gpu_bytes is None or room.formats.codec:
         return found
-    own: ZOConfig = work.settings or ZOConfig()
+    own = work.settings or ZOConfig()
+    assert isinstance(own, ZOConfig)
     planned = device_bytes(layout, streamed, work, room)
     has_room = ROOM * planned.homes <= room.limit_bytes - planned.total
-    asked = own.deferred_update and getattr(own, "whole_steps", True)  # plan_recorded.py: records of older code
-    if not (asked and has_room and is_short(layout, work.tokens, ZO.passes(own), own.rank is not None)):
+    asked = own.deferred_update
+    if not (asked and has_room and is_short(layout, work.tokens, own.passes, own.rank is not None)):
         return found
     nodes, kept = work.passes * forward_kernels(layout), int(2 * planned.homes * ALLOCATOR_SLACK)
     largest = room.formats.dtype.itemsize * max((unit.numel for unit in layout.units[1:]), default=0)
-    copies = 2 * largest * (-(-ZO.passes(own) // 2) - 1)
+    copies = 2 * largest * (-(-own.passes // 2) - 1)
     kept += copies if copies <= SHARE * (room.limit_bytes - planned.total) else 0
     return replace(found, kernels=0.0, called=0.0, nodes=nodes, kept_bytes=kept)
 
@@ -89,7 +91,7 @@ def _as_one_graph(
 def _low_rank_work(
     layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates, own: ZOConfig
 ) -> StepWork:
-    b, looks = room.formats.dtype.itemsize, ZO.passes(own)
+    b, looks = room.formats.dtype.itemsize, own.passes
     pairs, found = -(-looks // 2), forward_work(layout, streamed, work, room, rates)
     dense = [unit for unit in layout.units if unit.kind != "block"]
     numel, at_home = sum(u.numel for u in dense), sum(unpacked_bytes(u, room) for u in dense)
@@ -119,7 +121,7 @@ def _run_once(layout: Layout, work: Workload, room: Room, own: ZOConfig) -> Step
     usual, count = DEFAULTS[own.estimator], blocks_run_once(layout)
     if count == 0:
         return StepWork()
-    at_once = 2 if usual.splits else usual.passes(directions(own))
+    at_once = 2 if usual.splits else usual.passes(own.count)
     rest = replace(
         layout,
         tensors=[t for t in layout.tensors if t.block is None or t.block >= count],
@@ -131,3 +133,6 @@ def _run_once(layout: Layout, work: Workload, room: Room, own: ZOConfig) -> Step
         products=spared * (forward_flops(layout, work) - forward_flops(rest, work)),
         touched=spared * (activation_bytes(layout, work, room) - activation_bytes(rest, work, room)),
     )
+
+
+FORMULAS = Formulas(device_bytes, step_work)

@@ -30,13 +30,13 @@ VARIANTS = {
         "placement": "stream", "dtype": "bfloat16", "weight_decay": 0.1, "zo": ZOConfig(directions=2),
     },
     "fp8 on the link": {"placement": "stream", "dtype": "bfloat16", "wire": "fp8"},
-    "nearest, rademacher": {"dtype": "float16", "zo": ZOConfig(rounding="nearest", distribution="rademacher")},
+    "nearest, rademacher": {"dtype": "float16", "rounding": "nearest", "zo": ZOConfig(distribution="rademacher")},
     "low rank, within a period": {
         "placement": "stream", "dtype": "bfloat16", "zo": ZOConfig(rank=2, refresh=2, directions=2),
     },
     "low rank, at the end of one": {"dtype": "bfloat16", "zo": ZOConfig(rank=1, refresh=5)},
     "low rank, kept": {"zo": ZOConfig(rank=2, refresh=2, fold=False)},
-    "not deferred": {"zo": ZOConfig(deferred_update=False, clip=0.5)},
+    "clipped": {"zo": ZOConfig(clip=0.5)},
 }  # fmt: skip
 
 FROM_THE_BASE = ("fp32", "fp8 on the link", "low rank, within a period", "not deferred")  # others: from a checkpoint

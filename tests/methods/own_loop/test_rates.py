@@ -9,7 +9,6 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
-from keyhole.methods.base import Shared
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import load, micro_batches, weights
@@ -26,7 +25,7 @@ def test_torch_s_schedulers_set_the_rate_of_every_method(name: str, kind: str) -
     if name == "lora":
         pytest.importorskip("peft")
     model = keyhole.load(load("llama").config, init="random", device="cpu")
-    method = row.load().make(model, Shared(learning_rate=1e-3), row.fill(own))
+    method = row.load()(model, 1e-3, **vars(own))
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=method.lr)
     ours, theirs = SCHEDULERS[kind](method.torch_optimizer), SCHEDULERS[kind](plain)
     rates, expected = [], []

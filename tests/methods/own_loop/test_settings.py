@@ -1,5 +1,6 @@
 """Settings of a method that is made without a config: checked, named as in one, and not changed later."""
 
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -37,19 +38,15 @@ def test_settings_have_types_and_bounds_without_a_config_too(name: str, key: str
 
 def test_a_wrong_setting_is_named_as_in_a_config() -> None:
     """By section and key, so that the message fits both."""
-    with pytest.raises(UserError, match=r"adam_offload\.beta1: found 1\.0, expected a number >= 0"):
+    with pytest.raises(UserError, match=r"adam_offload\.beta1: found 1\.0, expected number >= 0"):
         keyhole.AdamOffload(load("llama"), 1e-3, beta1=1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("zo", "eps"), ("zo", "directions"), ("adamw", "weight_decay"), ("lomo", "max_grad_norm"), ("sgd", "momentum")],
-)
-def test_a_setting_that_is_written_into_a_method_is_refused(name: str, key: str) -> None:
-    """The losses of zo would be taken at the new eps and divided by the old one; adamw would never read a decay."""
-    method = METHODS[name].load()(load("llama"), 1e-3)
-    with pytest.raises(UserError, match=f"{name}: {key} cannot be changed"):
-        setattr(method, key, 0.5)
-    with pytest.raises(UserError, match="learning_rate cannot be changed, .*: it is called lr here"):
-        method.learning_rate = 0.5
+def test_settings_cannot_be_changed_once_a_method_is_made() -> None:
+    """The losses of zo would be taken at the new eps and divided by the old one."""
+    method = keyhole.ZO(load("llama"), 1e-3)
+    with pytest.raises(FrozenInstanceError):
+        method.settings.eps = 0.5  # type: ignore[misc]
     method.lr = 0.5
+    with pytest.raises(TypeError, match="momentum"):
+        keyhole.LOMO(load("llama"), 1e-3, momentum=0.9)

@@ -217,7 +217,7 @@ def test_a_non_finite_loss_changes_nothing(estimator: str) -> None:
     "bad, match", [({"estimator": "adam"}, "estimator"),
                    ({"estimator": "fzoo", "directions": 1}, "directions 1: fzoo needs 2 at least"),
                    ({"estimator": "fzoo", "clip": 1.0}, "clip"), ({"fold": False}, "fold=False .* needs rank="),
-                   ({"eps": 1e30}, r"zo.eps: found 1e\+30, expected a number >= 1e-08 and <= 1"),
+                   ({"eps": 1e30}, r"zo.eps: found 1e\+30, expected number >= 1e-08 and <= 1"),
                    ({"eps": 1e-40}, "zo.eps")],
 )  # fmt: skip
 def test_what_an_estimator_cannot_do_is_refused(bad: dict[str, Any], match: str) -> None:

@@ -7,7 +7,6 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods import METHODS
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.memory import device_bytes
@@ -269,12 +268,11 @@ def test_the_plan_counts_rows_and_positions_that_there_are() -> None:
 
 def test_comparisons_count_passes_over_rows_ahead() -> None:
     """In units of a step's rows, once per period, and of no more rows than the data have."""
-    forwards, ahead = METHODS["zo"].forwards, METHODS["zo"].forwards_ahead
-    assert forwards is not None
-    assert forwards(ZOConfig()) == 2 and forwards(ZOConfig(estimator="fzoo", directions=7)) == 8
+    assert ZOConfig().forwards == 2 and ZOConfig(estimator="fzoo", directions=7).forwards == 8
     own = ZOConfig(rank=1, refresh=128, guide=512)
-    assert forwards(own) == 2 and ahead(own, 16, 1000) == (64, 128) and ahead(own, 16, 60) == (7.5, 128)
-    assert ahead(ZOConfig(rank=1), 16, 1000)[0] == 0
+    assert own.forwards == 2
+    assert own.forwards_ahead(16, 1000) == (64, 128) and own.forwards_ahead(16, 60) == (7.5, 128)
+    assert ZOConfig(rank=1).forwards_ahead(16, 1000)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_what_is_said_and_refused() -> None:
     assert keyhole.ZO(model, write_back_every=2, deferred_update=False).describe()[1:] == []
     assert keyhole.ZO(model).describe()[1:] == []
     assert "every 2 steps" in keyhole.ZO(model, write_back_every=2).describe()[1]
-    with pytest.raises(UserError, match="zo.write_back_every: found 0, expected a whole number >= 1"):
+    with pytest.raises(UserError, match="zo.write_back_every: found 0, expected whole number >= 1"):
         keyhole.ZO(model, write_back_every=0)
 
 

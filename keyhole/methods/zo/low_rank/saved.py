@@ -20,7 +20,7 @@ from keyhole.methods.zo.arguments import Noise
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.low_rank.state import from_state
-from keyhole.methods.zo.traits import ZO, ZOConfig, filled
+from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.model import Model
 from keyhole.model.structure.freeze import frozen_as
 from keyhole.model.structure.source import find_directory
@@ -94,8 +94,9 @@ def find_factors(directory: Path) -> SavedFactors | None:
 
 
 def _read(directory: Path, config: dict[str, Any], method: dict[str, Any], base: Any) -> SavedFactors:
-    names = ("estimator", "distribution", "rounding", "rank", "refresh", "fold")
+    names = ("estimator", "distribution", "rank", "refresh", "fold")
     own = {name: config[f"{ZO.section}.{name}"] for name in names if f"{ZO.section}.{name}" in config}
+    own |= {"rounding": config["rounding"]} if "rounding" in config else {}  # a setting of the run
     light = bool(method.get("light"))
     numbers: list[Any] = [own.get("rank"), own.get("refresh", 1), method.get("seed"), method.get("step_count")]
     rank, refresh, seed, steps = numbers
@@ -116,6 +117,6 @@ def _read(directory: Path, config: dict[str, Any], method: dict[str, Any], base:
     try:
         original, wire = (config["model"], config.get("wire")) if light else (None, None)
         beside = {"original": original, "wire": wire, "freeze": config.get("freeze"), "base": base}
-        return SavedFactors(directory, filled(ZOConfig(**own)), seed, steps, **beside)
+        return SavedFactors(directory, ZOConfig(**own).filled(), seed, steps, **beside)
     except (KeyError, TypeError) as error:
         raise UserError(f"model: {directory / STATE} was edited: {error}") from error
