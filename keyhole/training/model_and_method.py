@@ -21,7 +21,7 @@ from keyhole.checkpoint import select
 from keyhole.checkpoint.journal.resume_point import Origin
 from keyhole.checkpoint.writer import method_state
 from keyhole.config import TrainConfig
-from keyhole.config.fields import own_settings
+from keyhole.config.fields import around, own_settings
 from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.padding import longest_row
 from keyhole.data.run import Data
@@ -51,7 +51,7 @@ from keyhole.training.schedule import Schedule
 def make_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
     """Rates for max_steps, or for the steps of num_train_epochs, rounded up as Hugging Face does. The method may refuse
     the number of steps if it follows from the data; other settings were checked before."""
-    row, rate = METHODS[config.method], config.learning_rate
+    rate = config.learning_rate
     total = total_steps(config, steps_per_epoch)
     for key, fault in own_settings(config).faults(replace(around(config), max_steps=total)):
         raise UserError(f"{key}: {fault}")
