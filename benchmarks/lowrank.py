@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 import keyhole
 from keyhole import ops
@@ -31,7 +30,6 @@ from keyhole.bench.shapes import QUICK, QUICK_VOCABULARY, SHAPES, VOCABULARY, op
 from keyhole.bench.zo.textbook import Textbook, take_weights
 from keyhole.methods.workload import Workload
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.ops.lowrank.norm import Norm
 
 LR, EPS = 1e-7, 1e-3
 
@@ -99,45 +97,6 @@ def show_parts(args: argparse.Namespace, width: int, device: torch.device, dtype
         )
 
 
-def show_shared(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Microseconds of the sketches of q, k and v: one after the other, and at once (with the columns of the output
-    projection, whose v is beside theirs)."""
-    rows, rank = 2 * args.batch * args.length, args.rank
-    x, v = (torch.randn(count, width, device=device, dtype=dtype) for count in (rows, 4 * rank))
-    apart_s = timed(lambda: [ops.narrow(x, v[i * rank : (i + 1) * rank]) for i in range(3)], device)
-    at_once_s = timed(lambda: ops.narrow(x, v), device)
-    print(f"{'q, k, v':>12} {1e6 * apart_s:8.1f} in three sketches, {1e6 * at_once_s:.1f} in one   us, {rows} rows")
-    p = ops.narrow(x, v).view(2, -1, 4 * rank)[:, :, :rank]
-    b, bias = torch.randn(2, rank, width, device=device), torch.randn(2, width, device=device)
-    widen_s = timed(lambda: ops.widen(p, b, bias, dtype), device)
-    print(f"{'':>12} {1e6 * widen_s:8.1f} to widen some columns of it")
-
-
-def show_relu(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Microseconds of a ReLU and the sketch of its result: one after the other, and in one kernel."""
-    rows, x_width = 2 * args.batch * args.length, 4 * width
-    x, v = (torch.randn(count, x_width, device=device, dtype=dtype) for count in (rows, args.rank))
-    y = torch.relu(x)
-    relu_s, narrow_s = timed(lambda: torch.relu(x), device), timed(lambda: ops.narrow(y, v), device)
-    both_s = timed(lambda: ops.narrow_relu(x, v), device)
-    words = f"{1e6 * relu_s:8.1f} + {1e6 * narrow_s:.1f} with its sketch, {1e6 * both_s:.1f} in one"
-    print(f"{'ReLU':>12} {words}   us, {rows} rows")
-
-
-def show_norm(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Microseconds of a layer norm of both looks: one after the other and put together, and at once."""
-    rows, spines = 2 * args.batch * args.length, torch.randn(2, 8 * width, device=device, dtype=dtype)
-    x, w, b = torch.randn(rows, width, device=device, dtype=dtype), spines[:, :width], spines[:, width : 2 * width]
-    kind = Norm(centred=True)
-
-    def by_look() -> torch.Tensor:
-        parts = zip(x.chunk(2), w, b, strict=True)
-        return torch.cat([F.layer_norm(part, (width,), own_w, own_b, 1e-5) for part, own_w, own_b in parts])
-
-    apart_s, at_once_s = timed(by_look, device), timed(lambda: ops.norm(x, w, b, 1e-5, kind), device)
-    print(f"{'layer norm':>12} {1e6 * apart_s:8.1f} look by look, {1e6 * at_once_s:.1f} at once   us, {rows} rows")
-
-
 def show_kernels(step: Any, what: str, steps: int = 3) -> None:
     """Milliseconds per step of the kernels that take longest, and of all."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -178,9 +137,6 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}; OPT-{args.model}, {args.batch} x {args.length} tokens, rank {args.rank}")
     if args.parts:
         show_parts(args, shape[0], device, dtype)
-        show_shared(args, shape[0], device, dtype)
-        show_relu(args, shape[0], device, dtype)
-        show_norm(args, shape[0], device, dtype)
         return
     shape = (shape[0], min(shape[1], args.blocks or shape[1]), shape[2])
     floor = floors(args, shape, device, dtype)

@@ -8,8 +8,7 @@ steps, waiting at the end for every stream, is reported beside the median of the
 What else a slow step may be due to is counted over the timed steps: the CPU's seconds of all threads, those in which a
 thread was ready and had no core (Linux counts them), those in which the host of a virtual machine gave its cores to
 others, how often a thread was taken off its core, and how often the allocator had to give memory back or ask the driver
-for more. Threads that are pinned to one core (model/forward/lockstep.py)
-cannot leave it to another process.
+for more.
 
 Device memory is the peak that PyTorch's allocator reserved and allocated from the first step on (memory for making
 random weights is freed before). Host memory is the peak resident set of the process, pinned weights included.

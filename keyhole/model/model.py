@@ -44,11 +44,10 @@ from keyhole.model.forward import generate as generation
 from keyhole.model.forward.binding import Binding
 from keyhole.model.forward.device_weights import DeviceWeights, Lens
 from keyhole.model.forward.experts import compute_by_expert
-from keyhole.model.forward.fused_relu import fuse_relu
 from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, install_hooks
-from keyhole.model.forward.lockstep import Lockstep
+from keyhole.model.forward.lockstep import Lockstep, Serve
 from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
@@ -65,7 +64,6 @@ from keyhole.ops.autocast import without_autocast
 from keyhole.ranks import Ranks
 from keyhole.weak import weakly
 
-Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -109,10 +107,9 @@ class Model:
         self.methods = AttachedMethods(self)
         self.addon: Addon | None = None
         self.low_rank: LowRank | None = None  # factors trained beside the weights of linear layers
-        self.factored: set[Any] = set()  # ids of modules whose forward adds them, or is prepared for those that do
-        self._lockstep = Lockstep(self.device)
+        self.factored: set[int] = set()  # ids of modules whose forward asks for them
+        self._lockstep = Lockstep()
         self._lockstep.expect = weakly(self.expect)
-        weakref.finalize(self, self._lockstep.close)
         self.patches, self.changes = Patches(), changes or Changes()
         self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
         self._put_back.atexit = False  # nothing to restore when the process ends
@@ -130,13 +127,12 @@ class Model:
         install_hooks(self)
         self.tiles = compute_in_tiles(self)
         compute_by_expert(self)
-        fuse_relu(self)
         is_recordable = layout.block_count and not layout.has_cut_blocks and not layout.experts
         if graphs and self.device.type == "cuda" and is_recordable:
             self.graphs = BlockGraphs(self, self.blocks)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UserError("a model holds threads and page-locked memory, and is not copied or pickled; load it again")
+        raise UserError("a model holds page-locked memory, and is not copied or pickled; load it again")
 
     def __repr__(self) -> str:
         count = sum(tensor.shape.numel() for tensor in self.layout.tensors)
@@ -227,20 +223,16 @@ class Model:
         steady: bool = False,
         block_at_once: bool = False,
         streams: dict[int, torch.cuda.Stream] | None = None,
-        alone: bool = False,
     ) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
         block_at_once: a pass waits for all units of a block before it enters the block. streams: of single passes, in
-        place of the current one; `serve` forks and joins them (forward/branches.py). alone: there is one pass, and it
-        runs on the calling thread."""
+        place of the current one; `serve` forks and joins them (forward/branches.py)."""
         passes = self._lockstep
         with self.conducted_by(passes):
             passes.streams = streams or {}
             passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
             try:
-                if alone:
-                    return [passes.run_alone(lambda: self.hidden(batches[0]), serve)]
                 return passes.run([partial(self.hidden, b) for b in batches], serve)
             finally:
                 passes.rows = None
@@ -359,9 +351,8 @@ class Model:
         save_model(self, Path(path))
 
     def close(self) -> None:
-        """Ends threads, restores the process settings (machine/settings.py) and the module, and releases page-locked
+        """Restores the process settings (machine/settings.py) and the module, and releases page-locked
         memory; the model cannot be used afterwards. Deleting a model does the same."""
-        self._lockstep.close()
         self._put_back()
         if self.engine.gate is not None:
             self.engine.gate.close()

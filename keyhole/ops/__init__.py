@@ -6,8 +6,7 @@ agree up to rounding, and repeat bit for bit). A name that ends in _ writes in p
     zo/         zeroth-order update and perturbation: zo_flat_, zo_packed_ (8 bits), zo_rows (of an embedding table)
     sgd.py      LOMO: SGD of one tensor from its gradient, sgd_update_; the gradient's sum of squares, sum_squares_
     adalomo/    AdaLOMO: the same with a factored second moment, adalomo_update_
-    lowrank/    x (A V^T)^T without computing A V^T: narrow, narrow_relu, widen, correct; W + A V^T: fold_; norms of
-                several looks: norm
+    lowrank/    x (A V^T)^T without computing A V^T: narrow, widen; W + A V^T: fold_
     lsp/        LSP: sparse projectors, compress (X P), decompress_add_ (W + alpha P delta Q^T)
     adam/       AdamW on host memory by torch's kernel, and on the device with the same bits
     fp8.py      weights in 8 bits: fp8_encode_, fp8_decode;  lowbit.py: frozen weights in 8 or 4 bits
@@ -22,11 +21,8 @@ from keyhole.ops.adalomo.matrix import adalomo_state, adalomo_update_
 from keyhole.ops.backend import describe, use_kernel
 from keyhole.ops.fp8 import fp8_decode, fp8_encode_
 from keyhole.ops.gather import gather_rows
-from keyhole.ops.lowrank.correct import correct
 from keyhole.ops.lowrank.fold import fold_
-from keyhole.ops.lowrank.norm import norm
 from keyhole.ops.lowrank.product import narrow, widen
-from keyhole.ops.lowrank.relu import narrow_relu
 from keyhole.ops.lsp.compress import compress
 from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
@@ -43,7 +39,6 @@ __all__ = [
     "adalomo_state",
     "adalomo_update_",
     "compress",
-    "correct",
     "decompress_add_",
     "describe",
     "draw_noise",
@@ -53,8 +48,6 @@ __all__ = [
     "gather_rows",
     "identity_projector",
     "narrow",
-    "narrow_relu",
-    "norm",
     "random_projector",
     "sgd_update_",
     "sum_squares_",

@@ -1,10 +1,8 @@
 """Disables a caller's autocast, no_grad and inference mode inside keyhole.
 
-torch.autocast casts the inputs of products, in the thread that entered it. The passes of a step run in threads of their
-own (model/forward/lockstep.py), so a caller's autocast would affect the head and not the blocks. A model computes
-entirely in the dtype that it was loaded with: steps, evaluation and generation run with autocast off, and restore it
-when they return. A step computes gradients and keeps tensors for later ones, so it runs as outside of the caller's
-no_grad and inference mode.
+torch.autocast casts the inputs of products. A model computes entirely in the dtype that it was loaded with: steps,
+evaluation and generation run with autocast off, and restore it when they return. A step computes gradients and keeps
+tensors for later ones, so it runs as outside of the caller's no_grad and inference mode.
 """
 
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ The first step creates the optimizer's state and the libraries' workspaces; the 
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from keyhole.bench.gradient.worker import QUICK_LENGTH, load_trial, method_of
 from keyhole.bench.memory.ledger import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS, Bytes, Ledger, Peaks
 from keyhole.bench.process import Emit, Job, device_of, serve
 from keyhole.methods.base import Method
-from keyhole.model.forward.lockstep import Lockstep
 
 MOMENTS = {"SGD": 0, "AdamW": 2}  # tensors of state per parameter
 COUNT_BYTES = 4  # AdamW's step count, per tensor
@@ -83,30 +80,11 @@ def peaks_of(method: Method, model: keyhole.Model, batch: dict[str, torch.Tensor
     else:
         hooks = []
         _watch_sink(method, ledger)
-    with _in_passes_too(ledger), ledger:
+    with ledger:
         method.step(batch)
     for hook in hooks:
         hook.remove()
     return ledger.peaks()
-
-
-@contextmanager
-def _in_passes_too(ledger: Ledger) -> Iterator[None]:
-    """Enters the ledger in the threads of forward passes too (model/forward/lockstep.py): a mode applies to one
-    thread."""
-    plain = Lockstep.thread_state
-
-    def with_ledger(conductor: Lockstep, index: int) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(plain(conductor, index))
-        stack.enter_context(ledger)
-        return stack
-
-    Lockstep.thread_state = with_ledger  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        Lockstep.thread_state = plain  # type: ignore[method-assign]
 
 
 def _watch_sink(method: Any, ledger: Ledger) -> None:

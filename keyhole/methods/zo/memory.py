@@ -54,7 +54,7 @@ def _low_rank_bytes(
     looks = max(usual.passes(q), 3 if work.searches else 0)
     parts = q if usual.splits and not work.searches else 1  # parts of the rows, each in its own passes
     at_once = replace(work, tokens=-(-work.tokens * looks // parts), passes=-(-work.passes // looks) * parts)
-    planned = forward_bytes(replace(layout, fused_relu=False), streamed, at_once, room, pairs)
+    planned = forward_bytes(layout, streamed, at_once, room, pairs)
     b, formats = room.formats.dtype.itemsize, room.formats
     dense = max((u.numel for u in layout.units[1:] if u.kind != "block"), default=0)
     converted = formats.packs or formats.plain != formats.dtype

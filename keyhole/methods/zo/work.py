@@ -8,8 +8,8 @@ On short batches, if all weights are resident and memory has room, a whole step 
 
 With low-rank directions (low_rank/) blocks have no copies: the product reads W, and once per period W is read, written
 and written back. Beside each product its input is read, and its output is written and read once more; a pass carries
-the rows of all its looks, so there are fewer launches. Blocks before the first trained weight have the rows of one
-look (model/forward/frozen_start.py).
+the rows of all its looks, so there are fewer launches. (Blocks before the first trained weight run with the rows of one
+look; a plan counts all.)
 
 Noise costs arithmetic rather than bytes: it is counted as NOISE bytes per number drawn, which fits the steps of OPT-13B
 on an H200 (benchmarks/records/zo_h200_2026-11-16.md).
@@ -21,8 +21,6 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.launches import forward_kernels
 from keyhole.methods.work import (
     StepWork,
-    activation_bytes,
-    forward_flops,
     forward_work,
     home_bytes,
     met_bytes,
@@ -33,7 +31,6 @@ from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.memory import device_bytes, guide_work, kept_terms
 from keyhole.methods.zo.recorded_step import ROOM, SHARE, is_short
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.model.forward.frozen_start import blocks_run_once
 from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
 
@@ -103,8 +100,6 @@ def _low_rank_work(
     folds = 1 / own.refresh if own.fold else 0.0
     touched += 2 * folds * sum(unpacked_bytes(layout.units[i], room) for i in blocks)
     down = home_bytes(layout, streamed - set(blocks), room) + folds * home_bytes(layout, streamed & set(blocks), room)
-    once = _run_once(layout, work, room, own)
-    found = found.plus(products=-once.products, touched=-once.touched)
     kept = 0 if own.fold else kept_terms(layout, own, work.steps)
     found = found.plus(products=work.passes * work.tokens * kept)  # two FLOPs per number, half of them on average
     if own.guide is not None:
@@ -114,25 +109,6 @@ def _low_rank_work(
     fewer = {name: getattr(found, name) / looks * 1.5 for name in ("kernels", "called")}
     found = replace(found, **fewer, together=looks)
     return found.plus(touched=touched, down=down, host_bytes=4 * kept, saved_bytes=4 * kept)
-
-
-def _run_once(layout: Layout, work: Workload, room: Room, own: ZOConfig) -> StepWork:
-    """What a step does not compute, because the looks of a pass have the same rows in its first blocks."""
-    usual, count = DEFAULTS[own.estimator], blocks_run_once(layout)
-    if count == 0:
-        return StepWork()
-    at_once = 2 if usual.splits else usual.passes(own.count)
-    rest = replace(
-        layout,
-        tensors=[t for t in layout.tensors if t.block is None or t.block >= count],
-        units=[u for u in layout.units if u.block is None or u.block >= count],
-        block_count=layout.block_count - count,
-    )
-    spared = work.passes * (1 - 1 / at_once)
-    return StepWork(
-        products=spared * (forward_flops(layout, work) - forward_flops(rest, work)),
-        touched=spared * (activation_bytes(layout, work, room) - activation_bytes(rest, work, room)),
-    )
 
 
 FORMULAS = Formulas(device_bytes, step_work)

@@ -172,8 +172,7 @@ class Reverse:
         recording = self.tape.recording(self.blocks, lambda: conductor_of.conductor.current.index)
         self._longest = max(one.inputs["input_ids"].shape[-1] for one in batches)
         with torch.enable_grad(), recording, exact_attention(model.device, self._longest):
-            how: dict[str, Any] = {"block_at_once": block_at_once, "alone": alone}
-            self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, **how)
+            self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
             release(None)
         self.vocabulary.drop_rows()
         model.binding.bind(None, None, self.spine)

@@ -5,16 +5,11 @@ lockstep.py     several passes that advance together        generate.py    one p
 evaluation.py   losses, likeliest tokens and logits         head.py        hidden states -> logits, in chunks
 binding.py      what parameters point to                    patches.py     installs forwards and hooks, and removes them
 device_weights.py   a unit's weights on the device, in the dtype of compute
-row_tiles.py, fused_relu.py, graphs.py, compile.py          blocks with less memory, fewer kernels, fewer launches
+row_tiles.py, graphs.py, compile.py                         blocks with less memory, fewer launches
 users_hooks.py  hooks of the user's, which a CUDA graph would not call
 masks.py        no attention mask in a captured pass where the eager one has none
 experts.py      mixtures of experts, one expert at a time
 memory.py       the device bytes of forward passes
-
-Several looks of a zeroth-order step at once:
-
-low_rank.py     linear layers with low-rank factors         sketches.py    x V, once for all layers that read x
-pending.py      what factors add to an output, added by the kernel that reads it
-norms.py        which norm a module computes                branches.py    a stream per look
-frozen_start.py     blocks before the first trained weight, once for all looks
+low_rank.py     layers with low-rank factors, for several looks of a zeroth-order step at once
+branches.py     a stream per look
 """

@@ -8,44 +8,23 @@ Passes that will be differentiated use model/backward/compiled.py.
 
 Compiled arithmetic rounds differently from eager arithmetic: streamed still equals resident, but a compiled run does
 not equal an eager one. Varying shapes make torch compile again; packing keeps them constant.
-
-torch compiles a block when a pass first runs it. A pass of lockstep.py is pinned to one core, and the compiler starts
-worker processes that live as long as ours: so a thread may use all cores while it compiles.
 """
 
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.machine.settings import Changes, Setting, compiler
-from keyhole.model.forward.lockstep import free_cores, pin_again
+from keyhole.machine.settings import Changes, compiler
 
 RECOMPILES = 64
 
 
 def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     return type(block).forward(block, *args, **kwargs)
-
-
-@cache
-def _cores_are_freed() -> Setting:
-    """Whether threads that are pinned (lockstep.py) may use all cores while they compile."""
-    from torch._dynamo.callback import callback_handler as handler
-
-    def write(free: bool) -> None:
-        if free:
-            handler.register_start_callback(free_cores)
-            handler.register_end_callback(pin_again)
-        else:
-            handler.remove_start_callback(free_cores)
-            handler.remove_end_callback(pin_again)
-
-    return Setting(lambda: free_cores in handler.start_callbacks, write)
 
 
 def prepare_compiling(changes: Changes) -> None:
@@ -56,7 +35,6 @@ def prepare_compiling(changes: Changes) -> None:
     """
     limit = compiler("torch._dynamo", "recompile_limit")
     changes.set(limit, max(RECOMPILES, limit.read()))
-    changes.set(_cores_are_freed(), True)
 
 
 def compile_forward(model: Any, backend: str = "inductor") -> None:

@@ -9,11 +9,10 @@ A zeroth-order step that streams units through slots holds on the device, for b 
                  each of q directions; one fp32 unit where packed ones have gaps b x (2 unit + 2 q spine)
     activations  one running pass, and what each waiting pass keeps              below
     logits       [tokens, chunk] of one vocabulary chunk, in b and in fp32       below
-    workspace    reserved by cuBLAS, once per thread
+    workspace    reserved by cuBLAS, once per stream
 
 Activations are estimated from two widths: H, the hidden size, and W, the widest side of a matrix in a block. A pass
-in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product);
-two if the product applies a ReLU (model/forward/fused_relu.py).
+in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product).
 The allocator cannot always reuse freed memory at once: a seventh more (FRAGMENTATION). Blocks that are small enough for
 CUDA graphs need a second set of activations in the graphs' memory pool, and are captured on a stream of their own, for
 which cuBLAS reserves another workspace.
@@ -59,7 +58,7 @@ def activation_bytes(layout: Layout, tokens: int, passes: int, element_bytes: in
     """One running pass in the widest part of a block, and what all passes keep while they wait."""
     hidden, wide = layout.table.shape[1], layout.widest
     cut = len(layout.of_kind("block")) > layout.block_count  # then passes also wait in the middle of an MLP
-    running = tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
+    running = tokens * (2 * hidden + 3 * wide)
     waiting = tokens * passes * (2 * hidden + (wide if cut else 0))
     graphs = recorded_numel(tokens, passes, hidden, wide) if launched_as_graphs(layout, tokens) else 0
     return int((running + waiting + graphs) * element_bytes * FRAGMENTATION)
@@ -67,7 +66,7 @@ def activation_bytes(layout: Layout, tokens: int, passes: int, element_bytes: in
 
 def recorded_numel(tokens: int, passes: int, hidden: int, wide: int) -> int:
     """Additional elements for blocks that run as CUDA graphs."""
-    return tokens * (2 * hidden + 3 * wide) + tokens * passes * 2 * hidden  # 3 also with a fused ReLU, as measured
+    return tokens * (2 * hidden + 3 * wide) + tokens * passes * 2 * hidden
 
 
 def launched_as_graphs(layout: Layout, tokens: int, limit_flop: float = SMALL_FLOP) -> bool:
@@ -103,7 +102,7 @@ def forward_bytes(
         perturbed=perturbed + 4 * gaps,
         activations=activation_bytes(layout, tokens, passes, element_bytes),
         logits=logits_bytes(layout, tokens, passes, element_bytes),
-        workspace=workspace_bytes * (passes * (2 if launched_as_graphs(layout, tokens) else 1) + 1),
+        workspace=workspace_bytes * _streams(layout, tokens, passes),
     )
 
 
@@ -113,8 +112,12 @@ def evaluation_bytes(layout: Layout, *, tokens: int, passes: int, formats: Wire,
     b = formats.dtype.itemsize
     unpacked = b * layout.largest_unit_numel if formats.packs or formats.plain != formats.dtype else 0
     moving = max(activation_bytes(layout, tokens, passes, b), logits_bytes(layout, tokens, passes, b))
-    threads = passes * (2 if launched_as_graphs(layout, tokens) else 1) + 1
-    return int((moving + unpacked + workspace_bytes * threads) * ALLOCATOR_SLACK)
+    return int((moving + unpacked + workspace_bytes * _streams(layout, tokens, passes)) * ALLOCATOR_SLACK)
+
+
+def _streams(layout: Layout, tokens: int, passes: int) -> int:
+    """Streams that launch products: one; while graphs are captured, up to one more for each pass."""
+    return 1 + (passes if launched_as_graphs(layout, tokens) else 0)
 
 
 def host_bytes(layout: Layout, streamed: set[int], formats: Wire) -> int:

@@ -1,7 +1,7 @@
 """Finds the parts of a decoder: its blocks, the modules in them that own matrices, and layers of special kinds.
 
-Parts are found by their structure, not by the model's name (except for PAIRS): blocks are the list of modules that
-holds the most parameters. Everything here works on the meta device, and depends only on the architecture.
+Parts are found by their structure, not by the model's name: blocks are the list of modules that holds the most
+parameters. Everything here works on the meta device, and depends only on the architecture.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,6 @@ from keyhole.model.structure.reach import is_matrix, is_unreached, reads_inside
 
 TILE_NUMEL = 160 * 2**20
 TILE_ROWS = 256  # tiles are a multiple of this
-PAIRS = {"OPTDecoderLayer": ("fc1", "activation_fn")}
-"""Class of a block -> its linear layer and the activation after it (model/forward/fused_relu.py). To add one, read the
-block's forward: only the activation may use the output of the layer."""
-
-AFTER = {"OPTDecoderLayer": "fc2"}
-"""Class of a block -> the linear layer that reads the output of that activation (model/forward/low_rank.py)."""
 
 
 def find_decoder(module: nn.Module) -> nn.Module:
@@ -96,19 +90,3 @@ def row_tiles(leaf: nn.Module) -> list[tuple[int, int]]:
     step = -(-even // TILE_ROWS) * TILE_ROWS
     tiles = [(first, min(first + step, row_count)) for first in range(0, row_count, step)]
     return tiles if len(tiles) > 1 else []
-
-
-def relu_pair(block: nn.Module) -> tuple[nn.Linear, nn.ReLU] | None:
-    """The linear layer of a block and the ReLU that alone uses its output, if one product can compute both."""
-    if (names := PAIRS.get(type(block).__name__)) is None:
-        return None
-    layer, activation = (getattr(block, name) for name in names)
-    fits = type(layer) is nn.Linear and layer.bias is not None and not row_tiles(layer)
-    return (layer, activation) if fits and type(activation) is nn.ReLU else None
-
-
-def relu_reader(block: nn.Module) -> tuple[nn.ReLU, nn.Module] | None:
-    """The ReLU of a block, and the linear layer that reads its output."""
-    if (pair := relu_pair(block)) is None or (after := AFTER.get(type(block).__name__)) is None:
-        return None
-    return pair[1], getattr(block, after)

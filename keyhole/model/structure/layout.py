@@ -32,7 +32,7 @@ from torch import nn
 
 from keyhole.model.structure.block_counts import BlockCounts, block_counts
 from keyhole.model.structure.experts import Experts
-from keyhole.model.structure.find import Stack, relu_pair, row_tiles
+from keyhole.model.structure.find import Stack, row_tiles
 from keyhole.model.structure.parts import Parts, find_parts
 
 ALIGN = 64
@@ -109,7 +109,6 @@ class Layout:
     block_class: str
     tied: bool  # the head shares the weights of the table
     tiled_layers: int = 0  # number of linear layers that are computed in row tiles
-    fused_relu: bool = False  # blocks fuse a ReLU into the product before it
     stacks_outside: list[Stack] = field(default_factory=list)  # lists of modules whose weights are in the spine
     experts: list[Experts] = field(default_factory=list)  # modules that are computed one expert at a time
     count: Callable[[], BlockCounts | None] = field(default=lambda: None, repr=False, compare=False)
@@ -236,7 +235,6 @@ def find_layout(
     if of.head is not None and not tied:
         builder.table("head", of.head)
     kind = type(of.blocks[0]).__name__ if of.blocks else "none"
-    fused = any(relu_pair(block) for block in of.blocks)
     return Layout(
         builder.tensors,
         builder.units,
@@ -245,7 +243,6 @@ def find_layout(
         kind,
         tied,
         of.large,
-        fused,
         of.outside,
         [*of.experts.values()],
         lambda: _counts(of.module, of.blocks),

@@ -18,7 +18,7 @@ import json
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import islice
@@ -40,13 +40,11 @@ _tried: dict[tuple[type, str], "Tried"] = {}
 @dataclass(frozen=True)
 class Tried:
     """The result: names of parameters that are not used, and of modules that read a matrix of a submodule without
-    calling it; a parameter that the forward changes; first_use: the places of parameters in the order of their first
-    use. why: the reason if the forward could not be run."""
+    calling it; a parameter that the forward changes. why: the reason if the forward could not be run."""
 
     unreached: frozenset[str] = frozenset()
     readers: frozenset[str] = frozenset()
     changed: str = ""
-    first_use: dict[str, int] = field(default_factory=dict)
     why: str = ""
 
 
@@ -67,8 +65,6 @@ def mark_use(module: nn.Module) -> str:
         if name in found.unreached:
             param.keyhole_unreached = True
             param.requires_grad_(False)
-        elif name in found.first_use:
-            param.keyhole_first_use = found.first_use[name]
     for name in found.readers:
         reader: Any = module.get_submodule(name)
         reader.keyhole_reads_inside = True
@@ -92,7 +88,6 @@ def _try(module: nn.Module) -> Tried:
         frozenset(name for name, param in module.named_parameters() if id(param) in never),
         frozenset(name for name, part in module.named_modules() if id(part) in watch.readers),
         next((name for name, param in module.named_parameters() if id(param) in watch.changed), ""),
-        {name: watch.reached[id(p)] for name, p in module.named_parameters() if id(p) in watch.reached},
     )
 
 
@@ -131,11 +126,6 @@ def reads_inside(part: nn.Module) -> bool:
 def is_unreached(param: nn.Parameter) -> bool:
     """Whether no forward pass on tokens uses this parameter."""
     return getattr(param, "keyhole_unreached", False)
-
-
-def first_use(param: nn.Parameter) -> int | None:
-    """The place of this parameter in the order in which a forward pass on tokens uses them; None if it is not known."""
-    return getattr(param, "keyhole_first_use", None)
 
 
 def _never_reached(module: nn.Module, reached: dict[int, int]) -> Iterator[nn.Parameter]:

@@ -8,10 +8,8 @@ x_1 .. x_L are the rows of L looks, one below the other, so x W^T is one product
     narrow    p = x V              [M, r] float32     reads x once: M I numbers
     widen     y = p B_l^T + b_l    [M, O]             writes y once; the product then adds to it in place
 
-Where a ReLU made x, its kernel can compute p on the way, from numbers that it has in registers (relu.py). Where a ReLU
-or the addition to the residual stream reads y, its kernel can add the small part instead, and `widen` is not needed
-(relu.py, correct.py). Otherwise y is written and read once more beside the product, and x read once more: for O = I =
-5120 and 2048 rows in 16 bit 63 MB, against 107 GFLOP. y holds the small part before the large one is added to it in
+So y is written and read once more beside the product, and x read once more: for O = I = 5120 and 2048 rows in 16 bit
+63 MB, against 107 GFLOP. y holds the small part before the large one is added to it in
 float32, and the sum is rounded once. (The textbook computes W + B_l V^T for each l: 2 O I written and read per l.)
 
 Sums differ from the reference's by rounding; the order of a sum is the same in every launch.
@@ -23,7 +21,6 @@ from typing import Any
 import torch
 
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
-from keyhole.ops.lowrank.correct import check_small_part, small_part
 from keyhole.ops.rounding.round import round_nearest
 
 ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs, so each must have many loads in flight
@@ -107,9 +104,22 @@ def _widen_kernel(
     """One program: a tile of the y of one look. RANK: r if it is small, so that all loads are issued at once, or 0."""
     one = tl.program_id(2)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = small_part(
-        p_ptr, b_ptr, bias_ptr, one, row, column, M, width, r, p_stride, b_stride, bias_stride, ROWS, COLUMNS, RANK
-    )
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + one.to(tl.int64) * bias_stride + column, column < width, 0.0)
+        total += bias.to(tl.float32)[None, :]
+    p_ptr += one.to(tl.int64) * M * p_stride
+    b_ptr += one.to(tl.int64) * b_stride
+    if RANK > 0:
+        for j in tl.static_range(RANK):
+            p = tl.load(p_ptr + row * p_stride + j, row < M, 0.0)
+            b = tl.load(b_ptr + j * width + column, column < width, 0.0)
+            total += p[:, None] * b[None, :]
+    else:
+        for j in range(r):
+            p = tl.load(p_ptr + row * p_stride + j, row < M, 0.0)
+            b = tl.load(b_ptr + j * width + column, column < width, 0.0)
+            total += p[:, None] * b[None, :]
     at = (one.to(tl.int64) * M + row)[:, None] * width + column[None, :]
     y = round_nearest(total, y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, (row < M)[:, None] & (column < width)[None, :])
@@ -139,10 +149,11 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
 
 
 def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """p B^T + b as [L, M, O] in this dtype. p: float32, may be columns of a wider one; b: float32, contiguous for each
-    look."""
+    """p B^T + b as [L, M, O] in this dtype. p: float32, contiguous; b: float32, contiguous for each look."""
     (looks, rows, rank), width = p_LMr.shape, b_LrO.shape[2]
-    check_small_part(p_LMr, b_LrO, bias_LO)
+    assert b_LrO.shape[:2] == (looks, rank) and p_LMr.is_contiguous(), (p_LMr.shape, b_LrO.shape, p_LMr.stride())
+    assert b_LrO[0].is_contiguous() and (bias_LO is None or bias_LO.shape == (looks, width)), b_LrO.stride()
+    assert p_LMr.dtype == b_LrO.dtype == torch.float32, (p_LMr.dtype, b_LrO.dtype)
     if not use_kernel(p_LMr.device) or not rows:
         return widen_reference(p_LMr, b_LrO, bias_LO, dtype)
     y_LMO = torch.empty(looks, rows, width, dtype=dtype, device=p_LMr.device)

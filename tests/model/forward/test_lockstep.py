@@ -1,13 +1,11 @@
 """Lockstep: the order of work is fixed, every unit is served once for all, and nothing survives a failure."""
 
-import os
+import gc
 import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,42 +13,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._dynamo.callback import callback_handler
 
-from keyhole.machine.settings import Changes
-from keyhole.model.forward import lockstep
-from keyhole.model.forward.compile import prepare_compiling
-from keyhole.model.forward.lockstep import free_cores, pin_again
+from keyhole.errors import UserError
+from keyhole.model.forward.lockstep import Lockstep
+from keyhole.model.structure.layout import Unit
 
-CPU = torch.device("cpu")
+UNITS = {name: Unit(i, name, "block", 0, 0, []) for i, name in enumerate("abcde")}
 
 
-MADE: list["Lockstep"] = []
-
-
-class Lockstep(lockstep.Lockstep):
-    """The real one, remembered so that its threads can be ended."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        MADE.append(self)
-
-
-@pytest.fixture(autouse=True)
-def every_pass_is_idle() -> Iterator[None]:
-    """Whatever a test does, its threads wait for work afterwards, and end when they are told to."""
-    before = set(threading.enumerate())
-    yield
-    while MADE:
-        MADE.pop().close()
-    assert set(threading.enumerate()) <= before  # models of other tests may end theirs meanwhile
-
-
-def visiting(conductor: Lockstep, log: list, index: int, units: list[Any]) -> Callable[[], int]:
+def visiting(conductor: Lockstep, log: list, index: int, units: list[str]) -> Callable[[], int]:
     def run() -> int:
         log.append((index, None))
         for unit in units:
-            conductor.current.meet(unit)
+            conductor.current.meet(UNITS[unit])
             log.append((index, unit))
         return index * 10
 
@@ -58,8 +33,8 @@ def visiting(conductor: Lockstep, log: list, index: int, units: list[Any]) -> Ca
 
 
 def serve_all(count: int, log: list) -> Callable:
-    def serve(unit: Any, resume: Callable[[int], None]) -> None:
-        log.append(("serve", unit))
+    def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
+        log.append(("serve", unit and unit.name))
         for i in range(count):
             resume(i)
 
@@ -68,7 +43,7 @@ def serve_all(count: int, log: list) -> Callable:
 
 def test_passes_advance_together() -> None:
     """Each unit is served once and all passes go through it before the next one is looked at."""
-    conductor, log = Lockstep(CPU), []
+    conductor, log = Lockstep(), []
     results = conductor.run([visiting(conductor, log, i, ["a", "b"]) for i in range(3)], serve_all(3, log))
     assert results == [0, 10, 20]
     expected = [[("serve", unit), (0, unit), (1, unit), (2, unit)] for unit in (None, "a", "b")]
@@ -77,7 +52,7 @@ def test_passes_advance_together() -> None:
 
 def test_order_of_resuming_is_the_servers() -> None:
     """Passes run in the order in which the server resumes them, and `current` is the one that runs."""
-    conductor, log = Lockstep(CPU), []
+    conductor, log = Lockstep(), []
 
     def serve(unit: Any, resume: Callable[[int], None]) -> None:
         resume(1)
@@ -85,20 +60,17 @@ def test_order_of_resuming_is_the_servers() -> None:
         resume(0)
 
     def run(index: int) -> Callable[[], None]:
-        def body() -> None:
-            log.append((index, conductor.current.index))
-
-        return body
+        return lambda: log.append((index, conductor.current.index))
 
     conductor.run([run(0), run(1)], serve)
     assert log == [(1, 1), (0, 0)]
 
 
-@given(st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=4))
-def test_passes_may_visit_different_units(routes: list[list[int]]) -> None:
+@given(st.lists(st.lists(st.sampled_from("abcde"), max_size=6), min_size=1, max_size=4))
+def test_passes_may_visit_different_units(routes: list[list[str]]) -> None:
     """Each pass sees exactly its own units in its own order, whatever the others visit."""
     routes = [[u for k, u in enumerate(route) if k == 0 or u != route[k - 1]] for route in routes]
-    conductor, log = Lockstep(CPU), []
+    conductor, log = Lockstep(), []
     conductor.run([visiting(conductor, log, i, route) for i, route in enumerate(routes)], serve_all(len(routes), log))
     for i, route in enumerate(routes):
         assert [unit for who, unit in log if who == i] == [None, *route]
@@ -108,39 +80,67 @@ def test_passes_may_visit_different_units(routes: list[list[int]]) -> None:
         assert served == [None, *routes[0]]
 
 
-def test_passes_see_the_context_of_the_conductor() -> None:
-    """As it is now, in threads that are older (the compiler's settings are context variables)."""
-    conductor, setting = Lockstep(CPU), ContextVar("setting", default=0)
-    for value in (1, 2):
-        setting.set(value)
-        assert conductor.run([setting.get] * 3, serve_all(3, [])) == [value] * 3
+def test_a_pass_has_its_own_grad_mode_and_the_callers_context() -> None:
+    """What a pass sets does not reach the others or the caller; context variables are the caller's."""
+    conductor, setting, seen = Lockstep(), ContextVar("setting", default=0), []
+    setting.set(1)
+
+    def run(mode: bool) -> Callable[[], None]:
+        def body() -> None:
+            seen.append((setting.get(), torch.is_grad_enabled()))
+            setting.set(2)
+            torch.set_grad_enabled(mode)
+            conductor.current.meet(UNITS["a"])
+            seen.append((setting.get(), torch.is_grad_enabled()))
+
+        return body
+
+    for grad in (True, False):
+        seen.clear()
+        with torch.set_grad_enabled(grad):
+            conductor.run([run(True), run(False)], serve_all(2, []))
+            assert torch.is_grad_enabled() == grad and setting.get() == 1
+        assert seen == [(1, grad), (1, grad), (2, True), (2, False)]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("at", ["start", "a", "b", "end"])
 def test_error_in_a_pass_reaches_the_caller(failing: int, at: str) -> None:
-    """The pass's own exception is raised, and the other passes, wherever they wait, are ended."""
-    conductor, log = Lockstep(CPU), []
+    """The pass's own exception is raised; the other passes, wherever they wait, are unwound, and nothing of them is
+    kept."""
+    conductor, ended, kept = Lockstep(), [], []
 
-    def body() -> None:
-        for unit in ("start", "a", "b", "end"):
-            if unit in ("a", "b"):
-                conductor.current.meet(unit)
-            if unit == at:
-                raise KeyError(at)
+    def run(index: int) -> Callable[[], None]:
+        def body() -> None:
+            mine = torch.zeros(1)
+            kept.append(weakref.ref(mine))
+            try:
+                for unit in ("start", "a", "b", "end"):
+                    if unit in UNITS:
+                        conductor.current.meet(UNITS[unit])
+                    if unit == at and index == failing:
+                        raise KeyError(at)
+            finally:
+                ended.append(index)
 
-    passes = [body if i == failing else visiting(conductor, log, i, ["a", "b"]) for i in range(3)]
+        return body
+
     with pytest.raises(KeyError, match=at):
-        conductor.run(passes, serve_all(3, log))
+        conductor.run([run(i) for i in range(3)], serve_all(3, []))
+    begun = range(failing + 1) if at == "start" else range(3)
+    assert sorted(ended) == [*begun] and conductor.current is None
+    gc.collect()
+    assert not any(one() is not None for one in kept)
+    assert conductor.run([visiting(conductor, [], i, ["a"]) for i in range(2)], serve_all(2, [])) == [0, 10]
 
 
 @pytest.mark.parametrize("at", [None, "a", "b"])
 def test_error_in_the_server_ends_the_passes(at: str | None) -> None:
     """A server that fails (a damaged unit, an interrupt) leaves no pass behind."""
-    conductor, log = Lockstep(CPU), []
+    conductor, log = Lockstep(), []
 
-    def serve(unit: Any, resume: Callable[[int], None]) -> None:
-        if unit == at:
+    def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
+        if (unit and unit.name) == at:
             raise KeyboardInterrupt
         for i in range(2):
             resume(i)
@@ -151,104 +151,40 @@ def test_error_in_the_server_ends_the_passes(at: str | None) -> None:
 
 
 def test_forgotten_pass_is_a_bug() -> None:
-    """A server that does not resume everybody is caught, not waited for."""
-    conductor, log = Lockstep(CPU), []
+    """A server that does not resume everybody is caught."""
+    conductor = Lockstep()
     with pytest.raises(AssertionError, match="waiting"):
-        conductor.run([visiting(conductor, log, i, ["a"]) for i in range(2)], serve_all(1, log))
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_passes_take_the_grad_mode_of_the_caller(grad: bool) -> None:
-    """PyTorch keeps the grad mode by thread; a pass sees its conductor's."""
-    with torch.set_grad_enabled(grad):
-        seen = Lockstep(CPU).run([torch.is_grad_enabled] * 2, lambda unit, resume: (resume(0), resume(1)))
-    assert seen == [grad, grad]
+        conductor.run([visiting(conductor, [], i, ["a"]) for i in range(2)], serve_all(1, []))
 
 
 @pytest.mark.parametrize("at", [None, "a", "b"])
-def test_interrupt_waits_for_the_pass_to_hand_over(at: str | None) -> None:
-    """Ctrl-C while a pass runs is raised at its next unit, and the next run is not met by what was left of it."""
-    conductor = Lockstep(CPU)
+def test_an_interrupt_in_a_pass_ends_the_run(at: str | None) -> None:
+    """Ctrl-C while a pass runs is raised there, and the next run is not met by what was left of it."""
+    conductor = Lockstep()
 
     def body(interrupts: bool) -> Callable[[], str]:
         def run() -> str:
             for unit in (None, "a", "b"):
                 if unit is not None:
-                    conductor.current.meet(unit)
+                    conductor.current.meet(UNITS[unit])
                 if interrupts and unit == at:
                     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                    time.sleep(0.01)  # goes on while the conductor is being interrupted
-            return "interrupted" if interrupts else "whole"
+            return "whole"
 
         return run
-
-    def serve(unit: Any, resume: Callable[[int], None]) -> None:
-        resume(0)
-        resume(1)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have it ignored
     try:
         for _ in range(5):
             with pytest.raises(KeyboardInterrupt):
-                conductor.run([body(False), body(True)], serve)
-            assert conductor.run([body(False)] * 2, serve) == ["whole", "whole"]
+                conductor.run([body(False), body(True)], serve_all(2, []))
+            assert conductor.run([body(False)] * 2, serve_all(2, [])) == ["whole", "whole"]
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device whose launching threads are pinned, on a machine of several cores."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("needs two cores")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    return torch.device("cuda")
-
-
-def cores() -> set[int]:
-    return os.sched_getaffinity(0)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_threads_are_on_one_core_only_while_they_run(a_gpu: torch.device, fails: bool) -> None:
-    """All on the conductor's; afterwards conductor and passes may use every core again, also after a failure."""
-    conductor, every, seen = Lockstep(a_gpu), cores(), []
-
-    def body() -> None:
-        seen.append(cores())
-        conductor.current.meet("a")
-        seen.append(cores())
-        if fails:
-            raise KeyError
-
-    for _ in range(2):
-        with pytest.raises(KeyError) if fails else nullcontext():
-            conductor.run([body] * 2, serve_all(2, []))
-        assert all(len(one) == 1 and one == seen[0] for one in seen[-3:])
-        assert cores() == every
-        assert [os.sched_getaffinity(one.thread.native_id) for one in conductor.passes] == [every] * 2
-
-
-def test_processes_that_the_compiler_starts_have_every_core(a_gpu: torch.device) -> None:
-    """Code that is compiled inside a pass: the compiler's processes stay, so they must not share the pass's one core;
-    the pass itself is back on it when the code runs. With the last model the compiler is as it was."""
-    every, started, changes = cores(), [], [Changes(), Changes()]
-    ask = "import os; print(sorted(os.sched_getaffinity(0)))"
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        started.append(subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout)
-        return graph.forward
-
-    def body() -> tuple[set[int], set[int]]:
-        before = cores()
-        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-        return before, cores()
-
-    for one in changes:
-        prepare_compiling(one)
-    changes[0].put_back()
-    ((before, after),) = Lockstep(a_gpu).run([body], serve_all(1, []))
-    assert started == [f"{sorted(every)}\n"] and before == after and len(before) == 1
-    changes[1].put_back()
-    assert free_cores not in callback_handler.start_callbacks and pin_again not in callback_handler.end_callbacks
+def test_without_greenlets_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """keyhole can be imported without them."""
+    monkeypatch.setitem(sys.modules, "greenlet", None)
+    with pytest.raises(UserError, match="pip install greenlet"):
+        Lockstep().run([lambda: 1], serve_all(1, []))

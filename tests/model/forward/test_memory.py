@@ -37,13 +37,13 @@ def module_of(name: str, blocks: int | None) -> torch.nn.Module:
 @in_every_run(lambda name, streamed: name in ("1.3B", "13B", "175B"))
 @pytest.mark.parametrize(("name", "blocks", "rows", "streamed", "peak_gib"), MEASURED)
 def test_planned_is_near_measured(name: str, blocks: int | None, rows: int, streamed: bool, peak_gib: float) -> None:
-    """Within 5 %, where 10 % are promised: no change of a formula may lose that unseen."""
+    """Within 6 %, where 10 % are promised: no change of a formula may lose that unseen."""
     layout = find_layout(module_of(name, blocks), UNIT_BYTES // 2 if streamed else None, cut_rows=False)
     kept = ("spine",) if name == "175B" else ("spine", "table")
     away = {u.index for u in layout.units if streamed and u.kind not in kept}
     room, work = Room(Wire(torch.bfloat16, None), 32 * MIB), Workload(tokens=2048 * rows)
     planned = device_bytes(layout, away, work, room)
-    assert planned.total / GIB == pytest.approx(peak_gib, rel=0.05)
+    assert planned.total / GIB == pytest.approx(peak_gib, rel=0.06)
     assert launched_as_graphs(layout, work.tokens) == (name == "1.3B")
 
 

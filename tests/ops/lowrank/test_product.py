@@ -25,20 +25,6 @@ def test_equals_the_dense_product(kernel_device: torch.device, choice: str, dtyp
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("choice", ["reference", "kernel"])
-def test_columns_of_a_wider_sketch(kernel_device: torch.device, choice: str) -> None:
-    """Layers that read one input have their p beside each other: each takes its own columns."""
-    draw = torch.Generator().manual_seed(0)
-    x, v = (torch.randn(shape, generator=draw).to(kernel_device) for shape in ((2 * 7, 40), (6, 40)))
-    b = torch.randn(2, 2, 30, generator=draw).to(kernel_device)
-    with force(choice):
-        p = narrow(x, v)
-        for first in (0, 2, 4):
-            y = widen(p[:, first : first + 2].unflatten(0, (2, 7)), b, None, torch.float32)
-            own = narrow(x, v[first : first + 2]).unflatten(0, (2, 7))
-            torch.testing.assert_close(y, widen(own, b, None, torch.float32), rtol=1e-5, atol=1e-4)
-
-
 def test_no_bias() -> None:
     p, b = torch.randn(1, 4, 2), torch.randn(1, 2, 6)
     torch.testing.assert_close(widen(p, b, None, torch.float32), p @ b)

@@ -25,15 +25,11 @@ from keyhole.methods.zo.arguments import Perturbation
 from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
-from keyhole.methods.zo.low_rank.parts import Vector, readers, vector_at, waiting
+from keyhole.methods.zo.low_rank.parts import Vector, vector_at
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.rate_search import rate_share
-from keyhole.model.forward.frozen_start import install_once
-from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_relu
-from keyhole.model.forward.pending import install_ends
-from keyhole.model.forward.sketches import Readers
+from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_once
 from keyhole.model.model import Model
-from keyhole.model.structure.find import relu_reader
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.model.weights.homes import view
 
@@ -50,9 +46,6 @@ class FactoredLayers:
         self.differ: set[int] = set()  # passes whose looks have different rows by now
         self.spines: torch.Tensor | None = None
         self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(parts.matrices)}
-        self.readers = readers(parts.matrices)
-        self.waiting = waiting(model.blocks, parts.matrices)
-        self.leaders: dict[int, int] = {}  # by the start of a group's v: the layer that is called first
         self.by_owner: dict[int, list[Vector]] = {}  # vectors of modules without a matrix, by module
         for vector in parts.vectors:
             if id(vector.owner) not in self.by_layer:
@@ -62,21 +55,16 @@ class FactoredLayers:
         model.low_rank = self
 
     def _install(self, model: Model) -> None:
-        """Makes the module's forward ask for the factors: in linear layers, in a ReLU whose output such a layer reads,
-        in blocks before the first trained weight, and in other modules with vectors of their own."""
+        """Makes the module's forward ask for the factors: in linear layers, in blocks before the first trained weight,
+        and in other modules with vectors of their own."""
         owners = self._find_owners(model)
         plain = not model.classifies and not model.head.transforms
         self.together = plain and not any(any(owner.children()) for owner in owners)
         install(model, [m.layer for m in self.factors.parts.matrices])
-        relus = [found for block in model.blocks if (found := relu_reader(block)) and id(found[1]) in self.by_layer]
-        for index in (self.by_layer[id(layer)] for _, layer in relus):
-            self.readers.setdefault(index, self.factors.parts.matrices[index].v)
-        install_relu(model, relus)
-        install_ends(model, model.blocks)
         self.trained_blocks = {id(b) for b in model.blocks if any(p.requires_grad for p in b.parameters())}
         if model.blocks and id(model.blocks[0]) not in self.trained_blocks:
             install_once(model, model.blocks)
-        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner], self)
+        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner])
 
     def _find_owners(self, model: Model) -> list[nn.Module]:
         """Modules other than layers with factors that have vectors of their own: in a block, or in the spine."""
@@ -197,17 +185,7 @@ class FactoredLayers:
             bias = own[None].expand(flat.shape[0], -1)
         earlier = factors.kept.rooms[index] if factors.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (factors.rank, matrix.outputs))
-        how = matrix.transposed, self._readers(index), index in self.waiting
-        return Added(factors.rows(factors.v, matrix.v), b_LrO, bias, earlier, *how)
-
-    def _readers(self, index: int) -> Readers | None:
-        """The layers that may read the input of this one, in the passes of a step."""
-        at = self.readers.get(index) if self.shares else None
-        if at is None:
-            return None
-        matrix, leads = self.factors.parts.matrices[index], self.leaders.setdefault(at.start, index) == index
-        column = (matrix.v.start - at.start) // matrix.inputs
-        return Readers(self.factors.v[at].view(-1, matrix.inputs), column, leads, self.running)
+        return Added(factors.rows(factors.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
 
     def see(self, layer: torch.nn.Module, x: torch.Tensor) -> None:
         if self.guide is not None and self.guide.inputs is not None:
@@ -221,20 +199,6 @@ class FactoredLayers:
             assert self.spines is not None  # a pass carries several looks in a step only
             for tensor in self.in_spine.get(id(module), {}).values():
                 tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
-
-    def shapes_of(self, module: torch.nn.Module) -> dict[str, torch.Size]:
-        inside = {vector.name: vector.tensor for vector in self.by_owner.get(id(module), ())}
-        own = inside | self.in_spine.get(id(module), {})
-        return {name: own[name].shape if name in own else p.shape for name, p in _parameters(module)}
-
-    def vectors_at_looks(self, module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-        share, start = self._in_step, self.model.layout.spine.start
-        assert self.spines is not None  # as there is a step
-        at = slice(share.first, share.first + share.count)
-        found = {v.name: self.factors.looks[at, v.at].to(self.model.dtype) for v in self.by_owner.get(id(module), ())}
-        for name, tensor in self.in_spine.get(id(module), {}).items():
-            found[name] = self.spines[at, tensor.start - start : tensor.stop - start]
-        return found if all(name in found for name, _ in _parameters(module)) else None
 
     # -- beside the model's weights --------------------------------------------------------------------------------
 
@@ -256,8 +220,3 @@ class FactoredLayers:
         twin = copy.copy(self)
         twin.factors = factors
         return twin
-
-
-def _parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The module's own parameters; an absent one, such as a bias, is None there."""
-    return [(name, p) for name, p in module._parameters.items() if p is not None]

@@ -10,8 +10,6 @@ of compute. Their elements have indices after those of the model's own elements,
     0 .. numel       numel' .. numel' + n        ..        + m           (each begins at a multiple of ALIGN)
     the model        factors: U of a step                  v of a period, its number as the step
 
-The v of layers that may read the same input are adjacent too, since the layers are: `readers` finds them.
-
 Norms and other tensors of the spine, the table and the head have no factors: they stay dense (methods/zo/update.py).
 
 Only a layer whose own forward is called can have factors. A matrix that other code uses (stacks of experts, the layers
@@ -20,7 +18,6 @@ of a state-space mixer) cannot, and as a "vector" in float32 it would be too lar
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 from torch import nn
@@ -29,13 +26,11 @@ from transformers.pytorch_utils import Conv1D
 from keyhole.errors import UserError
 from keyhole.methods.base import Skeleton
 from keyhole.model.model import Model
-from keyhole.model.structure.find import relu_pair, relu_reader
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.reach import reads_inside
 
 ALIGN = 8192  # a tile of noise
 MOST_VECTORS = 0.05  # maximum share of the blocks' elements in vectors
-MOST_COLUMNS = 32  # of v that layers with the same input have together
 LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes that compute x W^T + b (GPT-2's: x W + b), and nothing else
 
 
@@ -144,62 +139,6 @@ def find_parts(model: Model | Skeleton, rank: int) -> Parts:
     vectors = [Vector(tensors[i], *owners[i], at) for i, at in places.items()]
     start = -(-layout.numel // ALIGN) * ALIGN
     return Parts(rank, matrices, vectors, a_numel, end, v_end, start, start + -(-end // ALIGN) * ALIGN)
-
-
-def readers(matrices: list[Matrix]) -> dict[int, slice]:
-    """Index of a matrix -> the v of all layers that may read the same input: neighbours in one module, of one width.
-    Layers that do so come with an equal: k with v, the gate with the other half. Without equals (one matrix for q, k
-    and v, and the projection after it) they are not likely to, and are left out."""
-    found: dict[int, slice] = {}
-
-    def place(i: int) -> tuple[str, int]:
-        return matrices[i].tensor.name.rsplit(".", 2)[0], matrices[i].inputs
-
-    for _, group in groupby(range(len(matrices)), place):
-        members = list(group)
-        columns = sum(matrices[i].v.stop - matrices[i].v.start for i in members) // matrices[members[0]].inputs
-        if len({matrices[i].outputs for i in members}) < len(members) and columns <= MOST_COLUMNS:
-            found |= dict.fromkeys(members, slice(matrices[members[0]].v.start, matrices[members[-1]].v.stop))
-    return found
-
-
-def waiting(blocks: list[nn.Module], matrices: list[Matrix]) -> set[int]:
-    """Indices of the matrices whose output is likely to be read next by a kernel that can add their small part
-    (model/forward/pending.py). Their outputs go
-
-        to a ReLU               the layer before it, if the layer after it has factors
-        to the residual stream  the last linear layer of a module with as many outputs as the first layer of the block
-                                has inputs (out_proj, fc2; o_proj, down_proj; c_proj, dense, wo)
-
-    A wrong guess costs nothing but the time of the host. It depends on the model's structure alone, so that all runs
-    have the same bits. Not: experts (which see some of the rows, and whose outputs are weighed), and layers with a bias
-    that is not trained (which may be in a slot, and gone when it is needed)."""
-    index = {id(matrix.layer): i for i, matrix in enumerate(matrices)}
-    found: list[nn.Module] = []
-    for block in blocks:
-        pair, reader = relu_pair(block), relu_reader(block)
-        if pair and reader and id(reader[1]) in index:
-            found.append(pair[0])
-        linear = list(called_layers([block]))
-        fits = {id(layer) for layer in linear if _width(layer, 1) == _width(linear[0], 0)}
-        for part in _outside_of_lists(block):
-            found += [child for child in part.children() if id(child) in fits][-1:]
-    chosen = {index[id(layer)] for layer in found if id(layer) in index}
-    return {i for i in chosen if matrices[i].bias is not None or getattr(matrices[i].layer, "bias", None) is None}
-
-
-def _outside_of_lists(part: nn.Module) -> Iterator[nn.Module]:
-    """A module and all in it, but for lists of modules (of experts, say) and what is in them."""
-    if not isinstance(part, nn.ModuleList):
-        yield part
-        for child in part.children():
-            yield from _outside_of_lists(child)
-
-
-def _width(layer: nn.Module, side: int) -> int:
-    """Number of inputs (side 0) or outputs; the parameter of a packed unit is empty."""
-    own = ("nx", "nf") if isinstance(layer, Conv1D) else ("in_features", "out_features")
-    return getattr(layer, own[side])
 
 
 def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
