@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn import functional as F
 
 from keyhole import ops
 from keyhole.bench.measure import replayed_ms
 from keyhole.bench.rates import copy_rate
 from keyhole.ops.adam import host_adamw_
 from keyhole.ops.lowbit import Grid, lowbit_decode
-from keyhole.ops.lowrank.norm import Norm
 from keyhole.ops.noise.index import DISTRIBUTIONS
 from keyhole.ops.zo.element import ZOStep
 
@@ -132,12 +130,9 @@ def low_rank(place: Place) -> Iterator[Row]:
     p_LMr, a_pass = place.drawn(PASSES, rows, RANK, dtype=full), 2 * PASSES * rows * width
     added = [(place.drawn(PASSES, RANK, width, dtype=full), place.drawn(PASSES, width)) for _ in range(3)]
     inputs, v_kI = [place.drawn(PASSES * rows, width) for _ in range(4)], place.drawn(4 * RANK, width)
-    w_LD, b_LD, kind = place.drawn(PASSES, width), place.drawn(PASSES, width), Norm(centred=True)
     yield Row("low rank widen", lambda: [ops.widen(p_LMr, *each, torch.bfloat16) for each in added], 3 * a_pass)
     narrow, products = (lambda: [ops.narrow(x, v_kI) for x in inputs]), (lambda: [x @ v_kI.t() for x in inputs])
     yield Row("low rank narrow", narrow, 4 * a_pass, products)
-    norms = lambda: [ops.norm(x, w_LD, b_LD, 1e-5, kind) for x in inputs]  # noqa: E731
-    yield Row("low rank norm", norms, 8 * a_pass, lambda: [F.layer_norm(x, (width,), w_LD[0], b_LD[0]) for x in inputs])
     w, a_rO, v_rI = place.drawn(width, width), place.drawn(RANK, width, dtype=full), place.drawn(RANK, width)
     yield Row("low rank fold", lambda: ops.fold_(w, a_rO, v_rI, rounding="stochastic"), 2 * w.nbytes)
 
