@@ -27,7 +27,6 @@ from keyhole.methods.work import (
     unpacked_bytes,
 )
 from keyhole.methods.workload import Formulas, Room, Workload
-from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.memory import device_bytes, guide_work, kept_terms
 from keyhole.methods.zo.recorded_step import ROOM, SHARE, is_short
 from keyhole.methods.zo.traits import ZOConfig
