@@ -93,7 +93,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 FLUSHES = {name: getattr(os, name) for name in ("fsync", "fdatasync") if hasattr(os, name)}
-OF_THE_DISK = ("tests/disk/", "tests/checkpoint/journal/", "tests/training/test_full_disk.py")
+OF_THE_DISK = ("tests/disk/", "tests/checkpoint/test_journal.py", "tests/training/test_full_disk.py")
 
 
 @pytest.fixture(autouse=True, scope="session")

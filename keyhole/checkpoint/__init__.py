@@ -5,7 +5,8 @@
     writer.py     the only writer of checkpoint-N/: while training goes on, or while it waits
     snapshot.py   the weights of one step, written while later steps change them (copy on write)
     pages.py      memory that is saved: in pieces, checked to be finite, with checksums
-    journal/      a zeroth-order run as one record per step: format, writer, replay, and where to resume
+    journal.py    a zeroth-order run as one record per step; replay.py: from it to the weights
+    resume.py     where a run resumes: a checkpoint and the later records
 
 A checkpoint is an ordinary Hugging Face model directory with optimizer.safetensors, the method's tensors (if it has
 any), and keyhole_state.json. It is written under a temporary name, flushed, and renamed. keyhole/disk has durable

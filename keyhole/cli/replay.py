@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from keyhole.checkpoint.journal.asked import check_journal, check_out
+from keyhole.checkpoint.journal import check_journal, check_out
 from keyhole.config.loader import parse_settings
 from keyhole.machine.collector import imports
 
@@ -30,7 +30,7 @@ def replay(
     check_journal(Path(journal))
     check_out(Path(out))
     with imports():
-        from keyhole.checkpoint.journal.replay import replay as run
+        from keyhole.checkpoint.replay import replay as run
 
     done = run(base, Path(journal), Path(out), steps=steps, say=typer.echo, **where)
     where_to = f"{out}, and its adapters in {beside}: load both" if (beside := Path(out) / "adapter").is_dir() else out

@@ -10,6 +10,7 @@ which is not imported yet: these are hashed when the result is requested.
 """
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from keyhole.disk.weight_files import is_pickled
@@ -30,31 +31,17 @@ class BaseHash:
     """The hash of one model; the computation starts at once where possible."""
 
     def __init__(self, model: str) -> None:
-        self.model = model
-        self.found: str | None = None
-        self.error: Exception | None = None
-        self.stopped = threading.Event()
-        self.thread: threading.Thread | None = None
+        self.model, self.stopped = model, threading.Event()
+        self.early: Future[str] | None = None
         if Path(model).is_dir() and not is_pickled(Path(model)):
-            self.thread = threading.Thread(target=self._find, name="keyhole-hash", daemon=True)
-            self.thread.start()
-
-    def _find(self) -> None:
-        try:
-            self.found = content_hash(Path(self.model), self.stopped.is_set)
-        except (UserError, Stopped):
-            pass
-        except Exception as error:
-            self.error = error
+            self.early = ThreadPoolExecutor(1, "keyhole-hash").submit(content_hash, Path(model), self.stopped.is_set)
 
     def result(self) -> str | None:
         """Waits for the hash; None if the files have none."""
-        if self.thread is None:
-            return model_hash(self.model)
-        self.thread.join()
-        if self.error is not None:
-            raise self.error
-        return self.found
+        try:
+            return model_hash(self.model) if self.early is None else self.early.result()
+        except (UserError, Stopped):
+            return None
 
     def stop(self) -> None:
         """Cancels the computation: the threads end after the piece that they are reading."""

@@ -16,7 +16,7 @@ import transformers.models.auto.modeling_auto
 import transformers.models.auto.tokenization_auto  # noqa: F401
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.journal.replay import apply_records, keep_directions
+from keyhole.checkpoint.replay import apply_records, keep_directions
 from keyhole.checkpoint.state import State
 from keyhole.checkpoint.writer import Writer
 from keyhole.config import to_yaml
@@ -92,7 +92,7 @@ def run(request: Request, dry_run: bool) -> int:
         if model.sharded or config.load_best_model_at_end:
             same_directory(ranks, request.lock.path)
         if origin.tail:
-            apply_records(journaled(method), origin.tail, display.line)
+            apply_records(journaled(method), origin.tail)
         return Follower(
             root=request.directory.root,
             data=data,
@@ -149,7 +149,7 @@ def lead(
         for path in origin.choice.damaged:
             select.set_aside(path, "damaged")
     if origin.tail:
-        seconds = apply_records(journaled(method), origin.tail, say)
+        seconds = apply_records(journaled(method), origin.tail)
         say(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
     with rundir.writing_to(directory.root):
         metrics = MetricsFile(directory.metrics, first, say)
@@ -171,13 +171,10 @@ def lead(
                 journaled(method),
                 origin,
                 directory.journal,
+                about,
                 source=config.model if origin.choice.path is None else str(origin.choice.path),
                 wire=config.wire,
                 data=data,
-                config=about.config,
-                versions=about.versions,
-                run=about.run,
-                base=about.base if origin.choice.path is None else None,
                 sync_every=config.journal_sync,
                 say=say,
             )

@@ -1,4 +1,4 @@
-"""Writes the journal of a zeroth-order run (checkpoint/journal/format.py) during training.
+"""Writes the journal of a zeroth-order run (checkpoint/journal.py) during training.
 
 A record needs the projected gradients, which are on the device until the step is done. The recorder reads them one step
 late anyway (metrics.py) and passes them on, so the journal adds no synchronisation. If the process is killed, at most
@@ -9,11 +9,10 @@ failed flush is reported and does not count as flushed. In both cases training c
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.resume_point import Origin, continued
-from keyhole.checkpoint.journal.writer import Writer
+from keyhole.checkpoint.journal import Header, Record, Writer
+from keyhole.checkpoint.resume import Origin, continued
+from keyhole.checkpoint.state import State
 from keyhole.data.run import Data
 from keyhole.methods.base import Method
 from keyhole.methods.zo.method import ZO
@@ -37,24 +36,22 @@ class Journaling(Observer):
         epoch, row = reading.position
         decay, device = self.method.settings.weight_decay, self.method.model.device.type
         seed, split = self.method.noise["seed"], 1 + self.method.settings.count
-        update, memory = tuple(reading.update[:split]), tuple(reading.update[split:])[: self.writer.memory]
-        memory += (0.0,) * (self.writer.memory - len(memory))  # the rate search is over: nothing more to remember
+        update, memory = tuple(reading.update[:split]), tuple(reading.update[split:])[: self.writer.header.memory]
+        memory += (0.0,) * (self.writer.header.memory - len(memory))  # the rate search is over: nothing to remember
+        fault: OSError | None = None
         try:
-            self.writer.append(journal.Record(reading.step, seed, epoch, row, decay, device, update, memory))
+            self.writer.append(Record(reading.step, seed, epoch, row, decay, device, update, memory))
         except OSError as error:
-            if not self.failing:
-                self.say(
-                    f"warning: the journal cannot be written: {error}; records are kept in memory and tried "
-                    "again every step"
-                )
-            self.failing = True
-            return
-        if self.failing:
+            fault = error
+        if fault is not None and not self.failing:
+            kept = "records are kept in memory and tried again every step"
+            self.say(f"warning: the journal cannot be written: {fault}; {kept}")
+        elif fault is None and self.failing:
             self.say(f"the journal is whole again, up to step {reading.step}")
-        self.failing = False
-        self._say_flushes()
+        self.failing = fault is not None
+        self.say_flushes()
 
-    def _say_flushes(self) -> None:
+    def say_flushes(self) -> None:
         """Prints a line when the writer's thread has failed to flush, or has recovered."""
         fault, synced = self.writer.fault, self.writer.synced
         if fault is not None and not self.flush_failing:
@@ -103,24 +100,20 @@ def open_journal(
     method: ZO,
     origin: Origin,
     path: Path,
+    about: State,
     *,
     source: str,
     wire: str | None,
     data: Data,
-    config: dict[str, Any],
-    versions: dict[str, Any],
-    run: str | None,
-    base: str | None,
     sync_every: int,
     say: Callable[[str], None],
 ) -> Journaling:
     """The journal of this run, new or continued, opened after the weights are loaded and the directory is created.
 
-    source: what the weights were loaded from; config: the settings that a resume or replay needs; run: the run's id;
-    base: the content hash of the original weights, if known."""
+    about: what checkpoints say of the run; source: what the weights were loaded from."""
     model = method.model
-    header = journal.Header(
-        base=base or "",
+    header = Header(
+        base=about.base or "" if origin.choice.path is None else "",
         first=0,
         source=source,
         seed=method.noise["seed"],
@@ -133,9 +126,9 @@ def open_journal(
         frozen=[t.name for t in model.layout.tensors if not t.param.requires_grad],
         end_token_ids=list(data.end_token_ids),
         loader=data.train.state_dict(),
-        config=config,
-        versions=versions,
-        run=run,
+        config=about.config,
+        versions=about.versions,
+        run=about.run,
         memory=method.memory.numel(),
     )
     return Journaling(continued(origin, source, path, header, sync_every), method, say)

@@ -18,7 +18,7 @@ import torch
 
 from keyhole.assets import MODEL, locate
 from keyhole.checkpoint import select
-from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.checkpoint.resume import Origin
 from keyhole.checkpoint.writer import method_state
 from keyhole.config import TrainConfig
 from keyhole.config.fields import around, own_settings

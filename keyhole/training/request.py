@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.checkpoint.resume import Origin
 from keyhole.config import TrainConfig
 from keyhole.data.settings import DataSettings
 from keyhole.ranks import Ranks

@@ -10,14 +10,12 @@ training data are compared by their tokens when they are read (data/loader.py), 
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
-from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.checkpoint.resume import Origin
 from keyhole.checkpoint.state import STATE, State
 from keyhole.config import TrainConfig, to_dict
-from keyhole.config.fields import sections, settings
-from keyhole.data.settings import AUTO, BEFORE
+from keyhole.config.fields import sections
+from keyhole.disk.json_text import Json
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
@@ -32,17 +30,17 @@ SAFE = {
     "device", "placement", "gpu_memory", "background_save", "journal_sync", "rank_timeout", "push_to_hub",
     "hub_model_id", "hub_private_repo",
 }  # fmt: skip
-KEPT = {"pad_to_multiple_of", "stratify"}  # auto: what the run began with
+DATA = ("train_data", "task_data")  # their content is checked when they are read
 SAFE |= {f"{row.section}.{key}" for row in METHODS.values() for key in row.may_change}
 
 
-def flat_config(config: TrainConfig) -> dict[str, Any]:
+def flat_config(config: TrainConfig) -> Json:
     """Dotted key -> plain value, for the top level and the section of the method."""
     values = to_dict(config)
     own = METHODS[config.method].section
     flat = {key: value for key, value in values.items() if key not in sections()}
     flat |= {f"{own}.{key}": value for key, value in values[own].items()}
-    plain: dict[str, Any] = json.loads(json.dumps(flat))
+    plain: Json = json.loads(json.dumps(flat))
     return plain
 
 
@@ -53,18 +51,11 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
     next_step = (state.step if done is None else done) + 1
     lines, refused = [], []
     now = flat_config(config)
-    # the behaviour before the key existed; without weight decay it makes no difference
-    former: dict[str, Any]
-    former = {"weight_decay_on": "all"} if state.config.get("weight_decay") or now["weight_decay"] else {}
-    former |= {"pad_to_multiple_of": BEFORE, "stratify": False}
-    for key in sorted(now.keys() | state.config.keys()):
-        if key == "expert_units" and key not in state.config:  # a run from before the key: take the config's value
+    for key in sorted(now) if state.config.get("method") == config.method else ["method"]:
+        before, after = state.config.get(key), now[key]
+        if before == after:
             continue
-        default = settings()[key].default if key in settings() else None
-        before, after = state.config.get(key, former.get(key, default)), now.get(key, default)
-        if before == after or (key in KEPT and after == AUTO):
-            continue
-        if key in MOVABLE and MOVABLE[key](before, after, base):
+        if key in DATA or (key == "model" and _same_model(after, base)):
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, of the same content")
         elif key in SAFE:
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, from step {next_step} on")
@@ -77,12 +68,8 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
     return lines
 
 
-def _same_model(before: str, after: str, base: str | None) -> bool:
-    """base: None for runs before version 0.2, which are compared with the model at their old path."""
-    try:
-        return content_hash(find_directory(after)) == (base or content_hash(Path(before)))
-    except UserError:
-        return False
+def _same_model(model: str, base: str | None) -> bool:
+    return base is not None and _unreadable(model) is None and content_hash(find_directory(model)) == base
 
 
 def _unreadable(model: str) -> str | None:
@@ -94,11 +81,7 @@ def _unreadable(model: str) -> str | None:
     return None
 
 
-# The content of the training data is checked when they are read.
-MOVABLE = {"model": _same_model} | dict.fromkeys(("train_data", "task_data"), lambda before, after, base: True)
-
-
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value as written in a config: null, true."""
     return value if isinstance(value, str) else json.dumps(value)
 

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.resume_point import Place
+from keyhole.checkpoint import journal
+from keyhole.checkpoint.resume import Place
 from keyhole.checkpoint.select import checkpoints, finish_deletion, numbered
 from keyhole.checkpoint.state import STATE
 from keyhole.disk import files

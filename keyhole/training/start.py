@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from keyhole.checkpoint.journal.resume_point import Origin, check_base, check_original, find_origin
+from keyhole.checkpoint.resume import Origin, check_original, find_origin
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.config.fields import own_settings
@@ -58,8 +58,10 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             origin = parts.ranks.from_leader(
                 lambda: find_origin(resume, directory.place(), METHODS[config.method].journaled)
             )
+            if leads:
+                check_original(origin, config.model, own_settings(config).light)
             notes = resume_lines(resume, origin, config) if leads else []
-            check_origin(config, origin, leads)
+            check_origin(config, origin)
             settings = data_settings(config, None if origin.state is None else origin.loader)
             check_sources(settings)
             name = prepare_push(config, dry_run) if leads and config.push_to_hub else None
@@ -94,21 +96,16 @@ def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
         )
 
 
-def check_origin(config: TrainConfig, origin: Origin, leads: bool) -> None:
+def check_origin(config: TrainConfig, origin: Origin) -> None:
     """Checks that the files that the weights come from are there, and are the run's."""
     row, path = METHODS[config.method], origin.choice.path
     own = own_settings(config)
-    if origin.tail and path is None and leads:
-        assert origin.journal is not None  # its records are the tail
-        check_base(origin.journal, config.model)
     if path is not None and not path.is_dir():
         raise UserError(
             f"output_dir: {path}, from which the leader goes on, is not on this machine: copy it here, "
             "or use a file system that all machines see"
         )
     check_directory(config.model)
-    if path is not None and own.light and leads:
-        check_original(origin, config.model)
     if (path is None or row.from_original(own)) and Path(config.model).is_dir():
         weight_files(Path(config.model))
 

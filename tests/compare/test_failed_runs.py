@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from keyhole.compare import execute
-from keyhole.compare import kept as kept_module
+from keyhole.compare import execute, zero_shot
 from keyhole.compare.execute import FAILED, compare
 from keyhole.compare.file import read_comparison
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import LOWER, MORE_ROOM
-from keyhole.training import loop
+from keyhole.training import loop, model_and_method
 from tests.compare.comparisons import TEXT, cell, run, write
 from tests.matrix import in_every_run
 
@@ -55,11 +54,12 @@ def test_a_model_is_scored_untrained_in_the_format_of_all_its_runs(
     """It may fit host memory in no other; if one run keeps the weights as they are, the model is scored as it is."""
     asked = []
 
-    def load(self: Any, source: str, **how: Any) -> Any:
+    def load(source: str, **how: Any) -> Any:
         asked.append((how["workload"].method, how["wire"]))
         raise UserError("enough")
 
-    monkeypatch.setattr(kept_module.Kept, "load", load)
+    for module in (model_and_method, zero_shot):
+        monkeypatch.setattr(module, "load", load)
     methods = f"{{a: {{method: lora, wire: int4}}, b: {{{wire}method: lora, lora.r: 4}}}}"
     text = TEXT[: TEXT.index("methods:")] + f"methods: {methods}\nseeds: [0]\n" + TEXT[TEXT.index("common:") :]
     assert run(write(tmp_path / "a.yaml", text), tmp_path / "out") == FAILED

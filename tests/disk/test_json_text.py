@@ -21,7 +21,7 @@ from tests.compare.comparisons import write
 ROOT = Path(__file__).parents[2] / "keyhole"
 # json.dumps elsewhere: hashes, headers without fractions, messages between our own processes, texts of prompts
 NOT_FOR_OTHERS = {
-    "checkpoint/journal/format.py", "checkpoint/state.py", "compare/kept.py", "compare/plan.py", "compare/zero_shot.py",
+    "checkpoint/journal.py", "checkpoint/state.py", "compare/kept.py", "compare/plan.py", "compare/zero_shot.py",
     "bench/process.py", "config/words.py", "data/cache.py", "data/readers.py", "data/row_template.py",
     "data/sandbox.py",
     "data/tasks/cache.py", "data/tasks/question.py", "data/tasks/spec.py", "data/turns.py", "demo/peak_memory.py",

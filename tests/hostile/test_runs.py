@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.checkpoint import state
-from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint import journal, state
 from tests.hostile.conftest import MANY, Place
 from tests.hostile.values import odd, places_of, with_value
 
@@ -57,7 +56,7 @@ def header_and_rest(path: Path) -> tuple[dict[str, Any], bytes]:
 def packed(header: dict[str, Any]) -> bytes:
     """A header with a right checksum, whatever it says."""
     text = json.dumps(header).encode()
-    front = journal.FRONT.pack(journal.MAGIC, journal.VERSIONS[0], len(text)) + text
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text)) + text
     return front + journal.CRC.pack(zlib.crc32(front))
 
 
@@ -87,7 +86,7 @@ def test_a_journal_of_numbers_that_are_not_finite_writes_no_model(ended: Callabl
     path = place.out / "run" / "journal"
     found = journal.read(path)
     first = found.records[0]
-    body = journal.layout(1).pack(1, first.seed, first.epoch, first.row, 0.0, 0, 1.0, number)
+    body = found.header.record.pack(1, first.seed, first.epoch, first.row, 0.0, 0, 1.0, number)
     body += journal.CRC.pack(zlib.crc32(body, found.seed_crc))
     path.write_bytes(path.read_bytes()[: found.begin] + body)
     assert place.run("replay", str(place.model), str(path), str(place.out / "again"), "device=cpu").code == 2

@@ -17,7 +17,7 @@ ENDLESS |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
 
 def resumed(make: Make, launch: Launch, tmp_path: Path) -> None:
     """Goes on for two steps on two ranks after whatever happened, and compares with a run that was left alone."""
-    from keyhole.checkpoint.journal.format import read
+    from keyhole.checkpoint.journal import read
     from keyhole.training.start import train as train_alone
 
     config = make("out", **ENDLESS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.checkpoint.journal.format import read
+from keyhole.checkpoint.journal import read
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.methods import METHODS

@@ -1,6 +1,5 @@
 """What tests read from a finished run, and the runs that are stopped and resumed."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from keyhole.checkpoint.state import dump
 from keyhole.config import TrainConfig
 from keyhole.methods.baselines.traits import SGDConfig
 from keyhole.methods.lora.traits import LoRAConfig
@@ -93,11 +91,3 @@ def losses(config: TrainConfig) -> list[float]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def forget_setting(config: TrainConfig, step: int, setting: str, loader_key: str) -> None:
-    """Makes a checkpoint one from before a setting of the data existed."""
-    file = Path(config.output_dir) / f"checkpoint-{step}" / "keyhole_state.json"
-    state = json.loads(file.read_text())
-    del state["crc32"], state["config"][setting], state["loader"][loader_key]
-    file.write_text(dump(state))

@@ -52,7 +52,7 @@ def test_chat_sends_the_layout_that_training_wrote(make: Make, without_template:
     sent = model.tokenizer.decode(conversation._ids("Hi")[0])
     assert sent == "### Instruction:\nHi\n\n### Response:\n" and trained.startswith(sent + "Hello")
     replayed = Path(config.output_dir).parent / "replayed"
-    from keyhole.checkpoint.journal.replay import replay
+    from keyhole.checkpoint.replay import replay
 
     replay(without_template, Path(config.output_dir), replayed, device="cpu", say=lambda line: None)
     assert load_tokenizer(str(replayed)).chat_template == model.tokenizer.chat_template

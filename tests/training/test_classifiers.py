@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import keyhole
-from keyhole.checkpoint.journal.replay import replay
+from keyhole.checkpoint.replay import replay
 from keyhole.config import TrainConfig, resolve
 from keyhole.errors import UserError
 from keyhole.eval.evaluate import evaluate

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.checkpoint import select
-from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint import journal, select
 from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
 from keyhole.training import build, evaluation
@@ -23,7 +22,7 @@ from tests.training.runs import VARIANTS, Make, losses, metrics, same, weights
 # Each differs from a variant that every run has in one setting, and shares the code that saves and resumes
 ALIKE = ("adamw-bf16", "adamw-packed", "zo-streamed-bf16", "zo-streamed-fp8", "zo-wire-fp32")
 ALIKE += ("zo-low-rank-int4", "zo-low-rank-kept")  # test_zo_runs.py resumes kept factors
-ALIKE += ("zo",)  # test_tasks.py stops a resident run; two directions: checkpoint/journal/test_replay.py
+ALIKE += ("zo",)  # test_tasks.py stops a resident run; two directions: checkpoint/test_replay.py
 
 
 @in_every_run(lambda variant: variant not in ALIKE)
@@ -278,7 +277,7 @@ def test_files_of_a_run_that_are_damaged_are_said(make: Make, capsys: pytest.Cap
     train(config)
     root, longer = Path(config.output_dir), make("resumed", **constant | {"max_steps": 4})
     journal_bytes, lines = (root / "run" / "journal").stat().st_size, (root / "run" / "metrics.jsonl").read_text()
-    record = journal.layout(1).size + journal.CRC.size
+    record = journal.read(root / "run" / "journal").header.record.size + journal.CRC.size
     harms: dict[str, Callable[[Path], Any]] = {
         "": lambda run: None,
         "2 of the steps up to 3 have no line": lambda run: (run / "metrics.jsonl").write_text(lines[: len(lines) // 2]),

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal import writer
+from keyhole.checkpoint import journal
 from keyhole.errors import UserError
 from keyhole.model.model import Model
 from keyhole.training import display, room, saving, trackers
@@ -121,7 +120,7 @@ def full_from_3_to_77() -> None:
 
 
 def full_and_nothing_reserved() -> None:
-    writer.AHEAD_BYTES = run_metrics.AHEAD_BYTES = 0
+    journal.AHEAD_BYTES = run_metrics.AHEAD_BYTES = 0
     full_from_3_to_77()
 
 

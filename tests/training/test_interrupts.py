@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint import journal
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.training import loop as trainer

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole.checkpoint import select
-from keyhole.checkpoint.journal.writer import Writer
+from keyhole.checkpoint.journal import Writer
 from keyhole.config import load_config
 from keyhole.errors import UserError
 from keyhole.loading import source

@@ -11,7 +11,7 @@ from keyhole.data.padding import Padding
 from keyhole.errors import UserError
 from keyhole.training.loop import Run
 from keyhole.training.start import train
-from tests.training.runs import Make, forget_setting, metrics, same, weights
+from tests.training.runs import Make, metrics, same, weights
 
 
 @pytest.fixture
@@ -45,21 +45,6 @@ def test_auto_is_kept_and_resume_is_exact(
     assert train(stopped, resume="") == 0
     assert same(weights(through.output_dir), weights(stopped.output_dir)) and metrics(through) == metrics(stopped)
     assert len(set(paddings)) == 1 and paddings[0][0].multiple == 16 and paddings[0][0].most is not None
-
-
-def test_a_checkpoint_of_before_the_setting_goes_on_by_eight(
-    make: Make, ragged: str, stop_after: Callable, paddings: list[Padding]
-) -> None:
-    """A checkpoint without the setting is gone on from, to the bit, with the multiples of 8 that it was made with."""
-    how = {"train_data": ragged, "eval_data": ragged, "eval_steps": 2}
-    old, stopped = make("old", **how, pad_to_multiple_of=8), make("stopped", **how, pad_to_multiple_of=8)
-    assert train(old) == 0
-    stop_after(3)
-    assert train(stopped) == 130
-    forget_setting(stopped, 3, "pad_to_multiple_of", "padding")
-    assert train(replace(stopped, pad_to_multiple_of="auto"), resume="") == 0
-    assert same(weights(old.output_dir), weights(stopped.output_dir)) and metrics(old) == metrics(stopped)
-    assert set(paddings) == {(Padding(8), Padding(8))}
 
 
 def test_another_number_within_a_run_is_refused(make: Make) -> None:

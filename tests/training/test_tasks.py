@@ -1,7 +1,6 @@
 """A run on tasks by name: it trains, evaluates on dev, and goes on exactly after a stop."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from keyhole.errors import UserError
 from keyhole.training.start import train
 from tests.matrix import in_every_run
-from tests.training.runs import Make, forget_setting, metrics, same, weights
+from tests.training.runs import Make, metrics, same, weights
 
 
 @pytest.fixture
@@ -49,21 +48,6 @@ def test_a_streamed_run_is_the_resident_one(make: Make, tasks: dict) -> None:
     runs = [make(placement, placement=placement, **given) for placement in ("resident", "stream")]
     assert [train(run) for run in runs] == [0, 0]
     assert metrics(runs[0]) == metrics(runs[1])
-
-
-def test_a_checkpoint_of_before_stratified_batches_goes_on_in_its_order(
-    make: Make, tasks: dict, stop_after: Any
-) -> None:
-    """A checkpoint without the setting is continued to the bit, in the order that it was made with."""
-    old, stopped = (make(name, stratify=False, **tasks) for name in ("old", "stopped"))
-    assert train(old) == 0
-    stop_after(3)
-    assert train(stopped) == 130
-    forget_setting(stopped, 3, "stratify", "stratified")
-    assert train(replace(stopped, stratify="auto"), resume="") == 0
-    assert same(weights(old.output_dir), weights(stopped.output_dir)) and metrics(old) == metrics(stopped)
-    with pytest.raises(UserError, match="stratify: the run has false, the config now says true"):
-        train(replace(old, stratify=True), resume="")
 
 
 def test_the_start_tells_of_the_draw(make: Make, tasks: dict, capsys: pytest.CaptureFixture) -> None:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import keyhole
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.replay import replay
+from keyhole.checkpoint import journal
+from keyhole.checkpoint.replay import replay
 from keyhole.errors import UserError
 from keyhole.loading import model as loading
 from keyhole.methods.zo import rate_search
@@ -68,7 +68,7 @@ def test_a_journal_is_the_run(make: Make, tmp_path: Path, case: str) -> None:
         for path in (killed / "model.safetensors", *killed.glob("checkpoint-*")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         found = journal.read(killed / "run" / "journal")
-        size = journal.layout(found.header.directions, found.header.memory).size + journal.CRC.size
+        size = found.header.record.size + journal.CRC.size
         with open(killed / "run" / "journal", "r+b") as file:
             file.truncate(found.begin + kept * size)
         again = replace(through, output_dir=str(killed))

@@ -6,8 +6,7 @@ import torch
 
 import keyhole
 from keyhole.bench.zo.textbook import Textbook, take_weights
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.writer import Writer
+from keyhole.checkpoint import journal
 from keyhole.training.metrics import QueuedStep, Recorder
 from keyhole.training.observer import Reading
 
@@ -23,7 +22,7 @@ class Loop:
         self.step_count = 0
         self.seconds: list[float] = []
         header = journal.Header("", 0, "", 0, 1, "gaussian", "stochastic", 1e-3, "", None, [], [], {}, {}, {})
-        self.journal = Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
+        self.journal = journal.Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
         device = model.device
         self.recorder = Recorder(device, self._note, print, lambda: None)
 

@@ -39,9 +39,8 @@ from keyhole.bench.shapes import POSITIONS, QUICK_SHRINK, opt_config
 from keyhole.bench.snapshots.disk import disk_rate
 from keyhole.bench.snapshots.loops import LR, Loop, TextbookLoop
 from keyhole.bench.snapshots.report import TEXTBOOK, SnapshotReport, one_line
-from keyhole.checkpoint import select
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.replay import apply_records
+from keyhole.checkpoint import journal, select
+from keyhole.checkpoint.replay import apply_records
 from keyhole.checkpoint.state import State, verify
 from keyhole.checkpoint.writer import Writer
 from keyhole.machine.probe import environment
@@ -177,7 +176,7 @@ def time_replay(loop: Loop, steps: int) -> float:
         for i in range(1, steps + 1)
     ]
     loop.method.flush()
-    return apply_records(loop.method, records, print)
+    return apply_records(loop.method, records)
 
 
 def bench_snapshots(

@@ -8,19 +8,16 @@ was given by its path is resumed as it is: later records are cut off.
 
 One directory has one history. A run has an id, which is in its directory, its checkpoints and its journal. Resuming is
 refused if these ids differ, or if a checkpoint from another directory would be resumed in a directory that has a run of
-its own. Resuming another run's checkpoint in a new directory starts a new run with its own id. Files from before
-version 0.2 have no id; a missing id is compared like any other id.
+its own. Resuming another run's checkpoint in a new directory starts a new run with its own id.
 """
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from keyhole.checkpoint import select
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.format import Journal, Record
-from keyhole.checkpoint.journal.writer import Writer
-from keyhole.checkpoint.state import State
+from keyhole.checkpoint import journal, select
+from keyhole.checkpoint.journal import Journal, Record, Writer
+from keyhole.checkpoint.state import MOST_STEPS, State
+from keyhole.disk.json_text import Json
 from keyhole.disk.weights_hash import content_hash, stored_weights
 from keyhole.errors import UserError
 from keyhole.model.structure.source import find_directory
@@ -54,7 +51,7 @@ class Origin:
         if self.choice.state is not None or not self.tail or self.journal is None:
             return self.choice.state
         h = self.journal.header
-        return State(h.first, h.loader, {}, h.config, h.versions, {}, run=h.run)
+        return State(h.first, h.loader, config=h.config, versions=h.versions, run=h.run)
 
     @property
     def step(self) -> int:
@@ -62,7 +59,7 @@ class Origin:
         return self.tail[-1].step if self.tail else self.state.step if self.state else 0
 
     @property
-    def loader(self) -> dict[str, Any]:
+    def loader(self) -> Json:
         """The position in the data after `step`."""
         at = {"epoch": self.tail[-1].epoch, "offset": self.tail[-1].row} if self.tail else {}
         return at if self.state is None else self.state.loader | at
@@ -81,11 +78,8 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
     if resume is None:
         return Origin()
     found, notes = _read(place.journal) if journaled else (None, [])
-    if resume in select.LAST:
-        choice = select.newest(place.root)
-        if choice.path is None and (found is None or found.header.first > 0 or not found.records):
-            choice = select.choose(resume, place.root)
-    else:
+    choice = select.newest(place.root) if resume in select.LAST else select.Choice()
+    if choice.path is None and (resume not in select.LAST or found is None or found.header.first or not found.records):
         choice = select.choose(resume, place.root)
     elsewhere = choice.path is not None and choice.path.resolve().parent != place.root.resolve()
     if elsewhere:
@@ -106,7 +100,13 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
         )
     origin = Origin(choice, found, tail, notes, elsewhere)
     if origin.state is not None:
-        _check_position(origin.loader)
+        epoch, row, rows = (origin.loader.get(key, -1) for key in ("epoch", "offset", "rows"))
+        whole = all(type(number) is int for number in (epoch, row, rows)) and "fingerprint" in origin.loader
+        if not whole or not (0 <= epoch <= MOST_STEPS and 0 <= row < max(1, rows)):
+            raise UserError(
+                f"--resume: the position in the data cannot be true (epoch {epoch}, row {row} of {rows}); the "
+                "checkpoint or journal was edited: go on from another one"
+            )
     return origin
 
 
@@ -154,37 +154,20 @@ def _check_ids(choice: select.Choice, found: Journal | None, place: Place) -> No
             )
 
 
-def _check_position(loader: dict[str, Any]) -> None:
-    """Checks that the position in the data is valid."""
-    epoch, row, rows = (loader.get(key) for key in ("epoch", "offset", "rows"))
-    if (
-        type(epoch) is not int
-        or type(row) is not int
-        or type(rows) is not int
-        or not (0 <= epoch <= journal.MOST_STEPS and 0 <= row < max(1, rows))
-        or "fingerprint" not in loader
-    ):
+def check_original(origin: Origin, model: str, light: bool) -> None:
+    """Checks that the model has the original weights, where they are needed: by a journal without a checkpoint, and by
+    a light checkpoint."""
+    if origin.choice.path is not None:
+        needed, what = origin.base if light else None, f"{origin.choice.path} holds what a run has learned beside the"
+        what += " weights that it began with"
+    elif origin.tail and origin.journal is not None:
+        needed = origin.journal.header.base
+        what = f"the journal of this run starts from the weights of {origin.journal.header.source}"
+    else:
+        return
+    if needed is not None and content_hash(find_directory(model)) != needed:
         raise UserError(
-            f"--resume: the position in the data cannot be true (epoch {epoch}, row {row} of {rows}); the "
-            "checkpoint or journal was edited: go on from another one"
-        )
-
-
-def check_base(found: Journal, model: str) -> None:
-    """Checks that the model has the weights that a journal without a checkpoint starts from."""
-    if content_hash(find_directory(model)) != found.header.base:
-        raise UserError(
-            f"--resume: the journal of this run starts from the weights of {found.header.source}, and "
-            f"model={model} holds others; restore them, or start a new run in another output_dir"
-        )
-
-
-def check_original(origin: Origin, model: str) -> None:
-    """Checks that the model has the original weights that a light checkpoint needs."""
-    if origin.base is not None and content_hash(find_directory(model)) != origin.base:
-        raise UserError(
-            f"--resume: {origin.choice.path} holds what a run has learned beside the weights that it began with, and "
-            f"model={model} holds others; restore them, or start a new run in another output_dir"
+            f"--resume: {what}, and model={model} holds others; restore them, or start a new run in another output_dir"
         )
 
 
@@ -198,7 +181,7 @@ def continued(origin: Origin, source: str, path: Path, header: journal.Header, s
     fits = found is not None and found.header.run == header.run and found.header.first <= step <= found.last
     if found is None or not fits:
         if path.exists():
-            journal.rename_old(path)
+            select.set_aside(path, "old")
         state = origin.choice.state
         light = None if state is None or not state.method.get("light") else journal.LIGHT + state.tensors
         base = header.base or light or content_hash(find_directory(source))

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.format import BadJournal, Header, Record, create, read
-from keyhole.checkpoint.journal.writer import Writer
+from keyhole.checkpoint import journal
+from keyhole.checkpoint.journal import BadJournal, Header, Record, Writer, create, read
+from keyhole.training.journaling import Journaling
 
 HEADER = Header(
     base="ab" * 32, first=0, source="tiny", seed=7, directions=2, distribution="gaussian", rounding="stochastic",
@@ -46,8 +46,8 @@ def test_records_come_back_to_the_bit(tmp_path: Path, sync_every: int) -> None:
     assert (tmp_path / "journal").stat().st_size == len(journal.pack_header(HEADER)) + 5 * 60
 
 
-def test_memory_comes_back_in_version_2(tmp_path: Path) -> None:
-    """What an estimator remembers is part of a record; without it a file is what it was before there was any."""
+def test_memory_comes_back(tmp_path: Path) -> None:
+    """What an estimator remembers is part of a record."""
     path, header = tmp_path / "journal", replace(HEADER, memory=3)
     records = [replace(record(step), memory=(1.5 * step, 0.0, -2.0)) for step in (1, 2)]
     writer = Writer(path, create(path, header), 0)
@@ -56,8 +56,6 @@ def test_memory_comes_back_in_version_2(tmp_path: Path) -> None:
     writer.close()
     found = read(path)
     assert found.header == header and found.records == records and found.fault is None
-    versions = [journal.FRONT.unpack(journal.pack_header(h)[: journal.FRONT.size])[1] for h in (HEADER, header)]
-    assert versions == [1, 2] and b"memory" not in journal.pack_header(HEADER)
 
 
 def test_a_torn_tail_is_detected_at_every_length_and_cut(tmp_path: Path) -> None:
@@ -140,22 +138,8 @@ def test_a_full_disk_leaves_no_half_record_and_loses_none(tmp_path: Path, monkey
 def packed(header: dict, length: int | None = None) -> bytes:
     """A header as a file has it, with a right checksum, whatever it says."""
     text = json.dumps(header).encode()
-    front = journal.FRONT.pack(journal.MAGIC, journal.VERSIONS[0], len(text) if length is None else length) + text
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text) if length is None else length) + text
     return front + journal.CRC.pack(zlib.crc32(front))
-
-
-def test_journals_before_runs_had_ids_go_on(tmp_path: Path) -> None:
-    """Their header has a field less; its own bytes count, so records are read and appended where they were."""
-    path, old = tmp_path / "journal", {name: value for name, value in asdict(HEADER).items() if name != "run"}
-    front = packed(old)
-    seed_crc = journal.CRC.unpack(front[-4:])[0]
-    path.write_bytes(front + b"".join(journal.pack_record(record(step), seed_crc) for step in (1, 2)))
-    found = read(path)
-    assert found.header.run is None and found.last == 2 and found.fault is None
-    writer = Writer(path, found, 2)
-    writer.append(record(3))
-    writer.close()
-    assert read(path).records == [record(1), record(2), record(3)]
 
 
 UNTRUE = {
@@ -191,7 +175,7 @@ def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path) -> None:
             read(path)
     (tmp_path / "deep").write_bytes(b"")
     text = b"[" * 10**5
-    front = journal.FRONT.pack(journal.MAGIC, journal.VERSIONS[0], len(text)) + text
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text)) + text
     (tmp_path / "deep").write_bytes(front + journal.CRC.pack(zlib.crc32(front)))
     with pytest.raises(BadJournal, match="cannot be true"):
         read(tmp_path / "deep")
@@ -212,7 +196,7 @@ def test_numbers_that_no_step_has_end_a_journal(tmp_path: Path, numbers: dict) -
     write(path, 1)
     bad = record(2)
     values = {"coef": bad.coef, "weight_decay": bad.weight_decay, "device": 0} | numbers
-    body = journal.layout(2).pack(2, 7, 0, 2, values["weight_decay"], values["device"], *values["coef"])
+    body = HEADER.record.pack(2, 7, 0, 2, values["weight_decay"], values["device"], *values["coef"])
     body += journal.CRC.pack(zlib.crc32(body, read(path).seed_crc))
     path.write_bytes(path.read_bytes() + body)
     assert read(path).last == 1 and "holds numbers that no step has" in read(path).fault
@@ -226,12 +210,130 @@ def test_a_pipe_is_no_journal(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    """Not a journal, a later version, and a name for the one that is set aside."""
+    """Not a journal, and other versions."""
     path = tmp_path / "journal"
     path.write_bytes(b"hello")
     with pytest.raises(BadJournal, match="not a journal"):
         read(path)
-    path.write_bytes(journal.FRONT.pack(journal.MAGIC, 9, 0) + b"....")
-    with pytest.raises(BadJournal, match="version 9"):
-        read(path)
-    assert journal.rename_old(path).name == "journal.1" and not path.exists()
+    for version in (1, 2, 9):
+        path.write_bytes(journal.FRONT.pack(journal.MAGIC, version, 0) + b"....")
+        with pytest.raises(BadJournal, match=f"version {version}"):
+            read(path)
+
+
+# -- on their way to the disk: what is counted as flushed is flushed -------------------------------------------------
+
+
+class Disk:
+    """os.fsync and os.pwrite as the system does them, or failing as a bad disk does: what was not flushed is
+    dropped."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.broken, self.failed, self.safe = path, False, 0, 0
+        self.fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", self.flush)
+
+    def flush(self, file: int) -> None:
+        if self.broken:
+            self.failed += 1
+            os.ftruncate(file, self.safe)  # the kernel marks the pages clean and forgets them
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.fsync(file)
+        self.safe = os.fstat(file).st_size
+
+
+def test_a_failed_flush_is_not_counted_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records are written again before the next flush, because the system may have dropped them."""
+    path = tmp_path / "journal"
+    header = create(path, HEADER)
+    disk = Disk(path, monkeypatch)
+    writer = Writer(path, header, 0, sync_every=100)
+    writer.append(record(1))
+    writer.sync()
+    disk.broken = True
+    for step in (2, 3):
+        writer.append(record(step))
+        with pytest.raises(OSError):
+            writer.sync()
+        assert writer.synced == 1 and isinstance(writer.fault, OSError)
+    disk.broken = False
+    writer.sync()
+    assert writer.synced == 3 and writer.fault is None and read(path).records == [record(1), record(2), record(3)]
+    writer.close()
+
+
+def test_a_failed_flush_is_said_once_and_so_is_the_next_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the step up to which a power cut would lose nothing."""
+    path, said = tmp_path / "journal", []
+    header = create(path, HEADER)
+    disk = Disk(path, monkeypatch)
+    writer = Writer(path, header, 0, sync_every=100)
+    journaling = Journaling(writer, None, said.append)
+    disk.broken = True
+    writer.append(record(1))
+    for _ in range(2):
+        with pytest.raises(OSError):
+            journaling.flush_up_to(1)
+        journaling.say_flushes()
+    assert len(said) == 1 and "cannot be flushed to the disk" in said[0] and "the steps after 0" in said[0]
+    disk.broken = False
+    assert journaling.flush_up_to(1)
+    journaling.say_flushes()
+    assert said[1:] == ["the journal is flushed again, up to step 1"]
+    disk.broken = True
+    writer.append(record(2))
+    journaling.close()
+    assert "the journal is on the disk up to step 1 only" in said[2]
+    with pytest.raises(OSError):
+        os.fstat(writer.file)
+
+
+def test_the_flushing_thread_counts_only_what_it_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries again with the next record, and does not spin meanwhile."""
+    path = tmp_path / "journal"
+    header = create(path, HEADER)
+    disk = Disk(path, monkeypatch)
+    writer = Writer(path, header, 0)
+    disk.broken = True
+    writer.append(record(1))
+    with writer.changed:
+        assert writer.changed.wait_for(lambda: writer.tried == 1, 20) and writer.synced == 0
+    assert disk.failed == 1
+    disk.broken = False
+    writer.append(record(2))
+    with writer.changed:
+        assert writer.changed.wait_for(lambda: writer.synced == 2, 20) and writer.fault is None
+    writer.close()
+    assert read(path).last == 2
+
+
+def test_a_record_that_cannot_be_written_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save asks for the journal up to its step: on a full disk it hears at once that it cannot be had."""
+    path = tmp_path / "journal"
+    writer = Writer(path, create(path, HEADER), 0)
+
+    def full(*about: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError):
+            writer.append(record(1))
+        with pytest.raises(OSError):
+            writer.wait_for(1, timeout_s=3600.0)
+    assert writer.wait_for(1, timeout_s=3600.0)
+    writer.close()
+    assert read(path).last == 1
+
+
+def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """Neither its temporary nor the journal itself."""
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".journal.tmp").symlink_to(tmp_path / "victim")
+    made = create(tmp_path / "journal", HEADER)
+    (tmp_path / "link").symlink_to(tmp_path / "journal")
+    with pytest.raises(OSError, match="symbolic link"):
+        Writer(tmp_path / "link", made, 0)
+    assert (tmp_path / "victim").read_text() == "precious"

@@ -1,0 +1,349 @@
+"""The journal: a zeroth-order run as a list of numbers, one record per step, appended to run/journal.
+
+The weights after step t are a function of the base weights and of
+
+    (seed, step, lr, c_1 .. c_q, weight_decay)     of the steps 1 .. t,
+
+so 4 (1 + q) + 48 bytes per step make every step durable, and a run can be shared as base + journal. The file:
+
+    header    "KEYHOLEJ", version u32, length u32, JSON, CRC-32 of all of that
+    record    step, seed, epoch, row u64; weight_decay f64; device u32; lr, c_1 .. c_q, memory f32; CRC-32
+
+All numbers are little endian. (epoch, row) is the position in the data after the step. lr and c are exactly the numbers
+of the update (methods/zo/estimators/; mezo's c_i is g_i/q after clipping), and all zero if a loss was not finite.
+`memory` is the state of the estimator and of the rate search after the step; the header says how many numbers it has.
+The CRC of a record is seeded with the header's, so records of another journal are not accepted; steps are consecutive.
+Reading stops at the first record that is incomplete, changed, out of order or not finite: usually the end that a crash
+left incomplete, which is cut off before appending. After a power cut, last records can also have their full length
+without their content, because a file can grow on the disk before its data are there. That cannot be told from later
+damage: --resume cuts off both and does the steps again, `keyhole replay` refuses both (it cannot know that the run had
+no more steps).
+
+Durability: `append` passes a record to the operating system; from then on it survives the death of the process
+(kill -9). A thread then flushes it to the disk, at once or after `sync_every` records; from then on it survives a power
+cut. Training waits for neither; `sync` does. A record that a full disk took only in part is cut off again, kept in
+memory, and written before the next one. When a flush fails, the system may drop data that it could not write, and
+report success the next time: so records are kept until they have been flushed, and are written again after a failure.
+"""
+
+import json
+import math
+import os
+import struct
+import threading
+import zlib
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from keyhole.checkpoint.state import MOST_STEPS
+from keyhole.disk.append import Appender
+from keyhole.disk.files import open_regular, replacing, try_place
+from keyhole.disk.json_text import Json
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+
+MAGIC, VERSION = b"KEYHOLEJ", 3
+FRONT = struct.Struct("<8sII")
+CRC = struct.Struct("<I")
+DEVICES = ("cpu", "cuda")
+HEADER_BYTES = 16 * 2**20  # upper limit; real headers have a few kilobytes
+MOST_DIRECTIONS, MOST_MEMORY = 2**16, 64
+LIGHT = "light: "  # in place of the content hash of a base: what identifies a checkpoint without weights of blocks
+AHEAD_BYTES = 2**20  # of the disk, reserved: 19,000 records of one direction
+
+
+class BadJournal(Exception):
+    """The file is not a journal, or its header is damaged; the message says which."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """The common facts of all records. `base` is the content hash of the weights that they start from, after `first`
+    steps; `run` is the id of the run (training/rundir.py)."""
+
+    base: str
+    first: int
+    source: str
+    seed: int
+    directions: int
+    distribution: str
+    rounding: str
+    eps: float
+    dtype: str
+    wire: str | None
+    frozen: list[str]
+    end_token_ids: list[int]
+    loader: Json
+    config: Json
+    versions: Json
+    run: str | None = None
+    memory: int = 0
+
+    @property
+    def record(self) -> struct.Struct:
+        """The struct of a record, without its CRC."""
+        return struct.Struct(f"<4QdI{1 + self.directions + self.memory}f")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step. `coef` is [lr, c_1 .. c_q] in float32; step counts from 1, its noise is that of step - 1."""
+
+    step: int
+    seed: int
+    epoch: int
+    row: int
+    weight_decay: float
+    device: str
+    coef: tuple[float, ...]
+    memory: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A journal as read: the good records, and what is wrong with the rest. `begin` is the end of the header in the
+    file, and `seed_crc` the checksum of the header's bytes."""
+
+    header: Header
+    records: list[Record] = field(repr=False)
+    begin: int
+    seed_crc: int
+    fault: str | None = None  # why reading stopped before the end of the file
+    torn: bool = False  # only the last record is incomplete: a process died while it wrote
+
+    @property
+    def last(self) -> int:
+        """Steps done after the last record."""
+        return self.records[-1].step if self.records else self.header.first
+
+    def after(self, step: int) -> list[Record]:
+        return [record for record in self.records if record.step > step]
+
+
+def pack_header(header: Header) -> bytes:
+    text = json.dumps(asdict(header), sort_keys=True).encode()
+    front = FRONT.pack(MAGIC, VERSION, len(text)) + text
+    return front + CRC.pack(zlib.crc32(front))
+
+
+def pack_record(record: Record, header: Header, seed_crc: int) -> bytes:
+    """seed_crc: the header's CRC."""
+    numbers = (record.step, record.seed, record.epoch, record.row, record.weight_decay, DEVICES.index(record.device))
+    body = header.record.pack(*numbers, *record.coef, *record.memory)
+    return body + CRC.pack(zlib.crc32(body, seed_crc))
+
+
+def read(path: Path) -> Journal:
+    """The journal in a file, up to its first bad record."""
+    try:
+        file = os.fdopen(open_regular(path.resolve(), os.O_RDONLY), "rb")
+    except OSError as error:
+        raise BadJournal(f"{path} cannot be read: {error.strerror}") from None
+    with file:
+        header, seed_crc = _read_header(file, path)
+        begin, end, size = file.tell(), os.fstat(file.fileno()).st_size, header.record.size + CRC.size
+        records: list[Record] = []
+        for at in range(begin, end, size):
+            found = _read_record(file.read(size), header, seed_crc, header.first + len(records) + 1)
+            if isinstance(found, str):
+                return Journal(header, records, begin, seed_crc, found, torn=end - at < size)
+            records.append(found)
+        return Journal(header, records, begin, seed_crc)
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
+    """(header, its CRC)."""
+    front = file.read(FRONT.size)
+    if len(front) < FRONT.size or not front.startswith(MAGIC):
+        raise BadJournal(f"{path} is not a journal of keyhole")
+    _, version, length = FRONT.unpack(front)
+    if version != VERSION:
+        raise BadJournal(f"{path} is a journal of version {version}; this keyhole reads version {VERSION}")
+    text = file.read(length) if length <= HEADER_BYTES else b""
+    crc, stored = zlib.crc32(front + text), file.read(CRC.size)
+    if len(text) < length or len(stored) < CRC.size or CRC.unpack(stored)[0] != crc:
+        raise BadJournal(f"the header of {path} is damaged (its checksum does not match)")
+    try:
+        header = Header(**json.loads(text))
+        _check(header)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadJournal(f"the header of {path} cannot be true: {error}") from None
+    return header, crc
+
+
+def _check(header: Header) -> None:
+    """ValueError for values that no run could have written, although the checksum is right."""
+    ranges = {"first": (0, MOST_STEPS), "seed": (0, 2**64 - 1), "directions": (1, MOST_DIRECTIONS)}
+    told: dict[str, Any] = vars(header)
+    for name, (low, high) in (ranges | {"memory": (0, MOST_MEMORY)}).items():
+        if type(told[name]) is not int or not low <= told[name] <= high:
+            raise ValueError(f"{name} is {told[name]!r}, and must be a whole number from {low} to {high}")
+    kinds: dict[str, type | tuple[type, ...]]
+    kinds = {"base": str, "source": str, "distribution": str, "rounding": str, "dtype": str, "eps": (int, float)}
+    kinds |= {"wire": (str, type(None)), "run": (str, type(None)), "frozen": list, "end_token_ids": list}
+    kinds |= {"loader": dict, "config": dict, "versions": dict}
+    for name, kind in kinds.items():
+        if not isinstance(told[name], kind):
+            raise ValueError(f"{name} is {str(told[name])[:80]!r}, of the wrong kind")
+    if not all(isinstance(name, str) for name in header.frozen) or not math.isfinite(header.eps):
+        raise ValueError("frozen must be a list of names, and eps finite")
+    if not all(type(token) is int and token >= 0 for token in header.end_token_ids):
+        raise ValueError("end_token_ids must be a list of whole numbers")
+
+
+def _read_record(piece: bytes, header: Header, seed_crc: int, step: int) -> Record | str:
+    """The record of this step, or what is wrong with it."""
+    size = header.record.size + CRC.size
+    if len(piece) < size:
+        return f"the record of step {step} is cut off after {len(piece)} of {size} bytes"
+    if CRC.unpack(piece[-CRC.size :])[0] != zlib.crc32(piece[: -CRC.size], seed_crc):
+        return f"the record of step {step} was changed (its checksum does not match)"
+    found, its_seed, epoch, row, decay, device, *floats = header.record.unpack_from(piece)
+    if (found, its_seed) != (step, header.seed):
+        return f"the record of step {step} holds step {found} of seed {its_seed}"
+    if device >= len(DEVICES) or not all(map(math.isfinite, (decay, *floats))):
+        what = f"device {device}, weight decay {decay}, update {floats}"
+        return f"the record of step {step} holds numbers that no step has: {what}"
+    coef, memory = tuple(floats[: 1 + header.directions]), tuple(floats[1 + header.directions :])
+    return Record(found, its_seed, epoch, row, decay, DEVICES[device], coef, memory)
+
+
+def create(path: Path, header: Header) -> Journal:
+    """Creates an empty journal atomically: the file has a complete header, or does not exist."""
+    content = pack_header(header)
+    with replacing(path) as file:
+        file.write(content)
+    return Journal(header, [], len(content), CRC.unpack(content[-CRC.size :])[0])
+
+
+class Writer:
+    """Appends records to a journal that was read or created, after cutting off everything after record `last`. `synced`
+    counts flushed records only, and `fault` is the error of the last flush, for a message to the user."""
+
+    def __init__(self, path: Path, journal: Journal, last: int, sync_every: int = 1) -> None:
+        assert journal.header.first <= last <= journal.last, (journal.header.first, last, journal.last)
+        self.last, self.sync_every, self.header, self.seed_crc = last, sync_every, journal.header, journal.seed_crc
+        end = journal.begin + (last - journal.header.first) * (journal.header.record.size + CRC.size)
+        self.file = open_regular(path, os.O_WRONLY)
+        try:
+            os.ftruncate(self.file, end)
+            os.fsync(self.file)
+        except OSError:
+            os.close(self.file)
+            raise
+        self.appender = Appender(self.file, end, self._taken, AHEAD_BYTES)
+        self.unsynced: deque[bytes] = deque()  # records in the file that are not flushed yet, from offset synced_end on
+        self.synced, self.synced_end, self.tried = last, end, last
+        self.fault: OSError | None = None
+        self.closing = False
+        self.changed = threading.Condition()
+        self.flushing = threading.Lock()
+        self.syncer = threading.Thread(target=self._sync_behind, name="keyhole-journal", daemon=True)
+        self.syncer.start()
+
+    def append(self, record: Record) -> None:
+        """Writes a record; it then survives this process. OSError if the disk is full: the partial record is cut off,
+        kept in memory, and written before the next one."""
+        with self.changed:
+            assert record.step == self.last + len(self.appender.pending) + 1, (record.step, self.last)
+            self.appender.append(pack_record(record, self.header, self.seed_crc))
+
+    def _taken(self, piece: bytes) -> None:
+        self.unsynced.append(piece)
+        self.last += 1
+        self.changed.notify_all()
+
+    def _sync_behind(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.closing or self.last >= self.tried + self.sync_every)
+                if self.closing:
+                    return
+            self._sync()
+
+    def _sync(self) -> OSError | None:
+        """Flushes the records appended before this call; returns the error if that failed."""
+        with self.flushing:
+            with self.changed:
+                step, pieces = self.last, list(self.unsynced)
+            error = None
+            try:
+                if self.fault is not None:
+                    os.pwrite(self.file, b"".join(pieces), self.synced_end)
+                os.fsync(self.file)
+            except OSError as fault:
+                error = fault
+            with self.changed:
+                self.fault, self.tried = error, step
+                if error is None:
+                    self.synced, self.synced_end = step, self.synced_end + sum(map(len, pieces))
+                    for _ in pieces:
+                        self.unsynced.popleft()
+                self.changed.notify_all()
+            return error
+
+    def sync(self) -> None:
+        """Returns when all records appended so far are on the disk. OSError if that failed."""
+        if (error := self._sync()) is not None:
+            raise error
+
+    def wait_for(self, step: int, timeout_s: float) -> bool:
+        """Returns when the record of a step has been appended; False if it was never appended. OSError if it could not
+        be written."""
+        with self.changed:
+
+            def known() -> bool:
+                return self.last + len(self.appender.pending) >= step
+
+            self.changed.wait_for(lambda: known() or self.closing, timeout_s)
+            if known():
+                self.appender.write_pending()
+            return self.last >= step
+
+    def end(self) -> None:
+        """No more records follow: wakes threads that wait for one."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Writes and flushes the remaining records, ends the thread, and closes the file. OSError if something was not
+        written."""
+        self.end()
+        self.syncer.join()
+        try:
+            with self.changed:
+                self.appender.write_pending()
+            self.sync()
+        finally:
+            self.appender.release()
+            os.close(self.file)
+
+
+# -- the paths of `keyhole replay`, checked before torch is imported ---------------------------------------------------
+
+
+def check_journal(path: Path) -> Path:
+    """The file of a journal, or the one in an output directory; UserError if there is none."""
+    path = path / "run" / "journal" if (path / "run" / "journal").exists() else path
+    if path.is_dir():
+        keep = ", ".join(row.name for row in METHODS.values() if row.journaled)
+        raise UserError(f"JOURNAL: {path} has no run/journal; give the output_dir of a run that keeps one ({keep})")
+    if not path.is_file():
+        found = "no regular file" if path.exists() else "not there"
+        raise UserError(f"JOURNAL: {path} is {found}; give a run's output_dir, or its run/journal")
+    return path
+
+
+def check_out(out: Path) -> None:
+    """Refuses a place for the model that is not free, or cannot be written to."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"OUT: {out} is a file; choose a new directory")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"OUT: {out} exists and is not empty; choose a new directory")
+    try:
+        try_place(out)
+    except OSError as error:
+        raise UserError(f"OUT: {out} cannot be written: {error.filename}: {error.strerror}") from error
