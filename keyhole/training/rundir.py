@@ -6,7 +6,7 @@
       run/config.yaml      every setting of the run      run/env.json   versions and hardware
       run/metrics.jsonl    one line per step             run/loss.png   the curve      run/log.txt   what was printed
       run/report.html      the run as a page             run/report.json   its contents besides the metrics
-      run/journal          zeroth-order: one record per step (checkpoint/journal/format.py)
+      run/journal          zeroth-order: one record per step (checkpoint/journal.py)
       run/lock             held by the process that writes here
 
 Files that keyhole did not write are never overwritten, and an earlier run is not overwritten without --resume.

@@ -39,7 +39,7 @@ VARIANTS = {
     "clipped": {"zo": ZOConfig(clip=0.5)},
 }  # fmt: skip
 
-FROM_THE_BASE = ("fp32", "fp8 on the link", "low rank, within a period", "not deferred")  # others: from a checkpoint
+FROM_THE_BASE = ("fp32", "fp8 on the link", "low rank, within a period", "clipped")  # others: from a checkpoint
 ALIKE = ("low rank, at the end of one", "nearest, rademacher")  # in `make test` only replayed by themselves
 
 
