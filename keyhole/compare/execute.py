@@ -64,12 +64,12 @@ from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.probe import environment
 from keyhole.machine.text import counted, duration, without_controls
 from keyhole.model.structure.source import check_directory
+from keyhole.training.display import Waiting
 from keyhole.training.request import Parts
 from keyhole.training.rundir import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import train
 from keyhole.training.validation import Judge
-from keyhole.training.waiting import Waiting
 
 FAILED = 1  # exit code
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from keyhole.machine.text import duration, printable
-from keyhole.training.display import Display, Entry
+from keyhole.report.entries import Entry
+from keyhole.training.display import Display
 
 
 class Quiet(Display):

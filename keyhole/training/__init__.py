@@ -11,12 +11,12 @@ base_hash.py, sameness.py, resume.py   the original model's hash; ranks that dif
 schedule.py      the learning rate as a function of the step
 metrics.py       one entry per step, read one step late, checked, appended to run/metrics.jsonl
 journaling.py    writes the journal of a zeroth-order run
-reports.py       sends entries to page.py (run/report.html), trackers.py and display.py; plot.py: run/loss.png
+reports.py       the page (run/report.html), trackers.py and display.py; plot.py: run/loss.png
 checks.py        that every trained tensor changes, memory and pace against the plan, and a loss that rises
 evaluation.py    evaluations of a run, the published model and its test; validation.py: their numbers; sample_answers.py
 selection.py     the best step, early stopping, the time limit
 saving.py        when a checkpoint is written, whether the disk has room, and what happens when it fails
 signals.py       SIGINT, SIGTERM, SIGHUP: finish the step, save, exit
 planning.py      questions to the planner; plan_request.py: the arguments of `keyhole plan`, checked without torch
-start_block.py, waiting.py   the lines printed at the start, and progress until then
+start_block.py   the lines printed at the start
 """

@@ -28,7 +28,7 @@ from keyhole.model.model import Model
 from keyhole.model.weights.save_parts import check_names
 from keyhole.report.page import now
 from keyhole.report.story import Story
-from keyhole.training import page, rundir, start_block, trackers
+from keyhole.training import rundir, start_block, trackers
 from keyhole.training.display import Display
 from keyhole.training.evaluation import Evaluation, best_saved
 from keyhole.training.follow import Crew, Follower
@@ -44,7 +44,7 @@ from keyhole.training.model_and_method import (
     weights_source,
 )
 from keyhole.training.planning import faster_line
-from keyhole.training.reports import Reports
+from keyhole.training.reports import Reports, RunPage, add_samples, begin_view, planned
 from keyhole.training.request import Request
 from keyhole.training.resume import flat_config
 from keyhole.training.sameness import same_directory, same_everywhere, same_weights
@@ -157,13 +157,13 @@ def lead(
         if metrics.lacks and not origin.elsewhere:
             say(f"warning: {directory.metrics} is damaged: {metrics.lacks}; the run goes on without them")
         fresh = Story(run_id or "", lines[0], config.method, config.model, model.device.type, lines=lines)
-        fresh.began, fresh.total, fresh.planned = now(), schedule.total, page.planned(model, config.method)
-        view = page.begin_view(directory, first, fresh, metrics.kept, machine, config)
+        fresh.began, fresh.total, fresh.planned = now(), schedule.total, planned(model, config.method)
+        view = begin_view(directory, first, fresh, metrics.kept, machine, config)
         name = view.name
         told = trackers.About(directory.run, run_id or name, name, first, about.config)
-        reports = Reports(directory, page.RunPage(view), trackers.open_trackers(config.report_to, told), display)
+        reports = Reports(directory, RunPage(view), trackers.open_trackers(config.report_to, told), display)
         opened.callback(reports.close)
-        reports.tell("rows of the data", partial(page.add_samples, view.story, data, model.tokenizer))
+        reports.tell("rows of the data", partial(add_samples, view.story, data, model.tokenizer))
         reports.begin()
         journal = None
         if row.journaled:

@@ -26,9 +26,8 @@ from keyhole.model.model import Model
 from keyhole.report.entries import Entry, finite
 from keyhole.training.metrics import memory_gib
 from keyhole.training.observer import Observer, Progress, Reading
-from keyhole.training.page import planned
 from keyhole.training.planning import pace_line
-from keyhole.training.reports import Reports
+from keyhole.training.reports import Reports, planned
 
 SAMPLE = 4096
 CHECK_STEPS = 3

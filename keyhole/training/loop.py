@@ -27,8 +27,7 @@ from keyhole.training.follow import Command, Crew, next_batches, one_update
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder, token_count
 from keyhole.training.observer import Observer, Reading
-from keyhole.training.page import Trace
-from keyhole.training.reports import Reports
+from keyhole.training.reports import Reports, Trace
 from keyhole.training.room import NoRoom
 from keyhole.training.rundir import RunDir
 from keyhole.training.saving import Saver

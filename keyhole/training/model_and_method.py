@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from keyhole import ops
 from keyhole.assets import MODEL, locate
 from keyhole.checkpoint import select
 from keyhole.checkpoint.resume import Origin
@@ -183,4 +184,4 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     row.load().check_shapes(skeleton, own)
     row.load().outline(skeleton, own)
     model = [*start_block.model_lines(module, layout, chosen.dtype, row.from_original(own)), *weights]
-    return [model, [*where, *placed.reasons, start_block.kernels()]]
+    return [model, [*where, *placed.reasons, ops.describe()]]

@@ -71,18 +71,14 @@ def check_plan(asked: Asked) -> PlanRequest:
     """Parses options and config and checks that the model exists; UserError names the first mistake."""
     is_here = asked.machine is not None and asked.machine.lower() == HERE
     machine = None if asked.machine is None or is_here else profile(asked.machine)
-    ram_bytes = None if asked.ram is None else _bytes("--ram", asked.ram)
-    link = None if asked.link is None else _rate(asked.link)
-    gpu_bytes = None if asked.gpu is None else _bytes("--gpu", asked.gpu)
-    if asked.tokens is not None:
-        _tokens(asked.tokens)
+    ram_bytes, link, gpu_bytes = _bytes("--ram", asked.ram), _rate(asked.link), _bytes("--gpu", asked.gpu)
+    tokens = _tokens(asked.tokens)
     if asked.page is not None:
         check_result_file("--page", Path(asked.page))
     config, is_config = _config(asked)
     if gpu_bytes is None and config.gpu_memory is not None:
         gpu_bytes = int(config.gpu_memory)
-    usual = config.batch_size, config.max_length or DEFAULT["max_length"]
-    batch, length = usual if asked.tokens is None else _tokens(asked.tokens)
+    batch, length = tokens or (config.batch_size, config.max_length or DEFAULT["max_length"])
     check_directory(config.model)
     return PlanRequest(asked, config, is_config, batch, length, gpu_bytes, ram_bytes, link, machine, is_here)
 
@@ -105,25 +101,25 @@ def _config(asked: Asked) -> tuple[TrainConfig, bool]:
     return parse_config(json.dumps(made | {"model": model}), words, source="plan", where="")[0], False
 
 
-def _tokens(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,6})x(\d{1,8})", text.strip().lower())
-    if match is None or not (int(match[1]) and int(match[2])):
+def _tokens(text: str | None) -> tuple[int, int] | None:
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,7})", "1x1" if text is None else text.strip().lower())
+    if match is None:
         raise UserError(f"--tokens: found {text!r}, expected samples x tokens, such as 4x1024")
-    return int(match[1]), int(match[2])
+    return None if text is None else (int(match[1]), int(match[2]))
 
 
-def _bytes(option: str, text: str) -> int:
+def _bytes(option: str, text: str | None) -> int | None:
     try:
-        return int(Bytes.parse(text))
+        return None if text is None else int(Bytes.parse(text))
     except ValueError as error:
         raise UserError(f"{option}: {text!r} is not {error}") from error
 
 
-def _rate(text: str) -> float:
+def _rate(text: str | None) -> float | None:
     try:
-        rate = float(Bytes.parse(text.strip().removesuffix("/s")))
+        rate = None if text is None else float(Bytes.parse(text.strip().removesuffix("/s")))
     except ValueError:
         rate = 0.0
-    if not rate:
+    if rate == 0.0:
         raise UserError(f"--link: {text!r} is no rate, such as 25GB/s")
     return rate

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from keyhole.config.fields import own_settings
-from keyhole.config.schema import TrainConfig
 from keyhole.config.words import split_words
 from keyhole.limits import fits
 from keyhole.loading import choose_device
@@ -29,18 +28,17 @@ from keyhole.methods import METHODS
 from keyhole.methods.settings import kinds
 from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room
-from keyhole.model.attached import Placed
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
 from keyhole.model.structure.freeze import freeze
 from keyhole.model.structure.skeleton import build, read_config
-from keyhole.model.weights.format import Wire
 from keyhole.model.weights.published import forget_what_is_read
 from keyhole.plan.dtype import AUTO, NAMES, choose_dtype
 from keyhole.plan.kept_rates import known, rates_of
 from keyhole.plan.profiles import PROFILES
 from keyhole.plan.seconds import StepSeconds, step_seconds
 from keyhole.plan.table import Question, process_bytes
+from keyhole.report.entries import Entry
 from keyhole.training.plan_request import DEFAULT, PlanRequest
 
 RESERVE_BYTES = GIB  # left free on a card for the CUDA context and the desktop
@@ -62,7 +60,7 @@ class Found:
 
 def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> Found:
     """Reads the model's config, and determines the machine."""
-    asked, config, batch, length = request.asked, request.config, request.batch, request.length
+    asked, config = request.asked, request.config
     hf_config = read_config(config.model)
     forget_what_is_read(hf_config)
     rates, device, gpu_bytes, ram_bytes = _machine(request, say)
@@ -70,16 +68,19 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     choice = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, choice.dtype, expert_units=config.expert_units)
     freeze(module, config.freeze)
+    # steps of AdamW that learn what the config's steps of its method learn
+    steps: float = config.max_steps or DEFAULT["max_steps"]
+    steps = steps / METHODS[config.method].steps if named and config.max_steps else steps
     question = Question(
         module=module,
         dtype=choice.dtype,
         rates=rates,
         gpu_bytes=gpu_bytes,
         host_bytes=ram_bytes,
-        batch=batch,
-        length=length,
+        batch=request.batch,
+        length=request.length,
         accumulation=config.gradient_accumulation_steps,
-        steps=asked.steps or _steps(config, named),
+        steps=asked.steps or steps,
         clips=config.max_grad_norm is not None,
         keeps=config.save_total_limit or 2,
         settings={
@@ -89,13 +90,14 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         is_budget=config.gpu_memory is not None,
         chooses=config.loss == "candidates",
     )
-    numel = sum(p.numel() for p in module.parameters())
     room = f"{about(gpu_bytes)} of GPU memory and " if gpu_bytes is not None else ""
+    samples, count = f"{counted(request.batch, 'sample')} of {counted(request.length, 'token')}", question.accumulation
     lines = [
-        f"model: {type(module).__name__}, {numel:,} parameters, {NAMES[choice.dtype]} ({choice.reason})",
+        f"model: {type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters, "
+        f"{NAMES[choice.dtype]} ({choice.reason})",
         *rates.lines(),
         f"room: {room}{about(ram_bytes)} of host memory",
-        _step_line(question),
+        f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}",
     ]
     subject = split_words([asked.model, *asked.overrides])[0] or config.model
     title = f"{os.path.basename(os.path.normpath(subject))} on {rates.name}"
@@ -103,46 +105,29 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     return Found(question, title, lines, *wanted)
 
 
-def _steps(config: TrainConfig, named: bool) -> float:
-    """Steps of AdamW that learn what the config's steps of its method learn."""
-    steps = config.max_steps or DEFAULT["max_steps"]
-    return steps / METHODS[config.method].steps if named and config.max_steps else steps
-
-
-def _step_line(question: Question) -> str:
-    """`step: 4 samples of 1,024 tokens`, or the number of such micro-batches."""
-    samples = f"{counted(question.batch, 'sample')} of {counted(question.length, 'token')}"
-    count = question.accumulation
-    return f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}"
-
-
 def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, torch.device | None, int | None, int]:
     """The machine's rates, the device if it is this machine, and the GPU and host memory that may be used."""
-    gpu_bytes, estimate = request.gpu_bytes, request.machine
-    device: torch.device | None = None
-    if estimate is None:
+    gpu_bytes, rates, device = request.gpu_bytes, request.machine, None
+    if rates is None:
         device = choose_device(request.config.device)
         if device.type == "cpu" and gpu_bytes is not None and not request.is_here:
-            large = [key for key, rates in PROFILES.items() if (rates.gpu_bytes or 0) >= gpu_bytes]
+            large = [key for key, each in PROFILES.items() if (each.gpu_bytes or 0) >= gpu_bytes]
             name, device = large[0] if large else list(PROFILES)[-1], None
-            estimate = PROFILES[name]
-            why = f"the smallest that has {about(gpu_bytes)}"
-            if not large:
-                why = f"the largest that is known, as if it had {about(gpu_bytes)}"
+            rates = PROFILES[name]
+            why = f"the largest that is known, as if it had {about(gpu_bytes)}"
+            if large:
+                why = f"the smallest that has {about(gpu_bytes)}"
             say(f"there is no GPU here: planned for --machine {name}, {why}")
-    if estimate is not None:
-        rates = estimate
+    if device is None:
+        assert rates is not None  # of --machine, or of the smallest known one
         gpu_bytes = (rates.gpu_bytes or 0) - RESERVE_BYTES if gpu_bytes is None else gpu_bytes
         ram_bytes = int(USABLE * rates.host_bytes)
     else:
-        assert device is not None
-        rates = rates_of(device, request.asked.measure, say)
-        if device.type == "cuda":
-            free = int(USABLE * torch.cuda.mem_get_info(device)[0])
-            gpu_bytes = free if gpu_bytes is None else gpu_bytes
-        else:
+        rates, ram_bytes = rates_of(device, request.asked.measure, say), host_memory().available_bytes
+        if device.type != "cuda":
             gpu_bytes = None
-        ram_bytes = host_memory().available_bytes
+        elif gpu_bytes is None:
+            gpu_bytes = int(USABLE * torch.cuda.mem_get_info(device)[0])
     if request.ram_bytes is not None:
         ram_bytes = request.ram_bytes
         rates = replace(rates, host_bytes=ram_bytes)
@@ -170,27 +155,31 @@ def predict(model: Model, method: str, tokens: float | None = None, own: Any = N
     row, placed, rates = METHODS[method], model.placed, known(model.device)
     micro = max(1, placed.work.passes // (placed.work.settings or row.settings()).passes)
     each = placed.work.tokens if tokens is None else max(1, round(tokens / micro))
-    work = replace(placed.work, method=method, tokens=min(each, placed.work.tokens))
-    work = replace(work, experts=experts_share(model.config), settings=own or work.settings)
-    formats: Wire = model.formats
-    room, streamed = _room(model, placed), model.engine.streamed
-    asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
-    on_gpu = model.device.type == "cuda"
-    host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + process_bytes(row, work.settings, on_gpu)
+    settings, share = own or placed.work.settings, experts_share(model.config)
+    work = replace(placed.work, method=method, tokens=min(each, placed.work.tokens), experts=share, settings=settings)
+    formats, streamed, on_gpu = model.formats, model.engine.streamed, model.device.type == "cuda"
+    asked = row.planned_work(model.layout, streamed, work, _room(model), rates or next(iter(PROFILES.values())))
+    host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + process_bytes(row, settings, on_gpu)
     host += 0 if on_gpu else placed.device_bytes.total  # the CPU is the device: its bytes are host memory
-    if rates is None:
-        return Prediction(each * micro, int(host), None, "")
-    sweeps = 2 if row.sweep == "reverse" else 1
-    how = {"rows": work.tokens, "itemsize": formats.dtype.itemsize, "units": sweeps * len(streamed)}
-    source = "rates measured here" if rates.measured else "estimated rates; `keyhole plan` measures this machine"
-    return Prediction(each * micro, int(host), step_seconds(asked, rates, **how), source)
+    seconds, source = None, ""
+    if rates is not None:
+        units = (2 if row.sweep == "reverse" else 1) * len(streamed)
+        seconds = step_seconds(asked, rates, rows=work.tokens, itemsize=formats.dtype.itemsize, units=units)
+        source = "rates measured here" if rates.measured else "estimated rates; `keyhole plan` measures this machine"
+    return Prediction(each * micro, int(host), seconds, source)
+
+
+def _room(model: Model) -> Room:
+    assert model.placed is not None
+    placed = model.placed
+    return Room(model.formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
 
 
 def faster_line(model: Model, method: str) -> str | None:
     """`faster: activations=auto ..` if a step would be by GAIN shorter where blocks kept their activations in the
     memory that the plan leaves. None if blocks are streamed (one that has moved keeps nothing) or not planned."""
     row, placed = METHODS[method], model.placed
-    if placed is None or model.engine.streamed:
+    if placed is None or placed.limit_bytes is None or model.engine.streamed:
         return None
     own = placed.work.settings or row.settings()
     value = "none" if own.is_compiled else "auto"  # compiled blocks keep all of it or nothing
@@ -201,7 +190,9 @@ def faster_line(model: Model, method: str) -> str | None:
     now, then = predict(model, method), predict(model, method, own=other)
     if now is None or then is None or now.seconds is None or then.seconds is None:
         return None
-    if then.seconds.total > (1 - GAIN) * now.seconds.total or not _has_room(model, placed, method, other):
+    work = replace(placed.work, method=method, settings=other)
+    needed = row.planned_bytes(model.layout, set(), work, _room(model)).total
+    if then.seconds.total > (1 - GAIN) * now.seconds.total or needed > placed.limit_bytes:
         return None
     return (
         f"faster: activations={value} uses memory that the plan leaves, and computes fewer blocks twice: "
@@ -209,21 +200,9 @@ def faster_line(model: Model, method: str) -> str | None:
     )
 
 
-def _has_room(model: Model, placed: Placed, method: str, own: Any) -> bool:
-    work = replace(placed.work, method=method, settings=own)
-    needed = METHODS[method].planned_bytes(model.layout, set(), work, _room(model, placed)).total
-    return placed.limit_bytes is not None and needed <= placed.limit_bytes
-
-
-def _room(model: Model, placed: Placed) -> Room:
-    return Room(model.formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
-
-
-def pace_line(model: Model, method: str, entries: Sequence[dict[str, Any]]) -> str | None:
+def pace_line(model: Model, method: str, entries: Sequence[Entry]) -> str | None:
     """`check: 0.365 s per step, planned 0.392 s (link)`: the measured mean, and the plan at the mean number of tokens.
     None if the machine was never measured and has no profile."""
-    if not entries:
-        return None
     found = predict(model, method, statistics.fmean(entry["tokens"] for entry in entries))
     if found is None or found.seconds is None:
         return None

@@ -6,12 +6,12 @@ wider. matplotlib is imported only here, without a window.
 """
 
 import importlib.util
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from keyhole.disk.files import replacing
 from keyhole.machine.text import printable
-from keyhole.report.entries import read_metrics
+from keyhole.report.entries import Entry, read_metrics
 
 MOST_INSIDE, NAMES_PER_COLUMN = 12, 20
 COLUMN_WIDTH, MOST_NAME = 3.2, 40  # inches, characters
@@ -19,16 +19,11 @@ COLUMN_WIDTH, MOST_NAME = 3.2, 40  # inches, characters
 
 def running_mean(values: list[float], window: int) -> list[float]:
     """Mean of the last `window` values at each place (fewer at the start)."""
-    means, total = [], 0.0
-    for i, value in enumerate(values):
-        total += value
-        if i >= window:
-            total -= values[i - window]
-        means.append(total / min(i + 1, window))
-    return means
+    sums = list(accumulate(values, initial=0.0))
+    return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
 
 
-def task_curves(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+def task_curves(entries: list[Entry]) -> dict[str, list[tuple[int, float]]]:
     """`dev accuracy`, `test accuracy`, ... -> points (step, value), from the entries of a metrics file."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for entry in entries:
@@ -50,27 +45,25 @@ def plot_loss(metrics: Path, picture: Path, title: str, by_candidates: bool = Fa
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    metrics_of_tasks = task_curves(entries)
-    panels = 2 if metrics_of_tasks else 1
-    columns = -(-len(metrics_of_tasks) // NAMES_PER_COLUMN) if len(metrics_of_tasks) > MOST_INSIDE else 0
+    curves = task_curves(entries)
+    columns = -(-len(curves) // NAMES_PER_COLUMN) if len(curves) > MOST_INSIDE else 0
+    panels = 2 if curves else 1
     figure = Figure(figsize=(8 * panels + COLUMN_WIDTH * columns, 4.5), dpi=120, layout="constrained")
     axes, *others = figure.subplots(1, panels, squeeze=False)[0]
-    x, y = zip(*steps, strict=True)
-    window = max(5, len(steps) // 50)
+    (x, y), window = zip(*steps, strict=True), max(5, len(steps) // 50)
     axes.plot(x, y, color="tab:blue", alpha=0.25, linewidth=1)
-    axes.plot(x, running_mean(list(y), window), color="tab:blue", label=f"train (mean of {window} steps)")
+    lines = axes.plot(x, running_mean(list(y), window), color="tab:blue", label=f"train (mean of {window} steps)")
     per_row = any("eval_rows" in entry for entry in entries)  # a classifier's
     unit = "over candidates (nats per question)" if by_candidates else "per row" if per_row else "(nats per token)"
     axes.set(xlabel="step", ylabel=f"loss {unit}", title=title)
     axes.grid(alpha=0.3)
-    lines = list(axes.lines[1:])
     if evals:
         beside = axes.twinx() if by_candidates else axes
         lines += beside.plot(*zip(*evals, strict=True), color="tab:orange", marker="o", label="eval")
         beside.set_ylabel("loss (nats per token)" if by_candidates else axes.get_ylabel())
     axes.legend(handles=lines)
     for beside in others:
-        for name, points in metrics_of_tasks.items():
+        for name, points in curves.items():
             style = {"marker": "*", "markersize": 12, "linestyle": ""} if name.startswith("test") else {"marker": "o"}
             beside.plot(*zip(*points, strict=True), label=printable(name, MOST_NAME), **style)
         beside.set(xlabel="step", title="metrics of the tasks")

@@ -1,19 +1,89 @@
-"""Reports of a run: the page, trackers, and the lines on the terminal. A failing report does not end the run.
+"""Reports of a run: its page, trackers, and the lines on the terminal. A failing report does not end the run.
 
 Each failure is reported once. The page is written again later; a tracker that has failed gets no more entries.
+
+The page, run/report.html and run/report.json, is drawn by keyhole/report/. An entry is added to its curves, which have
+a fixed size, in some microseconds. It is made again after an entry if the last one is at least EVERY_S seconds old and
+a hundred times as old as it took to make, so it takes at most 1 % of the time, however slow the disk is. The first page
+is written before the first step and the last one when the run ends, also after an error.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
+from typing import Any
 
+from keyhole.config import TrainConfig, to_yaml
+from keyhole.data.marked import marked
+from keyhole.data.run import Data
+from keyhole.disk.files import write_text
+from keyhole.methods import METHODS
+from keyhole.model.model import Model
+from keyhole.offload.timeline import Timeline
+from keyhole.report.curves import Curves
+from keyhole.report.entries import Entry
+from keyhole.report.page import make_page, now
+from keyhole.report.step_time import spans_of
+from keyhole.report.story import FAILED, RUNNING, Sample, Story, read_story, write_story
+from keyhole.report.view import PAGE, STORY, View
 from keyhole.training.display import Display
+from keyhole.training.metrics import resident_bytes
 from keyhole.training.observer import Observer, Reading
-from keyhole.training.page import RunPage
+from keyhole.training.planning import predict
 from keyhole.training.plot import plot_loss
 from keyhole.training.rundir import RunDir
 from keyhole.training.trackers import Tracker
 
 AGAIN = "it is tried again"
+EVERY_S, COST = 10.0, 100.0
+TRACED = 3
+
+
+class RunPage:
+    """The page of one run. view: the contents known before the first step."""
+
+    def __init__(self, view: View, clock: Callable[[], float] = time.monotonic) -> None:
+        self.view, self.story, self.clock = view, view.story, clock
+        self.path = view.directory / PAGE
+        self.due_s = clock() + EVERY_S
+
+    def add(self, entry: Entry) -> None:
+        """Adds an entry of metrics.jsonl, and writes the page if that is due."""
+        self.view.curves.add(entry)
+        if self.clock() >= self.due_s:
+            self.write()
+
+    def happened(self, line: str) -> None:
+        """Adds a printed line. Lines of steps are left out: the curves show them."""
+        if not line.startswith("step "):
+            self.story.happened(line)
+
+    def ended(self, state: str, outcome: str = "") -> None:
+        """Sets how the run ended; the first call wins."""
+        if self.story.state == RUNNING:
+            self.story.state, self.story.outcome = state, outcome
+
+    def write(self) -> None:
+        """Makes the page and writes both files now."""
+        began_s = self.clock()
+        try:
+            self.story.updated = now()
+            measured, highest = self.story.measured, self.view.curves.highest
+            if "gpu_gib" in highest:
+                measured["device_bytes"] = highest["gpu_gib"] * 2**30
+            measured["host_bytes"] = max(measured.get("host_bytes", 0.0), resident_bytes())
+            write_story(self.view.directory / STORY, self.story)
+            write_text(self.path, make_page(self.view))
+        finally:
+            took_s = self.clock() - began_s
+            self.due_s = began_s + took_s + max(EVERY_S, COST * took_s)
+
+    def close(self) -> None:
+        """Writes the last page. A run whose end was not announced has failed."""
+        self.ended(FAILED, "It ended before its last step.")
+        self.write()
 
 
 class Reports(Observer):
@@ -64,3 +134,81 @@ class Reports(Observer):
         view = self.page.view
         if plot_loss(self.directory.metrics, self.directory.curve, view.story.title, view.by_candidates):
             self.display.line(f"curve: {self.directory.curve}")
+
+
+def begin_view(
+    directory: RunDir, first: int, story: Story, kept: list[Entry], machine: dict[str, Any], config: TrainConfig
+) -> View:
+    """The page of a new run; of a resumed one, with what the files say about earlier steps. story: of this start."""
+    before = read_story(directory.run / STORY) if first else None
+    if before is not None and before.run == story.run:
+        before.went_back(first)
+        story.answers, story.began, story.events = before.answers, before.began or story.began, before.events
+        story.spans, story.traced_step, story.traced_s = before.spans, before.traced_step, before.traced_s
+    curves = Curves()
+    for entry in kept:
+        curves.add(entry)
+    name, settings = directory.root.absolute().name, {"loss": config.loss}
+    return View(name, directory.run, story, curves, machine, to_yaml(config), settings)
+
+
+def planned(model: Model, method: str, tokens: float | None = None) -> dict[str, Any]:
+    """The planned bytes by part, host bytes, and seconds of a step with this number of tokens."""
+    found: dict[str, Any] = {}
+    if model.device.type == "cuda" and METHODS[method].streams:
+        assert model.placed is not None
+        parts = model.placed.device_bytes
+        found["device_bytes"] = parts.total
+        found["parts"] = {each.name: getattr(parts, each.name) for each in fields(parts) if getattr(parts, each.name)}
+    prediction = predict(model, method, tokens)
+    if prediction is not None and METHODS[method].streams:
+        found["host_bytes"] = prediction.host_bytes
+    if prediction is not None and prediction.seconds is not None:
+        step = prediction.seconds
+        found["seconds"] = {"total": step.total, "compute": step.compute, "link": step.link, "CPU": step.cpu}
+        found |= {"bound_by": step.bound_by, "source": prediction.source}
+    return found
+
+
+def add_samples(story: Story, data: Data, tokenizer: Any) -> None:
+    """The first rows of the training data."""
+    rows = marked(data.train.dataset, tokenizer, labels=data.labels)
+    story.samples = [Sample(row.where, row.about, row.runs) for row in rows]
+
+
+class Trace(Observer):
+    """Traces the TRACED-th step of this process for the page, when buffers are filled and kernels are compiled; its
+    events cost some microseconds per unit, once."""
+
+    def __init__(self, model: Model, first: int, total: int, story: Story) -> None:
+        self.engine, self.step, self.story = model.engine, min(first + TRACED, total), story
+        self.timeline: Timeline | None = None
+        self.crossed: dict[str, float] = {}
+        self.seconds: float | None = None
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """The engine is restored afterwards, also after an error."""
+        if step != self.step:
+            yield
+            return
+        up, down = self.engine.bytes_up, self.engine.bytes_down
+        self.engine.timeline = self.timeline = Timeline(cuda=self.engine.cuda)
+        try:
+            yield
+        finally:
+            self.timeline.stop()
+            self.engine.timeline = Timeline(enabled=False)
+            up, down = self.engine.bytes_up - up, self.engine.bytes_down - down
+            self.crossed = {"up_bytes": float(up), "down_bytes": float(down)}
+
+    def note(self, reading: Reading) -> None:
+        """When the traced step is complete, adds its trace to the page."""
+        if reading.step == self.step and "seconds" in reading.entry:
+            self.seconds = reading.entry["seconds"]
+        if self.timeline is None or self.seconds is None or not self.timeline.is_done():
+            return
+        story = self.story
+        story.spans, story.traced_step, story.traced_s = spans_of(self.timeline.rows()), self.step, self.seconds
+        story.measured |= self.crossed
+        self.timeline = None

@@ -10,9 +10,8 @@ from keyhole.checkpoint.resume import Origin
 from keyhole.config import TrainConfig
 from keyhole.data.settings import DataSettings
 from keyhole.ranks import Ranks
-from keyhole.training.display import Display
+from keyhole.training.display import Display, Waiting
 from keyhole.training.rundir import Lock, RunDir
-from keyhole.training.waiting import Waiting
 
 if TYPE_CHECKING:
     from keyhole.data.run import Data

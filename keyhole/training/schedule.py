@@ -16,8 +16,6 @@ no warm-up, so ours is its "constant_with_warmup".
 import math
 from dataclasses import dataclass, replace
 
-MIN_LR = "cosine_with_min_lr"
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -46,15 +44,12 @@ class Schedule:
         warm = self.warmup_steps
         if done < warm:
             return done / max(1, warm)
+        if self.kind == "constant":
+            return 1.0
         if self.kind == "linear":
             return max(0.0, (self.total - done) / max(1, self.total - warm))
-        if self.kind == "cosine":
-            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((done - warm) / max(1, self.total - warm)))))
-        if self.kind == MIN_LR:
-            cosine = 0.5 * (1.0 + math.cos(math.pi * ((done - warm) / max(1, self.total - warm))))
-            return cosine * (1 - self.min_lr_ratio) + self.min_lr_ratio
-        assert self.kind == "constant", self.kind
-        return 1.0
+        cosine = 0.5 * (1.0 + math.cos(math.pi * ((done - warm) / max(1, self.total - warm))))
+        return max(0.0, cosine) if self.kind == "cosine" else cosine * (1 - self.min_lr_ratio) + self.min_lr_ratio
 
     def rate(self, done: int) -> float:
         """The rate of the update after `done` updates."""

@@ -20,15 +20,14 @@ from typing import Any
 
 EXIT_INTERRUPTED = 130
 GRACE_S = 0.25
-SIGNALS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
-SIGHUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not every system has it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """A context that turns the first signal into `requested`; idle outside the main thread."""
+    """A context that turns the first signal into `requested`; idle outside the main thread. quiet: prints nothing,
+    because another process does."""
 
     def __init__(self, quiet: bool = False) -> None:
-        """quiet: prints nothing, because another process does."""
         self.quiet = quiet
         self.requested: str | None = None  # the name of the signal
         self._before: dict[int, Any] = {}
@@ -36,9 +35,7 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            heard = SIGNALS
-            if SIGHUP is not None and signal.getsignal(SIGHUP) != signal.SIG_IGN:
-                heard = (*SIGNALS, SIGHUP)
+            heard = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
@@ -61,11 +58,10 @@ class Interrupts:
         self._grace.daemon = True
         self._grace.start()
         self.ask(signal.Signals(number).name)
-        if self.quiet:
-            return
-        text = f"\nkeyhole: {self.requested}: finishing this step and saving; once more leaves at once\n"
-        with suppress(OSError):  # the terminal may be gone
-            os.write(2, text.encode())  # not print: the signal may have interrupted a print, which is not reentrant
+        if not self.quiet:  # not print: the signal may have interrupted a print, which is not reentrant
+            text = f"\nkeyhole: {self.requested}: finishing this step and saving; once more leaves at once\n"
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, text.encode())
 
 
 def give_back(numbers: tuple[int, ...]) -> None:

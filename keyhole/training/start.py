@@ -25,11 +25,10 @@ from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
 from keyhole.training import trackers
 from keyhole.training.base_hash import BaseHash, model_hash
-from keyhole.training.display import open_missing_streams
+from keyhole.training.display import Waiting, open_missing_streams
 from keyhole.training.request import Parts, Request
 from keyhole.training.resume import resume_lines
 from keyhole.training.rundir import RunDir, inspect, locked
-from keyhole.training.waiting import Waiting
 
 IMPORTS = "importing torch and transformers"
 

@@ -31,11 +31,13 @@ from keyhole.errors import UserError
 from keyhole.eval.metrics import perplexity
 from keyhole.eval.score import Score, check_code, score
 from keyhole.machine.text import counted
-from keyhole.model.batch import Batch
 from keyhole.model.model import Model
+from keyhole.report.entries import Entry
 
 EVAL_PASSES = 8
 EVAL, TEST = "eval", "test"
+Stop = Callable[[], bool]
+Keep = Callable[[Task, Score], None]
 MEAN = "score"  # name of the mean of different metrics
 
 
@@ -43,7 +45,7 @@ class Batches(Sized, Iterable[Any], Protocol):
     """What EvalBatches is, or a list."""
 
 
-def evaluate(model: Model, batches: Batches, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+def evaluate(model: Model, batches: Batches, stop: Stop = lambda: False) -> Entry | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches, of a classifier {"eval_loss", "eval_rows"}; None
     if `stop` returned True midway. Several ranks take batches in turn, and sum all losses in the order of the
     batches."""
@@ -51,10 +53,10 @@ def evaluate(model: Model, batches: Batches, stop: Callable[[], bool] = lambda: 
     ranks, together = model.ranks, model.placed.evaluation_passes(model.layout, EVAL_PASSES)
     together = min(ranks.objects(together)) if model.sharded else together
     own = ranks.share(range(len(batches)))
+    left = islice(batches, own[0], own[-1] + 1) if own else iter(())
     found: list[tuple[float, int]] = []
-    own_batches = islice(batches, own[0], own[-1] + 1) if own else ()
     sweeps = 0
-    for group in _groups(own_batches, together):
+    while group := list(islice(left, together)):
         if not model.sharded and stop():
             break
         found += [(float(nll_B.double().sum()), int(count_B.sum())) for nll_B, count_B in model.nll(group)]
@@ -65,36 +67,17 @@ def evaluate(model: Model, batches: Batches, stop: Callable[[], bool] = lambda: 
     pairs = [pair for each in ranks.objects(found) for pair in each]
     if len(pairs) < len(batches):
         return None
-    nll, tokens = sum_in_order(nll for nll, _ in pairs), sum(count for _, count in pairs)
+    nll, tokens = 0.0, sum(count for _, count in pairs)
+    for each, _ in pairs:
+        nll += each  # from left to right: Python's sum may be more exact, and then differs
     loss = nll / max(1, tokens)
     if model.classifies:
         return {"eval_loss": loss, "eval_rows": tokens}
     return {"eval_loss": loss, "perplexity": perplexity(loss), "eval_tokens": tokens}
 
 
-def sum_in_order(numbers: Iterable[float]) -> float:
-    """Sums from left to right, rounding each addition (Python's sum may be more exact, and then differs)."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
-
-
-def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    iterator = iter(batches)
-    while group := list(islice(iterator, size)):
-        yield group
-
-
 class Stopped(Exception):
     """Raised inside scoring when the run is asked to stop."""
-
-
-Keep = Callable[[Task, Score], None]
-
-
-def _forget(task: Task, result: Score) -> None:
-    """The default of `keep`: keeps nothing."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +102,9 @@ class Judge:
 
     def names(self, classifies: bool) -> list[str]:
         """The numbers of an evaluation that can select the best step."""
-        tasks, common = [task for task in self.chosen_by if task.spec is not None], self.metric
-        found = ["loss"] if classifies else ["loss", "perplexity"]
-        for task in tasks:
-            metrics = () if task.spec is None else task.spec.metrics
-            found += [metric if len(tasks) == 1 else f"{task.name}_{metric}" for metric in metrics]
+        found, common = (["loss"] if classifies else ["loss", "perplexity"]), self.metric
+        for task in self.chosen_by:
+            found += [name if len(self.chosen_by) == 1 else f"{task.name}_{name}" for name in metrics_of(task)]
         return list(dict.fromkeys([*found, *([] if common is None else [common])]))
 
     def check(self, config: TrainConfig, held_out: bool, classifies: bool) -> None:
@@ -142,29 +123,26 @@ class Judge:
             raise UserError(f"metric_for_best_model={metric}: an evaluation here gives {', '.join(known)}")
 
     def dev_metrics(
-        self, model: Model, stop: Callable[[], bool], keep: Keep = _forget, *, has_loss: bool = True
-    ) -> dict[str, Any] | None:
+        self, model: Model, stop: Stop, keep: Keep = lambda task, result: None, *, has_loss: bool = True
+    ) -> Entry | None:
         """eval_<metric> of the dev questions; None if `stop` returned True midway. keep: called with every task and its
         score. has_loss: the loss of the dev questions is computed elsewhere, and with it a perplexity."""
         tasks = self.chosen_by
         only_loss = len(tasks) == 1 and tasks[0].spec is not None and tasks[0].spec.kind == LIKELIHOOD
         return {} if only_loss and has_loss else self._score(model, tasks, EVAL, stop, keep)
 
-    def test_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
+    def test_metrics(self, model: Model, stop: Stop) -> Entry | None:
         """test_<metric> of the test questions; None if `stop` returned True midway."""
-        return self._score(model, self.test, TEST, stop)
+        return self._score(model, self.test, TEST, stop, lambda task, result: None)
 
-    def is_done(self, entry: dict[str, Any] | None) -> bool:
+    def is_done(self, entry: Entry | None) -> bool:
         """Whether an entry of the metrics file is a test of as many questions of the same tasks: a resumed run may
         name others (num_eval, test_task)."""
-        found = {task.name: dict.fromkeys(task.spec.metrics, 0.0) for task in self.test if task.spec is not None}
-        wanted = _named(self.test, found, TEST)
+        wanted = _named(self.test, {task.name: dict.fromkeys(metrics_of(task), 0.0) for task in self.test}, TEST)
         count = f"{TEST}_questions"
         return entry is not None and wanted.keys() <= entry.keys() and wanted[count] == entry[count]
 
-    def _score(
-        self, model: Model, tasks: Sequence[Task], prefix: str, stop: Callable[[], bool], keep: Keep = _forget
-    ) -> dict[str, Any] | None:
+    def _score(self, model: Model, tasks: Sequence[Task], prefix: str, stop: Stop, keep: Keep) -> Entry | None:
         def watch(groups: list[Any]) -> Iterator[Any]:
             for group in groups:
                 if not model.ranks.several and stop():  # ranks stop together, between tasks
@@ -172,22 +150,32 @@ class Judge:
                 yield group
 
         assert model.placed is not None
-        options: dict[str, Any]
-        options = {"max_length": self.max_length, "batch_tokens": model.placed.work.tokens, "watch": watch}
-        passes: dict[str, Any] = {"passes": model.placed.evaluation_passes(model.layout, EVAL_PASSES)}
-        code: dict[str, Any] = {"allow_code_execution": self.allow_code_execution}
+        tokens, passes = model.placed.work.tokens, model.placed.evaluation_passes(model.layout, EVAL_PASSES)
         found: dict[str, dict[str, float]] = {}
         try:
             for task in tasks:
                 if model.ranks.several and any(model.ranks.objects(stop())):
                     raise Stopped
                 generated = task.spec is not None and task.spec.kind == GENERATED
-                result = score(model, task, **options, **({} if generated else passes), **code)
+                result = score(
+                    model,
+                    task,
+                    max_length=self.max_length,
+                    allow_code_execution=self.allow_code_execution,
+                    batch_tokens=tokens,
+                    watch=watch,
+                    **({} if generated else {"passes": passes}),
+                )
                 found[task.name] = result.metrics
                 keep(task, result)
         except Stopped:
             return None
         return _named(tasks, found, prefix) if tasks else {}
+
+
+def metrics_of(task: Task) -> tuple[str, ...]:
+    """The metrics of a task; none for a file of questions."""
+    return () if task.spec is None else tuple(task.spec.metrics)
 
 
 def common_metric(tasks: Sequence[Task]) -> str | None:
@@ -198,17 +186,18 @@ def common_metric(tasks: Sequence[Task]) -> str | None:
     return names[0] if names else None
 
 
-def _named(tasks: Sequence[Task], found: dict[str, dict[str, float]], prefix: str) -> dict[str, Any]:
+def _named(tasks: Sequence[Task], found: dict[str, dict[str, float]], prefix: str) -> Entry:
     count = {f"{prefix}_questions": sum(len(task.questions) for task in tasks)}
     if len(tasks) == 1:
         return {f"{prefix}_{name}": value for name, value in found[tasks[0].name].items()} | count
     numbers = {f"{prefix}_{task}_{name}": value for task, each in found.items() for name, value in each.items()}
-    common = common_metric(tasks)
-    own = [found[task.name][task.spec.metric] for task in tasks if task.spec is not None]
-    return numbers | ({} if common is None else {f"{prefix}_{common}": sum(own) / len(own)}) | count
+    if (common := common_metric(tasks)) is not None:
+        own = [found[task.name][task.spec.metric] for task in tasks if task.spec is not None]
+        numbers[f"{prefix}_{common}"] = sum(own) / len(own)
+    return numbers | count
 
 
-def shown_loss(found: dict[str, Any]) -> str:
+def shown_loss(found: Entry) -> str:
     """The loss of an evaluation, formatted."""
     if "eval_rows" in found:
         return f"loss {found['eval_loss']:.4f} over {found['eval_rows']:,} rows"
@@ -216,7 +205,7 @@ def shown_loss(found: dict[str, Any]) -> str:
     return f"{numbers} over {counted(found['eval_tokens'], 'token')}"
 
 
-def shown(found: dict[str, Any], prefix: str) -> str:
+def shown(found: Entry, prefix: str) -> str:
     """The metrics of an entry, formatted: `accuracy 88.4 %, f1 87.1 % of 500 questions`; "" if there are none."""
     own = {name.removeprefix(f"{prefix}_"): value for name, value in found.items() if name.startswith(f"{prefix}_")}
     count = own.pop("questions", 0)

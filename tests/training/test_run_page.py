@@ -19,9 +19,8 @@ from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
 from keyhole.report.story import Story, read_story
 from keyhole.report.view import View, read_view
-from keyhole.training import loop
-from keyhole.training import page as run_page
-from keyhole.training.page import EVERY_S, RunPage
+from keyhole.training import loop, reports
+from keyhole.training.reports import EVERY_S, RunPage
 from keyhole.training.sample_answers import generated
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
@@ -106,9 +105,9 @@ def test_a_page_that_cannot_be_made_changes_nothing(
     def fail(view: View) -> str:
         raise OSError("no space left")
 
-    monkeypatch.setattr(run_page, "make_page", fail)
-    monkeypatch.setattr(run_page, "EVERY_S", 0.0)
-    monkeypatch.setattr(run_page, "COST", 0.0)  # a page after every step
+    monkeypatch.setattr(reports, "make_page", fail)
+    monkeypatch.setattr(reports, "EVERY_S", 0.0)
+    monkeypatch.setattr(reports, "COST", 0.0)  # a page after every step
     config = make("broken")
     assert train(config) == 0
     assert losses(config) == losses(sound)

@@ -10,7 +10,7 @@ from keyhole.data.count import count_rows
 from keyhole.data.prepare import prepare
 from keyhole.loading import load
 from keyhole.machine.progress import listening, tell
-from keyhole.training.waiting import CLEAR, Waiting, amount
+from keyhole.training.display import CLEAR, Waiting, amount
 from tests.data.chats import tokenizer
 
 
