@@ -1,22 +1,23 @@
 """The state of optimizers: masters, moments and momentum, in the formats of one table, for every method that has any.
 
-    FORMATS     how a number is stored: bytes, and how it is rounded when it changes
-    States      arrays of one element per weight (or fewer), cut by unit: where they live, and how they are saved
+    FORMATS       how a number is stored: bytes, and how it is rounded when it changes
+    States        arrays cut by unit, in host memory or on the device, updated where they are; and how they are saved
+    StatePages    states in host memory that are updated on the device
 
-A state that the host updates stays there: the method takes views (`of`). One that is updated on the device travels with
-its unit, through an engine of its own, whose pages are the states of units: prefetched, changed in a slot, written back
-like weights (offload/engine.py). Arrays are page-locked as a whole.
+A state that is updated where it lives gives views (`of`). One that is updated on the device travels with its unit,
+through an engine of its own, whose pages are the states of units: prefetched, changed in a slot, written back like
+weights (offload/engine.py). Arrays are page-locked as a whole.
 
 Rounding to 16 bits is stochastic: a moment that changes by a thousandth of itself would never change if it were rounded
 to nearest. Its random bits are a function of seed, step and place, as for weights (ops/rounding/): so streamed equals
 resident, a resumed run equals one that was not stopped, and ranks agree. Each array has places of its own (PLACES
 apart), or a weight and its moments would be rounded up and down together.
 
-Saved by tensor, under its name and the array's, in the order of the model: a state does not depend on how units were
-cut, where it lived or how many ranks wrote it.
+Saved by tensor, under its name and the array's: a state does not depend on where it lived or how many ranks wrote it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -26,9 +27,11 @@ import torch
 from keyhole import ops
 from keyhole.disk.tensors import Ranges, range_of
 from keyhole.offload import arena
+from keyhole.offload.engine import Engine
 from keyhole.ops.arguments import Scalar
 
 PLACES = 1 << 40  # elements of a model, at most
+ALIGN = 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -125,3 +128,47 @@ class States:
         for piece in pieces:
             for key, flat in zip(self.arrays, self.of(piece.unit, piece.begin, piece.end), strict=True):
                 flat.copy_(range_of(state, f"{name}/{key}", piece.first, flat.numel()))
+
+
+class StatePages:
+    """States that are updated on the device: each unit's is a page in host memory, which `acquire` brings to the device
+    and `release` writes back, within a `sweep` whose order of units is known. numels: by unit; slots: units whose states
+    are on the device at a time."""
+
+    def __init__(self, numels: Mapping[int, int], format: Format, device: torch.device, slots: int) -> None:
+        sizes = [int(numels.get(unit, 0) * format.bytes) for unit in range(max(numels, default=-1) + 1)]
+        flat = arena.host_memory(sum(-(-size // ALIGN) * ALIGN for size in sizes))
+        if device.type == "cuda":
+            arena.pin(flat, device)
+        pieces = arena.split(flat, [-(-size // ALIGN) * ALIGN for size in sizes])
+        self.homes = [piece[:size].view(format.dtype) for piece, size in zip(pieces, sizes, strict=True)]
+        self.units = {unit for unit, home in enumerate(self.homes) if home.numel()}
+        self.engine = Engine(self.homes, self.units, device, slot_count=max(2, slots))
+        self.bytes = sum(sizes)
+
+    @contextmanager
+    def sweep(self, order: list[int]) -> Iterator[None]:
+        """A context in which states are used, about in this order of units."""
+        with self.engine.sweep("states", order):
+            yield
+            for unit in list(self.engine.held):
+                self.release(unit)
+
+    def acquire(self, unit: int) -> torch.Tensor:
+        """A unit's state on the device, until it is released or others take its slot."""
+        held = self.engine.held
+        if unit in held:
+            return held[unit].as_page(self.homes[unit])
+        while len(held) >= self.engine.slot_count - 1:
+            self.release(next(iter(held)))
+        return self.engine.acquire(unit)
+
+    def release(self, unit: int) -> None:
+        """Writes a unit's state back, if it is on the device."""
+        if unit in self.engine.held:
+            self.engine.commit(unit)
+            self.engine.release(unit)
+
+    def wait(self) -> None:
+        """Blocks until the homes hold all states."""
+        self.engine.wait_for_homes()

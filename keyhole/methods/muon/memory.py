@@ -1,0 +1,110 @@
+"""The cost of a step of muon, and whether host memory has room for its state.
+
+Host memory: 2 bytes per element of a matrix of a block and 4 per element of the rest (momentum, and two moments), or 4
+and 8 with moments: float32; a table and a head are the rest. Link: the state up and down once per step. On the device:
+the slots of the state's engine (every unit of a block, and one more for what comes next), and Newton-Schulz on the
+largest matrix [m, n], m <= n: 18 bytes per element (the update in float32, three copies in bfloat16, momentum in
+float32) and 4 m^2 for two products [m, m].
+
+Work: Newton-Schulz has, per step and matrix, products of 2 m^2 n, 2 m^3 and 2 m^2 n operations.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from keyhole.errors import UserError
+from keyhole.machine.host import host_memory, host_sum
+from keyhole.machine.rates import Rates
+from keyhole.machine.sizes import GIB
+from keyhole.methods.lomo.memory import step_work as lomo_work
+from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.muon.traits import MuonConfig
+from keyhole.methods.states import FORMATS
+from keyhole.methods.work import StepWork
+from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.model.backward.memory import ReverseBytes
+from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+
+ALIGN = 64  # elements
+PER_ELEMENT, PER_SQUARE = 18, 4  # bytes of Newton-Schulz
+SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
+
+
+def is_matrix(tensor: FlatTensor) -> bool:
+    """Whether Muon's own rule updates it: a matrix of a block, or a stack of experts, matrix by matrix."""
+    return tensor.block is not None and len(tensor.matrix) == 2
+
+
+def adam_numel(tensor: FlatTensor) -> int:
+    """Numbers reserved for a second moment."""
+    return -(-tensor.shape.numel() // ALIGN) * ALIGN
+
+
+def page_numel(unit: Unit) -> int:
+    """Numbers of a unit's state: a first moment for all of it, a second one for what is no matrix of a block."""
+    trained = [tensor for tensor in unit.tensors if tensor.param.requires_grad]
+    if not trained:
+        return 0
+    if unit.rows is not None:
+        return unit.numel + -(-unit.numel // ALIGN) * ALIGN
+    return unit.numel + sum(adam_numel(tensor) for tensor in trained if not is_matrix(tensor))
+
+
+def slot_count(layout: Layout) -> int:
+    """A block's units are all in use until they are finished, and the next one comes meanwhile."""
+    units = Counter(unit.block for unit in layout.of_kind("block") if unit.expert is None)
+    return max(units.values(), default=1) + 1
+
+
+def host_state_bytes(layout: Layout, own: MuonConfig) -> int:
+    return int(FORMATS[own.moments].bytes * sum(map(page_numel, layout.units)))
+
+
+def check_host_state(
+    layout: Layout,
+    streamed: set[int],
+    element_bytes: int,
+    loaded: bool = False,
+    cut: dict[int, tuple[int, int]] | None = None,
+    ranks: int = 1,
+    of: int = 1,
+    own: MuonConfig | None = None,
+) -> None:
+    """UserError with the missing amount if weights and state do not fit. Every rank has all of the state."""
+    here = cut or {}
+    weights = element_bytes * sum(here.get(u.index, (0, u.numel))[1] for u in layout.units if u.index in streamed)
+    state = host_state_bytes(layout, own or MuonConfig())
+    needed, slack = ranks * (state + (0 if loaded else weights)), 0 if loaded else ranks * SLACK_BYTES
+    available = host_memory().available_bytes
+    if needed + slack > available:
+        raise UserError(
+            f"method: muon keeps {state / GIB:.1f} GiB of momentum in host memory: {host_sum(needed, slack, available)}. "
+            "Free memory, set muon.moments=bfloat16, or use method=lomo, adalomo or zo, which keep no such state."
+        )
+
+
+def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
+    """The device peak of a step."""
+    own = work.settings or MuonConfig()
+    assert isinstance(own, MuonConfig)
+    largest = max(map(page_numel, layout.units))
+    shapes = [tensor.matrix for tensor in layout.tensors if is_matrix(tensor)]
+    products = max((PER_ELEMENT * s.numel() + PER_SQUARE * min(s) ** 2 for s in shapes), default=0)
+    updates = int(slot_count(layout) * FORMATS[own.moments].bytes * largest) + products
+    return reverse_bytes(layout, streamed, work, room, updates=updates)
+
+
+def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+    """The FLOPs, bytes and launches of a step."""
+    own = work.settings or MuonConfig()
+    assert isinstance(own, MuonConfig)
+    state, flops = host_state_bytes(layout, own), 0.0
+    for tensor in (tensor for tensor in layout.tensors if is_matrix(tensor) and tensor.param.requires_grad):
+        short, long = sorted(tensor.matrix)
+        count = tensor.shape.numel() / (short * long)
+        flops += count * own.ns_steps * (4.0 * short**2 * long + 2.0 * short**3)
+    found = lomo_work(layout, streamed, replace(work, settings=own), room, rates)
+    return found.plus(products=flops, up=state, down=state, host_bytes=state, saved_bytes=state)
+
+
+FORMULAS = Formulas(device_bytes, step_work, check_host_state)

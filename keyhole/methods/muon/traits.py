@@ -1,0 +1,52 @@
+"""Settings and row of `muon`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from keyhole.limits import BelowOne, Count, Positive
+from keyhole.methods.lomo.traits import LOMO, LOMOConfig
+from keyhole.methods.settings import AdamSettings, Around, Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(AdamSettings, LOMOConfig):
+    """Muon: orthogonalised momentum for matrices, AdamW for the rest; 16-bit state in host memory. Streams."""
+
+    momentum: BelowOne = 0.95
+    """Decay of the running mean of a matrix's gradients."""
+    nesterov: bool = True
+    """Orthogonalise the momentum mixed with the gradient once more."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Coefficients of a Newton-Schulz step."""
+    ns_steps: Count = 5
+    """Newton-Schulz steps."""
+    ns_eps: Positive = 1e-7
+    """Least norm by which a matrix is divided before them (torch.optim.Muon's eps)."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """The rate of a matrix: AdamW's (match_rms_adamw), so that one learning_rate serves all, or Muon's own (original)."""
+    moments: Literal["bfloat16", "float32"] = "bfloat16"
+    """Format of momentum and moments, rounded stochastically: 2 or 4 bytes per parameter of host memory."""
+
+    def exchanged(self, width: float) -> float:
+        return 3.0  # pieces in 16 bits, their sums in 32
+
+    def faults(self, around: Around) -> Iterator[Fault]:
+        yield from super().faults(around)
+        if self.rounding == "kahan":
+            yield "rounding", "kahan keeps its compensation on the device; with muon use stochastic"
+
+
+MUON = replace(
+    LOMO,
+    name="muon",
+    cls="keyhole.methods.muon.method:Muon",
+    settings=MuonConfig,
+    formulas="keyhole.methods.muon.memory:FORMULAS",
+    learning_rate=2e-5,
+    sane_rates=(1e-7, 1e-2),
+    steps=1.0,
+    underflow_safe=False,
+    through_host=(4.0, 4.0),
+    may_change=("moments",),
+)
