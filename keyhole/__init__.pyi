@@ -11,6 +11,7 @@ from keyhole.methods.lomo.lomo_lora import LOMOLoRA as LOMOLoRA
 from keyhole.methods.lomo.method import LOMO as LOMO
 from keyhole.methods.lora.method import LoRA as LoRA
 from keyhole.methods.lsp.method import LSP as LSP
+from keyhole.methods.muon.method import Muon as Muon
 from keyhole.methods.workload import Workload as Workload
 from keyhole.methods.zo.method import ZO as ZO
 from keyhole.model.model import Model as Model

@@ -18,6 +18,8 @@ from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import host_state_bytes
 from keyhole.methods.lsp.memory import count_numbers
+from keyhole.methods.muon import memory as muon
+from keyhole.methods.muon.traits import MuonConfig
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import find_layout
@@ -38,7 +40,7 @@ SHAPES = {  # width, blocks, heads, key and value heads, MLP, vocabulary
     "Llama 30B": (6656, 60, 52, 52, 17920, 32000),
     "Llama-3 70B": (8192, 80, 64, 8, 28672, 128256),
 }
-COMPARED = ("adam-offload", "lsp", "lomo", "zo")
+COMPARED = ("adam-offload", "muon", "lsp", "lomo", "zo")
 SHOWN = ("Llama-3 8B", "Llama-2 13B", "Llama-3 70B")  # in the second table
 
 
@@ -101,6 +103,8 @@ def host_gib(module: nn.Module, method: str) -> float:
         state = host_state_bytes(layout, streamed, torch.bfloat16.itemsize)
     if method == "lsp":
         state = 12 * sum(count_numbers(layout, METHODS[method].settings()).of.values())
+    if method == "muon":
+        state = muon.host_state_bytes(layout, MuonConfig())
     return (host_bytes(layout, streamed, FORMATS) + state) / GIB
 
 

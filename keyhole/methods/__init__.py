@@ -17,12 +17,12 @@ from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA
 from keyhole.methods.lora.traits import LORA
 from keyhole.methods.lsp.traits import LSP
+from keyhole.methods.muon.traits import MUON
 from keyhole.methods.traits import Traits
 from keyhole.methods.zo.traits import ZO
 
-METHODS: dict[str, Traits] = {
-    row.name: row for row in (ZO, LOMO, ADALOMO, LOMO_LORA, APOLLO_MINI, LSP, ADAM_OFFLOAD, ADAMW, SGD, LORA, GALORE)
-}
+ROWS = (ZO, LOMO, ADALOMO, LOMO_LORA, APOLLO_MINI, LSP, ADAM_OFFLOAD, MUON, ADAMW, SGD, LORA, GALORE)
+METHODS: dict[str, Traits] = {row.name: row for row in ROWS}
 CLASSES = {row.cls.rpartition(":")[2]: row for row in METHODS.values()}  # for `keyhole.ZO` and its like
 
 

@@ -132,8 +132,8 @@ class States:
 
 class StatePages:
     """States that are updated on the device: each unit's is a page in host memory, which `acquire` brings to the device
-    and `release` writes back, within a `sweep` whose order of units is known. numels: by unit; slots: units whose states
-    are on the device at a time."""
+    and `release` writes back, within a `sweep` whose order of units is known. numels: by unit; slots: states that are
+    on the device at a time."""
 
     def __init__(self, numels: Mapping[int, int], format: Format, device: torch.device, slots: int) -> None:
         sizes = [int(numels.get(unit, 0) * format.bytes) for unit in range(max(numels, default=-1) + 1)]

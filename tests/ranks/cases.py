@@ -57,6 +57,7 @@ SHARDS = {
     "adalomo, experts": Case("mixtral", ADALOMO, 1e-3, {"weight_decay": 0.1}, STREAM, cut=True),
     "lomo-lora, clipped": Case("llama", keyhole.LOMOLoRA, 0.05, {"r": 4, "max_grad_norm": 0.5}),
     "apollo-mini": Case("mistral", keyhole.APOLLOMini, 1e-4, {}, STREAM),
+    "muon, clipped": Case("mistral", keyhole.Muon, 1e-4, {"moments": "float32", "max_grad_norm": 0.5}, STREAM),
     "adam-offload": Case("llama", OFFLOAD, 1e-3, ADAM | {"weight_decay": 0.1}),
     "adam-offload, tied, clipped": Case(
         "qwen2", OFFLOAD, 1e-3, ADAM | {"max_grad_norm": 0.5}, STREAM, size=4, cut=True
@@ -84,7 +85,7 @@ REPLICAS = {
 CASES = SHARDS | REPLICAS
 FIRST = (  # of every method resident and streamed, on two and four ranks, as far as there are cases
     "lomo", "lomo, clipped", "lomo, tied, decay", "lomo, experts, decay", "adalomo",
-    "lomo-lora, clipped", "apollo-mini", "adam-offload", "adam-offload, tied, clipped", "lsp",
+    "lomo-lora, clipped", "apollo-mini", "muon, clipped", "adam-offload", "adam-offload, tied, clipped", "lsp",
     "lsp, on the host, clipped", "adamw, clipped", "sgd, tied", "lora, int4, dropout", "galore",
 )  # fmt: skip
 PARTS = {"of every method": FIRST, "the others": tuple(name for name in CASES if name not in FIRST)}

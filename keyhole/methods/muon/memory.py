@@ -16,7 +16,9 @@ from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
+from keyhole.methods.launches import hooked, tensors_of_blocks
 from keyhole.methods.lomo.memory import step_work as lomo_work
+from keyhole.methods.lomo.traits import LOMO
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.muon.traits import MuonConfig
 from keyhole.methods.states import FORMATS
@@ -26,6 +28,7 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 
 ALIGN = 64  # elements
+KERNELS, ADAM = 12, 14  # launches per matrix, beside three per step of Newton-Schulz, and per vector
 PER_ELEMENT, PER_SQUARE = 18, 4  # bytes of Newton-Schulz
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
@@ -45,8 +48,8 @@ def page_numel(unit: Unit) -> int:
     trained = [tensor for tensor in unit.tensors if tensor.param.requires_grad]
     if not trained:
         return 0
-    if unit.rows is not None:
-        return unit.numel + -(-unit.numel // ALIGN) * ALIGN
+    if unit.rows is not None:  # of a table, or an expert
+        return unit.numel if is_matrix(trained[0]) else 2 * -(-unit.numel // ALIGN) * ALIGN
     return unit.numel + sum(adam_numel(tensor) for tensor in trained if not is_matrix(tensor))
 
 
@@ -78,7 +81,7 @@ def check_host_state(
     available = host_memory().available_bytes
     if needed + slack > available:
         raise UserError(
-            f"method: muon keeps {state / GIB:.1f} GiB of momentum in host memory: {host_sum(needed, slack, available)}. "
+            f"method: muon keeps {state / GIB:.1f} GiB of state in host memory: {host_sum(needed, slack, available)}. "
             "Free memory, set muon.moments=bfloat16, or use method=lomo, adalomo or zo, which keep no such state."
         )
 
@@ -103,8 +106,10 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         short, long = sorted(tensor.matrix)
         count = tensor.shape.numel() / (short * long)
         flops += count * own.ns_steps * (4.0 * short**2 * long + 2.0 * short**3)
-    found = lomo_work(layout, streamed, replace(work, settings=own), room, rates)
-    return found.plus(products=flops, up=state, down=state, host_bytes=state, saved_bytes=state)
+    found = lomo_work(layout, streamed, replace(work, method=LOMO.name, settings=own), room, rates)
+    matrices, vectors = tensors_of_blocks(layout)
+    found = found.launching(hooked((KERNELS + 3 * own.ns_steps) * matrices + ADAM * vectors))
+    return found.plus(products=flops, touched=2 * state, up=state, down=state, host_bytes=state, saved_bytes=state)
 
 
 FORMULAS = Formulas(device_bytes, step_work, check_host_state)

@@ -20,7 +20,7 @@ On several ranks each has the whole state and makes the same update in its slot 
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ from keyhole.methods.states import FORMATS, PLACES, StatePages
 from keyhole.model.backward.sink import chunk
 from keyhole.model.structure.layout import FlatTensor
 
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
-def newton_schulz(
-    update_MN: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> torch.Tensor:
+
+def newton_schulz(update_MN: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
     """About U V^T of the singular value decomposition U S V^T, as torch.optim.Muon computes it: bfloat16."""
     a, b, c = coefficients
     tall = update_MN.shape[0] > update_MN.shape[1]
@@ -78,7 +78,11 @@ class Muon(LOMO):
 
     def _trained_in(self, unit: int) -> list[FlatTensor]:
         found = self.model.layout.units[unit]
-        tensors = [chunk(found)] if found.rows is not None else found.tensors
+        tensors = found.tensors
+        if found.expert is not None:
+            tensors = [found.tensors[0].expert(found.expert)]
+        elif found.rows is not None:
+            tensors = [chunk(found)]
         return [tensor for tensor in tensors if tensor.param.requires_grad]
 
     # -- the rule ----------------------------------------------------------------------------------------------------
@@ -120,8 +124,8 @@ class Muon(LOMO):
         else:
             self.format.lerp_(m, grad, 1 - own.momentum, at, scale)
             update = grad.float() if scale is None else grad.float() * scale
-            update = update.lerp_(m.float(), own.momentum) if own.nesterov else m.float()
-            step = newton_schulz(update, own.ns_coefficients, own.ns_steps, own.ns_eps).contiguous()
+            update = update.lerp(m.float(), own.momentum) if own.nesterov else m.float()
+            step = newton_schulz(update, own.ns_coefficients or COEFFICIENTS, own.ns_steps, own.ns_eps).contiguous()
             rows, columns = w.shape
             adamw = own.adjust_lr_fn == "match_rms_adamw"
             factor = 0.2 * max(rows, columns) ** 0.5 if adamw else max(1.0, rows / columns) ** 0.5
@@ -136,7 +140,7 @@ class Muon(LOMO):
         grad = grad.float() if scale is None else grad.float() * scale
         self.format.lerp_(m, grad, 1 - own.beta1, at)
         self.format.lerp_(v, grad.square(), 1 - own.beta2, (at[0] + PLACES, *at[1:]))
-        root = v.float().sqrt_().div_((1 - own.beta2**count) ** 0.5).add_(own.eps)
+        root = v.float().sqrt().div_((1 - own.beta2**count) ** 0.5).add_(own.eps)
         return (m.float() / root).div_(1 - own.beta1**count)
 
     def finished(self, unit: Any) -> bool:

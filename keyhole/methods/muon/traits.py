@@ -17,14 +17,14 @@ class MuonConfig(AdamSettings, LOMOConfig):
     """Decay of the running mean of a matrix's gradients."""
     nesterov: bool = True
     """Orthogonalise the momentum mixed with the gradient once more."""
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    """Coefficients of a Newton-Schulz step."""
+    ns_coefficients: list[float] | None = None
+    """The three coefficients of a Newton-Schulz step; null = 3.4445, -4.775, 2.0315."""
     ns_steps: Count = 5
     """Newton-Schulz steps."""
     ns_eps: Positive = 1e-7
     """Least norm by which a matrix is divided before them (torch.optim.Muon's eps)."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """The rate of a matrix: AdamW's (match_rms_adamw), so that one learning_rate serves all, or Muon's own (original)."""
+    """Scale of a matrix's step: AdamW's (match_rms_adamw), so that one rate serves all, or Muon's own (original)."""
     moments: Literal["bfloat16", "float32"] = "bfloat16"
     """Format of momentum and moments, rounded stochastically: 2 or 4 bytes per parameter of host memory."""
 
@@ -33,6 +33,8 @@ class MuonConfig(AdamSettings, LOMOConfig):
 
     def faults(self, around: Around) -> Iterator[Fault]:
         yield from super().faults(around)
+        if self.ns_coefficients is not None and len(self.ns_coefficients) != 3:
+            yield "muon.ns_coefficients", f"there are {len(self.ns_coefficients)}; give three, or leave it out"
         if self.rounding == "kahan":
             yield "rounding", "kahan keeps its compensation on the device; with muon use stochastic"
 
@@ -45,7 +47,7 @@ MUON = replace(
     formulas="keyhole.methods.muon.memory:FORMULAS",
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-2),
-    steps=1.0,
+    steps=1.1,
     underflow_safe=False,
     through_host=(4.0, 4.0),
     may_change=("moments",),
