@@ -100,7 +100,7 @@ def lsp(place: Place) -> Iterator[Row]:
         p.grad = torch.randn_like(p)
     adamw = torch.optim.AdamW(params, fused=True, capturable=place.device.type == "cuda")
     side_bytes, numel = sum(x.nbytes for pair in sides for x in pair), sum(w.numel() for w in weights)
-    for kind in ("blocks", "runs"):
+    for kind in ("blocks", "free"):
         for d in (2048 // place.shrink, 512 // place.shrink):
             pairs = [
                 [ops.random_projector(kind, side, d, R, seed=i, device=place.device) for side in shape]

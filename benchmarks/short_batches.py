@@ -34,9 +34,8 @@ from typing import Any
 import torch
 
 import keyhole
-from keyhole.bench.link import measure_link
-from keyhole.bench.rates import copy_rate, product_rate
-from keyhole.bench.zo.textbook import Textbook
+from keyhole.bench.baselines import Textbook
+from keyhole.bench.rates import copy_rate, link_rates, product_rate
 
 SMOLLM2 = {
     "hidden_size": 576,
@@ -198,7 +197,7 @@ def floors(shape: Shape, device: str, batches: list[dict]) -> Callable[[str], fl
     operations = in_blocks * tokens + table * shape.rows
     weights_bytes = total * shape.dtype.itemsize
     products, copies = product_rate(where, shape.dtype), copy_rate(where)
-    link = measure_link(64 * 2**20)["up"] * 1e9 if device != "cpu" else None
+    link = link_rates(64 * 2**20)["up"] * 1e9 if device != "cpu" else None
     over_link = f", link {link / 1e9:.1f} GB/s" if link else ""
     print(f"products {products / 1e12:.1f} TFLOP/s, copies {copies / 1e9:.0f} GB/s{over_link}", flush=True)
 

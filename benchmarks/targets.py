@@ -10,19 +10,41 @@ verdicts, because tiny shapes prove nothing.
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from keyhole.bench import snapshots
+from keyhole.bench.cases import STREAMED, TABLES, Case, read_tables
 from keyhole.bench.report import Record, grid
-from keyhole.bench.snapshots.report import none_of, ratio
-from keyhole.bench.zo.cases import Case, read_tables
-from keyhole.bench.zo.floors import Line, cases_of, line_of
+from keyhole.bench.step_tables import Line
 from keyhole.machine.sizes import GIB
 
 HOST_FACTOR, HOST_SLACK_BYTES = 1.03, 2 * GIB
 FLOORS, SHORT_FLOORS = 1.10, 1.15  # a step over max(compute, link); of short batches
 SNAPSHOTS = 0.97  # of the tokens per second without
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number of a case that must be at least, or at most, some limit."""
+
+    what: str
+    case: Case
+    of: Callable[[Line], float | None]
+    limit: float
+    unit: str = "x"
+    at_most: bool = False
+
+    def row(self, line: Line, error: str) -> "Row":
+        target = f"{'<=' if self.at_most else '>='} {self.limit:.3g}{self.unit}"
+        value = self.of(line) if line.record else None
+        if value is None:
+            return Row(
+                self.what, self.case.name, target, (error if not line.record else "not measured")[:80], "missing"
+            )
+        passed = value <= self.limit if self.at_most else value >= self.limit
+        return Row(self.what, self.case.name, target, f"{value:.3g}{self.unit}", "pass" if passed else "FAIL")
 
 
 @dataclass
@@ -36,103 +58,82 @@ class Row:
     verdict: str  # pass | FAIL | missing
 
 
+def _speed(limit: float, case: Case) -> Target:
+    return Target(f"{case.system} against textbook", case, lambda line: line.to_textbook, limit)
+
+
+def _link(model: str) -> Target:
+    share = lambda line: 100 * line.link_share if line.link_share else None  # noqa: E731
+    return Target("share of what the link can do", Case(model, STREAMED), share, 92, " %")
+
+
+def _reserved(limit: float, case: Case, what: str = "GPU memory reserved") -> Target:
+    return Target(what, case, lambda line: line.record["device"]["reserved_bytes"] / GIB, limit, " GiB", at_most=True)
+
+
+TARGETS = [
+    *(_speed(2.0, Case(model, "resident")) for model in ("1.3B", "6.7B", "13B")),
+    _speed(1.5, Case("1.3B", STREAMED)),
+    *(_speed(0.93, Case(model, STREAMED)) for model in ("6.7B", "13B")),
+    *(_link(model) for model in ("6.7B", "13B")),
+    *(_speed(1.35, Case(model, STREAMED, batch=4)) for model in ("6.7B", "13B")),
+    _speed(1.1, Case("6.7B", STREAMED, dtype="fp32")),
+    _speed(1.3, Case("13B", STREAMED, gpu_memory="16GiB")),
+    _reserved(2.5, Case("13B", STREAMED)),
+    _reserved(8.0, Case("175B", STREAMED, blocks=4)),
+    _reserved(4.0, Case("175B", STREAMED, blocks=4, gpu_memory="4GiB"), "GPU memory reserved (stretch)"),
+]
+BUDGETS = [Case("13B", STREAMED, gpu_memory=f"{n}GiB").name for n in (4, 8, 16, 24)]
+
+
+def of_any_streamed(line: Line, floors: float) -> list[Target]:
+    """What holds for any streamed case. floors: how many times max(compute, link) its step may take."""
+    limit_gib = (HOST_FACTOR * line.record.get("weights_bytes", 0) + HOST_SLACK_BYTES) / GIB
+    return [
+        Target("step against max(compute, link)", line.case, lambda x: x.to_floor, floors, at_most=True),
+        Target("host memory", line.case, lambda x: x.record["host_bytes"] / GIB, limit_gib, " GiB", at_most=True),
+        Target("planned peak off the measured one by", line.case, _off, 10, " %", at_most=True),
+        Target("losses equal the resident ones", line.case, lambda x: x.same_losses, 1, ""),
+    ]
+
+
+def _off(line: Line) -> float | None:
+    reserved = line.record["device"]["reserved_bytes"]
+    return 100 * abs(line.record["planned_bytes"] / reserved - 1) if reserved else None
+
+
 def judge_zo(records: list[Record]) -> list[Row]:
     """Every target of zeroth-order steps: speed, budgets, memory, and what holds for any streamed case. Short batches
     have a table of their own, which is judged where it was run."""
-    found, tables = cases_of(records), read_tables()
-    lines = {case.name: line_of(case, found) for case in tables["judged"].cases}
-    short = [line_of(case, found) for case in tables["short"].cases if case.name in found]
-    return [
-        *_speed(lines),
-        *_budgets(lines),
-        *_memory(lines),
-        *[row for line in lines.values() if line.case.system == "streamed" for row in _every_streamed(line, FLOORS)],
-        *[row for line in short if line.case.system == "streamed" for row in _every_streamed(line, SHORT_FLOORS)],
+    found, tables = {r["name"]: r for r in records if r["kind"] == "case"}, read_tables(TABLES / "zo.yaml")
+    measured = {name: r for name, r in found.items() if r["status"] == "ok"}
+
+    def line(case: Case) -> Line:
+        return Line(case, measured.get(case.name, {}), measured)
+
+    targets = list(TARGETS)
+    for name, floors in (("judged", FLOORS), ("short", SHORT_FLOORS)):
+        cases = [case for case in tables[name].cases if name == "judged" or case.name in found]
+        targets += [t for case in cases if case.system == STREAMED for t in of_any_streamed(line(case), floors)]
+    rows = [
+        target.row(line(target.case), found.get(target.case.name, {}).get("error", "not run")) for target in targets
     ]
+    steps_s = [measured[name]["step_s"] for name in BUDGETS if name in measured]
+    falls = all(a > b for a, b in zip(steps_s, steps_s[1:], strict=False))
+    verdict = "missing" if len(steps_s) < len(BUDGETS) else "pass" if falls else "FAIL"
+    told = " ".join(f"{s:.3f}" for s in steps_s) + " s"
+    what = "step time falls as the budget grows"
+    return [*rows, Row(what, "13B-bf16-b1-streamed-*GiB", "4 > 8 > 16 > 24 GiB", told, verdict)]
 
 
 def judge_snapshots(rows: list[Record]) -> list[Row]:
     """Checkpoints in the background must not slow a run down."""
+    rows = [row if "case" in row else {"case": row, "status": "ok"} | row for row in rows]  # of older files
     found = []
-    for row in (row for row in rows if row["mode"] == "background"):
-        value = ratio(row, none_of(row, rows))
-        verdict = "pass" if value >= SNAPSHOTS else "FAIL"
-        found.append(Row("tok/s against none", row["model"], f">= {SNAPSHOTS:g}x", f"{value:.3f}x", verdict))
+    for line in (line for line in snapshots.lines_of(rows) if line.case["mode"] == snapshots.BACKGROUND):
+        told = (line.case["model"], f">= {SNAPSHOTS:g}x", f"{line.ratio:.3f}x")
+        found.append(Row("tok/s against none", *told, "pass" if line.ratio >= SNAPSHOTS else "FAIL"))
     return found
-
-
-def _row(what: str, line: Line, target: str, value: float | None, unit: str, passed: bool | None) -> Row:
-    if not line.ok:
-        return Row(what, line.case.name, target, str(line.record.get("error", ""))[:80], "missing")
-    if value is None or passed is None:
-        return Row(what, line.case.name, target, "not measured", "missing")
-    return Row(what, line.case.name, target, f"{value:.3g}{unit}", "pass" if passed else "FAIL")
-
-
-def _at_least(what: str, line: Line, value: float | None, limit: float, unit: str = "x") -> Row:
-    return _row(what, line, f">= {limit:g}{unit}", value, unit, None if value is None else value >= limit)
-
-
-def _at_most(what: str, line: Line, value: float | None, limit: float, unit: str) -> Row:
-    return _row(what, line, f"<= {limit:.3g}{unit}", value, unit, None if value is None else value <= limit)
-
-
-def _speed(lines: dict[str, Line]) -> list[Row]:
-    def speed(limit: float, **settings: Any) -> Row:
-        line = lines[Case(**settings).name]
-        return _at_least(f"{line.case.system} against textbook", line, line.to_textbook, limit)
-
-    rows = [speed(2.0, model=model, system="resident") for model in ("1.3B", "6.7B", "13B")]
-    rows.append(speed(1.5, model="1.3B", system="streamed"))
-    for model in ("6.7B", "13B"):
-        rows.append(speed(0.93, model=model, system="streamed"))
-        line = lines[Case(model, "streamed").name]
-        share = None if line.link_share is None else 100 * line.link_share
-        rows.append(_at_least("share of what the link can do", line, share, 92, " %"))
-    rows += [speed(1.35, model=model, system="streamed", batch=4) for model in ("6.7B", "13B")]
-    rows.append(speed(1.1, model="6.7B", system="streamed", dtype="fp32"))
-    rows.append(speed(1.3, model="13B", system="streamed", gpu_memory="16GiB"))
-    return rows
-
-
-def _budgets(lines: dict[str, Line]) -> list[Row]:
-    """Step time falls as the budget grows."""
-    budgets = [lines[Case("13B", "streamed", gpu_memory=f"{n}GiB").name] for n in (4, 8, 16, 24)]
-    what = ("step time falls as the budget grows", "13B-bf16-b1-streamed-*GiB", "4 > 8 > 16 > 24 GiB")
-    if not all(line.ok for line in budgets):
-        return [Row(*what, "", "missing")]
-    steps_s = [line.record["step_s"] for line in budgets]
-    falls = all(a > b for a, b in zip(steps_s, steps_s[1:], strict=False))
-    return [Row(*what, " ".join(f"{s:.3f}" for s in steps_s) + " s", "pass" if falls else "FAIL")]
-
-
-def _memory(lines: dict[str, Line]) -> list[Row]:
-    def reserved(case: Case, limit_gib: float, what: str = "GPU memory reserved") -> Row:
-        line = lines[case.name]
-        value = line.record["device"]["reserved_bytes"] / GIB if line.ok else None
-        return _at_most(what, line, value, limit_gib, " GiB")
-
-    return [
-        reserved(Case("13B", "streamed"), 2.5),
-        reserved(Case("175B", "streamed", blocks=4), 8.0),
-        reserved(Case("175B", "streamed", blocks=4, gpu_memory="4GiB"), 4.0, "GPU memory reserved (stretch)"),
-    ]
-
-
-def _every_streamed(line: Line, floors: float) -> list[Row]:
-    """What holds for any streamed case. floors: how many times max(compute, link) its step may take."""
-    rows = [_at_most("step against max(compute, link)", line, line.to_floor, floors, "x")]
-    if line.ok:
-        record = line.record
-        limit_gib = (HOST_FACTOR * record["weights_bytes"] + HOST_SLACK_BYTES) / GIB
-        rows.append(_at_most("host memory", line, record["host_bytes"] / GIB, limit_gib, " GiB"))
-        reserved = record["device"]["reserved_bytes"]
-        off = 100 * abs(record["planned_bytes"] / reserved - 1) if reserved else None
-        rows.append(_at_most("planned peak off the measured one by", line, off, 10, " %"))
-        if line.same_losses is not None:
-            word, verdict = ("equal", "pass") if line.same_losses else ("differ", "FAIL")
-            rows.append(Row("losses equal the resident ones", line.case.name, "bit for bit", word, verdict))
-    return rows
 
 
 def verdicts(path: Path) -> str:
@@ -141,7 +142,8 @@ def verdicts(path: Path) -> str:
     if found.get("quick"):
         return "a quick run proves nothing"
     records = found.get("rows", found.get("records", []))  # rows: in older files of snapshots
-    rows = judge_snapshots(records) if any("mode" in r for r in records) else judge_zo(records)
+    saved = any("mode" in r.get("case", r) for r in records)
+    rows = judge_snapshots(records) if saved else judge_zo(records)
     return grid(["what", "case", "target", "measured", "verdict"], [list(vars(row).values()) for row in rows])
 
 

@@ -1,20 +1,20 @@
 """`keyhole bench`: step times on this machine, with the baseline and the floor beside every number.
 
-A floor is the time that the hardware needs at least, from measured rates.
+A floor is the time that the hardware needs at least, from measured rates. A measurement is a row of a table: a case
+(cases.py, tables/*.yaml) says what runs, a function measures it in a worker process, a report shows it.
 
-tables/      the cases or trials, as YAML: one per row; rows.py reads and checks them
-zo/          zeroth-order steps: textbook MeZO, resident and streamed, on OPT shapes
-gradient/    first-order methods beside torch's own optimizers, on Llama shapes
-memory/      weights, gradients, state and activations of a first-order step
-layers/      forward, backward and update of one block, on CPU and GPU
-snapshots/   background checkpoints during training, beside none and beside torch.save
-bias/        how much of a gradient sparse projectors lose, on any model and data
-scale        predicted steps on 1 to 64 GPUs
-shapes       configs of true shape, by name
-process      worker processes: both ends of the pipe
-measure      seconds per step, bytes on the device and on the host
-rates, link  measured rates of products and copies, and of the link, for the floors
-report       JSON and Markdown, rewritten after every record
+cases.py        the rows of every table               process.py      workers: both ends of the pipe
+shapes.py       configs of true shape, by name        report.py       records as JSON and Markdown, and their tables
+measure.py      seconds per step, bytes               rates.py        rates of products, copies and the link
+baselines.py    MeZO's loop, torch's optimizers       floors.py       what bounds a step
+
+steps.py, step_tables.py     zo, lomo, lsp: whole steps, resident and streamed, beside the baselines
+memory.py, ledger.py         memory: weights, gradients, state and activations of a step
+layers.py                    layers: forward, backward and update of one block, on CPU and GPU
+snapshots.py                 snapshots: background checkpoints during training, beside none and beside torch.save
+bias.py                      lsp-bias: how much of a gradient sparse projectors lose, on any model and data
+scale.py                     scale: predicted steps on 1 to 64 GPUs
+traced.py                    torch.compile without code generation, for quick runs
 
 The targets of our own runs are in benchmarks/targets.py.
 """

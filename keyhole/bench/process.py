@@ -1,16 +1,19 @@
 """Runs cases in worker processes: both ends of the pipe.
 
-A worker is a separate process: all memory is freed between models, the host peak is that of one model, and a crash
-costs one case. It reads a job from stdin and writes records, each as a line of JSON after PREFIX:
+A case is a frozen dataclass with a `name` and a `group`; what is measured of it is a function (case, job, emit) ->
+numbers, which is given as "module:name". A worker (`python -m keyhole.bench.process`) runs the cases of one group: the
+host peak is that of few models, and a crash costs one case. It reads its job from stdin and writes records, each as a
+line of JSON after PREFIX:
 
     {"kind": "machine", ...}                    once: GPU, driver, versions
     {"kind": "begin", "name"}                   before each case: if the process dies, it died here
     {"kind": "case", "name", "status", ...}     after each case: ok | error | skipped
-    {"kind": "link", "unit_bytes", "up", ...}   when the link was measured
+    anything else that the function emits, such as rates of the link
 
 A failed case is a record with the error. After an error of the CUDA context nothing works any more, so the worker ends,
 its current case is recorded as failed, and another worker takes the rest. A worker that does not stop by itself is
-killed GRACE_S seconds after the limit.
+killed GRACE_S seconds after the limit. A quick run stays in one process, since starting another would take longer than
+the work.
 """
 
 import json
@@ -19,12 +22,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import groupby
 from typing import Any, Protocol
 
-from keyhole.bench.report import Record
+from keyhole.bench.report import Record, Report
 from keyhole.errors import UserError
 
 PREFIX = "@record "
@@ -48,28 +53,12 @@ class Job:
 
 
 class Case(Protocol):
-    """A frozen dataclass with a name."""
+    """A frozen dataclass."""
 
     @property
     def name(self) -> str: ...
-
-
-class Worker(Protocol):
-    """The interface of a benchmark: how it runs a case."""
-
-    def machine(self) -> dict[str, Any]:
-        """Facts that are measured once per process."""
-
-    def estimate_s(self, case: Any) -> float:
-        """A rough upper estimate of the seconds of a case."""
-
-    def measure(self, case: Any) -> dict[str, Any]: ...
-
-    def clear(self) -> None:
-        """Frees memory that cases have left on the device."""
-
-
-Make = Callable[[Emit, Job], Worker]
+    @property
+    def group(self) -> object: ...
 
 
 def make_job(device: str | None, quick: bool, warm_up: int, timed: int, time_limit_s: float | None) -> Job:
@@ -89,11 +78,18 @@ def make_job(device: str | None, quick: bool, warm_up: int, timed: int, time_lim
     return Job(device, quick, warm_up, timed, time.time() + (NO_LIMIT_S if time_limit_s is None else time_limit_s))
 
 
-def device_of(name: str) -> Any:
-    """The device of a job; the first GPU by its index, which some of torch's functions require."""
-    import torch
+def run(measure: str, cases: Sequence[Case], job: Job, report: Report, say: Say) -> None:
+    """Runs all cases, group by group, until every one has a record in the report; says a line about each."""
 
-    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+    def receive(found: Record) -> None:
+        report.add(found)
+        if line := report.line(found):
+            say(line)
+
+    if job.quick:
+        return run_here(measure, cases, job, receive)
+    for _, members in groupby(cases, key=lambda case: case.group):
+        run_apart(measure, list(members), job, receive, say)
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------
@@ -103,35 +99,38 @@ class BrokenContext(RuntimeError):
     """The CUDA context is lost; this process cannot continue."""
 
 
-def run_cases(make: Make, emit: Emit, job: Job, cases: list[Any]) -> None:
+def run_here(measure: str, cases: Sequence[Case], job: Job, emit: Emit) -> None:
     """Runs cases one after the other in this process."""
     import torch
 
+    from keyhole.bench.measure import clear_device, device_of
     from keyhole.machine.probe import environment
 
     warnings.filterwarnings("ignore", message="mkldnn_matmul")
     if job.device == "cuda":
         torch.cuda.init()
-    worker = make(emit, job)
     found = {"kind": "machine", "device": job.device, "tf32": torch.backends.cuda.matmul.allow_tf32}
-    emit(found | environment() | worker.machine())
+    emit(found | environment())
     for case in cases:
-        if time.time() + worker.estimate_s(case) > job.deadline_s:
-            emit(record(case, "skipped", error="the time limit would be passed"))
+        if time.time() > job.deadline_s:
+            emit(record(case, "skipped", error="the time limit has passed"))
             continue
         emit({"kind": "begin", "name": case.name})
-        error = _attempt(worker, emit, case)
+        error = _attempt(_named(measure), case, job, emit)
         if "CUDA error" in error:
             raise BrokenContext(error)
-        if error:
-            worker.clear()  # here, where no traceback references tensors any more
-    worker.clear()
+        clear_device(device_of(job.device))  # here, where no traceback references tensors any more
 
 
-def _attempt(worker: Worker, emit: Emit, case: Any) -> str:
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _attempt(measure: Callable[[Case, Job, Emit], Record], case: Case, job: Job, emit: Emit) -> str:
     """Emits the record of a case; returns the error, or ""."""
     try:
-        emit(record(case, "ok", **worker.measure(case)))
+        emit(record(case, "ok", **measure(case, job, emit)))
     except Exception as error:
         message = f"{type(error).__name__}: {error}"[:2000]
         emit(record(case, "error", error=message))
@@ -143,15 +142,16 @@ def record(case: Any, status: str, **found: Any) -> Record:
     return {"kind": "case", "name": case.name, "case": asdict(case), "status": status, **found}
 
 
-def serve(make: Make, kind: type) -> int:
-    """The main program of a worker: cases of this class come in on stdin, records go out. Returns the exit code."""
+def serve() -> int:
+    """The main program of a worker; returns the exit code."""
     told = json.loads(sys.stdin.read())
+    kind = _named(told["kind"])
 
     def emit(found: Record) -> None:
         print("\n" + PREFIX + json.dumps(found), flush=True)
 
     try:
-        run_cases(make, emit, Job(**told["job"]), [kind(**case) for case in told["cases"]])
+        run_here(told["measure"], [kind(**case) for case in told["cases"]], Job(**told["job"]), emit)
     except BrokenContext:
         return BROKEN_CONTEXT
     return 0
@@ -160,17 +160,8 @@ def serve(make: Make, kind: type) -> int:
 # -- in the parent process ---------------------------------------------------------------------------------------------
 
 
-def run_group(make: Make, module: str, receive: Emit, job: Job, cases: list[Any], say: Say) -> None:
-    """Runs cases in a worker; a quick run stays in this process, since starting another would take longer than the
-    work."""
-    if job.quick:
-        run_cases(make, receive, job, cases)
-    else:
-        run_apart(module, receive, job, cases, say)
-
-
-def run_apart(module: str, receive: Emit, job: Job, cases: list[Any], say: Say) -> None:
-    """Runs cases in workers (`python -m module`), one after the other, until every case has a record."""
+def run_apart(measure: str, cases: Sequence[Any], job: Job, receive: Emit, say: Say) -> None:
+    """Runs cases in workers, one after the other, until every case has a record."""
     left = {case.name: case for case in cases}
 
     def give_up(names: list[str], status: str, error: str) -> None:
@@ -181,8 +172,9 @@ def run_apart(module: str, receive: Emit, job: Job, cases: list[Any], say: Say) 
         if time.time() > job.deadline_s:
             return give_up(list(left), "skipped", "the time limit has passed")
         output: list[str] = []
-        at, count = None, len(left)
-        for found in _records(module, job, list(left.values()), output, say):
+        at, count, kind = None, len(left), type(cases[0])
+        told = {"measure": measure, "kind": f"{kind.__module__}:{kind.__name__}", "job": asdict(job)}
+        for found in _records(told | {"cases": [asdict(case) for case in left.values()]}, job, output, say):
             if found["kind"] == "begin":
                 at = found["name"]
             if found["kind"] == "case":
@@ -196,17 +188,19 @@ def run_apart(module: str, receive: Emit, job: Job, cases: list[Any], say: Say) 
             give_up(list(left), "error", died)
 
 
-def _records(module: str, job: Job, cases: list[Any], output: list[str], say: Say) -> Iterator[Record]:
+def _records(told: Record, job: Job, output: list[str], say: Say) -> Iterator[Record]:
     """Yields a worker's records as they arrive; afterwards `output` ends with its exit code."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    worker = subprocess.Popen([sys.executable, "-m", module], text=True, **pipes)
+    command = [sys.executable, "-m", "keyhole.bench.process"]
+    worker = subprocess.Popen(
+        command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     killer = threading.Timer(max(1.0, job.deadline_s + GRACE_S - time.time()), worker.kill)
     killer.daemon = True
     killer.start()
     assert worker.stdin is not None and worker.stdout is not None
     try:
         with suppress(BrokenPipeError):  # it may have died at once
-            worker.stdin.write(json.dumps({"job": asdict(job), "cases": [asdict(case) for case in cases]}))
+            worker.stdin.write(json.dumps(told))
             worker.stdin.close()
         for text in worker.stdout:
             if text.startswith(PREFIX):
@@ -218,3 +212,7 @@ def _records(module: str, job: Job, cases: list[Any], output: list[str], say: Sa
     finally:
         killer.cancel()
         worker.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(serve())

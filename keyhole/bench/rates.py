@@ -1,17 +1,29 @@
-"""Measured rates of arithmetic and memory of a device, for the floors.
+"""Measured rates of a device and of its link, for the floors: the best of a few rounds, because a floor is what the
+hardware can do.
 
-product   operations per second of one large product of random matrices, the best of a few runs
-copy      bytes read and written per second by one large copy, the best of a few runs
+    product_rate   operations per second of one large product of random matrices
+    copy_rate      bytes read and written per second by one large copy
+    link_rates     GB/s (10^9 bytes) each way, of the copies that streaming makes:
+                       up       pinned host memory -> device, alone
+                       down     device -> pinned host memory, alone
+                       duplex   each way while both run with the same number of bytes, as in a streamed step
+                   with the median of the rounds beside the best. A copy has the size of a unit; the host side cycles
+                   through several buffers, so that memory and not a cache is measured, and is pinned as weights are.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
+from keyhole.bench.measure import wait
+from keyhole.offload import arena
+
 SIDE = {"cuda": 8192, "cpu": 2048}  # side of the matrices
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**30}
 ROUNDS = 6
+ROUND_BYTES, HOST_BYTES = 2**32, 2**30  # of the link, one way: per round, and of at least two host buffers
 
 
 def product_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16, side: int | None = None) -> float:
@@ -23,8 +35,7 @@ def product_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16, side
 
 def copy_rate(device: torch.device, size_bytes: int | None = None) -> float:
     """Bytes per second, read and written bytes together."""
-    size_bytes = size_bytes or COPY_BYTES[device.type]
-    source = torch.ones(size_bytes // 4, device=device)
+    source = torch.ones((size_bytes or COPY_BYTES[device.type]) // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best_s(lambda: target.copy_(source), device)
 
@@ -33,12 +44,56 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call; on a GPU ten calls are queued at a time."""
     at_once, best_s = 10 if device.type == "cuda" else 1, float("inf")
     for _ in range(ROUNDS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         begin_s = time.perf_counter()
         for _ in range(at_once):
             work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         best_s = min(best_s, (time.perf_counter() - begin_s) / at_once)
     return best_s
+
+
+class _Copies:
+    """Host buffers, a device buffer and a stream for one direction."""
+
+    def __init__(self, unit_bytes: int, up: bool) -> None:
+        self.host = arena.host_memory(max(2, HOST_BYTES // unit_bytes) * unit_bytes).fill_(1)
+        arena.pin(self.host)
+        self.pieces = self.host.split(unit_bytes)
+        self.device = torch.zeros(unit_bytes, dtype=torch.uint8, device="cuda")
+        self.stream, self.up = torch.cuda.Stream(), up
+
+    def enqueue(self, i: int) -> None:
+        piece = self.pieces[i % len(self.pieces)]
+        with torch.cuda.stream(self.stream):
+            if self.up:
+                self.device.copy_(piece, non_blocking=True)
+            else:
+                piece.copy_(self.device, non_blocking=True)
+
+
+def link_rates(unit_bytes: int, rounds: int = 5) -> dict[str, float]:
+    """Rates up, down and duplex for copies of unit_bytes."""
+    copies = max(4, min(512, ROUND_BYTES // unit_bytes))
+    up, down = _Copies(unit_bytes, True), _Copies(unit_bytes, False)
+    found: dict[str, float] = {"unit_bytes": unit_bytes}
+
+    def rate(directions: list[_Copies], count: int) -> float:
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        for i in range(count):
+            for direction in directions:
+                direction.enqueue(i)
+        torch.cuda.synchronize()
+        return unit_bytes * count / (time.perf_counter() - begin_s) / 1e9
+
+    try:
+        for name, directions in {"up": [up], "down": [down], "duplex": [up, down]}.items():
+            rate(directions, 2)  # warm-up
+            rates = [rate(directions, copies) for _ in range(rounds)]
+            found[name], found[f"{name}_median"] = max(rates), statistics.median(rates)
+    finally:
+        torch.cuda.synchronize()
+        for each in (up, down):
+            arena.unpin(each.host)
+    return found

@@ -2,51 +2,76 @@
 
 <bench>_<gpu>_<date>.json    command, commit, machine, all records
 <bench>_<gpu>_<date>.md      the same as readable tables
+
+A table is a dict of columns: the head, and a function that makes the cell of a row.
 """
 
 import os
 import re
 import subprocess
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from keyhole.disk.files import write_text
 from keyhole.disk.json_text import json_text
 
 Record = dict[str, Any]
+T = TypeVar("T")
+Columns = Mapping[str, Callable[[T], str]]
 
 
 class Report:
     """Collects records and keeps both files up to date, so that an interrupted run leaves its results. A benchmark
-    defines the contents of the Markdown in `sections`."""
+    defines the contents of the Markdown in `sections`, and the line on the terminal about a record."""
 
     def __init__(self, name: str, out: Path, command: str, quick: bool) -> None:
         self.name, self.out, self.quick = name, out, quick
         self.records: list[Record] = []
+        self.machine: Record = {}
         self.started = datetime.now()
-        self.about: dict[str, Any] = {"command": command, "commit": commit(), "quick": quick}
+        self.about: Record = {"command": command, "commit": commit(), "quick": quick}
         self.about["date"] = self.started.isoformat(timespec="seconds")
-        self.stem: str | None = None
+        self.stem = ""
 
     def sections(self) -> list[str]:
         raise NotImplementedError  # abstract
 
+    def line(self, found: Record) -> str:
+        """On the terminal; "": none."""
+        if found["kind"] != "case":
+            return ""
+        return f"{found['name']:<40} {found['status']}{': ' + found['error'][:300] if 'error' in found else ''}"
+
+    def differing(self) -> list[str]:
+        """Names of cases whose numbers differ where they must not."""
+        return []
+
+    def ok(self) -> Record:
+        """The cases that were measured, by name; the latest if one ran again."""
+        return {r["name"]: r for r in self.records if r["kind"] == "case" and r["status"] == "ok"}
+
+    def failed(self) -> str:
+        """A line for each case without numbers."""
+        bad = [r for r in self.records if r["kind"] == "case" and r["status"] != "ok"]
+        return "\n".join(f"- {r['name']}: {r['status']}: {r['error']}" for r in bad)
+
     def add(self, record: Record) -> None:
         if record["kind"] == "machine":
-            self.about["machine"] = self.about.get("machine", {}) | record
+            self.machine |= record
         elif record["kind"] != "begin":
             self.records.append(record)
-        self.save()
-
-    @property
-    def machine(self) -> dict[str, Any]:
-        return dict(self.about.get("machine", {}))
+        self.out.mkdir(parents=True, exist_ok=True)
+        json_path, markdown_path = self.paths
+        found = self.about | {"machine": self.machine, "records": self.records}
+        write_text(json_path, json_text(found, indent=1) + "\n")
+        write_text(markdown_path, self.markdown())
 
     @property
     def paths(self) -> tuple[Path, Path]:
         """Paths of JSON and Markdown; named when the GPU is known, and never those of an earlier run."""
-        if self.stem is None:
+        if not self.stem:
             base = f"{self.name}_{self.gpu()}_{self.started:%Y-%m-%d}" + ("_quick" if self.quick else "")
             self.stem, count = base, 1
             while (self.out / f"{self.stem}.json").exists():
@@ -59,16 +84,11 @@ class Report:
         name = gpus[0]["name"] if self.machine.get("device") != "cpu" else "cpu"
         return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
 
-    def save(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        json_path, markdown_path = self.paths
-        write_text(json_path, json_text({**self.about, "records": self.records}, indent=1) + "\n")
-        write_text(markdown_path, self.markdown())
-
     def markdown(self) -> str:
         title = f"# keyhole bench {self.name}, {self.gpu()}, {self.started:%Y-%m-%d}"
-        note = ["**Quick run on tiny shapes: it shows that everything runs, its numbers mean nothing.**"]
-        return "\n\n".join([title, self.how(), *(note if self.quick else []), *self.sections()]) + "\n"
+        note = "**Quick run on tiny shapes: it shows that everything runs, its numbers mean nothing.**"
+        parts = [title, self.how(), note if self.quick else "", *self.sections(), self.failed()]
+        return "\n\n".join(filter(None, parts)) + "\n"
 
     def how(self) -> str:
         """How the results were made: GPU, versions, commit, command."""
@@ -81,12 +101,21 @@ class Report:
         return "\n".join(f"- {line}" for line in [*lines, f"reproduce: `{self.about['command']}`"])
 
 
+def table_of(columns: "Columns[T]", rows: Iterable[T]) -> str:
+    return grid(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
 def grid(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table whose columns are also aligned as plain text."""
     rows = [[cell.replace("|", "/").replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines)
+
+
+def number(value: float | None, form: str = ".2f", unit: str = "") -> str:
+    """A cell; empty if the value is not known."""
+    return "" if value is None else f"{value:{form}}{unit}"
 
 
 def commit() -> str:

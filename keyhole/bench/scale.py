@@ -40,7 +40,7 @@ from keyhole.methods.traits import Traits
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 SHARED_EVERY = 8
-BOUNDS = ("compute", "pcie", "nvlink", "network", "host")
+BYTES = 2  # of a weight
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,14 @@ class Machines:
     gpus: int = 8
     host: float = 200.0
 
+    def compute_s(self, flop: float, moved_bytes: float) -> float:
+        return flop / (self.tflops * 1e12) + moved_bytes / (self.memory * 1e9)
 
-@dataclass(frozen=True)
-class Exchange:
-    """What a method's ranks move besides weights. gradients: bytes per byte of weights; link, host: see
-    Traits.through_host."""
-
-    gradients: float = 1.0
-    link: float = 0.0
-    host: float = 0.0
-
-
-PLAIN = Exchange()
+    def between(self, size: float, ranks: int) -> dict[str, float]:
+        """Seconds over NVLink and over the network, when all ranks together receive this many bytes."""
+        local = min(ranks, self.gpus)
+        inside, outside = size * (local - 1) / local, size * max(0.0, 1 - self.gpus / ranks)
+        return {"nvlink": inside / (self.nvlink * 1e9), "network": outside / (self.network * 1e9)}
 
 
 @dataclass(frozen=True)
@@ -74,20 +70,21 @@ class Step:
     """Seconds of one step by resource, and GiB of weights per GPU."""
 
     ranks: int
-    compute: float
-    pcie: float
-    nvlink: float
-    network: float
     gib: float
-    host: float = 0.0
+    seconds: dict[str, float]  # compute, pcie, nvlink, network, host
 
     @property
     def floor(self) -> float:
-        return float(max(getattr(self, name) for name in BOUNDS))
+        return max(self.seconds.values())
 
     @property
     def bound(self) -> str:
-        return max(BOUNDS, key=lambda name: getattr(self, name))
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+
+def step(ranks: int, gib: float, compute: float, pcie: float = 0.0, host: float = 0.0, **links: float) -> Step:
+    links = {"nvlink": 0.0, "network": 0.0} | links
+    return Step(ranks, gib, {"compute": compute, "pcie": pcie, **links, "host": host})
 
 
 def parameters(model: str) -> int:
@@ -103,47 +100,45 @@ def parameters(model: str) -> int:
     return count
 
 
-def replicas(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, itemsize: int = 2) -> Step:
-    """Each rank has all weights."""
-    size, local = itemsize * numel, min(ranks, on.gpus)
-    compute = 4 * numel * tokens / (on.tflops * 1e12) + 4 * size / (on.memory * 1e9)
-    more = 2 / (SHARED_EVERY * local) if local > 1 else 0.0
+def replicas(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines) -> Step:
+    """Each rank has all weights, and runs forward passes."""
+    size, local = BYTES * numel, min(ranks, on.gpus)
+    compute = on.compute_s(4 * numel * tokens, 4 * size)
     if not streamed:
-        return Step(ranks, compute, 0.0, 0.0, 0.0, size / GIB)
+        return step(ranks, size / GIB, compute)
+    more = 2 / (SHARED_EVERY * local) if local > 1 else 0.0
     whole_s, parts_s = (size * (share + more) / (on.pcie * 1e9) for share in (1.0, 1 / local))
-    between_s, _ = _between(size, local, on)
-    up = (whole_s, 0.0) if whole_s <= max(parts_s, between_s) else (parts_s, between_s)
-    return Step(ranks, compute, *up, 0.0, 0.0)
+    between_s = on.between(size, local)["nvlink"]
+    if whole_s <= max(parts_s, between_s):
+        return step(ranks, 0.0, compute, whole_s)
+    return step(ranks, 0.0, compute, parts_s, nvlink=between_s)
+
+
+def added_up(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, gradients: float) -> Step:
+    """Each rank has all weights, and gets the sum of all gradients; streamed weights are uploaded twice, and never
+    change. gradients: bytes per byte of weights."""
+    size = BYTES * numel
+    compute, up = on.compute_s(6 * numel * tokens, 3 * size), 2.0 * size if streamed else 0.0
+    links = on.between(size * gradients, ranks)
+    return step(ranks, 0.0 if streamed else size / GIB, compute, up / (on.pcie * 1e9), **links)
 
 
 def shards(
-    numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, itemsize: int = 2, moved: Exchange = PLAIN
+    numel: int,
+    tokens: int,
+    ranks: int,
+    streamed: bool,
+    on: Machines,
+    gradients: float = 1.0,
+    through_host: tuple[float, float] = (0.0, 0.0),
 ) -> Step:
-    """Each rank keeps a shard of the weights."""
-    size, local = itemsize * numel, min(ranks, on.gpus)
-    compute = 8 * numel * tokens / (on.tflops * 1e12) + 3 * size / (on.memory * 1e9)
-    up = (2 + min(1.0, moved.link) if streamed else moved.link) * size / ranks
-    host = moved.host * numel * local / ranks / (on.host * 1e9)
-    between = _between(size * (2 + moved.gradients), ranks, on)
-    return Step(ranks, compute, up / (on.pcie * 1e9), *between, 0.0 if streamed else size / ranks / GIB, host)
-
-
-def added_up(
-    numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, moved: Exchange, itemsize: int = 2
-) -> Step:
-    """Each rank has all weights, and gets the sum of all gradients; streamed weights are uploaded twice, and never
-    change."""
-    size = itemsize * numel
-    compute = 6 * numel * tokens / (on.tflops * 1e12) + 3 * size / (on.memory * 1e9)
-    up, between = 2.0 * size if streamed else 0.0, _between(size * moved.gradients, ranks, on)
-    return Step(ranks, compute, up / (on.pcie * 1e9), *between, 0.0 if streamed else size / GIB)
-
-
-def _between(size: float, ranks: int, on: Machines) -> tuple[float, float]:
-    """Seconds over NVLink and over the network, when all ranks together receive this many bytes."""
-    local = min(ranks, on.gpus)
-    inside, outside = size * (local - 1) / local, size * max(0.0, 1 - on.gpus / ranks)
-    return inside / (on.nvlink * 1e9), outside / (on.network * 1e9)
+    """Each rank keeps a shard of the weights. through_host: see Traits."""
+    size, local, (link, host) = BYTES * numel, min(ranks, on.gpus), through_host
+    compute = on.compute_s(8 * numel * tokens, 3 * size)
+    up = (2 + min(1.0, link) if streamed else link) * size / ranks
+    host_s = host * numel * local / ranks / (on.host * 1e9)
+    links = on.between(size * (2 + gradients), ranks)
+    return step(ranks, 0.0 if streamed else size / ranks / GIB, compute, up / (on.pcie * 1e9), host_s, **links)
 
 
 def width(model: str) -> float:
@@ -153,12 +148,12 @@ def width(model: str) -> float:
 
 def step_of(row: Traits, model: str, tokens: int, ranks: int, streamed: bool, on: Machines) -> Step:
     """The step, by the way in which the method's ranks cooperate."""
-    numel, moved = parameters(model), Exchange(row.settings().exchanged(width(model)), *row.through_host)
-    if row.ranks == "replicas" and row.sweep != "forward":
-        return added_up(numel, tokens, ranks, streamed, on, moved)
-    if row.ranks == "replicas":
+    numel, gradients = parameters(model), row.settings().exchanged(width(model))
+    if row.ranks == "replicas" and row.sweep == "forward":
         return replicas(numel, tokens, ranks, streamed, on)
-    return shards(numel, tokens, ranks, streamed, on, moved=moved)
+    if row.ranks == "replicas":
+        return added_up(numel, tokens, ranks, streamed, on, gradients)
+    return shards(numel, tokens, ranks, streamed, on, gradients, row.through_host)
 
 
 def table(model: str, tokens: int, on: Machines) -> str:
@@ -173,14 +168,10 @@ def table(model: str, tokens: int, on: Machines) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in METHODS.items():
-        if row.ranks is None:
-            continue
-        for streamed in (False, True) if row.streams else (False,):
+        for where in (("resident", "streamed") if row.streams else ("resident",)) if row.ranks else ():
             for ranks in COUNTS:
-                s = step_of(row, model, tokens, ranks, streamed, on)
-                times = " | ".join(f"{getattr(s, name):.3f}" for name in BOUNDS)
-                where, rate = "streamed" if streamed else "resident", f"{ranks * tokens / s.floor:,.0f}"
-                lines.append(
-                    f"| {name} | {where} | {ranks} | {s.floor:.3f} | {s.bound} | {times} | {rate} | {s.gib:.1f} |"
-                )
+                s = step_of(row, model, tokens, ranks, where == "streamed", on)
+                times = " | ".join(f"{seconds:.3f}" for seconds in s.seconds.values())
+                cells = f"{s.floor:.3f} | {s.bound} | {times} | {ranks * tokens / s.floor:,.0f} | {s.gib:.1f}"
+                lines.append(f"| {name} | {where} | {ranks} | {cells} |")
     return "\n".join(lines)

@@ -16,9 +16,8 @@ from typing import Any
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 
-VOCABULARY = 50272
 POSITIONS = 2048
-SHAPES = {  # width, blocks, heads
+SHAPES = {  # OPT: width, blocks, heads
     "125M": (768, 12, 12),
     "350M": (1024, 24, 16),
     "1.3B": (2048, 24, 32),
@@ -30,22 +29,27 @@ SHAPES = {  # width, blocks, heads
     "175B": (12288, 96, 96),
 }
 BLOOM = {"BLOOM-176B": (14336, 70, 112)}
-BLOOM_VOCABULARY = 250880
 GPT2 = {"GPT2-1.3B": (1600, 40, 25)}
-GPT2_VOCABULARY = 50257
-MODELS = SHAPES | BLOOM  # those of zeroth-order tables
-QUICK = (32, 3, 2)
-QUICK_VOCABULARY = 128
-QUICK_SHRINK = 128  # factor for sequence lengths
-LLAMA_VOCABULARY = 32000
 LLAMA = {  # width, blocks, heads, width of the MLP
     "3.5B": (4096, 16, 32, 11008),
     "7B": (4096, 32, 32, 11008),
     "30B": (6656, 60, 52, 17920),
 }
-LLAMA_QUICK = (64, 3, 4, 160)
+BLOCKS = {name: shape[1] for name, shape in (SHAPES | BLOOM | GPT2).items()}  # of every model, by its name
+BLOCKS |= {f"Llama-{size}": shape[1] for size, shape in LLAMA.items()}
+VOCABULARY, BLOOM_VOCABULARY, GPT2_VOCABULARY, LLAMA_VOCABULARY = 50272, 250880, 50257, 32000
+QUICK, LLAMA_QUICK, QUICK_VOCABULARY = (32, 3, 2), (64, 3, 4, 160), 128
+QUICK_SHRINK = 128  # factor for sequence lengths
 LEAST_BLOCKS = 2  # a single block would not be recognised as a list of blocks
 HOST_FACTOR, HOST_SLACK_BYTES = 1.05, 4 * GIB  # host memory of a streamed run: factor x weights + slack
+
+
+def known(name: str, option: str = "--models") -> str:
+    """The name of a model here; OPT may be said before it (OPT-13B)."""
+    found = name.removeprefix("OPT-")
+    if found not in BLOCKS:
+        raise UserError(f"{option}: {name!r} is not one of {', '.join(BLOCKS)}")
+    return found
 
 
 def opt_config(name: str, length: int = POSITIONS, blocks: int | None = None, quick: bool = False) -> Any:
@@ -69,54 +73,6 @@ def opt_config(name: str, length: int = POSITIONS, blocks: int | None = None, qu
     )
 
 
-def bloom_config(name: str, blocks: int | None = None, quick: bool = False) -> Any:
-    """The BloomConfig of a size. Its positions are attention biases, so any length works."""
-    from transformers import BloomConfig
-
-    width, layers, heads = QUICK if quick else BLOOM[name]
-    return BloomConfig(
-        hidden_size=width,
-        n_layer=min(layers, blocks or layers),
-        n_head=heads,
-        vocab_size=QUICK_VOCABULARY if quick else BLOOM_VOCABULARY,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-
-
-def model_config(name: str, length: int = POSITIONS, blocks: int | None = None, quick: bool = False) -> Any:
-    """The config of one of MODELS."""
-    return bloom_config(name, blocks, quick) if name in BLOOM else opt_config(name, length, blocks, quick)
-
-
-def parameter_count(name: str, blocks: int | None = None) -> int:
-    """Parameters of one of MODELS by the formulas above (350M as if it were regular)."""
-    width, layers, _ = MODELS[name]
-    layers = min(layers, blocks or layers)
-    rows = BLOOM_VOCABULARY + 2 if name in BLOOM else VOCABULARY + POSITIONS + 2
-    return layers * (12 * width**2 + 13 * width) + rows * width + 2 * width
-
-
-def fitting_blocks(name: str, element_bytes: int, host_bytes: int) -> int | None:
-    """How many blocks of one of MODELS fit this much host memory, at least LEAST_BLOCKS; None: all of them."""
-    layers = MODELS[name][1]
-    rest = parameter_count(name, 1) - (block := parameter_count(name, 2) - parameter_count(name, 1))
-    room = (host_bytes - HOST_SLACK_BYTES) / HOST_FACTOR / element_bytes
-    count = int((room - rest) // block)
-    return None if count >= layers else max(LEAST_BLOCKS, count)
-
-
-def gpt2_config(name: str, blocks: int | None = None, quick: bool = False) -> Any:
-    """The GPT2Config of a size. quick: the same kind of model, tiny."""
-    from transformers import GPT2Config
-
-    width, layers, heads = QUICK if quick else GPT2[name]
-    layers = min(layers, blocks or layers)
-    vocabulary = QUICK_VOCABULARY if quick else GPT2_VOCABULARY
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
-    return GPT2Config(n_embd=width, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=2048, **off)
-
-
 def llama_config(name: str, quick: bool = False, blocks: int | None = None) -> Any:
     """The LlamaConfig of a size. quick: the same kind of model, tiny."""
     from transformers import LlamaConfig
@@ -128,27 +84,37 @@ def llama_config(name: str, quick: bool = False, blocks: int | None = None) -> A
         num_attention_heads=heads,
         intermediate_size=mlp,
         vocab_size=QUICK_VOCABULARY if quick else LLAMA_VOCABULARY,
-        max_position_embeddings=2048,
+        max_position_embeddings=POSITIONS,
     )
 
 
-def named(family_and_size: str) -> tuple[str, int]:
-    """A model of any family by its full name (OPT-13B, Llama-7B, GPT2-1.3B, BLOOM-176B): its name here, and its number
-    of blocks."""
-    full = {f"OPT-{size}": (size, shape) for size, shape in SHAPES.items()}
-    full |= {f"Llama-{size}": (size, shape[:3]) for size, shape in LLAMA.items()}
-    full |= {name: (name, shape) for name, shape in (GPT2 | BLOOM).items()}
-    if family_and_size not in full:
-        raise UserError(f"--models: {family_and_size!r} is not one of {', '.join(full)}")
-    name, shape = full[family_and_size]
-    return name, shape[1]
+def model_config(name: str, length: int = POSITIONS, blocks: int | None = None, quick: bool = False) -> Any:
+    """The config of any model. BLOOM's positions are attention biases, so any length works."""
+    from transformers import BloomConfig, GPT2Config
+
+    if name.startswith("Llama-"):
+        return llama_config(name.removeprefix("Llama-"), quick, blocks)
+    if name in SHAPES:
+        return opt_config(name, length, blocks, quick)
+    width, layers, heads = QUICK if quick else (BLOOM | GPT2)[name]
+    layers, words = min(layers, blocks or layers), BLOOM_VOCABULARY if name in BLOOM else GPT2_VOCABULARY
+    shape = {"n_layer": layers, "n_head": heads, "vocab_size": QUICK_VOCABULARY if quick else words}
+    if name in BLOOM:
+        return BloomConfig(hidden_size=width, hidden_dropout=0.0, attention_dropout=0.0, **shape)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    return GPT2Config(n_embd=width, n_positions=POSITIONS, **shape, **off)
 
 
-def named_config(family_and_size: str, blocks: int | None = None, quick: bool = False) -> Any:
-    """The config of such a model."""
-    name, _ = named(family_and_size)
-    if family_and_size in GPT2:
-        return gpt2_config(name, blocks, quick)
-    if family_and_size.startswith("Llama-"):
-        return llama_config(name, quick, blocks)
-    return model_config(name, blocks=blocks, quick=quick)
+def parameter_count(name: str, blocks: int | None = None) -> int:
+    """Parameters of OPT and BLOOM by the formulas above (350M as if it were regular)."""
+    width, layers, _ = (SHAPES | BLOOM)[name]
+    rows = BLOOM_VOCABULARY + 2 if name in BLOOM else VOCABULARY + POSITIONS + 2
+    return min(layers, blocks or layers) * (12 * width**2 + 13 * width) + rows * width + 2 * width
+
+
+def fitting_blocks(name: str, element_bytes: int, host_bytes: int) -> int | None:
+    """How many blocks of OPT or BLOOM fit this much host memory, at least LEAST_BLOCKS; None: all of them."""
+    rest = parameter_count(name, 1) - (block := parameter_count(name, 2) - parameter_count(name, 1))
+    room = (host_bytes - HOST_SLACK_BYTES) / HOST_FACTOR / element_bytes
+    count = int((room - rest) // block)
+    return None if count >= BLOCKS[name] else max(LEAST_BLOCKS, count)

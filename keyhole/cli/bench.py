@@ -1,7 +1,6 @@
 """keyhole bench zo | lomo | lsp | memory | layers | snapshots | scale | lsp-bias [--quick] ..."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +19,11 @@ Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too:
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each.")]
 WarmUp = Annotated[int, typer.Option(min=1, help="Steps before those.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")]
-TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start nothing that would end after this.")]
+TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start nothing after this.")]
 Table = Annotated[
     str | None, typer.Option(metavar="FILE", help="Your own YAML instead of keyhole/bench/tables/*.yaml.")
 ]
-Only = Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")]
+Only = Annotated[str, typer.Option(metavar="TEXT", help="Only cases with this in their name.")]
 
 
 def _command(verb: str, **options: object) -> str:
@@ -60,63 +59,60 @@ def zo(
 
     Tables: judged, sizes, ablation, wire (AMP), batches, compiled, lengths, short, budgets, giant, bloom.
     """
-    from keyhole.bench.rows import TABLES
-    from keyhole.bench.zo.run import bench_zo
-
-    how: dict[str, Any]
+    how: dict[str, object]
     how = {"cases": cases, "models": models, "host_memory": host_memory, "table": table, "steps": steps}
     how |= {"warm_up": warm_up, "quick": quick, "time_limit": time_limit}
-    report = bench_zo(
-        [word for word in cases.split(",") if word],
-        models=[word for word in models.split(",") if word],
-        host=host_memory,
-        out=Path(out),
-        command=_command("bench zo", **how),
-        table=Path(table) if table else TABLES / "zo.yaml",
-        device=device,
-        quick=quick,
-        steps=steps,
-        warm_up=warm_up,
-        time_limit_s=time_limit,
-        say=typer.echo,
-    )
-    typer.echo("\n" + report.summary())
+    _tables("zo", how, device, out, words=_words(cases), models=_words(models), host=host_memory)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _tables(verb: str, how: dict[str, Any], device: str | None, out: str, **which: Any) -> None:
+    """Runs a file of tables, and prints them. how: what is told of the command line."""
+    from keyhole.bench.process import make_job
+    from keyhole.bench.run import bench_tables
+
+    job = make_job(device, how["quick"], how.get("warm_up", 1), how.get("steps", 1), how["time_limit"])
+    file, command = Path(how["table"]) if how["table"] else None, _command(f"bench {verb}", **how)
+    report = bench_tables(verb, job, out=Path(out), command=command, file=file, say=typer.echo, **which)
+    typer.echo("\n" + report.markdown() + "\nwrote " + " and ".join(map(str, report.paths)))
     if differing := report.differing():
         typer.echo(f"keyhole: losses differ where they must not: {', '.join(differing)}", err=True)
         raise typer.Exit(1)
 
 
-def _first_order(shipped: str, text: str) -> Callable[..., None]:
-    """The command that runs a shipped table of trials, or one of the user's own."""
-
-    def command(
-        only: Only = "",
-        table: Table = None,
-        out: Out = "benchmarks/records",
-        quick: Quick = False,
-        steps: Steps = 5,
-        warm_up: WarmUp = 2,
-        time_limit: TimeLimit = None,
-    ) -> None:
-        from keyhole.bench.gradient.run import bench_gradient
-        from keyhole.bench.rows import TABLES
-
-        how: dict[str, Any] = {"steps": steps, "warm_up": warm_up, "quick": quick, "only": only}
-        told = _command(f"bench {Path(shipped).stem}", **how, table=table, time_limit=time_limit)
-        path = Path(table) if table else TABLES / shipped
-        report = bench_gradient(path, out=Path(out), command=told, time_limit_s=time_limit, say=typer.echo, **how)
-        typer.echo("\n" + report.markdown())
-
-    command.__doc__ = text
-    return app.command(Path(shipped).stem)(command)
+@app.command()
+def lomo(
+    only: Only = "",
+    table: Table = None,
+    out: Out = "benchmarks/records",
+    quick: Quick = False,
+    steps: Steps = 5,
+    warm_up: WarmUp = 2,
+    time_limit: TimeLimit = None,
+    device: Device = None,
+) -> None:
+    """LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW."""
+    how = {"only": only, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
+    _tables("lomo", how, device, out, only=only)
 
 
-lomo = _first_order(
-    "lomo.yaml", "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW."
-)
-lsp = _first_order(
-    "lsp.yaml", "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."
-)
+@app.command()
+def lsp(
+    only: Only = "",
+    table: Table = None,
+    out: Out = "benchmarks/records",
+    quick: Quick = False,
+    steps: Steps = 5,
+    warm_up: WarmUp = 2,
+    time_limit: TimeLimit = None,
+    device: Device = None,
+) -> None:
+    """LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."""
+    how = {"only": only, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
+    _tables("lsp", how, device, out, only=only)
 
 
 @app.command()
@@ -126,21 +122,11 @@ def memory(
     out: Out = "benchmarks/records",
     quick: Quick = False,
     time_limit: TimeLimit = None,
+    device: Device = None,
 ) -> None:
     """Weights, gradients, state and activations of a step: AdamW, SGD and LOMO, with and without checkpointing."""
-    from keyhole.bench.memory.run import bench_memory
-    from keyhole.bench.rows import TABLES
-
-    report = bench_memory(
-        out=Path(out),
-        command=_command("bench memory", only=only, table=table, quick=quick, time_limit=time_limit),
-        table=Path(table) if table else TABLES / "memory.yaml",
-        only=only,
-        quick=quick,
-        time_limit_s=time_limit,
-        say=typer.echo,
-    )
-    typer.echo("\n" + report.markdown())
+    how = {"only": only, "table": table, "quick": quick, "time_limit": time_limit}
+    _tables("memory", how, device, out, only=only)
 
 
 @app.command()
@@ -158,18 +144,20 @@ def layers(
     device: Device = None,
 ) -> None:
     """Forward, backward and Adam's update of one block, on the GPU and on the CPU, and what the whole model holds."""
-    from keyhole.bench.layers.run import bench_layers
+    from keyhole.bench.layers import Layer, LayerReport
+    from keyhole.bench.process import make_job, run
+    from keyhole.bench.shapes import known
 
-    how: dict[str, Any]
+    job = make_job(device, quick, warm_up, steps, time_limit)
+    names = [known(name) and name for name in _words(models)]
+    places = ("cuda", "cpu") if job.device == "cuda" else ("cpu",)
+    how: dict[str, object]
     how = {"batch": batch, "length": length, "steps": steps, "warm_up": warm_up, "quick": quick, "device": device}
-    report = bench_layers(
-        [word for word in models.split(",") if word],
-        out=Path(out),
-        command=_command("bench layers", models=models, **how, time_limit=time_limit),
-        time_limit_s=time_limit,
-        say=typer.echo,
-        **how,
+    report = LayerReport(
+        "layers", Path(out), _command("bench layers", models=models, **how, time_limit=time_limit), quick
     )
+    cases = [Layer(name, place, batch, length) for place in places for name in names]
+    run("keyhole.bench.layers:measure_layer", cases, job, report, typer.echo)
     typer.echo("\n" + report.markdown())
 
 
@@ -185,22 +173,19 @@ def snapshots(
     periods: Annotated[int, typer.Option(min=1, help="Checkpoints that are timed.")] = 2,
     replay_steps: Annotated[int, typer.Option(min=0, help="Length of the journal that is replayed.")] = 1000,
     quick: Quick = False,
+    time_limit: TimeLimit = None,
     device: Device = None,
 ) -> None:
     """Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO in memory with torch.save."""
-    from keyhole.bench.snapshots.run import bench_snapshots
+    from keyhole.bench.process import make_job, run
+    from keyhole.bench.snapshots import SnapshotReport, cases_of
 
-    how: dict[str, Any]
+    how: dict[str, object]
     how = {"batch": batch, "every": every, "periods": periods, "replay_steps": replay_steps, "quick": quick}
-    report = bench_snapshots(
-        [size for size in sizes.split(",") if size],
-        out=Path(out),
-        command=_command("bench snapshots", sizes=sizes, **how),
-        scratch=Path(scratch) if scratch else None,
-        device=device,
-        say=typer.echo,
-        **how,
-    )
+    job = make_job(device, quick, 0, 0, time_limit)
+    cases = cases_of(_words(sizes), batch, every, periods, replay_steps, scratch)
+    report = SnapshotReport("snapshots", Path(out), _command("bench snapshots", sizes=sizes, **how), quick)
+    run("keyhole.bench.snapshots:measure_saving", cases, job, report, typer.echo)
     typer.echo("\n" + report.markdown())
 
 
@@ -245,8 +230,7 @@ def lsp_bias(
     device: Device = None,
 ) -> None:
     """How much of a gradient LSP's projectors lose, on any model and data, beside GaLore."""
-    from keyhole.bench.bias.gradients import Sampling
-    from keyhole.bench.bias.run import bench_bias
+    from keyhole.bench.bias import Sampling, bench_bias
     from keyhole.loading import choose_device
 
     where: dict[str, Any]
@@ -258,7 +242,7 @@ def lsp_bias(
         out=Path(out),
         command=_command("bench lsp-bias", **where, **how),
         sizes=(_numbers("--d", d), _numbers("--r", r)),
-        kinds=tuple(word for word in kinds.split(",") if word),
+        kinds=tuple(_words(kinds)),
         quick=quick,
         time_limit_s=time_limit,
         say=typer.echo,

@@ -1,46 +1,38 @@
 """Workers: every case gets a record, whatever becomes of the process."""
 
-import io
-import json
-import runpy
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from keyhole.bench.process import PREFIX, Job, make_job, run_apart
-from keyhole.bench.zo.cases import Case
+from keyhole.bench.cases import Case
+from keyhole.bench.process import Job, make_job, run_apart
 from keyhole.errors import UserError
 
 CASES = [Case("13B", "resident", dtype="fp32"), Case("13B", "streamed", dtype="fp32")]
 
 
-def run(deadline_s: float, module: str = "keyhole.bench.zo.worker") -> list[dict[str, Any]]:
+def run(deadline_s: float, measure: str = "tests.bench.idle_worker:measure_nothing") -> list[dict[str, Any]]:
     """The records of both cases, but for the marks of their beginnings."""
     got: list[dict[str, Any]] = []
-    run_apart(module, got.append, Job("cpu", True, 1, 1, deadline_s), CASES, print)
+    run_apart(measure, CASES, Job("cpu", True, 1, 1, deadline_s), got.append, print)
     return [record for record in got if record["kind"] != "begin"]
 
 
 def test_a_worker_reports_back() -> None:
     """From a process of its own: the machine first, then a record per case, in order, with what was measured."""
-    machine, *records = run(4e9, "tests.bench.idle_worker")
+    machine, *records = run(4e9)
     assert machine["kind"] == "machine" and machine["device"] == "cpu" and machine["versions"]["torch"]
     assert [r["name"] for r in records] == [case.name for case in CASES]
     assert [r["measured"] for r in records] == ["resident", "streamed"]
 
 
-def test_the_worker_of_zo_is_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`python -m keyhole.bench.zo.worker` reads a job and writes records; the same bits from both placements."""
-    told = {"job": asdict(Job("cpu", True, 1, 1, 4e9)), "cases": [asdict(case) for case in CASES]}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(told)))
-    with pytest.raises(SystemExit) as end, pytest.warns(RuntimeWarning, match="keyhole.bench.zo.worker"):
-        runpy.run_module("keyhole.bench.zo.worker", run_name="__main__")
-    lines = [line.removeprefix(PREFIX) for line in capsys.readouterr().out.splitlines() if line.startswith(PREFIX)]
-    records = [record for record in map(json.loads, lines) if record["kind"] == "case"]
-    assert end.value.code == 0 and [r["name"] for r in records] == [case.name for case in CASES]
-    assert records[0]["losses"] == records[1]["losses"] and len(records[0]["losses"]) == 2
+@pytest.mark.slow
+def test_steps_are_timed_in_a_worker() -> None:
+    """The same bits from both placements."""
+    records = [r for r in run(4e9, "keyhole.bench.steps:measure_steps") if r["kind"] == "case"]
+    assert [r["status"] for r in records] == ["ok", "ok"] and len(records[0]["losses"]) == 2
+    assert records[0]["losses"] == records[1]["losses"]
 
 
 def test_a_worker_that_dies_leaves_errors_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:

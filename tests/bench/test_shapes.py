@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from keyhole.bench.shapes import (
+    BLOCKS,
     HOST_FACTOR,
     HOST_SLACK_BYTES,
-    MODELS,
     fitting_blocks,
-    gpt2_config,
     model_config,
     opt_config,
     parameter_count,
@@ -37,7 +36,7 @@ def counted(config: Any) -> int:
     return sum(p.numel() for p in build(config, torch.bfloat16).parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     """Counted on modules of one block and of two, which say what a block more is, and by the formula."""
     one, two = (counted(model_config(name, blocks=blocks)) for blocks in (1, 2))
@@ -75,10 +74,10 @@ def test_the_cut_is_the_most_that_fits(name: str, element_bytes: int, host_gib: 
     if blocks is None:
         assert needed(None) <= host_gib * GIB
         return
-    assert 2 <= blocks < MODELS[name][1] and needed(blocks + 1) > host_gib * GIB
+    assert 2 <= blocks < BLOCKS[name] and needed(blocks + 1) > host_gib * GIB
     assert blocks == 2 or needed(blocks) <= host_gib * GIB
 
 
 def test_a_gpt2_of_1_3_billion() -> None:
     """40 blocks, as LSP-Offload's Table 5 has it."""
-    assert abs(counted(gpt2_config("GPT2-1.3B")) / 1.3e9 - 1) < 0.02
+    assert abs(counted(model_config("GPT2-1.3B")) / 1.3e9 - 1) < 0.02

@@ -32,7 +32,7 @@ def test_every_script_is_listed() -> None:
 def names_in(module: str) -> set[str]:
     """Everything that a module defines or imports, and the modules of a package."""
     place = ROOT.joinpath(*module.split("."))
-    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    file = place / "__init__.py" if (place / "__init__.py").exists() else place.with_suffix(".py")
     found = {path.stem for path in place.glob("*")}
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -9,10 +9,11 @@ import pytest
 
 from benchmarks import targets
 from benchmarks.targets import judge_zo
-from keyhole.bench.zo.cases import Case, read_tables
+from keyhole.bench.cases import TABLES as FILES
+from keyhole.bench.cases import Case, read_tables
 from keyhole.machine.sizes import GIB
 
-TABLES = read_tables()
+TABLES = read_tables(FILES / "zo.yaml")
 JUDGED = TABLES["judged"].cases
 STEP_S = {"textbook": 1.0, "resident": 0.4, "streamed": 0.5}
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
-from keyhole.bench.gradient.traced import IN_PLACE
+from keyhole.bench.traced import IN_PLACE
 from keyhole.errors import UserError
 from keyhole.machine import settings
 from keyhole.machine.settings import Changes, Setting, no_stream_warning, stream_warning

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench.gradient.traced import IN_PLACE
+from keyhole.bench.traced import IN_PLACE
 from keyhole.errors import UserError
 from keyhole.methods.lomo.method import LOMO
 from tests.methods.lomo.loops import load, micro_batches, weights

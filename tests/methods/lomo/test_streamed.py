@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench.gradient.traced import IN_PLACE
+from keyhole.bench.traced import IN_PLACE
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.workload import Workload

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench.gradient.traced import IN_PLACE
+from keyhole.bench.traced import IN_PLACE
 from keyhole.demo.train import settings_of, start
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.target import view_in

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import keyhole
-from keyhole.bench.gradient.traced import IN_PLACE
+from keyhole.bench.traced import IN_PLACE
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Saved
 from tests.matrix import in_every_run

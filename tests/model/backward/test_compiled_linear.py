@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from keyhole.bench.gradient.traced import IN_PLACE
+from keyhole.bench.traced import IN_PLACE
 from keyhole.model.backward.compiled_linear import TELLS, linears_offer, offers_go_to
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench.gradient.traced import IN_PLACE
+from keyhole.bench.traced import IN_PLACE
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.reverse import Reverse

@@ -1,0 +1,257 @@
+"""`keyhole bench lsp-bias`: how much of a gradient projectors lose, on the gradients they were fitted to and on others
+(LSP-Offload's Figure 8), on any model and data.
+
+    bias = ||P P^T G Q Q^T - G|| / ||G||        GaLore: ||G P P^T - G|| / ||G||, P the leading singular vectors
+
+Means over matrices and gradients; 0 is perfect, 1 as bad as no step at all. GaLore is compared in two ways: at rank r,
+as in the figure, and at equal memory, as the paper counts it (Table 2): m n + (m + n) r numbers for LSP, m n + (m + 3
+n) rank numbers for GaLore (projector, Adam's state of the compressed gradient).
+
+The floor: P P^T G Q Q^T has rank d at most, so no pair with d columns, dense ones included, can lose less than the best
+matrix of rank d does, sqrt(1 - sum of the d largest squared singular values / ||G||^2) (Eckart and Young). A pair that
+is used for many gradients cannot reach it.
+
+Each gradient is computed from `batch` rows of the data, in micro-batches; no row is used twice. Only the chosen
+matrices are differentiated. The loss is summed, not averaged: biases are relative, so the scale does not matter. Device
+memory: 4 bytes x elements of the chosen matrices x gradients, and the model.
+"""
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+import keyhole
+from keyhole import assets
+from keyhole.bench.process import Say
+from keyhole.bench.report import Columns, Record, Report, table_of
+from keyhole.data.loader import Loader
+from keyhole.data.prepare import prepare
+from keyhole.errors import UserError
+from keyhole.machine.probe import environment
+from keyhole.methods.baselines.galore import project, project_back, projector
+from keyhole.methods.lsp.fit import bias, fit
+from keyhole.model.structure.layout import FlatTensor
+from keyhole.ops.lsp.projector import KINDS, Projector, random_projector
+
+D, R = (16, 32, 48), (1, 4, 16)
+KEYS = ("random", "seen", "held_out", "floor", "galore_seen", "galore_held_out", "rank", "equal_seen", "equal_held_out")
+NOTES = """\
+Relative bias of compressed gradients, means over matrices and gradients; 0 is perfect, 1 as bad as no step at all.
+Projectors are fitted to the gradients that were seen. GaLore(r): rank r, as in LSP-Offload's Figure 8; equal memory: at
+the rank at which it needs the memory of the projectors. Floor: no pair of d columns, dense ones included, loses less on
+the held-out gradients. Fit: seconds per matrix."""
+Grads = dict[str, list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Where gradients come from."""
+
+    model: str = "demo"
+    data: str = "demo"
+    device: str = "cpu"
+    batch: int = 16  # rows per gradient
+    micro_batch: int = 16
+    length: int = 128  # largest number of tokens of a row
+    calibration: int = 4  # gradients to fit on
+    held_out: int = 8  # held-out gradients
+    matrices: int = 16  # number of matrices of the blocks; 0: all
+    seed: int = 0
+
+    def quickly(self) -> "Sampling":
+        return replace(self, batch=4, micro_batch=4, calibration=1, held_out=1, matrices=2)
+
+
+def sample(how: Sampling) -> tuple[Grads, Grads]:
+    """Gradients by the name of their matrix: to fit on, and held out."""
+    model = keyhole.load(assets.locate(how.model, assets.MODEL), dtype="float32", device=how.device)
+    try:
+        return _differentiate(model, chosen_matrices(model, how.matrices), how)
+    finally:
+        model.close()
+
+
+def chosen_matrices(model: keyhole.Model, count: int) -> list[FlatTensor]:
+    """`count` matrices, from evenly spread blocks and from each place in a block in turn; 0: all matrices."""
+    blocks: dict[int, list[FlatTensor]] = {}
+    for tensor in model.layout.tensors:
+        if tensor.block is not None and len(tensor.shape) == 2:
+            blocks.setdefault(tensor.block, []).append(tensor)
+    every = [tensor for members in blocks.values() for tensor in members]
+    if not every:
+        raise UserError("--model: its blocks have no matrices")
+    if count == 0 or count >= len(every):
+        return every
+    listed = list(blocks.values())
+    places = [listed[i * len(listed) // count] for i in range(count)]
+    return list({id(t): t for i, members in enumerate(places) for t in (members[i % len(members)],)}.values())
+
+
+def _differentiate(model: keyhole.Model, chosen: list[FlatTensor], how: Sampling) -> tuple[Grads, Grads]:
+    source = assets.locate(how.data, assets.TRAIN)
+    needed = (how.calibration + how.held_out) * how.batch
+    dataset = prepare(str(source), model.tokenizer, max_length=how.length)
+    if len(dataset) < needed:
+        raise UserError(
+            f"--data: {how.data} has {len(dataset)} rows, and {how.calibration} + {how.held_out} gradients of "
+            f"{how.batch} rows need {needed}, none of them twice; give more data, or lower --batch, --calibration or "
+            "--held-out"
+        )
+    if how.batch % how.micro_batch:
+        raise UserError(f"--micro-batch: {how.micro_batch} does not divide --batch {how.batch}")
+    loader = Loader(dataset, how.micro_batch, how.batch // how.micro_batch, seed=how.seed, pad_to_multiple_of=1)
+    model.module.requires_grad_(False)
+    for tensor in chosen:
+        tensor.param.requires_grad_()
+    seen: Grads = {t.name: [] for t in chosen}
+    held: Grads = {t.name: [] for t in chosen}
+    for i in range(how.calibration + how.held_out):
+        for batch in model.to_device(loader.next_step()):
+            hidden, head = model.hidden(batch), model.head
+            loss = head.nll(hidden, batch.target_N).sum() if model.classifies else head.loss_sum(hidden, batch.target_N)
+            loss.backward()
+        for tensor in chosen:
+            assert tensor.param.grad is not None
+            (seen if i < how.calibration else held)[tensor.name].append(tensor.param.grad)
+            tensor.param.grad = None
+    return seen, held
+
+
+def equal_rank(shape: torch.Size, r: int) -> int:
+    """The rank at which GaLore needs as much memory as a (d, r)-sparse pair; at least 1."""
+    short, long = sorted(shape)
+    return max(1, (short + long) * r // (short + 3 * long))
+
+
+class Bias:
+    """Lines of the table, from gradients by matrix. Values that do not depend on the projectors are computed once."""
+
+    def __init__(self, seen: Grads, held: Grads) -> None:
+        self.seen, self.held = seen, held
+        self.bases: dict[str, torch.Tensor] = {}  # GaLore's bases, of full rank
+        self.spectra: dict[str, list[torch.Tensor]] = {}  # cumulative squared singular values of held-out gradients
+        self.galore: dict[tuple[str, int], tuple[float, float]] = {}
+
+    def line(self, kind: str, d: int, r: int) -> Record:
+        """Means over all matrices, and each matrix."""
+        rows, begin_s, fit_s = {}, time.perf_counter(), 0.0
+        for i, (name, grads) in enumerate(self.seen.items()):
+            shape, others, device = grads[0].shape, self.held[name], grads[0].device
+            start = [
+                random_projector(kind, size, d, r, seed=2 * i + side, device=device) for side, size in enumerate(shape)
+            ]
+            at_s = time.perf_counter()
+            pair = fit(grads, *start)
+            found = [mean_bias(others, *start), mean_bias(grads, *pair), mean_bias(others, *pair)]  # waits for the fit
+            fit_s += time.perf_counter() - at_s
+            columns, rank = min(side.d for side in pair), equal_rank(shape, r)
+            found += [self.floor(name, columns), *self._galore(name, r), rank, *self._galore(name, rank)]
+            rows[name] = dict(zip(KEYS, found, strict=True))
+        means = {key: sum(row[key] for row in rows.values()) / len(rows) for key in KEYS}
+        spent = {"fit_s": fit_s / len(rows), "line_s": time.perf_counter() - begin_s}
+        return {"kind": "line", "projector": kind, "d": d, "r": r, **means, **spent, "matrices": rows}
+
+    def floor(self, name: str, d: int) -> float:
+        """Mean over the held-out gradients."""
+        if name not in self.spectra:
+            self.spectra[name] = [squared_singular_values(grad).cumsum(0) for grad in self.held[name]]
+        lost = [1 - sums[min(d, len(sums)) - 1] / sums[-1] for sums in self.spectra[name]]
+        return float(torch.stack(lost).clamp(min=0).sqrt().mean())
+
+    def _galore(self, name: str, rank: int) -> tuple[float, float]:
+        """GaLore's bias with the subspace of the sum of the fitted gradients: on those, and on the others."""
+        if name not in self.bases:
+            total = torch.stack(self.seen[name]).sum(0)
+            self.bases[name] = projector(total, min(total.shape))
+        if (name, rank) not in self.galore:
+            p = self.bases[name][:, :rank]
+            self.galore[name, rank] = galore_bias(self.seen[name], p), galore_bias(self.held[name], p)
+        return self.galore[name, rank]
+
+
+def squared_singular_values(grad: torch.Tensor) -> torch.Tensor:
+    """Squared singular values, largest first, in float64: eigenvalues of the smaller Gram matrix, which is faster."""
+    g = grad.double() if grad.shape[0] <= grad.shape[1] else grad.double().T
+    squares: torch.Tensor = torch.linalg.eigvalsh(g @ g.T).clamp(min=0).flip(0)
+    return squares
+
+
+def galore_bias(grads: list[torch.Tensor], p: torch.Tensor) -> float:
+    """Mean over these gradients, with GaLore's basis p."""
+    errors = [(project_back(project(g, p), p, g.shape) - g).norm() / g.norm() for g in grads]
+    return float(torch.stack(errors).mean())
+
+
+def mean_bias(grads: list[torch.Tensor], p: Projector, q: Projector) -> float:
+    return float(torch.stack([bias(grad, p, q) for grad in grads]).mean())
+
+
+COLUMNS: Columns[Record] = {
+    "d": lambda r: str(r["d"]),
+    "r": lambda r: str(r["r"]),
+    "kind": lambda r: r["projector"],
+    "random start": lambda r: f"{r['random']:.3f}",
+    "fitted, seen": lambda r: f"{r['seen']:.3f}",
+    "fitted, held out": lambda r: f"{r['held_out']:.3f}",
+    "floor": lambda r: f"{r['floor']:.3f}",
+    "vs floor": lambda r: f"{r['held_out'] / r['floor']:.2f}x" if r["floor"] > 1e-6 else "",
+    "GaLore(r), seen": lambda r: f"{r['galore_seen']:.3f}",
+    "GaLore(r), held out": lambda r: f"{r['galore_held_out']:.3f}",
+    "equal memory: rank": lambda r: f"{r['rank']:.1f}",
+    "GaLore, seen": lambda r: f"{r['equal_seen']:.3f}",
+    "GaLore, held out": lambda r: f"{r['equal_held_out']:.3f}",
+    "fit s": lambda r: f"{r['fit_s']:.2f}",
+}
+
+
+class BiasReport(Report):
+    """A line per kind and size of projectors."""
+
+    def sections(self) -> list[str]:
+        found = next((r for r in self.records if r["kind"] == "gradients"), None)
+        if found is None:
+            return [NOTES]
+        how = Sampling(**found["sampling"])
+        gradients = (
+            f"{how.model} on {how.data}: {how.calibration} gradients seen and {how.held_out} held out, each of "
+            f"{how.batch} rows of at most {how.length} tokens; matrices: "
+            + ", ".join(f"{count} of {shape}" for shape, count in found["shapes"].items())
+        )
+        return [gradients + ".", NOTES, table_of(COLUMNS, [r for r in self.records if r["kind"] == "line"])]
+
+
+def bench_bias(
+    how: Sampling,
+    *,
+    out: Path,
+    command: str,
+    sizes: tuple[tuple[int, ...], tuple[int, ...]] = (D, R),
+    kinds: tuple[str, ...] = tuple(KINDS),
+    quick: bool = False,
+    time_limit_s: float | None = None,
+    say: Say = print,
+) -> BiasReport:
+    """Returns the report, which has been written to disk. sizes: every d with every r. quick: one size, few
+    matrices."""
+    begin_s = time.perf_counter()
+    if wrong := [kind for kind in kinds if kind not in KINDS]:
+        raise UserError(f"--kinds: {wrong[0]!r} is not one of {', '.join(KINDS)}")
+    if quick:
+        how, sizes = how.quickly(), (sizes[0][:1], sizes[1][:1])
+    report = BiasReport("lsp-bias", out, command, quick)
+    seen, held = sample(how)
+    report.add({"kind": "machine", "device": torch.device(how.device).type, **environment()})
+    shapes = Counter(" x ".join(map(str, grads[0].shape)) for grads in seen.values())
+    say(f"gradients of {len(seen)} matrices in {time.perf_counter() - begin_s:.0f} s, loading included")
+    report.add({"kind": "gradients", "sampling": asdict(how), "shapes": dict(shapes), "names": list(seen)})
+    table = Bias(seen, held)
+    for d, r, kind in ((d, r, kind) for d in sizes[0] for r in sizes[1] for kind in kinds):
+        if time_limit_s is not None and time.perf_counter() - begin_s > time_limit_s:
+            say(f"d={d} r={r} {kind}: skipped, the time limit has passed")
+            continue
+        report.add(table.line(kind, d, r))
+        say(" | ".join(f"{head}: {cell(report.records[-1])}" for head, cell in COLUMNS.items()))
+    return report

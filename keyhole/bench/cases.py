@@ -1,0 +1,213 @@
+"""The tables of `keyhole bench`: a case is a row, a table is a list of cases, a file (tables/*.yaml) is some tables.
+
+    NAME:                          what --cases chooses
+      title: what the table shows
+      each: {batch: 4}             keys of every row that does not have them
+      quick: {options: {d: 16}}    what a quick run changes, of rows that have it
+      cases:
+        - {model: 13B, batch: [1, 4], system: [resident, streamed]}      a list: one case per item
+
+A row is checked against the types of Case; errors name the file, the table, the row and the key. Tables share cases: a
+case in several of them runs once. A table can run on other models than its own (for_models), and a model that does not
+fit host memory is cut to as many blocks as fit (cut), the same number for all cases of that model and dtype, so that
+ratios compare equal shapes.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import product
+from pathlib import Path
+from reprlib import repr  # shortens deeply nested aliases
+from typing import Any, get_type_hints
+
+import yaml
+
+from keyhole.bench.shapes import BLOCKS, BLOOM, POSITIONS, SHAPES, fitting_blocks, known
+from keyhole.config.loader import read_limited
+from keyhole.errors import UserError
+from keyhole.machine.sizes import GIB
+from keyhole.methods import METHODS
+
+TABLES = Path(__file__).parent / "tables"
+NATIVE, RESIDENT, TEXTBOOK, STREAMED = SYSTEMS = ("native", "resident", "textbook", "streamed")  # in this order
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+Options = dict[str, Any]
+
+
+def one_of(words: Iterable[str], **options: str) -> Any:
+    """A field whose value is one of these words."""
+    return field(metadata={"one_of": tuple(words)}, **options)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row: what runs, on which shape, and how. Baselines: `textbook` is MeZO's published loop, `native` torch's
+    optimizer (options: `optimizer` and its arguments)."""
+
+    model: str = one_of(BLOCKS)
+    system: str = one_of(SYSTEMS)
+    method: str = one_of(METHODS, default="zo")
+    title: str = ""  # the name; without it, one that tells what is set
+    dtype: str = one_of(ELEMENT_BYTES, default="bf16")
+    batch: int = 1
+    length: int = POSITIONS
+    micro_batches: int = 1  # per step
+    blocks: int | None = None  # None: all of them, or as many as fit host memory (cut)
+    gpu_memory: str | None = None  # the budget; None: all of the device
+    quick_gpu_memory: str | None = None  # the budget of a quick run
+    wire: str | None = None
+    compare: str = ""  # the resident case whose step is the compute floor; without it, the one of the same shape
+    load: dict = field(default_factory=dict)  # type: ignore[type-arg]  # of keyhole.load: overlap, reuse_slots
+    options: dict = field(default_factory=dict)  # type: ignore[type-arg]  # settings of the method
+
+    @property
+    def name(self) -> str:
+        if self.title:
+            return self.title
+        words = [self.model, self.dtype, f"b{self.batch}"]
+        words += [f"t{self.length}"] if self.length != POSITIONS else []
+        words += [f"{self.blocks}blocks"] if self.blocks else []
+        words += [self.system, *([self.gpu_memory] if self.gpu_memory else [])]
+        words += [word.replace(" ", "_") for word in self.switches] + ([f"wire_{self.wire}"] if self.wire else [])
+        return "-".join(words)
+
+    @property
+    def switches(self) -> list[str]:
+        """What differs from a usual run: `no overlap`, `compile`, `write_back_every 1`."""
+        told = (self.load | self.options).items()
+        return [f"no {k}" if v is False else k if v is True else f"{k} {v}" for k, v in told]
+
+    @property
+    def group(self) -> tuple[str, str, int | None]:
+        """Cases that follow each other and have the same run in one process."""
+        return self.model, self.dtype, self.blocks
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length * self.micro_batches
+
+    def companion(self, system: str) -> str:
+        """Name of the case that this one is compared with: no budget, the plain wire, nothing switched off."""
+        compiled = {k: v for k, v in self.options.items() if k == "compile" and system != TEXTBOOK}
+        return replace(self, system=system, gpu_memory=None, wire=None, load={}, options=compiled).name
+
+    def quickly(self, changes: Options) -> "Case":
+        """The case of a quick run: of the options only those that it has change."""
+        options = {key: changes.get("options", {}).get(key, value) for key, value in self.options.items()}
+        return replace(self, **(changes | {"options": options}))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cases that are shown together."""
+
+    title: str
+    cases: list[Case]
+
+
+def read_tables(path: Path, quick: bool = False) -> dict[str, Table]:
+    """The tables of a file, by name."""
+    try:
+        found = yaml.safe_load(read_limited(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"--table: cannot read {path}: {error}") from error
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{path}: a mapping of tables is needed; the files in {TABLES} are examples")
+    tables = {}
+    for name, table in found.items():
+        if not isinstance(table, dict) or not isinstance(table.get("cases"), list) or not table["cases"]:
+            raise UserError(f"{path}: {name}: a list `cases` is needed; the files in {TABLES} are examples")
+        rows = [row for each in table["cases"] for row in _expanded(table.get("each", {}), each)]
+        cases = [case_of(row, f"{path}: {name}: case {i}") for i, row in enumerate(rows, 1)]
+        cases = [case.quickly(table.get("quick", {})) for case in cases] if quick else cases
+        tables[str(name)] = Table(str(table.get("title", name)), cases)
+    return tables
+
+
+def _expanded(usual: Options, row: Any) -> Iterator[Any]:
+    """One row per combination of the items of its lists, the last list varying fastest."""
+    row = usual | row if isinstance(row, dict) else {"a row": row}
+    for chosen in product(*(value if isinstance(value, list) else [value] for value in row.values())):
+        yield dict(zip(row, chosen, strict=True))
+
+
+def case_of(row: Options, where: str) -> Case:
+    """The row as a case, every key and value checked."""
+    types, keys = get_type_hints(Case), {f.name: f for f in fields(Case)}
+    for key, value in row.items():
+        if key not in keys:
+            raise UserError(f"{where}: {key!r} is not one of {', '.join(keys)}")
+        words = keys[key].metadata.get("one_of")
+        if not isinstance(value, types[key]) or (isinstance(value, bool) and types[key] is not bool):
+            raise UserError(f"{where}: {key}: {repr(value)} is not of type {_named(types[key])}")
+        if words is not None and value not in words:
+            raise UserError(f"{where}: {key}: {repr(value)} is not one of {', '.join(words)}")
+    missing = [k for k, f in keys.items() if f.default is f.default_factory is MISSING and k not in row]
+    if missing:
+        raise UserError(f"{where}: {missing[0]!r} is missing")
+    return Case(**row)
+
+
+def _named(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def select(tables: dict[str, Table], words: list[str], only: str = "") -> dict[str, Table]:
+    """The requested tables, with the chosen cases. words: tables, `all`, or patterns of case names (13B-bf16-*); a case
+    chosen by a pattern is shown in the first table that has it. only: cases with this in their name."""
+    chosen: dict[str, set[str]] = {}
+    first = {case.name: name for name in reversed(tables) for case in tables[name].cases}
+    for word in words:
+        names = list(tables) if word == "all" else [word]
+        found = [(name, case.name) for name in names if name in tables for case in tables[name].cases]
+        found = found or [(first[name], name) for name in first if fnmatch.fnmatchcase(name, word)]
+        if not found:
+            says = ", ".join([*tables, "all"])
+            raise UserError(f"--cases: {word!r} is neither a table ({says}) nor a case, such as {next(iter(first))}")
+        for table, case in found:
+            chosen.setdefault(table, set()).add(case)
+    every = {name for name in set().union(*chosen.values()) if only in name}
+    if not every:
+        raise UserError(f"--only: no case has {only!r} in its name; there is {next(iter(first))!r}, ...")
+    return {name: Table(tables[name].title, [c for c in tables[name].cases if c.name in every]) for name in chosen}
+
+
+def for_models(tables: dict[str, Table], models: list[str]) -> dict[str, Table]:
+    """Every case on these models instead of its own, with all their blocks; without models, the tables unchanged."""
+    if not models:
+        return tables
+    names, found = [known(name) for name in models], {}
+    for name, table in tables.items():
+        cases = [replace(case, model=model, blocks=None) for model in names for case in table.cases]
+        found[name] = Table(table.title, list({case.name: case for case in cases}.values()))
+    return found
+
+
+def cut(tables: dict[str, Table], host_bytes: int) -> tuple[dict[str, Table], list[str]]:
+    """The tables with fewer blocks for models that do not fit this much host memory, in the widest format of their
+    cases; and lines about what was cut. Cases that state their blocks are unchanged."""
+    widest: dict[tuple[str, str], int] = {}
+    for case in (case for table in tables.values() for case in table.cases):
+        if case.blocks is None and case.model in SHAPES | BLOOM:
+            key, width = (case.model, case.dtype), ELEMENT_BYTES.get(case.wire or case.dtype, 1)
+            widest[key] = max(widest.get(key, 0), width, ELEMENT_BYTES[case.dtype])
+    blocks = {key: fitting_blocks(key[0], width, host_bytes) for key, width in widest.items()}
+    said = [
+        f"{model} in {dtype}: {count} of {BLOCKS[model]} blocks, what {host_bytes / GIB:.0f} GiB of host memory hold"
+        for (model, dtype), count in blocks.items()
+        if count is not None
+    ]
+
+    def fitted(case: Case) -> Case:
+        return replace(case, blocks=case.blocks or blocks.get((case.model, case.dtype)))
+
+    return {name: Table(t.title, [fitted(case) for case in t.cases]) for name, t in tables.items()}, said
+
+
+def ordered(tables: dict[str, Table]) -> list[Case]:
+    """Every case once, those of one group together, in the order of their first cases; floors and baselines first."""
+    groups: dict[tuple[str, str, int | None], list[Case]] = {}
+    for case in {case.name: case for table in tables.values() for case in table.cases}.values():
+        groups.setdefault(case.group, []).append(case)
+    return [case for members in groups.values() for case in sorted(members, key=lambda c: SYSTEMS.index(c.system))]

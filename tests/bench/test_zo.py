@@ -1,0 +1,146 @@
+"""`keyhole bench zo` on tiny shapes, with failures on the way; and its floors, from records with known numbers."""
+
+import gc
+import json
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.bench.baselines import take_weights
+from keyhole.bench.cases import TABLES, Case, read_tables
+from keyhole.bench.floors import link_seconds
+from keyhole.bench.process import Job, run_here
+from keyhole.bench.run import STEPS
+from keyhole.bench.step_tables import Line
+from keyhole.bench.steps import load
+from keyhole.cli import main
+
+CASES = ",".join(
+    "6.7B-bf16-" + case for case in ("b1-resident", "b1-textbook", "b1-streamed*", "b4-resident", "b4-streamed")
+)
+STEP_S = {"textbook": 1.0, "resident": 0.4, "streamed": 0.5}
+
+
+def quick(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
+    """Runs the command; returns its JSON and Markdown."""
+    assert main(["bench", "zo", "--quick", "--steps=1", "--warm-up=1", f"--out={tmp_path}", "--device=cpu", *args]) == 0
+    (json_path,), (markdown_path,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
+    return json.loads(json_path.read_text()), markdown_path.read_text()
+
+
+@pytest.mark.slow
+def test_quick_run_end_to_end(tmp_path: Path, capsys: Any) -> None:
+    """Every case has a record, switching parts off changes no loss, and both files say what ran."""
+    found, markdown = quick(tmp_path, f"--cases={CASES}")
+    records = {r["name"]: r for r in found["records"]}
+    assert all(r["status"] == "ok" and r["step_s"] > 0 and len(r["losses"]) == 2 for r in records.values())
+    for batch, count in ((1, 6), (4, 1)):
+        start = f"6.7B-bf16-b{batch}-"
+        streamed = [r for n, r in records.items() if n.startswith(f"{start}streamed") and "wire" not in n]
+        assert len(streamed) == count
+        assert all(r["losses"] == records[f"{start}resident"]["losses"] for r in streamed)
+    assert records["6.7B-bf16-b1-streamed"]["bytes_down"] > 0  # up: so few blocks never leave their slots
+    assert found["commit"] and found["quick"] and found["machine"]["versions"]["torch"]
+    assert "keyhole bench zo --cases" in markdown and str(tmp_path) not in markdown
+    assert markdown.count("| equal ") >= 2 + 2 + 6 and "DIFFER" not in markdown
+    assert {n for n in records if "wire" in n} >= {f"6.7B-bf16-b1-streamed-wire_{f}" for f in ("fp32", "bf16", "fp8")}
+    assert "6.7B-bf16-b4-streamed" in capsys.readouterr().out
+
+
+def test_a_failing_case_costs_only_itself(tmp_path: Path, monkeypatch: Any) -> None:
+    """The error is on the page, the next case runs."""
+    found_of = keyhole.load
+
+    def fails_when_streamed(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["placement"] == "stream" and kwargs["overlap"]:
+            raise MemoryError("no such luck")
+        return found_of(*args, **kwargs | {"overlap": True})
+
+    monkeypatch.setattr(keyhole, "load", fails_when_streamed)
+    path = tmp_path / "mine.yaml"
+    path.write_text("mine: {cases: [{model: 2.7B, system: streamed, load: [{overlap: true}, {overlap: false}]}]}")
+    found, markdown = quick(tmp_path, "--cases=mine", f"--table={path}")
+    assert [r["status"] for r in found["records"]] == ["error", "ok"] and "no such luck" in markdown
+
+
+def test_the_time_limit_skips_what_would_begin_later(tmp_path: Path) -> None:
+    """A limit that has passed runs nothing, and says so."""
+    found, markdown = quick(tmp_path, "--cases=giant", "--time-limit=-1")
+    assert [r["status"] for r in found["records"]] == ["skipped"] * 3 and "time limit" in markdown
+
+
+def test_tables_of_the_user_s_own(tmp_path: Path) -> None:
+    """A file of cases instead of the shipped ones."""
+    path = tmp_path / "own.yaml"
+    path.write_text("mine: {title: My cases, cases: [{model: 2.7B, dtype: fp32, system: resident}]}")
+    found, markdown = quick(tmp_path, f"--table={path}", "--cases=mine")
+    assert [r["name"] for r in found["records"]] == ["2.7B-fp32-b1-resident"]
+    assert "## My cases" in markdown and f"--table {path}" in found["command"]
+
+
+@pytest.mark.parametrize(
+    "args", [("--cases=nothing",), ("--device=cpu",), ("--device=tpu", "--quick"), ("--quick", "--table=no.yaml")]
+)
+def test_user_mistakes(args: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
+    """One message, exit code 2, nothing written."""
+    assert main(["bench", "zo", f"--out={tmp_path}", *args]) == 2
+    assert capsys.readouterr().err.startswith("keyhole: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_is_gone_before_the_next_is_loaded(monkeypatch: Any) -> None:
+    """Two models of tens of GiB would not fit side by side."""
+    found_of, alive = keyhole.load, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        assert not any(ref() for ref in alive), "an earlier model is still in memory"
+        model = found_of(*args, **kwargs)
+        alive.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(keyhole, "load", watched)
+    got: list[dict[str, Any]] = []
+    cases = [Case("13B", system, dtype="fp32") for system in ("resident", "textbook", "streamed")]
+    run_here(STEPS, cases, Job("cpu", quick=True, warm_up=1, timed=1, deadline_s=4e9), got.append)
+    gc.collect()
+    assert [r["status"] for r in got if r["kind"] == "case"] == ["ok"] * 3
+    assert len(alive) == 3 and not any(ref() for ref in alive)
+
+
+def test_the_textbook_loop_has_no_weights_but_its_own() -> None:
+    """What keyhole held them in is given back; the loop has the same ones."""
+    model = load(Case("13B", "textbook", dtype="fp32"), "cpu", quick=True)
+    before = [p.clone() for p in model.module.parameters()]
+    module = take_weights(model)
+    assert sum(home.untyped_storage().nbytes() for home in model.engine.homes) == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    model.close()
+
+
+def record(case: Case, **changes: Any) -> dict[str, Any]:
+    found = {"kind": "case", "name": case.name, "case": asdict(case), "status": "ok", "step_s": STEP_S[case.system]}
+    found |= {"losses": [1.0, 2.0], "bytes_up": 24.5e9, "bytes_down": 24.5e9}
+    return found | {"link": {"up": 55.0, "down": 55.0, "duplex": 50.0}} | changes
+
+
+def test_the_floor_is_the_larger_of_compute_and_link() -> None:
+    """24.5 GB each way over 50 GB/s is 0.49 s, more than the 0.4 s of compute."""
+    case = Case("13B", "streamed")
+    found = {c.name: record(c) for c in read_tables(TABLES / "zo.yaml")["judged"].cases}
+    line = Line(case, found[case.name], found)
+    assert (line.compute_s, line.link_s, line.floor) == (0.4, 0.49, (0.49, "link"))
+    assert abs(line.to_floor - 0.5 / 0.49) < 1e-9 and line.to_textbook == 2.0 and line.same_losses
+    line = Line(case, record(case, bytes_up=1e9, bytes_down=1e9), found)
+    assert line.floor == (0.4, "compute")
+
+
+def test_the_link_is_shared_only_by_what_goes_both_ways() -> None:
+    """Many more bytes up than down take what up takes alone; as many, what they take at the duplex rate."""
+    link = {"up": 60.0, "down": 50.0, "duplex": 40.0}
+    for up_bytes, down_bytes, expected_s in ((9e9, 2e9, 0.15), (2e9, 7.5e9, 0.15), (4e9, 4e9, 0.1)):
+        assert abs(link_seconds(up_bytes, down_bytes, link) - expected_s) < 1e-9
