@@ -10,8 +10,6 @@ of each part follows from the shapes, for N parameters of b bytes, L blocks, M t
     activations   with checkpointing: b L M H, the inputs of the blocks; without, or in host memory: no floor
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from keyhole.bench.report import Columns, Record, Report, number, table_of
 from keyhole.bench.steps import batches_of, load, method_of
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.base import Method
-from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.structure.layout import FlatTensor
 
 MOMENTS = {"SGD": 0, "AdamW": 2}  # tensors of state per parameter
@@ -77,30 +74,11 @@ def peaks_of(method: Any, model: keyhole.Model, batch: dict[str, torch.Tensor]) 
         hooks = [param.register_post_accumulate_grad_hook(arrived) for param in model.module.parameters()]
     else:
         _watch_sink(method, ledger)
-    with _in_passes_too(ledger), ledger:
+    with ledger:
         method.step(batch)
     for hook in hooks:
         hook.remove()
     return ledger.peaks()
-
-
-@contextmanager
-def _in_passes_too(ledger: Ledger) -> Iterator[None]:
-    """Enters the ledger in the threads of forward passes too (model/forward/lockstep.py): a mode applies to one
-    thread."""
-    plain = Lockstep.thread_state
-
-    def with_ledger(conductor: Lockstep, index: int) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(plain(conductor, index))
-        stack.enter_context(ledger)
-        return stack
-
-    Lockstep.thread_state = with_ledger  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        Lockstep.thread_state = plain  # type: ignore[method-assign]
 
 
 def _watch_sink(method: Any, ledger: Ledger) -> None:

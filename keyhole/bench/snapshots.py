@@ -40,10 +40,9 @@ from keyhole.bench.process import Emit, Job
 from keyhole.bench.report import Columns, Record, Report, number, table_of
 from keyhole.bench.shapes import known, model_config
 from keyhole.bench.steps import shortened
-from keyhole.checkpoint import select
-from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.replay import apply_records
+from keyhole.checkpoint import journal, select
 from keyhole.checkpoint.pages import PIECE_BYTES, write_at
+from keyhole.checkpoint.replay import apply_records
 from keyhole.checkpoint.snapshot import FLUSH_EVERY_S, WORKERS
 from keyhole.checkpoint.state import State, verify
 from keyhole.checkpoint.writer import Writer
@@ -175,7 +174,7 @@ def time_replay(method: keyhole.ZO, steps: int) -> Record:
     numbers = [(i, (LR, rng.gauss(0.0, 1.0))) for i in range(method.step_count + 1, method.step_count + steps + 1)]
     method.flush()
     records = [journal.Record(step, 0, 0, 0, 0.0, kind, coef) for step, coef in numbers]
-    return {"steps": steps, "wall_s": apply_records(method, records, print)}
+    return {"steps": steps, "wall_s": apply_records(method, records)}
 
 
 def disk_rate(directory: Path, size_bytes: int) -> float:

@@ -116,7 +116,8 @@ def method_of(case: Case, model: keyhole.Model) -> Method | Textbook | Native:
         return Textbook(take_weights(model), rate)
     if case.system == NATIVE:
         return Native(model, RATES["torch"], **options)
-    return METHODS[case.method].load()(model, rate, **options)
+    method: Method = METHODS[case.method].load()(model, rate, **options)
+    return method
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def test_blocks_before_the_first_trained_weight_are_planned_once_for_all_looks(o
     """10 of 24 blocks frozen, with the embeddings: their products are those of one look per pass. Frozen blocks after a
     trained one, or below a trained embedding, are computed at every look; only their layers have no factors."""
     zo, asked = METHODS["zo"], work("zo", rank=2, **own)
-    asked = replace(asked, passes=zo.passes(asked.settings))
+    asked = replace(asked, passes=asked.settings.passes)
 
     def planned(*frozen: str) -> StepWork:
         module = build(opt_config("1.3B"), BF16)
