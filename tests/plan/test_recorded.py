@@ -44,7 +44,7 @@ BF16 = torch.bfloat16
 H200 = profile("h200")
 
 
-@pytest.mark.parametrize(("name", "only"), [("zo_h200_2026-11-15_h", "13B streamed"), ("lomo_h200_2026-11-16", "7B")])
+@pytest.mark.parametrize(("name", "only"), [("zo_h200_2026-11-15_h", "GiB 1x2048"), ("lomo_h200_2026-11-16", "7B")])
 def test_planned_as_measured(name: str, only: str) -> None:
     """Within 10 % of memory and 15 % of time. Two kinds of cases are not compared in host memory, because their process
     still held what a case before had left: page-locked inputs, or (lomo, eager) the compiler."""
