@@ -28,6 +28,7 @@ from keyhole.config.loader import read_limited
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
+from keyhole.methods.zo.traits import ZO
 
 TABLES = Path(__file__).parent / "tables"
 NATIVE, RESIDENT, TEXTBOOK, STREAMED = SYSTEMS = ("native", "resident", "textbook", "streamed")  # in this order
@@ -47,7 +48,7 @@ class Case:
 
     model: str = one_of(BLOCKS)
     system: str = one_of(SYSTEMS)
-    method: str = one_of(METHODS, default="zo")
+    method: str = one_of(METHODS, default=ZO.name)
     title: str = ""  # the name; without it, one that tells what is set
     dtype: str = one_of(ELEMENT_BYTES, default="bf16")
     batch: int = 1

@@ -6,7 +6,7 @@ from keyhole.bench.cases import TABLES, cut, for_models, ordered, read_tables, s
 from keyhole.bench.memory import MemoryReport
 from keyhole.bench.process import Job, Say, run
 from keyhole.bench.report import Report
-from keyhole.bench.step_tables import GRADIENT, ZO, StepReport
+from keyhole.bench.step_tables import FIRST, ZEROTH, StepReport
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import Bytes
@@ -15,7 +15,7 @@ STEPS, MEMORY = "keyhole.bench.steps:measure_steps", "keyhole.bench.memory:measu
 
 
 def bench_tables(
-    verb: str,
+    shipped: str,
     job: Job,
     *,
     out: Path,
@@ -27,21 +27,22 @@ def bench_tables(
     host: str | None = None,
     say: Say = print,
 ) -> Report:
-    """Returns the report, which has been written to disk. file: other tables than those of the verb. words, only: which
+    """Returns the report, which has been written to disk. shipped: a file of tables/, whose verb it is; file: other tables than that one's. words, only: which
     cases (select). models: instead of the tables' own. host: models are cut to this much host memory (default: the free
     memory; not for tiny models)."""
-    tables = for_models(read_tables(file or TABLES / f"{verb}.yaml", job.quick), models or [])
+    tables = for_models(read_tables(file or TABLES / shipped, job.quick), models or [])
     tables = select(tables, ["all"] if words is None else words, only)
     if host is not None or not job.quick:
         tables, said = cut(tables, _host_bytes(host))
         for line in said:
             say(line)
     report: Report
-    if verb == "memory":
+    verb = Path(shipped).stem
+    if shipped == "memory.yaml":
         report = MemoryReport(out, command, job.quick, tables)
     else:
-        report = StepReport(verb, out, command, job.quick, tables, ZO if verb == "zo" else GRADIENT)
-    run(MEMORY if verb == "memory" else STEPS, ordered(tables), job, report, say)
+        report = StepReport(verb, out, command, job.quick, tables, ZEROTH if shipped == "zo.yaml" else FIRST)
+    run(MEMORY if shipped == "memory.yaml" else STEPS, ordered(tables), job, report, say)
     return report
 
 

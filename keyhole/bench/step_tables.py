@@ -19,7 +19,7 @@ from keyhole.bench.report import Columns, Record, Report, grid, number, table_of
 from keyhole.bench.shapes import BLOCKS
 from keyhole.machine.sizes import GIB, MIB
 
-ZO, GRADIENT = "zo", "gradient"
+ZEROTH, FIRST = "zeroth-order", "first-order"
 ZO_NOTES = """\
 tok/s and ratios are medians over the timed steps; +- is (max - min) / 2 over the median. "vs textbook" is tok/s over
 the in-memory MeZO loop's. "compute" is the resident zo step, "link" the bytes that cross over the rates measured in the
@@ -225,13 +225,11 @@ def gradient_columns(natives: list[Case]) -> Columns[Line]:
 class StepReport(Report):
     """One line per case. kind: which columns and notes it has."""
 
-    def __init__(
-        self, name: str, out: Path, command: str, quick: bool, tables: dict[str, Table], kind: str = ZO
-    ) -> None:
+    def __init__(self, name: str, out: Path, command: str, quick: bool, tables: dict[str, Table], kind: str) -> None:
         super().__init__(name, out, command, quick)
         self.tables, self.kind = tables, kind
         natives = [case for table in tables.values() for case in table.cases if case.system == NATIVE]
-        self.columns = ZO_COLUMNS if kind == ZO else gradient_columns(natives)
+        self.columns = ZO_COLUMNS if kind == ZEROTH else gradient_columns(natives)
 
     def lines(self, table: Table) -> list[Line]:
         found = self.ok()
@@ -239,7 +237,7 @@ class StepReport(Report):
 
     def sections(self) -> list[str]:
         tables = [f"## {table.title}\n\n{table_of(self.columns, self.lines(table))}" for table in self.tables.values()]
-        if self.kind == ZO:
+        if self.kind == ZEROTH:
             return [ZO_NOTES, *tables, "## Link", self.links()]
         rate = max([0.0, *(r["product_rate"] or 0.0 for r in self.ok().values())])
         return [GRADIENT_NOTES.format(rate=rate / 1e12), *tables, *self.breakdown()]

@@ -62,21 +62,21 @@ def zo(
     how: dict[str, object]
     how = {"cases": cases, "models": models, "host_memory": host_memory, "table": table, "steps": steps}
     how |= {"warm_up": warm_up, "quick": quick, "time_limit": time_limit}
-    _tables("zo", how, device, out, words=_words(cases), models=_words(models), host=host_memory)
+    _tables("zo.yaml", how, device, out, words=_words(cases), models=_words(models), host=host_memory)
 
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
-def _tables(verb: str, how: dict[str, Any], device: str | None, out: str, **which: Any) -> None:
+def _tables(shipped: str, how: dict[str, Any], device: str | None, out: str, **which: Any) -> None:
     """Runs a file of tables, and prints them. how: what is told of the command line."""
     from keyhole.bench.process import make_job
     from keyhole.bench.run import bench_tables
 
     job = make_job(device, how["quick"], how.get("warm_up", 1), how.get("steps", 1), how["time_limit"])
-    file, command = Path(how["table"]) if how["table"] else None, _command(f"bench {verb}", **how)
-    report = bench_tables(verb, job, out=Path(out), command=command, file=file, say=typer.echo, **which)
+    file, command = Path(how["table"]) if how["table"] else None, _command(f"bench {Path(shipped).stem}", **how)
+    report = bench_tables(shipped, job, out=Path(out), command=command, file=file, say=typer.echo, **which)
     typer.echo("\n" + report.markdown() + "\nwrote " + " and ".join(map(str, report.paths)))
     if differing := report.differing():
         typer.echo(f"keyhole: losses differ where they must not: {', '.join(differing)}", err=True)
@@ -96,7 +96,7 @@ def lomo(
 ) -> None:
     """LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW."""
     how = {"only": only, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
-    _tables("lomo", how, device, out, only=only)
+    _tables("lomo.yaml", how, device, out, only=only)
 
 
 @app.command()
@@ -112,7 +112,7 @@ def lsp(
 ) -> None:
     """LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."""
     how = {"only": only, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
-    _tables("lsp", how, device, out, only=only)
+    _tables("lsp.yaml", how, device, out, only=only)
 
 
 @app.command()
@@ -126,7 +126,7 @@ def memory(
 ) -> None:
     """Weights, gradients, state and activations of a step: AdamW, SGD and LOMO, with and without checkpointing."""
     how = {"only": only, "table": table, "quick": quick, "time_limit": time_limit}
-    _tables("memory", how, device, out, only=only)
+    _tables("memory.yaml", how, device, out, only=only)
 
 
 @app.command()
