@@ -27,9 +27,9 @@ def bench_tables(
     host: str | None = None,
     say: Say = print,
 ) -> Report:
-    """Returns the report, which has been written to disk. shipped: a file of tables/, whose verb it is; file: other tables than that one's. words, only: which
-    cases (select). models: instead of the tables' own. host: models are cut to this much host memory (default: the free
-    memory; not for tiny models)."""
+    """Returns the report, which has been written to disk. shipped: a file of tables/, which has the verb's name; file:
+    other tables than that one's. words, only: which cases (select). models: instead of the tables' own. host: models
+    are cut to this much host memory (default: the free memory; not for tiny models)."""
     tables = for_models(read_tables(file or TABLES / shipped, job.quick), models or [])
     tables = select(tables, ["all"] if words is None else words, only)
     if host is not None or not job.quick:
