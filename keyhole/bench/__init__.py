@@ -12,6 +12,7 @@ steps.py, step_tables.py     zo, lomo, lsp: whole steps, resident and streamed, 
 memory.py, ledger.py         memory: weights, gradients, state and activations of a step
 layers.py                    layers: forward, backward and update of one block, on CPU and GPU
 snapshots.py                 snapshots: background checkpoints during training, beside none and beside torch.save
+run.py                       a file of tables: zo, lomo, lsp, memory
 bias.py                      lsp-bias: how much of a gradient sparse projectors lose, on any model and data
 scale.py                     scale: predicted steps on 1 to 64 GPUs
 traced.py                    torch.compile without code generation, for quick runs
