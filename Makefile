@@ -15,7 +15,7 @@ CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test
 	tests/data/test_loader.py tests/checkpoint/test_state.py tests/checkpoint/test_journal.py tests/eval/test_tasks.py \
 	tests/eval/test_choices.py tests/config/test_types.py tests/config/test_rules.py tests/report tests/training/test_schedule.py tests/training/test_resume.py \
 	tests/training/test_rundir.py tests/training/test_metrics.py tests/demo/test_report.py tests/compare/test_file.py \
-	tests/compare/test_page.py tests/bench/zo/test_cases.py tests/cli/test_arguments.py tests/cli/test_train.py \
+	tests/compare/test_page.py tests/bench/test_cases.py tests/cli/test_arguments.py tests/cli/test_train.py \
 	tests/hostile/test_settings.py tests/pages tests/hf/test_refusals.py tests/hub/test_push.py tests/harness/test_run.py
 # Bytecode is kept whatever the environment says: both workers, and every process that a test starts, import the same files
 PYTEST := PYTHONDONTWRITEBYTECODE= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
