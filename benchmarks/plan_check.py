@@ -61,6 +61,7 @@ CASES = [
     Case(SMALL, RESIDENT, "sgd", **NARROW),
     Case(SMALL, STREAMED, "apollo-mini", **WIDE),
     Case(SMALL, RESIDENT, "lomo-lora", **WIDE),
+    Case(SMALL, STREAMED, "muon", **WIDE),
     Case(SMALL, RESIDENT, "adam-offload", **WIDE),
     Case(SMALL, STREAMED, "adam-offload", **NARROW),
     Case(SMALL, RESIDENT, "adamw", **WIDE),
