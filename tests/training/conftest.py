@@ -9,7 +9,8 @@ import pytest
 
 from keyhole.config import TrainConfig, resolve
 from keyhole.training import loop as trainer
-from tests.training.runs import Make
+from keyhole.training.start import train
+from tests.training.runs import Make, metrics, same, weights
 
 
 @pytest.fixture
@@ -40,3 +41,17 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(trainer.Run, "step", once)
 
     return arrange
+
+
+@pytest.fixture
+def stopped_is_whole(stop_after: Callable[[int], None]) -> Callable[[TrainConfig, TrainConfig, int], None]:
+    """Runs the first config, and the second with a signal within a step and a resume: metrics and weights are equal."""
+
+    def check(whole: TrainConfig, stopped: TrainConfig, step: int) -> None:
+        assert train(whole) == 0
+        stop_after(step)
+        assert train(stopped) == 130
+        assert train(stopped, resume="") == 0
+        assert metrics(whole) == metrics(stopped) and same(weights(whole.output_dir), weights(stopped.output_dir))
+
+    return check

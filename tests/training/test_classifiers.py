@@ -73,18 +73,14 @@ def test_every_other_method_trains(make: Make, method: str) -> None:
 @in_every_run(lambda family, method: family == "bert" and method == "lsp")
 @pytest.mark.parametrize(("family", "method"), [*(("bert", method) for method in HOW), ("roberta", "lomo")])
 def test_streamed_and_stopped_is_resident_and_whole(
-    make: Make, stop_after: Callable[[int], None], family: str, method: str
+    make: Make, stopped_is_whole: Callable, family: str, method: str
 ) -> None:
     """Steps, evaluations, test and weights, to the bit, with dropout and micro-batches."""
     shared = {"family": family, "model": DROPOUT, "max_steps": 4, "eval_steps": 2}
     shared |= {"batch_size": 4, "gradient_accumulation_steps": 2}
     whole = make("whole", method, **shared)
     stopped = make("stopped", method, placement="stream" if METHODS[method].streams else "resident", **shared)
-    assert train(whole) == 0
-    stop_after(3)
-    assert train(stopped) == 130
-    assert train(stopped, resume="") == 0
-    assert metrics(whole) == metrics(stopped) and same(weights(whole.output_dir), weights(stopped.output_dir))
+    stopped_is_whole(whole, stopped, 3)
 
 
 @in_every_run(lambda family: family == "bert")
@@ -109,15 +105,10 @@ def test_transformers_reads_the_trained_model(make: Make, family: str) -> None:
     assert found["metrics"] == {name: test[f"test_{name}"] for name in ("accuracy", "f1")}
 
 
-def test_guided_directions_stopped_and_streamed(make: Make, stop_after: Callable[[int], None]) -> None:
+def test_guided_directions_stopped_and_streamed(make: Make, stopped_is_whole: Callable) -> None:
     """V of a classifier (zo.guide), with dropout; stopped within a period."""
     own = {"zo": ZOConfig(rank=1, refresh=3, guide=16), "model": DROPOUT, "max_steps": 7}
-    whole, stopped = make("whole", "zo", **own), make("stopped", "zo", placement="stream", **own)
-    assert train(whole) == 0
-    stop_after(5)
-    assert train(stopped) == 130
-    assert train(stopped, resume="") == 0
-    assert metrics(whole) == metrics(stopped) and same(weights(whole.output_dir), weights(stopped.output_dir))
+    stopped_is_whole(make("whole", "zo", **own), make("stopped", "zo", placement="stream", **own), 5)
 
 
 @pytest.mark.parametrize(

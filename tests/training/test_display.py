@@ -93,17 +93,6 @@ def test_a_line_without_a_bar_tells_the_time(capsys: pytest.CaptureFixture, monk
     assert display.summary() == f", the last 60 in 3 min 0 s; {losses}; peak host memory 1.50 GiB"
 
 
-def test_the_summary_counts_the_steps_of_its_time() -> None:
-    """All of a run that was not interrupted; none if it was finished before."""
-    display = Display(2, 1)
-    display.open(0)
-    display.step(entry(1, 2.0))
-    assert display.summary().startswith(" in 0 s; loss 2.0000 at step 1; ")
-    display = Display(2, 1)
-    display.open(2)
-    assert display.summary() == ", none of them now"
-
-
 def test_every_line_is_in_the_log_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Those of before the file too; a second run adds to it, a link is not followed, and a full disk stops nothing."""
     for said in ("first", "second"):

@@ -14,7 +14,7 @@ from keyhole.checkpoint import journal
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.training import loop as trainer
-from keyhole.training import saving, signals
+from keyhole.training import saving
 from keyhole.training.start import train
 from tests.matrix import in_every_run
 from tests.training.children import Child
@@ -129,18 +129,6 @@ def test_a_directory_that_turns_read_only_stops_no_training(make: Make, backgrou
     whole = make("whole", method="zo", max_steps=8)
     train(whole)
     assert same(weights(whole.output_dir), weights(root)) and len(losses(config)) == 8
-
-
-def test_a_storm_of_signals_saves(make: Make) -> None:
-    """Signals of every kind at once, as launchers and terminals send them, are one request."""
-    config = make(max_steps=100_000, logging_steps=1000)
-    _, done = stopped(config, patient, *(signal.SIGTERM, signal.SIGHUP, signal.SIGINT) * 10)
-    assert (Path(config.output_dir) / f"checkpoint-{done}").is_dir()
-
-
-def patient() -> None:
-    hear_all()
-    signals.GRACE_S = 3600.0  # however slow this machine is
 
 
 def no_streams() -> None:

@@ -24,12 +24,6 @@ def test_training_learns(make: Make, method: str) -> None:
     assert sum(curve[-4:]) < 0.96 * sum(curve[:4])
 
 
-def test_one_step_is_no_steps(make: Make, capsys: pytest.CaptureFixture) -> None:
-    """In the line that ends a run."""
-    assert train(make(max_steps=1)) == 0
-    assert "done: 1 step in " in capsys.readouterr().out
-
-
 def test_numbers_of_some_steps_only_can_be_logged(make: Make, capsys: pytest.CaptureFixture) -> None:
     """LSP measures its bias every few steps, and lines are printed at others."""
     settings = {"method": "lsp", "lsp": LSPConfig(d=16, r=4, check_freq=3, optimizer_on="cpu")}

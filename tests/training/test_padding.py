@@ -11,7 +11,7 @@ from keyhole.data.padding import Padding
 from keyhole.errors import UserError
 from keyhole.training.loop import Run
 from keyhole.training.start import train
-from tests.training.runs import Make, metrics, same, weights
+from tests.training.runs import Make
 
 
 @pytest.fixture
@@ -33,17 +33,10 @@ def paddings(monkeypatch: pytest.MonkeyPatch) -> list[Padding]:
     return seen
 
 
-def test_auto_is_kept_and_resume_is_exact(
-    make: Make, ragged: str, stop_after: Callable, paddings: list[Padding]
-) -> None:
+def test_auto_is_kept_and_resume_is_exact(make: Make, ragged: str, stopped_is_whole: Callable, paddings: list) -> None:
     """N steps, a stop and M more are N + M steps, with batches that are padded to few widths."""
     how = {"train_data": ragged, "eval_data": ragged, "eval_steps": 2}
-    through, stopped = make("through", **how), make("stopped", **how)
-    assert train(through) == 0
-    stop_after(3)
-    assert train(stopped) == 130
-    assert train(stopped, resume="") == 0
-    assert same(weights(through.output_dir), weights(stopped.output_dir)) and metrics(through) == metrics(stopped)
+    stopped_is_whole(make("through", **how), make("stopped", **how), 3)
     assert len(set(paddings)) == 1 and paddings[0][0].multiple == 16 and paddings[0][0].most is not None
 
 

@@ -14,7 +14,6 @@ from keyhole.config.loader import parse_config
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Workload
 from keyhole.plan import kept_rates
 from keyhole.plan.profiles import PROFILES
@@ -83,12 +82,6 @@ def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixtur
     assert found.question.rates is PROFILES["3060"] and "planned for --machine 3060" in said[0]
     ask(check_plan(Asked(str(mixture), gpu="200GiB")), said.append)
     assert said[-1].endswith("--machine h200, the largest that is known, as if it had 200GiB")
-
-
-def test_a_mixture_counts_the_experts_that_a_token_meets(mixture: Path) -> None:
-    """Two of eight."""
-    config = ask(check_plan(Asked(str(mixture), machine="h100"))).question.module.config
-    assert experts_share(config) == 0.25
 
 
 def test_planned_and_measured_pace_stand_side_by_side(

@@ -73,13 +73,6 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
     assert [row.expected for row in told.answers[-1].rows] == ["2", "6", "12"]
 
 
-def test_gradients_that_leave_have_a_lane(make: Make) -> None:
-    """A method whose moments are on the host sends gradients down."""
-    config = make(method="adam-offload", placement="stream", max_steps=3)
-    assert train(config) == 0
-    assert "gradients" in {lane for lane, *_ in story(config).spans} and ">gradients<" in page(config)
-
-
 def test_a_run_that_goes_on_has_one_page(make: Make, stop_after: Callable[..., None], tiny_data: Path) -> None:
     """Stopped after step 3 and resumed: the curves have all steps, and the answers of before stay."""
     config = make(eval_data=str(tiny_data), eval_steps=2)
@@ -150,13 +143,6 @@ def test_losses_of_two_kinds_are_not_drawn_as_one(tmp_path: Path, loss: str) -> 
     assert ("Loss over candidates <b>0.7000</b>" in made and "Dev: <b>loss per token 5.0000" in made) == two
     assert ("loss over candidates by step" in made and "loss per token by step" in made) == two
     assert ("loss by step" in made and "Loss <b>0.7000</b>" in made and "Dev: <b>loss 5.0000" in made) != two
-
-
-def test_no_answers_where_none_are_wanted(make: Make, tiny_data: Path) -> None:
-    """sample_answers: 0."""
-    config = make(max_steps=1, eval_data=str(tiny_data), sample_answers=0)
-    train(config)
-    assert story(config).answers == []
 
 
 def test_pages_are_not_written_often(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from keyhole.training import evaluation
 from keyhole.training.request import Parts
 from keyhole.training.selection import Selection
 from keyhole.training.start import train
-from keyhole.training.validation import as_published, common_metric
+from keyhole.training.validation import common_metric
 from tests.matrix import in_every_run
 from tests.training.runs import metrics, same, weights
 
@@ -131,15 +131,6 @@ def test_different_metrics_have_a_mean_unless_less_is_better() -> None:
     assert common_metric([task("sst2"), task("alpaca")]) is None
 
 
-def test_the_metric_of_the_task_chooses(make: Callable) -> None:
-    """By default; the state of a checkpoint holds its values."""
-    config = make()
-    assert train(config) == 0
-    state = json.loads((Path(config.output_dir) / "checkpoint-4" / "keyhole_state.json").read_text())
-    dev = [[entry["step"], entry["eval_accuracy"]] for entry in metrics(config) if "eval_loss" in entry]
-    assert state["selection"]["evaluations"] == dev
-
-
 def test_a_run_on_files_is_judged_by_test_task(make: Callable) -> None:
     """Nothing of that task is trained on; its metric comes from the weights at the end."""
     config = make(task=None, train_data="demo", test_task="demo", eval_steps=None)
@@ -176,12 +167,6 @@ def test_an_unknown_metric_is_refused_before_the_first_step(make: Callable, metr
     assert not Path(config.output_dir).exists()
 
 
-@pytest.mark.parametrize("metric", ["eval_loss", "perplexity", "accuracy"])
-def test_every_metric_that_is_named_can_choose(make: Callable, metric: str) -> None:
-    """What is let through is found in an evaluation."""
-    assert train(make(**BEST, metric_for_best_model=metric, max_steps=1, eval_steps=1)) == 0
-
-
 def test_without_dev_only_the_end_is_tested(make: Callable, capsys: pytest.CaptureFixture) -> None:
     """num_dev=0: no evaluation while the run goes on; test judges the last step."""
     config = make(num_dev=0, max_steps=2, eval_steps=None)
@@ -197,9 +182,3 @@ def test_two_rows_leave_no_dev_to_choose_by(make: Callable, tmp_path: Path) -> N
         (tmp_path / f"{split}.jsonl").write_text(row * count)
     with pytest.raises(UserError, match="no dev question is left to choose by"):
         train(make(**BEST, task_data=str(tmp_path), eval_steps=None))
-
-
-def test_a_loss_is_printed_as_it_is() -> None:
-    """Only shares and correlations are multiplied by a hundred."""
-    assert as_published("loss", 1.25) == "loss 1.250" and as_published("eval_loss", 1.25) == "eval_loss 1.250"
-    assert as_published("accuracy", 0.5) == "accuracy 50.0 %"

@@ -10,7 +10,7 @@ from keyhole.data.count import count_rows
 from keyhole.data.prepare import prepare
 from keyhole.loading import load
 from keyhole.machine.progress import listening, tell
-from keyhole.training.display import CLEAR, Waiting, amount
+from keyhole.training.display import CLEAR, Waiting
 from tests.data.chats import tokenizer
 
 
@@ -65,11 +65,6 @@ def test_nothing_is_said_in_silence_or_into_a_closed_stream(capsys: pytest.Captu
         with waiting.phase("importing", now=True):
             tell("reading", 1)
     assert capsys.readouterr() == ("", "")
-
-
-def test_totals_may_be_unknown() -> None:
-    """What is not known is left out."""
-    assert amount(5, None, "rows") == "5 rows" and amount(2**30, None, "bytes") == "1.0 GiB"
 
 
 def test_rows_are_counted_without_being_read(tmp_path: Path) -> None:
