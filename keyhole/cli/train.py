@@ -45,7 +45,7 @@ def train(
     with joined() as ranks:
         settings = load_settings(config, overrides)
         check_model(settings.model)
-        from keyhole.training.request import Parts
+        from keyhole.training.start import Parts
         from keyhole.training.start import train as run
 
         parts = Parts(allow_code_execution=allow_code_execution, ranks=ranks, own_process=True)

@@ -65,10 +65,9 @@ from keyhole.machine.probe import environment
 from keyhole.machine.text import counted, duration, without_controls
 from keyhole.model.structure.source import check_directory
 from keyhole.training.display import Waiting
-from keyhole.training.request import Parts
 from keyhole.training.rundir import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
-from keyhole.training.start import train
+from keyhole.training.start import Parts, train
 from keyhole.training.validation import Judge
 
 FAILED = 1  # exit code

@@ -1,7 +1,6 @@
 """The training loop and its parts.
 
 start.py         how a run starts, and all checks before torch is imported: config, directory, resume point, data paths
-request.py       what a run is asked to do, as start.py hands it to build.py
 build.py         from the data to the loop, in the order in which it happens
 model_and_method.py   the model and the method as the config says, and the workload that memory is planned for
 loop.py          the loop that all methods share; observer.py: what reacts to its steps

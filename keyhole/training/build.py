@@ -45,13 +45,13 @@ from keyhole.training.model_and_method import (
 )
 from keyhole.training.planning import faster_line
 from keyhole.training.reports import Reports, RunPage, add_samples, begin_view, planned
-from keyhole.training.request import Request
 from keyhole.training.resume import flat_config
 from keyhole.training.sameness import same_directory, same_everywhere, same_weights
 from keyhole.training.saving import Saver, SaveSettings, describe, refuse_full_disk
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import Interrupts
+from keyhole.training.start import Request
 from keyhole.training.validation import Judge
 
 

@@ -7,15 +7,20 @@ Importing torch and transformers takes seconds, so this file imports neither, di
 (tests/training/test_start.py checks which modules are imported at that moment).
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keyhole.checkpoint.resume import Origin, check_original, find_origin
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.config.fields import own_settings
+from keyhole.data.settings import DataSettings
 from keyhole.data.sources import check_sources
 from keyhole.disk.weight_files import weight_files
 from keyhole.errors import UserError
@@ -25,12 +30,43 @@ from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
 from keyhole.training import trackers
 from keyhole.training.base_hash import BaseHash, model_hash
-from keyhole.training.display import Waiting, open_missing_streams
-from keyhole.training.request import Parts, Request
+from keyhole.training.display import Display, Waiting, open_missing_streams
 from keyhole.training.resume import resume_lines
-from keyhole.training.rundir import RunDir, inspect, locked
+from keyhole.training.rundir import Lock, RunDir, inspect, locked
+
+if TYPE_CHECKING:
+    from keyhole.data.run import Data
 
 IMPORTS = "importing torch and transformers"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts that several runs of one process may share (keyhole/compare does), and permissions. None: the default of a
+    single run. own_process: nothing else uses this process (machine/collector.py)."""
+
+    load_data: Callable[[DataSettings], Data] | None = None
+    display: Callable[[int, int], Display] = Display
+    model_hash: Callable[[str], str | None] | None = None
+    waiting: Waiting = field(default_factory=Waiting)
+    allow_code_execution: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
+    own_process: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """A config, checked as far as possible without reading data and model, and where its run begins. base: the hash of
+    the original model of a new run."""
+
+    config: TrainConfig
+    directory: RunDir
+    lock: Lock
+    origin: Origin
+    notes: list[str]
+    settings: DataSettings
+    parts: Parts
+    base: Callable[[], str | None]
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False, parts: Parts | None = None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from keyhole.cli import main
+from keyhole.training.start import Parts
 
 GOOD = "model: some/model\nmethod: zo\ntrain_data: d.jsonl\noutput_dir: {out}\nmax_steps: 3\n"
 
@@ -24,7 +25,7 @@ def calls(monkeypatch: Any) -> list[Any]:
         seen.append((config, resume, dry_run))
         return 130 if dry_run else 0
 
-    monkeypatch.setitem(sys.modules, "keyhole.training.start", SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "keyhole.training.start", SimpleNamespace(train=train, Parts=Parts))
     return seen
 
 

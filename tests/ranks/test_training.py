@@ -13,7 +13,7 @@ from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.ranks import Ranks
-from keyhole.training.request import Parts
+from keyhole.training.start import Parts
 from keyhole.training.start import train as train_alone
 from tests.matrix import in_every_run
 from tests.ranks.launch import Launch, train, written

@@ -51,6 +51,8 @@ def stopped_is_whole(stop_after: Callable[[int], None]) -> Callable[[TrainConfig
         assert train(whole) == 0
         stop_after(step)
         assert train(stopped) == 130
+        assert (Path(stopped.output_dir) / f"checkpoint-{step}").is_dir()
+        assert not (Path(stopped.output_dir) / "model.safetensors").exists()
         assert train(stopped, resume="") == 0
         assert metrics(whole) == metrics(stopped) and same(weights(whole.output_dir), weights(stopped.output_dir))
 

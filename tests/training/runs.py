@@ -16,62 +16,36 @@ from keyhole.report.entries import read_metrics
 
 Make = Callable[..., TrainConfig]
 TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib", "host_wait_s", "gpu_updates", "learn_s"}
+
+
+def variant(method: str, rate: float, **changes: Any) -> dict[str, Any]:
+    return {"method": method, "learning_rate": rate, **changes}
+
+
+STREAM: dict[str, Any] = {"placement": "stream"}
+BF16 = STREAM | {"dtype": "bfloat16"}
+KEPT = ZOConfig(rank=2, refresh=2, fold=False)
+LSP = LSPConfig(d=16, r=4, check_freq=2, alpha=0.05, optimizer_on="cpu")
 VARIANTS = {
-    "adamw": {"method": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1, "save_steps": 2},
-    "adamw-bf16": {"method": "adamw", "learning_rate": 1e-3, "dtype": "bfloat16"},
-    "adamw-packed": {"method": "adamw", "learning_rate": 1e-3, "packing": True, "max_length": 48},
-    "sgd": {"method": "sgd", "learning_rate": 1e-2, "sgd": SGDConfig(momentum=0.9)},
-    "zo": {"method": "zo", "learning_rate": 1e-3, "zo": ZOConfig(directions=2)},
-    "zo-streamed-bf16": {"method": "zo", "learning_rate": 1e-3, "placement": "stream", "dtype": "bfloat16"},
-    "zo-streamed-fp8": {
-        "method": "zo",
-        "learning_rate": 1e-3,
-        "placement": "stream",
-        "dtype": "bfloat16",
-        "wire": "fp8",
-    },
-    "zo-wire-fp32": {
-        "method": "zo",
-        "learning_rate": 1e-3,
-        "placement": "stream",
-        "dtype": "bfloat16",
-        "wire": "fp32",
-    },
-    "zo-low-rank-streamed-bf16": {
-        "method": "zo",
-        "learning_rate": 1e-2,
-        "placement": "stream",
-        "dtype": "bfloat16",
-        "save_steps": 1,
-        "save_total_limit": None,
-        "zo": ZOConfig(rank=2, refresh=2),
-    },
-    "zo-low-rank-kept": {"method": "zo", "learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=2, fold=False)},
-    "zo-low-rank-int4": {
-        "method": "zo",
-        "learning_rate": 1e-2,
-        "placement": "stream",
-        "wire": "int4",
-        "zo": ZOConfig(rank=2, refresh=2, fold=False),
-    },
-    "lora-int4": {
-        "method": "lora",
-        "learning_rate": 1e-2,
-        "placement": "stream",
-        "wire": "int4",
-        "lora": LoRAConfig(r=2, dropout=0.2),
-    },
-    "lomo-streamed-bf16": {"method": "lomo", "learning_rate": 1e-2, "placement": "stream", "dtype": "bfloat16"},
-    "adalomo-streamed": {"method": "adalomo", "learning_rate": 1e-3, "placement": "stream"},
-    "galore": {"method": "galore", "learning_rate": 1e-3},
-    "lsp-streamed-bf16": {
-        "method": "lsp",
-        "learning_rate": 1e-3,
-        "placement": "stream",
-        "dtype": "bfloat16",
-        "lsp": LSPConfig(d=16, r=4, check_freq=2, alpha=0.05, optimizer_on="cpu"),
-    },
-    "adam-offload-streamed": {"method": "adam-offload", "learning_rate": 1e-3, "placement": "stream", "save_steps": 2},
+    "adamw": variant("adamw", 1e-3, max_grad_norm=1.0, weight_decay=0.1, save_steps=2),
+    "adamw-bf16": variant("adamw", 1e-3, dtype="bfloat16"),
+    "adamw-packed": variant("adamw", 1e-3, packing=True, max_length=48),
+    "sgd": variant("sgd", 1e-2, sgd=SGDConfig(momentum=0.9)),
+    "zo": variant("zo", 1e-3, zo=ZOConfig(directions=2)),
+    "zo-streamed-bf16": variant("zo", 1e-3, **BF16),
+    "zo-streamed-fp8": variant("zo", 1e-3, wire="fp8", **BF16),
+    "zo-wire-fp32": variant("zo", 1e-3, wire="fp32", **BF16),
+    "zo-low-rank-streamed-bf16": variant(
+        "zo", 1e-2, save_steps=1, save_total_limit=None, zo=ZOConfig(rank=2, refresh=2), **BF16
+    ),
+    "zo-low-rank-kept": variant("zo", 1e-2, zo=KEPT),
+    "zo-low-rank-int4": variant("zo", 1e-2, wire="int4", zo=KEPT, **STREAM),
+    "lora-int4": variant("lora", 1e-2, wire="int4", lora=LoRAConfig(r=2, dropout=0.2), **STREAM),
+    "lomo-streamed-bf16": variant("lomo", 1e-2, **BF16),
+    "adalomo-streamed": variant("adalomo", 1e-3, **STREAM),
+    "galore": variant("galore", 1e-3),
+    "lsp-streamed-bf16": variant("lsp", 1e-3, lsp=LSP, **BF16),
+    "adam-offload-streamed": variant("adam-offload", 1e-3, save_steps=2, **STREAM),
 }
 
 

@@ -51,13 +51,6 @@ def test_biases_of_keys_may_stand_still(tmp_path: Path) -> None:
     assert line.startswith("check: all") and "2 biases of keys" in line
 
 
-def test_frozen_tensors_are_not_asked(tiny_model: Path) -> None:
-    """A frozen tensor may stand still."""
-    model = keyhole.load(tiny_model, device="cpu")
-    model.module.lm_head.weight.requires_grad_(False)
-    assert "lm_head.weight" not in dict(samples(model, torch.tensor([1])))
-
-
 def test_sample_is_small_and_compares_bits() -> None:
     """A sample never holds more than SAMPLE elements, and -0.0 differs from 0.0."""
     big = torch.zeros(1000, 1000, dtype=torch.bfloat16)

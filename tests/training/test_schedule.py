@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import TrainingArguments, get_scheduler
 
 from keyhole.training.schedule import Schedule
@@ -44,13 +42,3 @@ def test_warmup_steps_are_those_of_the_trainer(total: int, asked: float, tmp_pat
     both = Schedule("linear", 3e-4, total, 0.5, warmup_asked=asked)
     assert both.warmup_steps == (theirs if asked else math.ceil(total * 0.5))
     assert both.warmed_up_by(0.5) == Schedule("linear", 3e-4, total, 0.5)
-
-
-@given(st.sampled_from(list(THEIRS)), st.integers(1, 300), st.floats(0, 1), st.floats(1e-9, 1.0))
-def test_never_above_the_peak_or_below_zero(kind: str, total: int, ratio: float, peak: float) -> None:
-    """A rate lies between 0 and the peak, and rises to the peak during warm-up."""
-    schedule = Schedule(kind, peak, total, ratio, FLOOR)
-    rates, warm = [schedule.rate(step) for step in range(total)], schedule.warmup_steps
-    assert all(0 <= rate <= peak for rate in rates)
-    assert rates[:warm] == sorted(rates[:warm])
-    assert warm >= total or rates[warm] == peak

@@ -248,19 +248,3 @@ def test_the_metrics_file_says_what_a_checkpoint_says(values: list[float], patie
     resumed.add_before([json.loads(line) for line in lines], 0)
     assert resumed.best_steps() == straight.best_steps()
     assert resumed.out_of_patience() == straight.out_of_patience()
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "said"),
-    [
-        ("eval_accuracy", 0.884, "accuracy 88.4 %"),
-        ("eval_matthews", 0.2548, "matthews 25.5"),
-        ("eval_loss", 1.2, "loss 1.2000"),
-    ],
-)
-def test_the_best_is_told_as_evaluations_are(metric: str, value: float, said: str) -> None:
-    """In percent where they are in percent."""
-    config = replace(CONFIG, greater_is_better=metric != "eval_loss", early_stopping_patience=1)
-    chosen = Selection(config, metric)
-    chosen.values = {2: value, 4: value}
-    assert chosen.out_of_patience() == f"early_stopping_patience=1: nothing was better than {said}, at step 2"

@@ -1,7 +1,6 @@
 """Interrupts."""
 
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -52,17 +51,3 @@ def test_a_hang_up_is_heard_unless_it_is_ignored() -> None:
             assert interrupts.requested is None
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_does_nothing_in_other_threads() -> None:
-    """Only the main thread may set handlers; elsewhere a run goes on without them."""
-    seen = []
-
-    def work() -> None:
-        with Interrupts() as interrupts:
-            seen.append(interrupts.requested)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [None]

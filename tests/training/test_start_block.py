@@ -55,17 +55,6 @@ def test_matrices_with_kept_factors_are_not_trained(tiny_model: Path, fold: bool
     assert "factors    2 x model.layers.*.mlp.down_proj" in text and "frozen     1 x model.layers.*.mlp.up_proj" in text
 
 
-def test_gives_reasons(tiny_model: Path) -> None:
-    """Device and dtype say whether they were asked for or found."""
-    asked = keyhole.load(tiny_model, device="cpu", dtype="float32")
-    found = keyhole.load(tiny_model, device="cpu")
-    lines = start.machine_lines("cpu", asked, keyhole.ZO(asked))
-    assert lines[:2] == ["device: cpu, as asked", "dtype: float32, as asked"]
-    lines = start.machine_lines(None, found, keyhole.ZO(found))
-    assert lines[1] == "dtype: float32, as the model's config.json says"
-    assert lines[0] == "device: cpu, no GPU here" and any(line.startswith("placement: resident") for line in lines)
-
-
 def test_says_how_long_and_how_fast() -> None:
     """Steps with where they come from, the accumulation, the warm-up, and what is kept."""
     asked = config(gradient_accumulation_steps=4, save_steps=50)

@@ -17,9 +17,8 @@ from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
 from keyhole.eval.score import score
 from keyhole.training import evaluation
-from keyhole.training.request import Parts
 from keyhole.training.selection import Selection
-from keyhole.training.start import train
+from keyhole.training.start import Parts, train
 from keyhole.training.validation import common_metric
 from tests.matrix import in_every_run
 from tests.training.runs import metrics, same, weights
@@ -165,14 +164,6 @@ def test_an_unknown_metric_is_refused_before_the_first_step(make: Callable, metr
     ):
         train(config)
     assert not Path(config.output_dir).exists()
-
-
-def test_without_dev_only_the_end_is_tested(make: Callable, capsys: pytest.CaptureFixture) -> None:
-    """num_dev=0: no evaluation while the run goes on; test judges the last step."""
-    config = make(num_dev=0, max_steps=2, eval_steps=None)
-    assert train(config) == 0
-    assert [list(entry) for entry in metrics(config) if any(key.startswith("eval_") for key in entry)] == []
-    assert "test of step 2: accuracy" in capsys.readouterr().out
 
 
 def test_two_rows_leave_no_dev_to_choose_by(make: Callable, tmp_path: Path) -> None:
