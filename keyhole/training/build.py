@@ -30,7 +30,7 @@ from keyhole.report.page import now
 from keyhole.report.story import Story
 from keyhole.training import rundir, start_block, trackers
 from keyhole.training.display import Display
-from keyhole.training.evaluation import Evaluation, best_saved
+from keyhole.training.evaluation import Evaluation
 from keyhole.training.follow import Crew, Follower
 from keyhole.training.journaling import journaled, open_journal
 from keyhole.training.loop import Run
@@ -47,7 +47,7 @@ from keyhole.training.planning import faster_line
 from keyhole.training.reports import Reports, RunPage, add_samples, begin_view, planned
 from keyhole.training.resume import flat_config
 from keyhole.training.sameness import same_directory, same_everywhere, same_weights
-from keyhole.training.saving import Saver, SaveSettings, describe, refuse_full_disk
+from keyhole.training.saving import Saver, describe, refuse_full_disk
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import Interrupts
@@ -122,7 +122,6 @@ def lead(
     with parts.waiting.phase("hashing the weights"):
         base = request.base() if origin.state is None else origin.base
     about = State(0, config=flat_config(config), versions=versions(), run=run_id, base=base)
-    saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
     writer = Writer(model, method)
     groups = [
         start_block.model_lines(model.module, model.layout, model.dtype, method.keeps_base),
@@ -131,7 +130,7 @@ def lead(
         data.report,
         ranks.describe(model.device),
         start_block.plan_lines(config, first, schedule, data.train.steps_per_epoch),
-        describe(saves, writer),
+        describe(config, writer),
         request.notes,
         [str(parts.waiting)],
     ]
@@ -184,24 +183,15 @@ def lead(
     questions = [task.fingerprint for task in judge.dev]
     selection = Selection(config, judge.metric or "loss", None if state is None else state.selection, questions, rows)
     selection.add_before(metrics.kept, 0 if state is None else state.step)
-    saver = Saver(
-        directory.root,
-        writer,
-        saves,
-        about,
-        say,
-        loader=data.train,
-        journal=journal,
-        selection=selection,
-        best_step=best_saved(selection, directory.root),
-    )
+    root = directory.root
+    saver = Saver(config, root, writer, about, say, loader=data.train, journal=journal, selection=selection)
     opened.callback(saver.close)
     opened.callback(display.close)
     saver.went_on_from(origin.choice.path, first)
     crew = Crew(ranks, Interrupts())
     evaluation = Evaluation(
         config=config,
-        root=directory.root,
+        root=root,
         model=model,
         method=method,
         data=data,

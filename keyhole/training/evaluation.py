@@ -5,12 +5,10 @@ The published model is scored on the test questions of the run's tasks. If no mo
 best weights could not be loaded again, so they are tested as soon as a step is the best so far.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keyhole.checkpoint import select
 from keyhole.config import TrainConfig
 from keyhole.data.run import Data
 from keyhole.methods.base import Method
@@ -85,12 +83,15 @@ class Evaluation(Observer):
             self.reports.tell("sample answers", lambda: self.answers.show(answers))
 
     def test(self, run: Progress, step: int) -> None:
-        """The tasks' metrics on the test questions, with the current weights, which are those of this step. A signal
-        aborts it, and the resumed run repeats it."""
+        """The tasks' metrics on the test questions, with the weights of this step, which are loaded unless the run has
+        them. A signal aborts it, and the resumed run repeats it."""
         tested = self.metrics.tested
         if not self.judge.test or self.judge.is_done(tested.get(step)):
             return
         run.flush()
+        if step != run.done:
+            self.crew.call(Command.GO_BACK, step)
+            take_weights(self.model, self.method, self.root / f"checkpoint-{step}")
         self.crew.call(Command.TEST)
         found = self.judge.test_metrics(self.model, self.is_asked)
         self.gave_up = found is None
@@ -103,7 +104,7 @@ class Evaluation(Observer):
         """Puts the weights of the best step, or the last ones, into the output directory and tests them; the best step,
         None if the last weights are wanted. A damaged checkpoint is reported and set aside, and the next best step is
         tried, down to the last one, which has just been saved."""
-        last, best = run.done, best_saved(self.selection, self.root)
+        last, best = run.done, self.saver.best_saved()
         if not self.config.save_model:
             if best in (None, last):  # else these weights are not the best step's
                 self.test(run, last)
@@ -115,16 +116,8 @@ class Evaluation(Observer):
                 f"warning: checkpoint-{best}, the best, is damaged and not published: {fault}; the next best is "
                 f"published instead, and the last weights are in checkpoint-{last}"
             )
-            best = best_saved(self.selection, self.root, damaged)
+            best = self.saver.best_saved(damaged)
         self.saver.publish(best)
-        if (
-            best is not None
-            and best != last
-            and self.judge.test
-            and not self.judge.is_done(self.metrics.tested.get(best))
-        ):
-            self.crew.call(Command.GO_BACK, best)
-            take_weights(self.model, self.method, self.root / f"checkpoint-{best}")
         self.test(run, best or last)
         return best
 
@@ -138,14 +131,3 @@ class Evaluation(Observer):
                 text += f" (step {first} was better, and has no intact checkpoint)"
         tested = shown(self.metrics.tested.get(best or last, {}), TEST)
         return text + (f"; test {tested}" if tested else "")
-
-
-def best_saved(selection: Selection, root: Path, damaged: Collection[int] = ()) -> int | None:
-    """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the last
-    weights are wanted."""
-    if not selection.config.load_best_model_at_end:
-        return None
-    if not selection.config.save_model:
-        return next(iter(selection.best_steps()), None)
-    there = {select.step_of(path) for path in select.checkpoints(root)}
-    return next((step for step in selection.best_steps() if step in there.difference(damaged)), None)

@@ -14,9 +14,9 @@ during training is tried again later; the save that ends a run is made neverthel
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from keyhole.checkpoint import select
 from keyhole.checkpoint.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, State, read_state, verify
 from keyhole.checkpoint.writer import MARGIN_BYTES, Writer, Writing, method_state, saved_bytes
+from keyhole.config import TrainConfig
 from keyhole.data.loader import Loader
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
@@ -43,25 +44,14 @@ RETRY_STEPS = 10
 CANNOT_SAVE = (OSError, Cancelled, SafetensorError, torch.AcceleratorError)
 
 
-@dataclass(frozen=True)
-class SaveSettings:
-    """Steps between checkpoints (None: only at the end), how many are kept (None: all), whether they are written in the
-    background, and whether a model is saved at the end (otherwise only metrics are)."""
-
-    every: int | None
-    keep: int | None
-    background: bool
-    model: bool = True
-
-
-def describe(settings: SaveSettings, writer: Writer) -> list[str]:
+def describe(config: TrainConfig, writer: Writer) -> list[str]:
     """For the start block: how checkpoints are written, and the host memory that this needs."""
-    if settings.every is None:
+    if config.save_steps is None:
         return []
-    if writer.waits or not settings.background:
+    if writer.waits or not config.background_save:
         why = "background_save=false"
         why = "ranks write or share the weights" if writer.model.ranks.several else why
-        why = "its tensors are stored in another form" if writer.waits and settings.background else why
+        why = "its tensors are stored in another form" if writer.waits and config.background_save else why
         return [f"checkpoints: training waits for each ({why})"]
     weights = sum(home.numel() * home.element_size() for home in writer.model.engine.homes)
     short = "" if writer.pool_bytes >= weights // 2 else f" (half of them, {weights / 2 / GIB:.2f} GiB, is not free)"
@@ -85,25 +75,25 @@ class Saver(Observer):
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
     about describes the run in every checkpoint; the journal, if there is one, is flushed before a checkpoint gets its
-    name; selection: for checkpoints; best_step: its checkpoint is kept; say is called with lines for the user.
+    name; the checkpoint of the best step of `selection` is kept; say is called with lines for the user.
     """
 
     def __init__(
         self,
+        config: TrainConfig,
         root: Path,
         writer: Writer,
-        settings: SaveSettings,
         about: State,
         say: Callable[[str], None],
         *,
         loader: Loader,
         journal: Journaling | None,
         selection: Selection,
-        best_step: int | None,
     ) -> None:
-        self.root, self.writer, self.settings, self.about, self.say = root, writer, settings, about, say
-        self.loader, self.journal, self.selection, self.best_step = loader, journal, selection, best_step
-        self.waits = writer.waits or not settings.background
+        self.config, self.root, self.writer, self.about, self.say = config, root, writer, about, say
+        self.loader, self.journal, self.selection = loader, journal, selection
+        self.best_step = self.best_saved()
+        self.waits = writer.waits or not config.background_save
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
@@ -115,9 +105,18 @@ class Saver(Observer):
         if path is not None and path.resolve() == (self.root / f"checkpoint-{step}").resolve():
             self.last_step = step
 
+    def best_saved(self, damaged: Collection[int] = ()) -> int | None:
+        """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the
+        last weights are wanted."""
+        if not self.config.load_best_model_at_end:
+            return None
+        there = {select.step_of(path) for path in select.checkpoints(self.root)}.difference(damaged)
+        best = self.selection.best_steps()
+        return next((step for step in best if step in there or not self.config.save_model), None)
+
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after this step."""
-        every = self.settings.every
+        every = self.config.save_steps
         return step != self.last_step and ((every is not None and step % every == 0) or step == self.retry_at)
 
     def after_step(self, run: Progress) -> None:
@@ -192,7 +191,7 @@ class Saver(Observer):
         if error is not None:
             raise error
         self.last_good, self.last_step = done.path, step
-        self.deleting = select.prune(self.root, self.settings.keep, step, self.say, self.best_step)
+        self.deleting = select.prune(self.root, self.config.save_total_limit, step, self.say, self.best_step)
         if done.thread is None:
             self.deleting.join()
             return [*done.lines, f"saved {done.path}"]
@@ -202,7 +201,7 @@ class Saver(Observer):
 
     def _failed(self, step: int, now: int, error: UserError) -> str:
         self.retry_at = now + RETRY_STEPS
-        every = self.settings.every or RETRY_STEPS
+        every = self.config.save_steps or RETRY_STEPS
         again = min(self.retry_at, now - now % every + every)  # whichever comes first
         kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
         return f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {again}"
@@ -253,8 +252,8 @@ class Saver(Observer):
         same, because the need is an estimate, and nothing is lost by a save that fails."""
         if self.deleting is not None:
             self.deleting.join()
-        if need > free_bytes(self.root) and self.settings.keep is not None:
-            select.prune(self.root, self.settings.keep - 1, step, self.say, self.best_step).join()
+        if need > free_bytes(self.root) and self.config.save_total_limit is not None:
+            select.prune(self.root, self.config.save_total_limit - 1, step, self.say, self.best_step).join()
         free = free_bytes(self.root)
         if need - dares_bytes > free:
             raise NoRoom(
