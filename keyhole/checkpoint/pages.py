@@ -10,7 +10,6 @@ need not be read again (disk/crc.py).
 import os
 import zlib
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +18,7 @@ from keyhole.disk.crc import Span
 from keyhole.disk.tensors import Place
 from keyhole.errors import NonFinite
 
-WAITING, READY, TAKEN, DONE = range(4)  # see snapshot.py
+WAITING, READY, COPYING, TAKEN, DONE = range(5)  # see snapshot.py
 PIECE_BYTES = 16 * 2**20
 BUFFER_BYTES = 4 * 2**20  # page-locked, for pieces from a GPU; 4 MiB already reach the full rate
 CHECKED_TOGETHER = 2**20  # elements; they and their integer view stay in a core's cache
@@ -51,7 +50,6 @@ class Source:
     state: int = READY
     event: torch.cuda.Event | None = None  # after it the home has the weights to save
     copy: torch.Tensor | None = field(default=None, repr=False)
-    is_read: bool = False  # a worker is reading the home
 
     @property
     def size_bytes(self) -> int:
@@ -85,28 +83,20 @@ class PageWriter:
             self.stream = torch.cuda.Stream(device)
             self.buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def write(
-        self,
-        source: Source,
-        memory: Callable[[Source], AbstractContextManager[torch.Tensor]],
-        files: dict[str, int],
-        sums: dict[str, list[Span]],
-    ) -> None:
-        """Writes a source in pieces, each read inside memory(source), and adds their checksums to `sums`."""
-        most, itemsize = BUFFER_BYTES if source.flat.is_cuda else PIECE_BYTES, source.flat.element_size()
-        if source.unpack is not None:
-            with memory(source) as flat:
-                unpacked = source.unpack(flat.cpu())
-            memory, itemsize = lambda _: nullcontext(unpacked), unpacked.element_size()
+    def write(self, source: Source, files: dict[str, int], sums: dict[str, list[Span]]) -> None:
+        """Writes a source in pieces, and adds their checksums to `sums`."""
+        flat = source.flat if source.copy is None else source.copy
+        most = BUFFER_BYTES if flat.is_cuda else PIECE_BYTES
+        flat = flat if source.unpack is None else source.unpack(flat.cpu())
+        size = most // flat.element_size()
         for segment in source.segments:
             offset = segment.offset
-            for begin in range(segment.begin, segment.end, most // itemsize):
-                with memory(source) as flat:
-                    host = self.to_host(flat[begin : min(begin + most // itemsize, segment.end)])
-                    check_finite(host, segment.tensor)
-                    data = host.view(torch.uint8).numpy().data
-                    write_at(files[segment.file], data, offset)
-                    sums[segment.file].append((offset, len(data), zlib.crc32(data)))
+            for begin in range(segment.begin, segment.end, size):
+                host = self.to_host(flat[begin : min(begin + size, segment.end)])
+                check_finite(host, segment.tensor)
+                data = host.view(torch.uint8).numpy().data
+                write_at(files[segment.file], data, offset)
+                sums[segment.file].append((offset, len(data), zlib.crc32(data)))
                 offset += len(data)
 
     def to_host(self, piece: torch.Tensor) -> torch.Tensor:

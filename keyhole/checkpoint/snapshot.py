@@ -1,14 +1,15 @@
 """The weights of one step, written to disk while later steps change them (copy on write).
 
 Every page of weights, and every tensor of the method's state, is a *source*. Worker threads write sources into their
-places in the files, directly from host memory or the GPU (the page's home), in the order in which training will change
-them. If training is about to change a page (the engine announces it, offload/protocols.py) that is not fully written,
-the page is copied first; a worker that is writing it continues from the copy. All copies together take at most
-`pool_bytes`, half of the weights or a little less. Training waits only if the pool is full, until a worker has written
-the next page. The states of a source:
+places in the files, directly from host memory or the GPU (the page's home). If training is about to change a page that
+is not written yet (the engine announces it, offload/protocols.py), the page is copied first, and written from the copy.
+All copies together take at most `pool_bytes`, half of the weights or a little less. Workers write copies first, which
+gives memory back, and then the page that training will change last: so training meets a page that is being written,
+and waits for it, only when the pool is full as well. The states of a source:
 
     waiting   the page lacks its last update: zeroth-order steps apply it at their next visit of the page
     ready     the home, or a copy, has the weights to save (on a GPU: after an event); no worker has taken it
+    copying   training copies it, and will then change the home; it is ready again afterwards
     taken     a worker is writing it
     done      written
 
@@ -21,15 +22,13 @@ ahead of the GPU, so a short wait here does not stall the GPU.
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from keyhole.checkpoint.pages import BUFFER_BYTES, DONE, READY, TAKEN, WAITING, PageWriter, Source
+from keyhole.checkpoint.pages import BUFFER_BYTES, COPYING, DONE, READY, TAKEN, WAITING, PageWriter, Source
 from keyhole.disk.crc import Span
 from keyhole.machine.host import cpu_count
 from keyhole.offload import arena
@@ -111,12 +110,15 @@ class Snapshot:
         begin_s = time.perf_counter()
 
         def may_change() -> bool:
-            return source.state in (WAITING, DONE) or (source.copy is not None and not source.is_read)
+            return source.state in (WAITING, DONE) or source.copy is not None
+
+        def may_copy() -> bool:
+            return source.state == READY and self.copied_bytes + source.size_bytes <= self.pool_bytes
 
         with self.turn:
-            self.turn.wait_for(lambda: may_change() or self.copied_bytes + source.size_bytes <= self.pool_bytes)
-            copies = not may_change()
-            if copies:
+            self.turn.wait_for(lambda: may_change() or may_copy())
+            if copies := not may_change():
+                source.state = COPYING
                 self.copied_bytes += source.size_bytes
                 self.peak_bytes = max(self.peak_bytes, self.copied_bytes)
         if copies:
@@ -124,7 +126,7 @@ class Snapshot:
         self.waited_s += time.perf_counter() - begin_s
 
     def _copy_aside(self, source: Source) -> None:
-        """Copies a source, for which the pool has room; a worker may be writing it meanwhile."""
+        """Copies a source, for which the pool has room."""
         try:
             if source.event is not None:
                 source.event.synchronize()
@@ -140,11 +142,10 @@ class Snapshot:
                 return
             raise
         with self.turn:
-            if source.state == DONE:  # written meanwhile, or failed
+            if source.state == DONE:  # a worker has failed meanwhile
                 self.copied_bytes -= source.size_bytes
             else:
-                source.copy = copy
-                self.turn.wait_for(lambda: not source.is_read)
+                source.copy, source.event, source.state = copy, None, READY
             self.turn.notify_all()
 
     def changed(self, page: int, stream: torch.cuda.Stream | None) -> None:
@@ -216,7 +217,7 @@ class Snapshot:
             while (source := self._take()) is not None:
                 if source.event is not None:
                     source.event.synchronize()
-                writer.write(source, self._memory, files, self.sums)
+                writer.write(source, files, self.sums)
                 with self.turn:
                     self._free(source)
                     source.state = DONE
@@ -224,27 +225,16 @@ class Snapshot:
         except BaseException as error:  # of any kind: training must not wait for a dead worker
             self.fail(error)
 
-    @contextmanager
-    def _memory(self, source: Source) -> Iterator[torch.Tensor]:
-        """The memory from which a worker may read the source inside the context: its home, or a copy."""
-        with self.turn:
-            flat, source.is_read = (source.flat, True) if source.copy is None else (source.copy, False)
-        try:
-            yield flat
-        finally:
-            with self.turn:
-                source.is_read = False
-                self.turn.notify_all()
-
     def _take(self) -> Source | None:
         """The next source to write; None when there is none left."""
         with self.turn:
             while True:
-                ready = next((source for source in self.order if source.state == READY), None)
-                if ready is not None:
-                    ready.state = TAKEN
-                    return ready
-                if self.error is not None or self.is_whole:
+                ready = [source for source in self.order if source.state == READY]
+                if ready:
+                    taken = next((source for source in ready if source.copy is not None), ready[-1])
+                    taken.state = TAKEN
+                    return taken
+                if self.error is not None or all(source.state in (TAKEN, DONE) for source in self.queue):
                     return None
                 self.turn.wait()
 

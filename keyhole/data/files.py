@@ -24,7 +24,7 @@ from keyhole.data.listing import data_files
 from keyhole.data.opened import SUFFIXES, kind_of
 from keyhole.data.readers import read_file
 from keyhole.data.record import Record
-from keyhole.disk.read_json import read_json
+from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError, listed, printable
 
 __all__ = ["SUFFIXES", "Record", "read", "read_file", "resolve"]

@@ -37,7 +37,7 @@ from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.preview import preview_classes, preview_task
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.run import load_tasks, load_test_tasks, warning_lines
-from keyhole.disk.read_json import read_json
+from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
 from keyhole.model.structure.tokenizer import read_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 from keyhole.data.files import resolve
 from keyhole.data.first_rows import check_first_rows
 from keyhole.data.settings import DataSettings
-from keyhole.disk.read_json import read_json
+from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.source import names_classifier
 

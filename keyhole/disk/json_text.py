@@ -1,4 +1,4 @@
-"""JSON that every program can read: numbers that are not finite are written as null.
+"""JSON that every program can read, and JSON files of unknown origin.
 
 Python writes `NaN` and `Infinity`, which are not JSON: jq, JavaScript, Go and most parsers refuse the whole file for
 one of them. A perplexity is infinite from a loss of 710 on, and a diverged run has many such numbers. All files and
@@ -8,29 +8,50 @@ outputs that other programs may read are made here; readers of keyhole take null
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from keyhole.errors import UserError
+from keyhole.machine.collector import no_collector
 
 Json = dict[str, Any]
 """An object of JSON."""
 
+WORDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a yes or no", type(None): "null"}
+LIMIT_BYTES = 2**28  # the index of a model with a million tensors has 100 MB
+
 
 def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
     """The value as strict JSON, without a line break at the end. default: as in json.dumps."""
-    return json.dumps(strict(value), indent=indent, default=_strict_default(default), allow_nan=False)
+    stricter = None if default is None else lambda each: strict(default(each))
+    return json.dumps(strict(value), indent=indent, default=stricter, allow_nan=False)
 
 
 def strict(value: Any) -> Any:
-    """The value with None in the place of every float that is not finite."""
+    """The value with None in the place of every float that is not finite, and its name where it is a key."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {_key(key): strict(item) for key, item in value.items()}
+        return {key if key == strict(key) else str(key): strict(item) for key, item in value.items()}
     return [strict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _key(key: Any) -> Any:
-    return str(key) if isinstance(key, float) and not math.isfinite(key) else key
-
-
-def _strict_default(default: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    return None if default is None else lambda value: strict(default(value))
+def read_json(path: Path, what: str, limit_bytes: int = LIMIT_BYTES) -> Json:
+    """The object in the file; UserError names `what` and the file otherwise: it is missing or unreadable, is not a
+    regular file (a pipe would block, a device never ends), is too large, is not UTF-8, not JSON, or nested too deeply
+    for Python."""
+    try:
+        if not path.is_file():
+            raise OSError("there is no such file" if not path.exists() else "it is no ordinary file")
+        size = path.stat().st_size
+        if size > limit_bytes:
+            raise ValueError(f"it has {size:,} bytes; at most {limit_bytes:,} are expected")
+        with no_collector():
+            found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {WORDS[type(found)]}, where an object {{...}} is expected")
+    except RecursionError:
+        raise UserError(f"{what}: {path} cannot be read: its brackets are nested too deeply") from None
+    except (OSError, ValueError) as error:  # bad JSON and bad UTF-8 are ValueErrors
+        raise UserError(f"{what}: {path} cannot be read, it may be damaged or incomplete: {error}") from error
+    return found

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from keyhole.disk.gguf import GRIDS, SUFFIX, GGUFShard, Slice, gguf_files
-from keyhole.disk.json_text import Json
+from keyhole.disk.json_text import Json, read_json
 from keyhole.disk.quantized import BNB, Form, find_forms, hidden
-from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
 from keyhole.machine.out_of_memory import MORE_ROOM, cannot_map
 from keyhole.machine.sizes import about
@@ -101,10 +100,16 @@ class Shard(Protocol):
 
 
 class _Pickled:
-    """A .bin file; its tensors are views of the mapped file."""
+    """A .bin file; its tensors are views of the mapped file. Files from before PyTorch 1.6 are not archives and cannot
+    be mapped, so they are read."""
 
-    def __init__(self, tensors: "dict[str, torch.Tensor]") -> None:
-        self.tensors = tensors
+    def __init__(self, file: Path) -> None:
+        import torch
+
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
+            raise ValueError("it is no table of tensors by name")
+        self.tensors: dict[str, torch.Tensor] = found
 
     def keys(self) -> list[str]:
         return list(self.tensors)
@@ -185,7 +190,7 @@ def open_shard(file: Path) -> Shard:
             raise OSError("it is no ordinary file")
         if file.suffix == SUFFIX:
             return GGUFShard(file)
-        return _Pickled(_load_pickle(file)) if file.suffix == ".bin" else safe_open(file, framework="pt")
+        return _Pickled(file) if file.suffix == ".bin" else safe_open(file, framework="pt")
     except UserError:
         raise
     except pickle.UnpicklingError as error:
@@ -206,16 +211,6 @@ def open_shard(file: Path) -> Shard:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-def _load_pickle(file: Path) -> "dict[str, torch.Tensor]":
-    """Tensors by name. Files from before PyTorch 1.6 are not archives and cannot be mapped, so they are read."""
-    import torch
-
-    found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
-        raise ValueError("it is no table of tensors by name")
-    return found
 
 
 def read_header(path: Path) -> tuple[dict[str, Json], int]:

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keyhole.disk.gguf import GGUFShard, gguf_files
 from keyhole.disk.weight_files import KINDS, is_pickled, open_shard, read_header, stored_tensors
@@ -31,14 +31,12 @@ INDEX, SINGLE = KINDS["safetensors"]
 OWN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 PIECE_BYTES = 8 * 2**20
 READERS = min(16, os.cpu_count() or 1)
+Part = tuple[Path, int, int, str]
+"""Bytes [begin, end) of a file, and what is said of their tensor: its name, dtype and shape."""
 
 
-def _safetensors_files(directory: Path) -> list[Path]:
-    """The safetensors files of the model."""
-    if (directory / INDEX).exists():
-        names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        return [directory / name for name in sorted(set(names))]
-    return [directory / SINGLE]
+class Stopped(Exception):
+    """The computation of the hash was cancelled."""
 
 
 def stored_weights(directory: Path) -> set[str]:
@@ -53,26 +51,21 @@ def stored_weights(directory: Path) -> set[str]:
     return {name for name in names if (directory / name).is_file()}
 
 
-class Stopped(Exception):
-    """The computation of the hash was cancelled."""
-
-
 def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> str:
     """The hash of the weights in a directory, 64 hex digits. stop: called now and then; True raises Stopped."""
     if is_pickled(directory):
-        return tensors_hash(_pickled(directory))
+        files: dict[str, list[str]] = {}
+        for name, stored in stored_tensors(directory).items():
+            files.setdefault(stored.file, []).append(name)
+        shards = ((open_shard(directory / file), names) for file, names in files.items())
+        return tensors_hash((name, shard.get_tensor(name)) for shard, names in shards for name in names)
     try:
-        parts = _gguf_parts(directory)
-        for path in _safetensors_files(directory) if not parts else []:
-            header, begin = read_header(path)
-            parts += [(path, begin, name, about) for name, about in header.items()]
         with ThreadPoolExecutor(READERS) as pool:
-            lines = list(pool.map(lambda part: _line(part, stop), parts))
+            return _hash_of(pool.map(lambda part: _line(part, stop), list(_parts(directory))))
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
-    return _hash_of(lines)
 
 
 def tensors_hash(tensors: "Iterable[tuple[str, torch.Tensor]]") -> str:
@@ -93,38 +86,32 @@ def _hash_of(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def _gguf_parts(directory: Path) -> list[tuple[Path, int, str, dict[str, Any]]]:
-    """The tensors of GGUF files, if the weights are only in such files; none otherwise."""
-    if (directory / INDEX).exists() or (directory / SINGLE).exists():
-        return []
-    parts = []
-    for path in (directory / name for name in gguf_files(directory)):
-        for name, entry in GGUFShard(path).entries.items():
-            about = {"dtype": entry.form, "shape": list(entry.shape), "data_offsets": (entry.begin, entry.end)}
-            parts.append((path, 0, name, about))
-    return parts
+def _parts(directory: Path) -> Iterator[Part]:
+    """The tensors of the safetensors files, or of GGUF files if there are no others."""
+    files = [SINGLE]
+    if (directory / INDEX).exists():
+        files = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    elif not (directory / SINGLE).exists() and (found := gguf_files(directory)):
+        for path in (directory / name for name in found):
+            for name, entry in GGUFShard(path).entries.items():
+                yield path, entry.begin, entry.end, f"{name} {entry.form} {list(entry.shape)}"
+        return
+    for path in (directory / name for name in files):
+        header, begin = read_header(path)
+        for name, about in header.items():
+            first, last = about["data_offsets"]
+            yield path, begin + first, begin + last, f"{name} {about['dtype']} {about['shape']}"
 
 
-def _pickled(directory: Path) -> "Iterator[tuple[str, torch.Tensor]]":
-    """The tensors in .bin files."""
-    shards: dict[str, list[str]] = {}
-    for name, stored in stored_tensors(directory).items():
-        shards.setdefault(stored.file, []).append(name)
-    for file, names in shards.items():
-        shard = open_shard(directory / file)
-        yield from ((name, shard.get_tensor(name)) for name in names)
-
-
-def _line(part: tuple[Path, int, str, dict[str, Any]], stop: Callable[[], bool]) -> str:
-    path, begin, name, about = part
-    first, last = about["data_offsets"]
-    crc, left = 0, last - first
+def _line(part: Part, stop: Callable[[], bool]) -> str:
+    path, begin, end, said = part
+    crc, left = 0, end - begin
     with path.open("rb") as file:
-        file.seek(begin + first)
+        file.seek(begin)
         while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
             crc, left = zlib.crc32(piece, crc), left - len(piece)
             if stop():
                 raise Stopped
     if left:
-        raise ValueError(f"{path.name} ends before the data of {name}")
-    return f"{name} {about['dtype']} {about['shape']} {crc:08x}"
+        raise ValueError(f"{path.name} ends before the data of {said}")
+    return f"{said} {crc:08x}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from keyhole.disk.files import make_directories, replacing
-from keyhole.disk.read_json import read_json
+from keyhole.disk.json_text import read_json
 from keyhole.disk.user_cache import cache_directory
 from keyhole.errors import UserError
 from keyhole.machine.host import cpu_count

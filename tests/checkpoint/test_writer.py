@@ -275,39 +275,37 @@ def test_memory_of_written_copies_counts_in_the_pool(tmp_path: Path, monkeypatch
     assert len(alive) < len(sizes) and 0 < most_bytes <= 80
 
 
-def test_a_page_is_copied_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training waits for the piece that a worker is reading at home, not for the rest of the page: the worker goes on
-    from a copy, and saves what was there."""
-    snapshot, source = one_page()
+def test_training_waits_for_a_page_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither copied nor changed before it is on its way to the disk; the page that changes last goes first."""
+    sources = [Source(torch.full((2,), float(i)), [Segment("w", 0, 2, "f", 8 * i)]) for i in range(3)]
+    snapshot = Snapshot(dict(enumerate(sources)), [], 100, torch.device("cpu"), CopyThreads(2))
     snapshot.turn = Halts()
-    (tmp_path / "f").write_bytes(bytes(16))
-    real, at_second, go, changed = hand.write_at, threading.Event(), threading.Event(), threading.Event()
+    (tmp_path / "f").write_bytes(bytes(24))
+    real, go, order = hand.write_at, threading.Event(), []
 
     def steered(file: int, data: memoryview, offset: int) -> None:
-        if offset == 4:
-            at_second.set()
-            assert go.wait(20)
-        assert offset <= 4 or changed.wait(20)  # what follows is read when the home has changed
+        order.append(offset // 8)
+        assert go.wait(20)
         real(file, data, offset)
 
     def change() -> None:
-        snapshot.before_change(0)
-        source.flat.fill_(9.0)
-        changed.set()
+        for page, source in enumerate(sources):
+            snapshot.before_change(page)
+            source.flat.fill_(9.0)
 
     monkeypatch.setattr(hand, "write_at", steered)
-    monkeypatch.setattr(hand, "PIECE_BYTES", 4)
+    monkeypatch.setattr(snapshots, "WORKERS", 1)
     writing, changing = threading.Thread(target=snapshot.write, args=(tmp_path,)), threading.Thread(target=change)
     writing.start()
-    assert at_second.wait(20)
+    while not order:
+        time.sleep(0.001)
     changing.start()
     assert snapshot.turn.halted.wait(20)
-    assert not changed.is_set() and source.flat.tolist() == [0, 1, 2, 3]  # a worker reads the second piece at home
+    assert [source.flat[0] for source in sources] == [9, 9, 2]
     go.set()
     for thread in (changing, writing):
         thread.join()
-    assert read(tmp_path / "f") == [0, 1, 2, 3] and source.flat.tolist() == [9, 9, 9, 9]
-    assert snapshot.copied_bytes == 0
+    assert order == [2, 0, 1] and read(tmp_path / "f") == [0, 0, 1, 1, 2, 2] and snapshot.copied_bytes == 0
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug")])

@@ -1,11 +1,14 @@
 """What keyhole writes as JSON is JSON for everybody."""
 
+import gc
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +16,8 @@ from keyhole.compare.file import read_comparison
 from keyhole.compare.result import Result, read_result, write_result
 from keyhole.compare.table import Cell, to_json
 from keyhole.config import TrainConfig
-from keyhole.disk.json_text import json_text
+from keyhole.disk.json_text import json_text, read_json
+from keyhole.errors import UserError
 from keyhole.report.story import Story, read_story, write_story
 from keyhole.training.selection import Selection
 from tests.compare.comparisons import write
@@ -101,3 +105,37 @@ def test_nothing_else_writes_json_for_others() -> None:
     """A new json.dumps goes through json_text, or is listed above with those that nobody else reads."""
     writing = {path for path in ROOT.rglob("*.py") if re.search(r"json\.dumps?\(", path.read_text())}
     assert {path.relative_to(ROOT).as_posix() for path in writing} == NOT_FOR_OTHERS
+
+
+class Garbage:
+    """Found by a collection alone; its finalizer needs much of the depth that Python has."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        def down(levels: int) -> None:
+            if levels:
+                down(levels - 1)
+
+        down(sys.getrecursionlimit() // 2)
+
+
+def test_garbage_is_not_collected_at_the_recursion_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a parser gives up, finalizers of unrelated objects would fail."""
+    path, failed = tmp_path / "deep.json", []
+    path.write_text('{"a":' * 100_000)
+    monkeypatch.setattr(sys, "unraisablehook", lambda fault: failed.append(fault.exc_type))
+    before = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    Garbage()
+    try:
+        gc.set_threshold(gc.get_count()[0] + 600)  # a collection is due when some 600 brackets are open
+        gc.enable()
+        with pytest.raises(UserError, match=r"deep.json cannot be read: its brackets are nested too deeply"):
+            read_json(path, "config")
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
+    assert not failed

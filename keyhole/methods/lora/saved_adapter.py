@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.disk.read_json import read_json
+from keyhole.disk.json_text import read_json
 from keyhole.disk.weight_files import Shard, open_shard
 from keyhole.errors import UserError
 from keyhole.methods.lora.adapted_linear import ADAPTER

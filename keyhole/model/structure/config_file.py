@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keyhole.disk.read_json import read_json
+from keyhole.disk.json_text import read_json
 from keyhole.disk.weight_files import has_weights, stored_tensors
 from keyhole.errors import UserError
 

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from keyhole.disk.read_json import read_json
+from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
 
 FEW = ("num_beams", "num_beam_groups", "num_return_sequences")

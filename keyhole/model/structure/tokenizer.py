@@ -18,7 +18,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from keyhole.disk.read_json import LIMIT_BYTES, read_json
+from keyhole.disk.json_text import LIMIT_BYTES, read_json
 from keyhole.errors import UserError, listed
 from keyhole.machine.text import counted
 from keyhole.model.structure.source import TOKENIZER_FILES, is_local

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.disk.read_json import read_json
+from keyhole.disk.json_text import read_json
 from keyhole.disk.tensors import MethodState
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
