@@ -15,7 +15,7 @@ class ByTorch(Method):
     optimizer: torch.optim.Optimizer
     _grad_norm: torch.Tensor | None = None
 
-    def _update(self) -> None:
+    def _clip_and_step(self) -> None:
         """Updates from the gradients in .grad."""
         limit = float("inf") if self.settings.max_grad_norm is None else self.settings.max_grad_norm
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)

@@ -14,9 +14,11 @@ backward pass: (N - 1) / N of the gradients of blocks and head, twice that of ta
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.methods.settings import MethodSettings
@@ -24,7 +26,36 @@ from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.weights.homes import view
 from keyhole.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """[begin, end) of a tensor, possibly empty. w: the whole tensor, on the device; grad: of these elements."""
+
+    tensor: FlatTensor
+    begin: int
+    end: int
+    w: torch.Tensor
+    grad: torch.Tensor
+
+    @property
+    def first_row(self) -> int:
+        return self.begin // self.tensor.shape[1]
+
+    def as_rows(self, elements: torch.Tensor) -> torch.Tensor:
+        """The rows of a matrix that contain these elements, zero elsewhere."""
+        columns = self.tensor.shape[1]
+        rows = -(-self.end // columns) - self.first_row if self.begin < self.end else 0
+        found = elements.new_zeros(rows, columns)
+        self.of_rows(found).copy_(elements)
+        return found
+
+    def of_rows(self, rows_SC: torch.Tensor) -> torch.Tensor:
+        """These elements, cut from their rows."""
+        first = self.begin - self.first_row * self.tensor.shape[1]
+        return rows_SC.view(-1)[first : first + self.end - self.begin]
 
 
 class GradientParts(Sink):
@@ -90,6 +121,23 @@ class GradientParts(Sink):
         flat.zero_()
         return part
 
+    def pieces(self, unit: Unit, tensors: list[FlatTensor]) -> list[Piece]:
+        """This rank's elements of these tensors of a unit, with their gradients."""
+        w, part = self.on_device(unit), self.part_of(unit)
+        first, found = unit.start + self.ranks.rank * part.numel(), []
+        for tensor in tensors:
+            lo = min(max(tensor.start, first), tensor.stop)
+            hi = max(lo, min(tensor.stop, first + part.numel()))
+            own = part[lo - first : hi - first] if lo < hi else part[:0]
+            found.append(Piece(tensor, lo - tensor.start, hi - tensor.start, view(w, tensor, unit.start), own))
+        return found
+
+    def on_device(self, unit: Unit) -> torch.Tensor:
+        """The unit's weights, whole, while it is visited."""
+        engine: Any = self.model.engine  # of shards
+        found: torch.Tensor = engine.on_device(unit.index)
+        return found
+
     def with_gradient(self, unit: Unit, asks: bool = True) -> list[FlatTensor]:
         """The trained tensors of a unit; asks: only those for which some rank has a gradient."""
         trained = [tensor for tensor in tensors_of(unit) if tensor.param.requires_grad]
@@ -129,6 +177,16 @@ def first_rank(model: Model, batch: Batch | Sequence[Batch]) -> int:
 def total_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' losses."""
     return model.ranks.in_order(loss[None], [model.ranks.size]).sum()
+
+
+@torch.no_grad()
+def sum_gradients(ranks: Ranks, params: list[nn.Parameter]) -> None:
+    """Sums .grad over the ranks, in one collective; a missing one is zero."""
+    if params:
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        total = ranks.sum(torch.cat([grad.flatten() for grad in own]))
+        for param, grad in zip(params, total.split([p.numel() for p in params]), strict=True):
+            param.grad = grad.view(param.shape).to(param.dtype)
 
 
 def check(own: MethodSettings) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from keyhole.demo.report import COLOURS, cells, make_report, size
 from keyhole.demo.train import Result
-from keyhole.methods.traits import Demo
+from keyhole.demo.train import Demo
 
 ENVIRONMENT = {
     "versions": {"keyhole": "0.1.0", "torch": "2.13.0", "triton": None},

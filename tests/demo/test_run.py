@@ -18,7 +18,7 @@ from keyhole.demo.train import settings_of
 from keyhole.errors import UserError
 from keyhole.eval.tasks import read_task
 from keyhole.methods import METHODS
-from keyhole.methods.traits import Demo
+from keyhole.demo.train import Demo
 from tests.matrix import in_every_run
 
 

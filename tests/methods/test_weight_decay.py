@@ -9,6 +9,7 @@ from transformers import Trainer
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
+from keyhole.methods.settings import MethodSettings
 from keyhole.methods.weight_decay import weight_decay_of
 from tests.matrix import in_every_run
 from tests.model.decoders import NAMES, batch, config
@@ -24,7 +25,7 @@ def test_spares_what_hugging_face_spares(name: str) -> None:
     """By the Trainer's own function, name for name."""
     module = keyhole.load(config(name), init="random", device="cpu").module
     theirs = set(Trainer.get_decay_parameter_names(None, module))
-    decay = weight_decay_of(module, 0.1)
+    decay = weight_decay_of(module, MethodSettings(weight_decay=0.1))
     assert {key for key, p in module.named_parameters(remove_duplicate=False) if decay.of(p)} == theirs
 
 
@@ -37,7 +38,11 @@ def stepped(method: str, place: str, **decay: Any) -> tuple[dict[str, torch.Tens
     opt.step(batch())
     opt.flush()
     found = {t.name: model.home(t).float().clone() for t in model.layout.tensors}
-    return found, {t.name for t in model.layout.tensors if id(t.param) in weight_decay_of(model.module, 1.0).spared}
+    return found, {
+        t.name
+        for t in model.layout.tensors
+        if id(t.param) in weight_decay_of(model.module, MethodSettings(weight_decay=1.0)).spared
+    }
 
 
 @in_every_run(lambda method, place: place != "resident" or (method, "streamed") not in PLACES or method == "zo")
@@ -57,5 +62,5 @@ def test_norms_and_biases_do_not_decay_unless_asked(method: str, place: str) -> 
 
 def test_another_word_is_refused() -> None:
     """With the words that are known."""
-    with pytest.raises(UserError, match="weight_decay_on: 'norms' is not one of matrices, all"):
+    with pytest.raises(UserError, match="weight_decay_on: found 'norms', expected matrices"):
         keyhole.ZO(keyhole.load(config("llama"), init="random", device="cpu"), weight_decay_on="norms")

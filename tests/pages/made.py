@@ -16,7 +16,7 @@ from keyhole.demo.report import make_report
 from keyhole.demo.train import Result as DemoResult
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.traits import Demo
+from keyhole.demo.train import Demo
 from keyhole.model.structure.skeleton import build
 from keyhole.plan import page as plan_page
 from keyhole.plan.profiles import PROFILES

@@ -50,7 +50,6 @@ SHARDS = {
     "lomo, tied, decay": Case("qwen2", LOMO, 0.1, {"weight_decay": 0.1}, STREAM, again=True),
     "lomo, learned positions": Case("gpt2", LOMO, 0.1, {"activations": "host", "clip_value": 1e-3}),
     "lomo, experts, decay": Case("mixtral", LOMO, 0.1, {"weight_decay": 0.1, "weight_decay_on": "all"}),
-    "lomo, each tensor clipped": Case("llama", LOMO, 0.1, {"clip_group_norm": 0.05}, STREAM),
     "lomo, bf16 at home": Case("llama", LOMO, 0.1, {}, STREAM | {"wire": "bf16"}),
     "adalomo": Case("llama", ADALOMO, 1e-3, {"weight_decay": 0.01}, STREAM, size=4),
     "adalomo, tied": Case("qwen2", ADALOMO, 1e-3, {"max_grad_norm": 1.0}),

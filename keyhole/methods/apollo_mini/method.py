@@ -25,6 +25,7 @@ from keyhole import ops
 from keyhole.methods.apollo_mini.traits import APOLLO_MINI, APOLLOMiniConfig
 from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.update import Now, Update, by_tensor
 from keyhole.model.structure.layout import FlatTensor
 
 GROWTH = 1.01
@@ -32,44 +33,32 @@ UPDATES = "updates"  # in a state, after the name of a tensor that had fewer tha
 TINY = 1e-30  # smaller than any norm that matters
 
 
-class APOLLOMini(LOMO):
-    """LOMO whose steps have Adam's length, matrix by matrix. Its rate is Adam's, not SGD's."""
+class APOLLOUpdate(Update):
+    """The rule with its moments, by the names of tensors."""
 
-    row = APOLLO_MINI
-    settings: APOLLOMiniConfig
-    waits = True  # its moments must not include a step that is skipped
+    own: APOLLOMiniConfig
+    whole_tensors = True
 
-    def _setup(self) -> None:
-        super()._setup()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.updates: dict[str, int] = {}  # of a tensor; fewer than steps if it was frozen, or had no gradient
 
-    @property
-    def whole_tensors(self) -> bool:
-        return True
-
-    def _adds_directly(self, w: torch.Tensor) -> bool:
-        return False
-
-    def _rule(
-        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
+    def rule(
+        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, decay: float, how: dict[str, Any]
     ) -> None:
-        how = self._rounding_of(tensor, w)
         if (total := how.pop("sum_squares")) is not None:  # of the unscaled gradient
-            ops.sum_squares_(grad, total, scale, self.bad, offset=tensor.start)
-        if self.settings.clip_value is not None:
-            grad = grad.clamp(-self.settings.clip_value * self._factor, self.settings.clip_value * self._factor)
+            ops.sum_squares_(grad, total, self.scale, how["bad"], offset=tensor.start)
         if w.ndim < 2:
-            step, scale = self._adam(tensor.name, grad.float() if scale is None else grad.float() * scale), None
+            step, scale = self._adam(tensor.name, grad.float() * self.scale), None
         else:
-            step, scale = grad, self._matrix_scale(tensor, grad.view(-1, grad.shape[-1]), scale)
-        ops.sgd_update_(w, step, lr=lr, weight_decay=weight_decay, scale=scale, **how)
+            step, scale = grad, self._matrix_scale(tensor, grad.view(-1, grad.shape[-1]))
+        ops.sgd_update_(w, step, lr=lr, weight_decay=decay, scale=scale, **how)
 
-    def _matrix_scale(self, tensor: FlatTensor, grad_MN: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    def _matrix_scale(self, tensor: FlatTensor, grad_MN: torch.Tensor) -> torch.Tensor:
         """The factor of the gradient of a matrix."""
-        sketch, length = self._sketch(tensor, grad_MN), torch.linalg.vector_norm(grad_MN, dtype=torch.float32)
-        if scale is not None:
-            sketch, length = sketch * scale, length * scale
+        sketch = self._sketch(tensor, grad_MN) * self.scale
+        length = torch.linalg.vector_norm(grad_MN, dtype=torch.float32) * self.scale
         step = torch.linalg.vector_norm(self._adam(tensor.name, sketch))
         factor = step / torch.linalg.vector_norm(sketch).clamp(min=TINY)
         moments = self.moments[tensor.name]
@@ -77,12 +66,12 @@ class APOLLOMini(LOMO):
         growth = torch.where(last > 0, GROWTH * last / (factor * length).clamp(min=TINY), 1.0)
         factor = factor * growth.clamp(max=1.0)
         last.copy_(factor * length)
-        return factor * self.settings.scale if scale is None else factor * self.settings.scale * scale
+        return factor * self.own.scale * self.scale
 
     def _sketch(self, tensor: FlatTensor, grad_MN: torch.Tensor) -> torch.Tensor:
         """P G or G P, in fp32, along the shorter side."""
-        short, period = min(grad_MN.shape), (self.step_count - 1) // self.settings.refresh
-        p = ops.draw_noise(short, offset=tensor.start, seed=self.settings.seed, step=period, device=grad_MN.device)
+        short, period = min(grad_MN.shape), (self.now.step - 1) // self.own.refresh
+        p = ops.draw_noise(short, offset=tensor.start, seed=self.own.seed, step=period, device=grad_MN.device)
         wide = grad_MN if grad_MN.shape[0] == short else grad_MN.t()
         if wide.is_cuda and wide.dtype != torch.float32:
             return torch.mm(p[None].to(wide.dtype), wide, out_dtype=torch.float32)[0]
@@ -90,26 +79,33 @@ class APOLLOMini(LOMO):
 
     def _adam(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """Adam's step for a vector; updates its moments."""
-        moments, own = self.moments.setdefault(name, {}), self.settings
-        beta1, beta2 = own.beta1, own.beta2
+        moments, own = self.moments.setdefault(name, {}), self.own
         if "exp_avg" not in moments:
             moments |= {"exp_avg": torch.zeros_like(grad), "exp_avg_sq": torch.zeros_like(grad)}
         count = self.updates[name] = self.updates.get(name, 0) + 1
-        exp_avg = moments["exp_avg"].lerp_(grad, 1 - beta1)
-        exp_avg_sq = moments["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = exp_avg_sq.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.settings.eps)
-        return (exp_avg / root).div_(1 - beta1**count)
+        exp_avg = moments["exp_avg"].lerp_(grad, 1 - own.beta1)
+        exp_avg_sq = moments["exp_avg_sq"].mul_(own.beta2).addcmul_(grad, grad, value=1 - own.beta2)
+        root = exp_avg_sq.sqrt().div_((1 - own.beta2**count) ** 0.5).add_(own.eps)
+        return (exp_avg / root).div_(1 - own.beta1**count)
 
-    def _state(self) -> State:
-        moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
-        fewer = {f"{name}/{UPDATES}": n for name, n in self.updates.items() if n != self.step_count}
-        return super()._state() | moments | fewer
+    def state(self) -> State:
+        moments = {f"{name}/{key}": v for name, each in self.moments.items() for key, v in each.items()}
+        fewer = {f"{name}/{UPDATES}": n for name, n in self.updates.items() if n != self.now.step}
+        return super().state() | moments | fewer
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        super()._load(state)
-        self.moments.clear()
-        for full_name, value in state.items():
-            name, _, key = full_name.rpartition("/")
-            if name and key not in ("lost", UPDATES):
-                self.moments.setdefault(name, {})[key] = value.to(self.model.device, copy=True)
-        self.updates = {name: int(state.get(f"{name}/{UPDATES}", self.step_count)) for name in self.moments}
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        super().load(state, step)
+        self.now = Now(step=step)
+        self.moments = {}
+        for key, found in by_tensor(state, {"exp_avg", "exp_avg_sq", "length"}, self.model.device).items():
+            for name, value in found.items():
+                self.moments.setdefault(name, {})[key] = value
+        self.updates = {name: int(state.get(f"{name}/{UPDATES}", step)) for name in self.moments}
+
+
+class APOLLOMini(LOMO):
+    """LOMO whose steps have Adam's length, matrix by matrix. Its rate is Adam's, not SGD's."""
+
+    row = APOLLO_MINI
+    rule = APOLLOUpdate
+    waits = True  # its moments must not include a step that is skipped

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from keyhole.limits import Count, Positive
-from keyhole.methods.lomo.traits import LOMO, LOMOConfig
+from keyhole.methods.lomo.traits import LOMO, LOMOSettings
 from keyhole.methods.settings import AdamSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class APOLLOMiniConfig(AdamSettings, LOMOConfig):
+class APOLLOMiniConfig(AdamSettings, LOMOSettings):
     """APOLLO-Mini: LOMO with Adam's step size for each matrix, from a rank-1 sketch of its gradient. Streams."""
 
     scale: Positive = 128**0.5

@@ -73,7 +73,7 @@ class TorchMethod(ByTorch):
                 if ranks.several:
                     total = total_loss(self.model, total)
                     self._add_up_gradients()
-                self._update()
+                self._clip_and_step()
         finally:  # after an error too: a step that is tried again would add to these gradients
             self.optimizer.zero_grad(set_to_none=True)
         return total

@@ -6,12 +6,18 @@ For a matrix [R, C] with gradient g (ops/adalomo/matrix.py has the equations in 
     u = g / sqrt(row x col / mean(row))                              then divided by max(1, rms(u))
     w <- round(w - lr max(1e-3, rms(w)) (u + weight_decay w))
 
-The two norms, of the update and of the weight, are per tensor ("grouped"), so they need no second backward pass.
-Vectors keep a full second moment. An expert of a large stack is a matrix of its own. A table that is visited in chunks
-of rows (embedding, head) is one tensor as well: table.py. Everything else is LOMO's.
+The two norms, of the update and of the weight, are per matrix ("grouped"), so they need no second backward pass.
+Vectors keep a full second moment. An expert of a large stack is a matrix of its own, and so is a chunk of a large table
+(embedding or head, 8,192 rows), wherever it lies: its gradient exists only while it is visited, so sums over the whole
+table would need it two times more. Everything else is LOMO's.
+
+On several ranks each has some elements of a sharded matrix, and ranks exchange sums, not gradients: R + C + 3 numbers
+per matrix in float32, summed by all in the same order, so that the moments, which every rank keeps whole, have the same
+bits everywhere. A rank's elements may begin and end within a row; its rows are padded with zeros, which add nothing to
+any sum and are not updated.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,118 +25,114 @@ import torch
 from keyhole import ops
 from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
-from keyhole.methods.lomo.table import TableUpdate
-from keyhole.methods.lomo.traits import ADALOMO as ROW
+from keyhole.methods.lomo.traits import ADALOMO
+from keyhole.methods.lomo.update import Tally, Update, by_tensor
+from keyhole.methods.shards import Piece
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.adalomo.matrix import moment_decay
+from keyhole.ops.rounding.round import FLOAT32_MAX
+from keyhole.ranks import Ranks
+
+Moments = dict[str, torch.Tensor]
+EPS1, EPS2 = 1e-30, 1e-3  # as in ops/adalomo
+
+
+class AdaLOMOUpdate(Update):
+    """The rule with its moments, by the names of tensors."""
+
+    whole_tensors = shares_matrices = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.moments: dict[str, Moments] = {}
+        self.stacks = {id(t.param): t for t in self.model.layout.tensors if t.experts}
+
+    def moments_of(self, tensor: FlatTensor) -> Moments:
+        """For an expert: its slice of the stack's moments."""
+        whole = self.stacks.get(id(tensor.param), tensor)
+        if whole.name not in self.moments:
+            self.moments[whole.name] = ops.adalomo_state(whole.shape, self.model.device)
+        state = self.moments[whole.name]
+        if whole.shape == tensor.shape:
+            return state
+        expert = (tensor.start - whole.start) // tensor.shape.numel()
+        return {key: value[expert] for key, value in state.items()}
+
+    def rule(
+        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, decay: float, how: dict[str, Any]
+    ) -> None:
+        rate: Any = lr
+        beta = None
+        if self.numbers is not None and self.update_key is not None:
+            rate, beta, how["step"] = self.numbers.lr, self.numbers.beta, self.numbers.step
+        state = self.moments_of(tensor)
+        when: dict[str, Any] = {"lr": rate, "beta": beta, "t": self.now.step}
+        ops.adalomo_update_(w, grad, state, weight_decay=decay, scale=self.scale, **when, **how)
+
+    def apply_parts(self, pieces: list[Piece], ranks: Ranks, tally: Tally) -> None:
+        """Two exchanges: before and after the moments."""
+        weights = [piece.as_rows(piece.w.view(-1)[piece.begin : piece.end]) for piece in pieces]
+        grads = [piece.as_rows(piece.grad).float().mul_(self.scale) for piece in pieces]
+        sums = []
+        for piece, w_SC, grad_SC in zip(pieces, weights, grads, strict=True):
+            rows_R = grad_SC.new_zeros(piece.tensor.shape[0])
+            square_SC = grad_SC.square()
+            rows_R[piece.first_row : piece.first_row + len(square_SC)] = square_SC.sum(1)
+            sums.append([rows_R, square_SC.sum(0), square_SC.sum(), w_SC.float().square().sum()])
+        _add_up(ranks, [each for one in sums for each in one])
+        updates = []
+        for piece, grad_SC, (rows_R, columns_C, squares, _) in zip(pieces, grads, sums, strict=True):
+            state, beta, fine = self.moments_of(piece.tensor), moment_decay(self.now.step), squares <= FLOAT32_MAX
+            for moment, found, length in (
+                (state["row"], rows_R, len(columns_C)),
+                (state["col"], columns_C, len(rows_R)),
+            ):
+                moment.copy_(torch.where(fine, moment * beta + (found / length + EPS1) * (1 - beta), moment))
+            factor_S = (state["row"] / state["row"].mean()).rsqrt()[piece.first_row : piece.first_row + len(grad_SC)]
+            updates.append(grad_SC.mul_(factor_S.unsqueeze(1)).mul_(state["col"].rsqrt()))
+        moved = [update_SC.square().sum() for update_SC in updates]
+        _add_up(ranks, moved)
+        for piece, w_SC, update_SC, (_, _, squares, of_weights), total in zip(
+            pieces, weights, updates, sums, moved, strict=True
+        ):
+            tensor, (lr, decay), fine = piece.tensor, self.rates(piece.tensor), squares <= FLOAT32_MAX
+            self.now.received.add(tensor.name)
+            if self.now.measures:
+                self.tally.squares_of(tensor).add_(squares)
+            self.tally.bad |= ~fine
+            numel = tensor.shape.numel()
+            step = lr * (of_weights / numel).sqrt().clamp(min=EPS2)
+            update_SC.div_((total / numel).sqrt().clamp(min=1.0)).add_(w_SC, alpha=decay)
+            how = self.rounding_of(tensor, w_SC, tally) | {"sum_squares": None, "bad": None}
+            how["offset"] = tensor.start + piece.first_row * tensor.shape[1]
+            ops.sgd_update_(w_SC, torch.where(fine, update_SC, 0.0), lr=1.0, scale=step, **how)
+            piece.w.view(-1)[piece.begin : piece.end] = piece.of_rows(w_SC)
+
+    def state(self) -> State:
+        return super().state() | {f"{name}/{key}": v for name, each in self.moments.items() for key, v in each.items()}
+
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        super().load(state, step)
+        self.moments = {}
+        for key, found in by_tensor(state, {"row", "col", "v"}, self.model.device).items():
+            for name, value in found.items():
+                self.moments.setdefault(name, {})[key] = value
+
+
+def _add_up(ranks: Ranks, sums: list[torch.Tensor]) -> None:
+    """Sums in place over the ranks, in one exchange."""
+    if sums:
+        total = ranks.sum(torch.cat([one.reshape(-1) for one in sums]))
+        for one, found in zip(sums, total.split([one.numel() for one in sums]), strict=True):
+            one.copy_(found.view(one.shape))
 
 
 class AdaLOMO(LOMO):
     """LOMO with a factored second moment. Its rate is relative to the size of the weights: 1e-4 to 1e-3, not SGD's."""
 
-    row = ROW
-
-    def _setup(self) -> None:
-        super()._setup()
-        self.moments: dict[str, dict[str, torch.Tensor]] = {}
-        self.tables: dict[int, TableUpdate] = {}  # of this step, by id(param): tables of several chunks
-        self.tensors = {id(t.param): t for t in self.model.layout.tensors}
-
-    @property
-    def whole_tensors(self) -> bool:
-        return True
-
-    @property
-    def shares_matrices(self) -> bool:
-        return self.settings.clip_value is None and self.settings.clip_group_norm is None
-
-    @property
-    def update_key(self) -> Hashable | None:
-        """Includes the loss scale with clip_value: elements are clamped before they are divided by the scale."""
-        key = super().update_key
-        return key if key is None or self.settings.clip_value is None else (key, self._factor)
-
-    @property
-    def surveys(self) -> int:
-        """LOMO's surveys, then one for sums over the gradient of a table and one for sums over its update."""
-        return super().surveys + 2
-
-    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
-        """Adds a chunk to the sums of its table."""
-        if turn < super().surveys:
-            super().survey(tensor, w, grad, turn)
-            return
-        key, first = id(tensor.param), self._first_row(tensor)
-        first_turn = turn == super().surveys
-        if first_turn and first == 0:
-            moments = self._moments_of(self.tensors[key], w.device)
-            self.tables[key] = TableUpdate(moments, self.step_count, self._scale_of(tensor, grad))
-        if first_turn and self.settings.clip_group_norm is None:
-            self._measured_squares(tensor, grad)
-        self._bound_elements(grad)
-        if first_turn:
-            self.tables[key].add_gradient(first, w, grad)
-        else:
-            self.tables[key].add_update(first, grad)
-
-    def _first_row(self, chunk: FlatTensor) -> int:
-        return (chunk.start - self.tensors[id(chunk.param)].start) // chunk.shape[1]
+    row = ADALOMO
+    rule = AdaLOMOUpdate
 
     @property
     def _beta(self) -> float:
         return moment_decay(self.step_count)
-
-    def _moments_of(self, tensor: FlatTensor, device: torch.device) -> dict[str, torch.Tensor]:
-        """For an expert: its slice of the stack's moments."""
-        whole = self.tensors[id(tensor.param)] if self._is_expert(tensor) else tensor
-        if whole.name not in self.moments:
-            self.moments[whole.name] = ops.adalomo_state(whole.shape, device)
-        state = self.moments[whole.name]
-        if whole is tensor:
-            return state
-        expert = (tensor.start - whole.start) // tensor.shape.numel()
-        return {key: value[expert] for key, value in state.items()}
-
-    def _is_expert(self, tensor: FlatTensor) -> bool:
-        return self.tensors[id(tensor.param)].experts > 0
-
-    def _adds_directly(self, w: torch.Tensor) -> bool:
-        return False
-
-    def _rule(
-        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
-    ) -> None:
-        how = self._rounding_of(tensor, w)
-        if tensor.shape != self.tensors[id(tensor.param)].shape and not self._is_expert(tensor):
-            self._bound_elements(grad)
-            self.tables[id(tensor.param)].change(self._first_row(tensor), w, grad, lr, weight_decay, how)
-            return
-        if self.settings.clip_value is not None:
-            out = torch.zeros((), device=w.device) if how["sum_squares"] is None else how["sum_squares"]
-            ops.sum_squares_(grad, out, scale, self.bad, offset=tensor.start)  # before elements are clamped
-            self._bound_elements(grad)
-            how["sum_squares"] = None
-        state, beta = self._moments_of(tensor, w.device), None
-        rate: Any = lr
-        if self.numbers is not None and self.update_key is not None:
-            rate, beta, how["step"] = self.numbers.lr, self.numbers.beta, self.numbers.step
-        when: dict[str, Any] = {"lr": rate, "beta": beta, "t": self.step_count}
-        ops.adalomo_update_(w, grad, state, weight_decay=weight_decay, scale=scale, **when, **how)
-
-    def _bound_elements(self, grad: torch.Tensor) -> None:
-        """Clamps a gradient in place to clip_value, rounded to its dtype."""
-        if self.settings.clip_value is not None:
-            bound = self.settings.clip_value * self._factor
-            grad.clamp_(-bound, bound)
-
-    def _state(self) -> State:
-        moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
-        return super()._state() | moments
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        super()._load(state)
-        self.moments.clear()
-        for full_name, value in state.items():
-            name, _, key = full_name.rpartition("/")
-            if name and key != "lost":
-                self.moments.setdefault(name, {})[key] = value.to(self.model.device, copy=True)

@@ -20,6 +20,7 @@ from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.traits import LOMO_LORA as ROW
 from keyhole.methods.lomo.traits import LOMOLoRAConfig
 from keyhole.methods.lora import peft_layers
+from keyhole.methods.shards import sum_gradients
 from keyhole.methods.weight_decay import parameter_groups
 
 
@@ -41,7 +42,7 @@ class LOMOLoRA(LOMO):
             super()._setup()
             self.ratio = own.adapter_lr / self.lr if self.lr else None
             self.adapter_factor = 1.0
-            groups = parameter_groups(list(self.adapters.values()), self.decay)
+            groups = parameter_groups(list(self.adapters.values()), self.update.decay)
             self.optimizer = torch.optim.AdamW(groups, lr=own.adapter_lr)
 
     @classmethod
@@ -52,31 +53,20 @@ class LOMOLoRA(LOMO):
 
     # -- beside LOMO's backward passes -----------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _add_up_extra_gradients(self) -> None:
-        """Sums the adapters' gradients over ranks, in one collective; adapters are replicated on every rank."""
-        ranks = self.model.ranks
-        own = {name for name, param in self.adapters.items() if param.grad is not None}
-        reached = set().union(*ranks.objects(own))
-        params = [param for name, param in self.adapters.items() if name in reached]
-        if params:
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-            total = ranks.sum(torch.cat([grad.flatten() for grad in grads]))
-            for param, grad in zip(params, total.split([p.numel() for p in params]), strict=True):
-                param.grad = grad.view(param.shape).to(param.dtype)
+    def _drop_beside(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def _add_extra_squares(self) -> None:
-        """The adapters' part of the global norm."""
+    def _add_up_beside(self) -> None:
+        """Sums the adapters' gradients over ranks, in one collective; adapters are replicated on every rank. Their
+        squares are a part of the global norm."""
+        ranks = self.model.ranks
+        if ranks.several:
+            reached = set().union(*ranks.objects({name for name, p in self.adapters.items() if p.grad is not None}))
+            sum_gradients(ranks, [p for name, p in self.adapters.items() if name in reached])
         for param in self.adapters.values():
             if param.grad is not None:
-                self.squares.extra.add_(self._squares_of(param.grad))
-
-    def _squares_of(self, grad: torch.Tensor) -> torch.Tensor:
-        return (grad if self.grad_scale is None else grad * self.grad_scale).square().sum()
-
-    def _drop_extra_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+                self.update.tally.extra.add_((param.grad * self.update.scale).square().sum())
 
     def follow(self, factor: Callable[[float], float]) -> None:
         if self.settings.adapter_warmup_ratio is not None:
@@ -90,19 +80,17 @@ class LOMOLoRA(LOMO):
         return self.settings.adapter_lr if self.ratio is None else self.lr * self.ratio
 
     @torch.no_grad()
-    def _update_extra(self) -> None:
+    def _update_beside(self) -> None:
         """AdamW on the adapters, with the same clipping."""
+        clip_value = self.update.clip_value
         for grad in (p.grad for p in self.adapters.values() if p.grad is not None):
-            if self.settings.clip_group_norm is not None:
-                grad.mul_(self._group_scale(self._squares_of(grad)))
-            elif self.grad_scale is not None:
-                grad.mul_(self.grad_scale)
-            if self.settings.clip_value is not None:
-                grad.clamp_(-self.settings.clip_value, self.settings.clip_value)
+            grad.mul_(self.update.scale)
+            if clip_value is not None:
+                grad.clamp_(-clip_value, clip_value)
         for group in self.optimizer.param_groups:
             group["lr"] = self.adapter_rate
         self.optimizer.step()
-        self._drop_extra_gradients()
+        self._drop_beside()
 
     # -- interface to the model (model/attached.py) ----------------------------------------------------------------
 

@@ -12,9 +12,7 @@ launches    an update per tensor (methods/launches.py). More than that, measured
             adalomo SUMMED operations per matrix and per vector for its sums; apollo-mini
             SKETCHED per matrix, for norms, the sketch and its moments, and ADAM per vector; lomo-lora has those of its
             adapters
-products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss. adalomo sums over a
-            table of several chunks before it uses the first: logits and the gradient of the head are computed twice
-            more
+products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss
 down        every streamed unit, once; of expert units, those that received tokens
 """
 
@@ -22,15 +20,15 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.launches import Launches, hooked, of_adapters, of_updates, tensors_of_blocks
-from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig
+from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig, LOMOSettings
 from keyhole.methods.lora.memory import adapted_count, adapted_sides
 from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import BACKWARD, SLOWER, StepWork, met_bytes, reverse_work, trained_numel
+from keyhole.methods.work import StepWork, met_bytes, reverse_work, trained_numel
 from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
-SUMS, SURVEYS = 7, 2
+SUMS = 7
 SUMMED = 10, 3
 SKETCHED, ADAM = 50, 4
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
@@ -39,7 +37,7 @@ ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step."""
     own = work.settings or (LOMOLoRAConfig if work.method == LOMO_LORA.name else LOMOConfig)()
-    assert isinstance(own, LOMOConfig)
+    assert isinstance(own, LOMOSettings)
     reverses = 2 if work.clips or room.formats.dtype == torch.float16 else 1
     found = reverse_work(layout, streamed, work, room, rates, reverses=reverses)
     numel, b, w = trained_numel(layout), room.formats.dtype.itemsize, room.formats.plain.itemsize
@@ -52,10 +50,6 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         found = found.launching(of_updates(layout) + _more_launches(layout, work.method))
     kahan = 2 * numel if own.rounding == "kahan" else 0
     found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
-    if work.method == ADALOMO.name and len(layout.of_kind("head")) > 1:
-        logits = work.passes * work.tokens * layout.table.shape[0]
-        again = 6 * b * logits * SLOWER * BACKWARD  # the elementwise kernels of logits (methods/work.py)
-        found = found.plus(products=SURVEYS * 4 * logits * layout.table.shape[1], touched=SURVEYS * again)
     if isinstance(own, LOMOLoRAConfig):
         found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
         if not found.recorded:

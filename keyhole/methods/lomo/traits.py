@@ -10,20 +10,14 @@ from keyhole.methods.traits import Traits
 
 
 @dataclass(frozen=True, kw_only=True)
-class LOMOConfig(MethodSettings):
-    """LOMO: gradient descent with the update inside the backward pass; no gradient is kept. Streams."""
+class LOMOSettings(MethodSettings):
+    """Settings of all methods here, and of apollo-mini."""
 
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
     activations: Literal["none", "block", "host", "auto"] = "block"
     compile: bool | str = False
-    clip_value: Positive | None = python(None)
-    """Bound on the absolute value of each element of the gradient."""
-    clip_group_norm: Positive | None = python(None)
-    """Bound on the norm of each tensor's gradient."""
-    grad_norm: bool = python(True)
-    """Measure the norm of the gradient; False: the product adds float32 or nearest updates directly to the weight."""
     fused: bool = python(True)
-    """Compute the gradients of linear layers in one buffer, or directly in the weight; False: torch's own backward."""
+    """Compute the gradients of linear layers in one buffer; False: torch's own backward."""
     groups: list[dict[str, Any]] | None = python(None)
     """[{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first one that matches a tensor's
     name applies to it."""
@@ -33,10 +27,6 @@ class LOMOConfig(MethodSettings):
         return not self.compile
 
     def faults(self, around: Around) -> Iterator[Fault]:
-        clips = {name: vars(self)[name] for name in ("max_grad_norm", "clip_value", "clip_group_norm")}
-        asked = [name for name, value in clips.items() if value is not None]
-        if len(asked) > 1:
-            yield asked[1], f"contradicts {asked[0]}: gradients are clipped in one way; leave one of them out"
         if around.placement == "stream" and self.activations == "none":
             yield "activations", "none needs all weights on the device; use block or host, or placement=resident"
         if around.placement == "stream" and self.rounding == "kahan":
@@ -44,7 +34,20 @@ class LOMOConfig(MethodSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaLOMOConfig(LOMOConfig):
+class LOMOConfig(LOMOSettings):
+    """LOMO: gradient descent with the update inside the backward pass; no gradient is kept. Streams."""
+
+    clip_value: Positive | None = python(None)
+    """Bound on the absolute value of each element of the gradient, in one backward pass; max_grad_norm needs two."""
+
+    def faults(self, around: Around) -> Iterator[Fault]:
+        yield from super().faults(around)
+        if self.clip_value is not None and self.max_grad_norm is not None:
+            yield "clip_value", "contradicts max_grad_norm: gradients are clipped in one way; leave one of them out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaLOMOConfig(LOMOSettings):
     """AdaLOMO: LOMO with a step size for every weight, from a second moment kept by rows and columns. Streams."""
 
 

@@ -21,7 +21,7 @@ of the adapters are summed in the order of ranks, and every rank makes the same 
 Dropout of the adapters' inputs is drawn like the model's own (methods/dropout.py), from (seed, step, micro-batch).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,21 +30,21 @@ from torch import nn
 
 from keyhole.disk.weights_hash import tensors_hash
 from keyhole.errors import UserError
-from keyhole.methods.base import State
+from keyhole.methods.base import Method, State
 from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
 from keyhole.methods.lora.peft_layers import Adapters, Base, adapt, check_adapters, whole_or_none
 from keyhole.methods.lora.traits import LORA, LoRAConfig
-from keyhole.methods.shards import share, total_loss
+from keyhole.methods.shards import sum_gradients
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
-from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
 
-class LoRA(ByTorch):
+class LoRA(GradientMethod, ByTorch):
     """Adapters beside a frozen model. `params`: the adapters, by name."""
 
     row = LORA
@@ -75,34 +75,19 @@ class LoRA(ByTorch):
     def outline(cls, base: Base, own: LoRAConfig) -> None:
         adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules, freezes=True, empty=True)
 
-    def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
-        self.model.apply_deferred(before_step_of=self)
-        several = self.model.ranks.several
-        batches, first, count, weight = (
-            share(self.model, batch) if several else (self.model.to_device(batch), 0, None, 1.0)
-        )
+    def _update(self, loss: torch.Tensor, backward: Backward) -> None:
+        """One update of the adapters: autograd leaves their gradients in `.grad`."""
         try:
-            with self.dropout.step():
-                with self.reverse.sweep():
-                    loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
-                    self.reverse.reverse(Sink())
-                if several:
-                    loss = total_loss(self.model, loss)
-                    self._add_up_gradients()
-                self._update()
+            backward(Sink())
+            if self.model.ranks.several:
+                sum_gradients(self.model.ranks, list(self.params.values()))
+            self._clip_and_step()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         self.step_count += 1
-        return loss
 
-    @torch.no_grad()
-    def _add_up_gradients(self) -> None:
-        """Sums over the ranks, in one collective."""
-        params = list(self.params.values())
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        total = self.model.ranks.sum(torch.cat([grad.flatten() for grad in own]))
-        for param, grad in zip(params, total.split([p.numel() for p in params]), strict=True):
-            param.grad = grad.view(param.shape).to(param.dtype)
+    def _backward(self, loss: torch.Tensor) -> None:
+        Method._backward(self, loss)  # refused
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """grad_norm: of all adapters' gradients, unclipped."""

@@ -85,7 +85,7 @@ def test_state_is_that_of_a_vector_per_matrix() -> None:
     opt = APOLLOMini(load(), LR)
     train(opt, 1)
     tensor = next(t for t in opt.model.layout.tensors if t.name.endswith("up_proj.weight"))
-    assert sum(moment.numel() for moment in opt.moments[tensor.name].values()) == 2 * max(tensor.shape) + 1
+    assert sum(moment.numel() for moment in opt.update.moments[tensor.name].values()) == 2 * max(tensor.shape) + 1
 
 
 def test_it_learns() -> None:
@@ -129,4 +129,4 @@ def test_a_state_without_counts_has_the_runs() -> None:
     assert not any(name.endswith("/updates") for name in state)
     again = APOLLOMini(load(), LR)
     again.load_state_dict(state)
-    assert again.updates == opt.updates and set(again.updates.values()) == {2}
+    assert again.update.updates == opt.update.updates and set(again.update.updates.values()) == {2}

@@ -11,6 +11,7 @@ import torch
 from keyhole.bench.traced import IN_PLACE
 from keyhole.errors import UserError
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.update import Update
 from tests.methods.lomo.loops import load, micro_batches, weights
 
 
@@ -29,7 +30,7 @@ def test_a_gradient_that_is_not_finite_breaks_the_run() -> None:
     model = load()
     opt = LOMO(model)
     opt.step(micro_batches(0, 1))
-    opt.bad.fill_(1)
+    opt.update.tally.bad.fill_(1)
     with pytest.raises(UserError, match="max_grad_norm"):
         opt.flush()
     with pytest.raises(UserError, match="last checkpoint"):
@@ -40,20 +41,20 @@ def test_a_gradient_that_is_not_finite_breaks_the_run() -> None:
 def test_an_error_in_the_reverse_is_not_silent(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything was updated it costs a step; afterwards the weights are of two steps, and nobody may use them."""
     model = load()
-    opt, update, updated = LOMO(model), LOMO.gradient, []
+    opt, update, updated = LOMO(model), Update.gradient, []
     before = weights(model)
 
     def unchanged() -> bool:
         return all(torch.equal(before[name], tensor) for name, tensor in weights(model).items())
 
-    def gradient(self: LOMO, *args: Any) -> None:
+    def gradient(self: Update, *args: Any) -> None:
         if len(updated) == at:
             raise torch.OutOfMemoryError("no room")
         updated.append(args[0].name)
         update(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LOMO, "gradient", gradient)
+        patch.setattr(Update, "gradient", gradient)
         with pytest.raises(torch.OutOfMemoryError):
             opt.step(micro_batches(0, 1))
     if at == 0:
@@ -74,9 +75,9 @@ def test_an_error_in_the_reverse_is_not_silent(at: int, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"max_grad_norm": 1.0, "clip_value": 1.0}, "contradict"),
-        ({"rounding": "up"}, "stochastic, nearest, kahan"),
-        ({"activations": "some"}, "none, block, host"),
+        ({"max_grad_norm": 1.0, "clip_value": 1.0}, "clip_value: contradicts"),
+        ({"rounding": "up"}, "stochastic . nearest . kahan"),
+        ({"activations": "some"}, "none . block . host"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], says: str) -> None:

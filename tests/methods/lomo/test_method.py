@@ -26,14 +26,13 @@ def test_without_fusing_it_is_torch_sgd_to_the_bit(name: str) -> None:
 
 @in_every_run(lambda name, micro: name == "llama" or (name, micro) in {("qwen2", 1), ("gpt2", 4), ("mixtral", 4)})
 @pytest.mark.parametrize(
-    "name, micro, clip, direct",
-    [(name, *how) for how in [(1, None, True), (4, 0.5, False)] for name in SIX]
-    + [("llama", 1, None, False), ("mixtral", 1, None, False), ("llama", 4, None, False), ("llama", 4, 1e3, False)],
+    "name, micro, clip",
+    [(name, *how) for how in [(1, None), (4, 0.5)] for name in SIX] + [("llama", 4, None), ("llama", 4, 1e3)],
 )
-def test_fused_accumulated_and_clipped_it_is_torch_sgd(name: str, micro: int, clip: float | None, direct: bool) -> None:
-    """Within 1e-6 after eight micro-batches: straight into the weight, by way of the buffer, accumulated, clipped."""
+def test_fused_accumulated_and_clipped_it_is_torch_sgd(name: str, micro: int, clip: float | None) -> None:
+    """Within 1e-6 after eight micro-batches: by way of the buffer, accumulated, clipped."""
     model, steps = load(name), 8 // micro
-    train(LOMO(model, weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip, grad_norm=not direct), steps, micro)
+    train(LOMO(model, weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip), steps, micro)
     expected = torch_sgd(name, steps, micro, clip, 0.1)
     assert all(close(tensor, expected[key], 1e-6) for key, tensor in weights(model).items())
 
@@ -58,7 +57,7 @@ def test_the_buffer_is_that_of_a_block_s_largest_matrix() -> None:
         work = Workload(method="lomo", tokens=20, passes=1)
         shape = config("llama", vocab_size=vocabulary)
         model = keyhole.load(shape, init="random", device="cpu", workload=work)
-        buffer = LOMO(model).buffer
+        buffer = LOMO(model).update.buffer
         assert buffer.numel() == shape.intermediate_size * shape.hidden_size
         planned.append(model.placed.device_bytes.gradients)
     assert buffer.numel() * buffer.element_size() <= planned[0] == planned[1]
@@ -100,15 +99,6 @@ def test_groups_frozen_parameters_and_clipping_by_value() -> None:
         moved = (tensor - before[name]).abs().max()
         still = "norm" in name or name == "model.layers.1.mlp.up_proj.weight"
         assert moved == 0 if still else 0 < moved <= 1.01e-4, name
-
-
-def test_each_tensor_can_be_clipped_by_its_own_norm() -> None:
-    """clip_group_norm: no step is longer than lr times the limit."""
-    model = load()
-    before = weights(model)
-    LOMO(model, lr=1.0, clip_group_norm=1e-2).step(micro_batches(0, 1))
-    lengths = [float((tensor - before[name]).norm()) for name, tensor in weights(model).items()]
-    assert max(lengths) == pytest.approx(1e-2, rel=1e-3)
 
 
 def test_save_and_load(tmp_path: Path) -> None:

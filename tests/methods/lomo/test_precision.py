@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from keyhole.methods.lomo.adalomo import AdaLOMO
-from keyhole.methods.lomo.loss_scale import FIRST, INTERVAL, LossScale
-from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.method import LOMO, LossScale
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import load, micro_batches, train, weights
 
@@ -50,16 +49,16 @@ def test_float16_scales_its_loss() -> None:
     opt.step(micro_batches(0, 1))
     assert opt.loss_scale.scale == 2.0**39 and not torch.isfinite(opt.metrics()["grad_norm"])
     assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
-    opt.loss_scale.scale = FIRST
+    opt.loss_scale.scale = LossScale.FIRST
     opt.step(micro_batches(0, 1))
     assert torch.isfinite(opt.metrics()["grad_norm"]) and opt.step_count == 1
 
 
 def test_the_loss_scale_grows_again() -> None:
     """Doubled after INTERVAL good steps in a row; its count survives a checkpoint."""
-    scale, other = LossScale(), LossScale()
-    for _ in range(INTERVAL - 1):
-        scale.update(True)
-    other.load_state_dict(scale.state_dict())
-    other.update(True)
-    assert other.scale == 2 * FIRST and scale.scale == FIRST
+    first, other = (LOMO(load(dtype="float16")) for _ in range(2))
+    for _ in range(LossScale.INTERVAL - 1):
+        first.loss_scale.update(True)
+    other.load_state_dict(first.state_dict())
+    other.loss_scale.update(True)
+    assert other.loss_scale.scale == 2 * LossScale.FIRST and first.loss_scale.scale == LossScale.FIRST

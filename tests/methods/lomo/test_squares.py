@@ -7,8 +7,7 @@ import torch
 
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
-from keyhole.methods.lomo.sink import NormSink
-from keyhole.methods.lomo.squares import Squares
+from keyhole.methods.lomo.update import Norms, Now, Tally
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import load
 
@@ -27,12 +26,12 @@ def test_the_order_of_gradients_changes_no_bit(name: str, method: type) -> None:
         pairs = list(zip(model.layout.tensors, drawn, strict=True))
         random.Random(seed).shuffle(pairs)
         for measures in (True, False):
-            opt.squares.zero_()
-            opt.norm, opt.step_count = None, 1
-            sink = NormSink(opt) if measures else opt
+            opt.update.tally.zero_()
+            opt.update.begin(Now(step=1))
+            sink = Norms(opt.update) if measures else opt.update
             for tensor, grad in pairs:
                 sink.gradient(tensor, tensor.param.data, grad)
-            norms[measures].add(float(opt.squares.total().sqrt()))
+            norms[measures].add(float(opt.update.tally.norm()))
     expected = float(torch.stack([grad.double().square().sum() for grad in drawn]).sum().sqrt())
     assert len(norms[True]) == len(norms[False]) == 1
     assert all(found == pytest.approx(expected, rel=1e-6) for one in norms.values() for found in one)
@@ -43,11 +42,11 @@ def test_places_of_chunks_and_pieces() -> None:
     from dataclasses import replace
 
     layout = load("llama").layout
-    squares = Squares(layout, torch.device("cpu"))
+    tally = Tally(layout, torch.device("cpu"))
     for tensor in layout.tensors:
         piece = replace(tensor, start=tensor.start + tensor.shape.numel() // 2)
-        squares.of(tensor).add_(1.0)
-        squares.of(piece).add_(1.0)
-    squares.extra.add_(3.0)
-    assert float(squares.total()) == 2 * len(layout.tensors) + 3
-    assert squares.sums[:-1].max() == 2.0
+        tally.squares_of(tensor).add_(1.0)
+        tally.squares_of(piece).add_(1.0)
+    tally.extra.add_(3.0)
+    assert float(tally.norm()) ** 2 == pytest.approx(2 * len(layout.tensors) + 3)
+    assert tally.sums[:-1].max() == 2.0

@@ -1,4 +1,4 @@
-"""Tables of several chunks of rows: clipping, AdaLOMO's factors and its norms are over the tensor, as published."""
+"""Tables of several chunks of rows: each is a matrix of its own to AdaLOMO, wherever it lies."""
 
 import math
 import random
@@ -9,10 +9,8 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.lomo.adalomo import AdaLOMO
-from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.adalomo import AdaLOMO, AdaLOMOUpdate
 from keyhole.model.structure import layout
-from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import close, weights
 from tests.methods.lomo.test_adalomo import adalomo_by_the_book
@@ -38,102 +36,64 @@ def batches(t: int) -> list[dict[str, torch.Tensor]]:
     return [batch(seed=10 * t + k, vocab=VOCABULARY) for k in range(2)]
 
 
-@in_every_run(lambda options, tied: tied == bool(options))
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"clip_value": 1e-3}, {"clip_group_norm": 0.02}, {"max_grad_norm": 0.1}], ids=str
-)
-def test_adalomo_has_one_set_of_factors_per_table(options: dict[str, float], tied: bool) -> None:
-    """Three steps by the published rule from torch's gradients, clipped in each way; the log has the norm unclipped."""
+def test_adalomo_has_factors_per_chunk(tied: bool) -> None:
+    """Three steps by the published rule from torch's gradients, each chunk a matrix of its own."""
     model, module, states = load(tied), load(tied).module, {}
-    opt = AdaLOMO(model, lr=0.01, weight_decay=0.1, weight_decay_on="all", **options)
+    opt = AdaLOMO(model, lr=0.01, weight_decay=0.1, weight_decay_on="all")
     for t in range(3):
         plain_loss(module, batches(t)).backward()
         params = dict(module.named_parameters())
-        norm = torch.nn.utils.clip_grad_norm_(params.values(), options.get("max_grad_norm", math.inf))
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf)
         for name, p in params.items():
-            if "clip_value" in options:
-                p.grad.clamp_(-1e-3, 1e-3)
-            if "clip_group_norm" in options:
-                torch.nn.utils.clip_grad_norm_(p, 0.02)
-            adalomo_by_the_book(p, states.setdefault(name, {}), t + 1, lr=0.01, weight_decay=0.1)
+            pieces = [slice(0, ROWS), slice(ROWS, None)] if p.shape[0] == VOCABULARY else [slice(None)]
+            for piece in pieces:
+                part = torch.nn.Parameter(p.data[piece])
+                part.grad = p.grad[piece]
+                adalomo_by_the_book(part, states.setdefault(f"{name}{piece}", {}), t + 1, lr=0.01, weight_decay=0.1)
             p.grad = None
         opt.step(batches(t))
         assert float(opt.metrics()["grad_norm"]) == pytest.approx(float(norm), rel=1e-4)
-    assert opt.moments["model.embed_tokens.weight"]["row"].shape == (VOCABULARY,)
+    assert opt.update.moments[f"model.embed_tokens.weight[0:{ROWS}]"]["row"].shape == (ROWS,)
     assert all(close(tensor, params[name].data, 1e-4) for name, tensor in weights(model).items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_clip_group_norm_is_of_the_tensor(tied: bool) -> None:
-    """Each tensor moves by what torch's clip_grad_norm_ on it alone leaves of its gradient."""
-    model, module = load(tied), load(tied).module
-    before = weights(model)
-    opt = LOMO(model, lr=1.0, clip_group_norm=0.02)
-    opt.step(batches(0))
-    plain_loss(module, batches(0)).backward()
-    for name, p in module.named_parameters():
-        torch.nn.utils.clip_grad_norm_(p, 0.02)
-        torch.testing.assert_close(before[name] - weights(model)[name], p.grad, rtol=1e-3, atol=1e-6)
-
-
-@in_every_run(lambda method, options, tied: tied == (method is AdaLOMO and bool(options)))
 @pytest.mark.parametrize("tied, dtype", [(False, "bfloat16"), (True, "float32")])
-@pytest.mark.parametrize(
-    "method, options", [(AdaLOMO, {}), (AdaLOMO, {"clip_group_norm": 0.02}), (LOMO, {"clip_group_norm": 0.02})]
-)
-def test_streamed_equals_resident(method: type, options: dict[str, float], tied: bool, dtype: str) -> None:
-    """To the bit, and each chunk is brought in as often as it is shown."""
+def test_streamed_equals_resident(tied: bool, dtype: str) -> None:
+    """To the bit, also where each chunk is brought in by itself."""
     resident = load(tied, dtype=dtype)
     found = []
     for model in (resident, streamed(load(tied, dtype=dtype), slot_count=2)):
-        opt = method(model, lr=0.01, **options)
+        opt = AdaLOMO(model, lr=0.01)
         losses = [float(opt.step(batches(t))) for t in range(3)]
         found.append((losses, weights(model)))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
 
 
-def test_a_gradient_that_is_not_finite_leaves_a_table_alone() -> None:
-    """Weights and moments of all its chunks, and the run stops."""
+def test_a_gradient_that_is_not_finite_leaves_a_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and moments, and the run stops."""
     model = load(tied=False)
-    opt, before = AdaLOMO(model, lr=0.01), weights(model)
-    survey, rule = opt.survey, opt._rule
-    spoil = lambda grad: grad.index_fill_(0, torch.tensor([3]), math.inf)  # noqa: E731
-    opt.survey = lambda tensor, w, grad, turn: survey(tensor, w, spoil(grad) if "[0:" in tensor.name else grad, turn)
-    opt._rule = lambda tensor, w, grad, *how: rule(tensor, w, spoil(grad) if "[0:" in tensor.name else grad, *how)
+    opt, before, rule = AdaLOMO(model, lr=0.01), weights(model), AdaLOMOUpdate.rule
+
+    def spoiled(self: AdaLOMOUpdate, tensor: Any, w: torch.Tensor, grad: torch.Tensor, *how: Any) -> None:
+        rule(self, tensor, w, grad.index_fill_(0, torch.tensor([3]), math.inf) if "[0:" in tensor.name else grad, *how)
+
+    monkeypatch.setattr(AdaLOMOUpdate, "rule", spoiled)
     opt.step(batches(0))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert torch.equal(home(model, name), before[name])
-        assert not opt.moments[name]["row"].any() and not opt.moments[name]["col"].any()
+        home = next(model.home(t) for t in model.layout.tensors if t.name == name)
+        assert torch.equal(home[:ROWS], before[name][:ROWS]) and not torch.equal(home[ROWS:], before[name][ROWS:])
+        assert not any(moment.any() for moment in opt.update.moments[f"{name}[0:{ROWS}]"].values())
     with pytest.raises(UserError, match="not finite"):
         opt.step(batches(1))
-
-
-def home(model: keyhole.Model, name: str) -> torch.Tensor:
-    return next(model.home(t) for t in model.layout.tensors if t.name == name)
-
-
-def test_moments_of_chunks_from_an_earlier_version_become_those_of_the_table() -> None:
-    """Row by row, and the weighted mean of columns: what the table would have had."""
-    opt = AdaLOMO(load(tied=False), lr=0.01)
-    square = torch.rand(VOCABULARY, 32)
-    parts = {f"[{a}:{b}]": square[a:b] for a, b in ((0, ROWS), (ROWS, VOCABULARY))}
-    state = {"step_count": 1, "seed": 0}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        state |= {f"{name}{at}/row": part.mean(1) for at, part in parts.items()}
-        state |= {f"{name}{at}/col": part.mean(0) for at, part in parts.items()}
-    opt.load_state_dict(state)
-    assert opt.moments.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
-    for moments in opt.moments.values():
-        torch.testing.assert_close(moments, {"row": square.mean(1), "col": square.mean(0)})
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_streamed_equals_resident_on_a_gpu(dtype: str) -> None:
-    """Chunks that come three times, streams delayed at random, freed slots poisoned."""
+    """Streams delayed at random, freed slots poisoned."""
     found = []
     for seed in range(3):
         engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}

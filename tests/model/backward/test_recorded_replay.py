@@ -82,7 +82,8 @@ def recording(method: Any, imitated: type[Imitated] = Imitated, keeps: bool = Fa
     """Has a method on a CPU record what it would record on a GPU. keeps: with its activations."""
     recorded = method.reverse.recorded = imitated(method, keeps)
     if isinstance(method, keyhole.LOMO):
-        method.numbers = None if method.waits else StepNumbers(method.model.device)
+        method.reads = method.waits
+        method.update.numbers = None if method.waits else StepNumbers(method.model.device)
     if isinstance(method, keyhole.LSP):
         method.updates.recorded, method.updates.numbers = recorded, StepNumbers(method.model.device)
     return recorded

@@ -1,0 +1,220 @@
+"""LOMO's update from one gradient: the sink (model/backward/sink.py) of its backward pass.
+
+The gradient of a linear layer is computed in one buffer for all layers, and one kernel (ops/sgd.py) decays, clips,
+updates, rounds, sums squares and checks for non-finite values. If there are two backward passes (exact clipping,
+float16), the first has a sink that only sums squares (`Norms`).
+
+What a pass adds up is a Tally. The squared norm of the whole gradient has bits that do not depend on the order in which
+gradients arrive:
+
+    ||g||^2 = sum over tensors t of s_t,        s_t = sum of the squares of t's gradient
+
+The order depends on how a backward pass runs (linear layers offer their products early, autograd delivers the others
+later, a recorded block hands over everything at its end), sums in float32 depend on their order, and exact clipping
+multiplies every gradient by a function of this sum. So each tensor, each chunk of a table and each expert has a place
+of its own (4 bytes, at a fixed address), and the places are summed in the order of the layout.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keyhole import ops
+from keyhole.methods.base import State
+from keyhole.methods.lomo.traits import LOMOConfig, LOMOSettings
+from keyhole.methods.shards import Piece
+from keyhole.methods.step_numbers import StepNumbers
+from keyhole.methods.weight_decay import weight_decay_of
+from keyhole.model.backward.sink import Sink, SinkPolicy
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.ranks import Ranks
+
+
+class Tally:
+    """What a backward pass adds up: squares of gradients, changed weights, and whether a value was not finite."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        starts = {tensor.start for tensor in layout.tensors}
+        starts |= {unit.start for unit in layout.units if unit.rows is not None}
+        starts |= {t.expert(e).start for t in layout.tensors for e in range(t.experts)}
+        self.starts = sorted(starts)
+        self.sums = torch.zeros(len(self.starts) + 1, device=device)
+        *self.places, self.extra = self.sums.unbind()  # extra: of parameters beside the model's
+        self.changed = torch.zeros((), dtype=torch.int64, device=device)
+        self.bad = torch.zeros((), dtype=torch.int32, device=device)
+
+    def squares_of(self, tensor: FlatTensor) -> torch.Tensor:
+        """The place to which the squares of this gradient, or of some of its elements, are added."""
+        return self.places[bisect_right(self.starts, tensor.start) - 1]
+
+    def norm(self) -> torch.Tensor:
+        return self.sums.sum().sqrt()
+
+    def zero_(self) -> None:
+        """`bad` stays: it says whether the weights are those of one step."""
+        self.sums.zero_()
+        self.changed.zero_()
+
+
+@dataclass
+class Now:
+    """One step, as its updates see it."""
+
+    lr: float = 0.0
+    step: int = 0
+    beta: float = 0.0  # decay of moments, for recorded updates
+    measures: bool = True  # this backward pass adds to the norm
+    received: set[str] = field(default_factory=set)  # tensors that had a gradient in it
+
+
+class Update(Sink):
+    """Gradient descent. A subclass has another rule, and its state. numbers: the device's copy of the step's numbers,
+    if updates may be recorded as CUDA graphs."""
+
+    policy = SinkPolicy(by_expert=True)
+    whole_tensors = False  # True: the rule needs a tensor's whole gradient, not only some of its elements
+    shares_matrices = False  # True: ranks can nevertheless update pieces of matrices (`apply_parts`)
+
+    def __init__(self, model: Model, own: LOMOSettings, numbers: StepNumbers | None, offers: bool) -> None:
+        self.model, self.own, self.numbers, self.now = model, own, numbers, Now()
+        self.decay = weight_decay_of(model.module, own)
+        self.groups = own.groups or []
+        self.clip_value = own.clip_value if isinstance(own, LOMOConfig) else None
+        self.tally = Tally(model.layout, model.device)
+        self.scale = torch.ones((), device=model.device)  # of gradients, at a fixed address
+        matrices = [t.matrix for u in model.layout.of_kind("block") for t in u.tensors if len(t.matrix) == 2]
+        largest = max((shape.numel() for shape in matrices), default=0) if offers or model.layout.experts else 0
+        self.buffer = torch.empty(largest, dtype=model.dtype, device=model.device)
+        self.compensation: dict[str, torch.Tensor] = {}  # rounding errors kept by Kahan summation
+
+    def begin(self, now: Now) -> None:
+        """Called before the backward pass whose gradients are applied."""
+        self.now = now
+        if self.numbers is not None:
+            self.numbers.set(now.lr, now.step, now.beta)
+
+    # -- Sink --------------------------------------------------------------------------------------------------------
+
+    @property
+    def update_key(self) -> Hashable | None:
+        fixed = not self.groups and self.own.rounding != "kahan"
+        return ("update", self.now.measures) if self.numbers is not None and fixed else None
+
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        self.now.received |= {tensor.name for tensor in tensors}
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        grad_OI = self.buffer[: w_OI.numel()].view(w_OI.shape)
+        torch.mm(dy_MO.t(), x_MI, out=grad_OI)
+        self.gradient(tensor, w_OI, grad_OI)
+        return True
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        """Updates one tensor; in a stack of experts, each expert as a matrix of its own."""
+        if tensor.experts and w.dim() == 3:
+            for e, met in enumerate(grad.flatten(1).any(dim=1).tolist()):
+                expert = tensor.expert(e)
+                if met or not self.unmet(expert):
+                    self.gradient(expert, w[e], grad[e])
+            return
+        self.apply(tensor, w, grad.contiguous(), self.tally)
+
+    def unmet(self, tensor: FlatTensor) -> bool:
+        """Leaves an expert without tokens unchanged, weights and state, unless its weights decay."""
+        return self.rates(tensor)[1] == 0
+
+    def finished(self, unit: Unit) -> bool:
+        """Reports that the unit's weights have changed."""
+        return True
+
+    # -- the rule ----------------------------------------------------------------------------------------------------
+
+    def apply(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, tally: Tally) -> None:
+        """Updates a tensor, or some of its elements, and adds to the tally."""
+        self.now.received.add(tensor.name)
+        lr, decay = self.rates(tensor)
+        self.rule(tensor, w, grad, lr, decay, self.rounding_of(tensor, w, tally))
+
+    def rule(
+        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, decay: float, how: dict[str, Any]
+    ) -> None:
+        """how: arguments of an op, about rounding and counting."""
+        rate: Any = lr
+        if self.numbers is not None and self.update_key is not None:
+            rate, how["step"] = self.numbers.lr, self.numbers.step
+        ops.sgd_update_(w, grad, lr=rate, weight_decay=decay, scale=self.scale, clip_value=self.clip_value, **how)
+
+    def apply_parts(self, pieces: list[Piece], ranks: Ranks, tally: Tally) -> None:
+        """Updates this rank's pieces of matrices, by sums over the ranks."""
+        raise NotImplementedError
+
+    def rounding_of(self, tensor: FlatTensor, w: torch.Tensor, tally: Tally) -> dict[str, Any]:
+        rounding = "nearest" if w.dtype == torch.float32 else self.own.rounding
+        if rounding == "kahan" and tensor.name not in self.compensation:
+            self.compensation[tensor.name] = torch.zeros_like(w)
+        return {
+            "rounding": rounding,
+            "compensation": self.compensation[tensor.name] if rounding == "kahan" else None,
+            "offset": tensor.start,
+            "seed": self.own.seed,
+            "step": self.now.step,
+            "sum_squares": tally.squares_of(tensor) if self.now.measures else None,
+            "bad": tally.bad,
+            "changed": tally.changed,
+        }
+
+    def rates(self, tensor: FlatTensor) -> tuple[float, float]:
+        """(learning rate, weight decay) of a tensor."""
+        lr, decay = self.now.lr, self.decay.of(tensor.param)
+        for group in self.groups:
+            if re.search(group["match"], tensor.name):
+                return lr * group.get("lr_scale", 1.0), group.get("weight_decay", decay)
+        return lr, decay
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        return {f"{name}/lost": tensor for name, tensor in self.compensation.items()}
+
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        self.compensation = by_tensor(state, {"lost"}, self.model.device).get("lost", {})
+
+
+def by_tensor(state: Mapping[str, Any], keys: set[str], device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
+    """Copies of the entries `name/key` of a state, by key and name."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name, value in state.items():
+        name, _, key = full_name.rpartition("/")
+        if key in keys:
+            found.setdefault(key, {})[name] = value.to(device, copy=True)
+    return found
+
+
+class Norms(Sink):
+    """The sink of the first of two backward passes: sums squares and changes nothing."""
+
+    policy = SinkPolicy(by_expert=True)
+
+    def __init__(self, update: Update) -> None:
+        self.update = update
+
+    @property
+    def update_key(self) -> Hashable | None:
+        return None if self.update.update_key is None else "norm"
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        grad_OI = self.update.buffer[: w_OI.numel()].view(w_OI.shape)
+        torch.mm(dy_MO.t(), x_MI, out=grad_OI)
+        self.gradient(tensor, w_OI, grad_OI)
+        return True
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        self.apply(tensor, w, grad.contiguous(), self.update.tally)
+
+    def apply(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, tally: Tally) -> None:
+        ops.sum_squares_(grad, tally.squares_of(tensor), self.update.scale, offset=tensor.start)
