@@ -6,8 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from keyhole.demo.report import COLOURS, cells, make_report, size
-from keyhole.demo.train import Result
-from keyhole.demo.train import Demo
+from keyhole.demo.train import Demo, Result
 
 ENVIRONMENT = {
     "versions": {"keyhole": "0.1.0", "torch": "2.13.0", "triton": None},

@@ -14,11 +14,10 @@ from keyhole import assets
 from keyhole.demo.budget import Squeezed
 from keyhole.demo.peak_memory import Peaks
 from keyhole.demo.run import run_demo
-from keyhole.demo.train import settings_of
+from keyhole.demo.train import Demo, settings_of
 from keyhole.errors import UserError
 from keyhole.eval.tasks import read_task
 from keyhole.methods import METHODS
-from keyhole.demo.train import Demo
 from tests.matrix import in_every_run
 
 

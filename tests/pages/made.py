@@ -13,10 +13,10 @@ from keyhole.compare.result import Result
 from keyhole.compare.table import Cell, zero_shot_cell
 from keyhole.demo.budget import Squeezed
 from keyhole.demo.report import make_report
+from keyhole.demo.train import Demo
 from keyhole.demo.train import Result as DemoResult
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.demo.train import Demo
 from keyhole.model.structure.skeleton import build
 from keyhole.plan import page as plan_page
 from keyhole.plan.profiles import PROFILES

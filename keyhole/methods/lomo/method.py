@@ -109,7 +109,8 @@ class LOMO(GradientMethod):
         self.step_count += 1
         update.begin(Now(self.lr, self.step_count, self._beta, measures=self.norm is None))
         try:
-            self._run(backward, update, factor, last=True)
+            with update.applying():
+                self._run(backward, update, factor, last=True)
         except BaseException:  # out of memory, an interrupt: updates made so far stay
             if update.now.received:
                 self.broken = Flags(update.tally.bad.fill_(1))

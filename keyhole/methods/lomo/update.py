@@ -18,6 +18,7 @@ of its own (4 bytes, at a fixed address), and the places are summed in the order
 import re
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,10 @@ class Update(Sink):
         self.now = now
         if self.numbers is not None:
             self.numbers.set(now.lr, now.step, now.beta)
+
+    def applying(self) -> AbstractContextManager[None]:
+        """A context for that backward pass."""
+        return nullcontext()
 
     # -- Sink --------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ On several ranks each has the whole state and makes the same update in its slot 
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.update import Update
 from keyhole.methods.muon.memory import adam_numel, check_host_state, is_matrix, page_numel, slot_count
 from keyhole.methods.muon.traits import MUON, MuonConfig
 from keyhole.methods.states import FORMATS, PLACES, StatePages
 from keyhole.model.backward.sink import chunk
-from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.structure.layout import FlatTensor, Unit
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -51,55 +53,33 @@ def newton_schulz(update_MN: torch.Tensor, coefficients: Sequence[float], steps:
     return x.T if tall else x
 
 
-class Muon(LOMO):
-    """LOMO whose matrices move along their orthogonalised momentum. `lr` may be changed between steps."""
+class MuonUpdate(Update):
+    """The rule with its state."""
 
-    row = MUON
-    settings: MuonConfig
-    waits = True  # its state must not include a step that is skipped
+    own: MuonConfig
+    whole_tensors = True
 
-    def _setup(self) -> None:
-        model, own = self.model, self.settings
-        if model.dtype == torch.float16:
-            raise UserError("dtype: muon has no use for float16, whose gradients underflow; use bfloat16")
-        super()._setup()
-        check_host_state(model.layout, set(), model.dtype.itemsize, loaded=True, own=own)
-        self.format = FORMATS[own.moments]
-        numels = {unit.index: page_numel(unit) for unit in model.layout.units}
-        self.pages = StatePages(numels, self.format, model.device, slot_count(model.layout))
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        layout = self.model.layout
+        check_host_state(layout, set(), self.model.dtype.itemsize, loaded=True, own=self.own)
+        self.format = FORMATS[self.own.moments]
+        numels = {unit.index: page_numel(unit) for unit in layout.units}
+        self.pages = StatePages(numels, self.format, self.model.device, slot_count(layout))
         self.updates: dict[str, int] = {}  # of a tensor; fewer than steps if it was frozen, or had no gradient
-        self.starts = [unit.start for unit in model.layout.units]
+        self.starts = [unit.start for unit in layout.units]
         self.second: dict[int, int] = {}  # by the start of a tensor with AdamW: where its second moment begins
-        for unit in model.layout.units:
+        for unit in layout.units:
             end = unit.numel
-            for tensor in self._trained_in(unit.index):
+            for tensor in trained_in(unit):
                 if not is_matrix(tensor):
                     self.second[tensor.start], end = end, end + adam_numel(tensor)
 
-    def _trained_in(self, unit: int) -> list[FlatTensor]:
-        found = self.model.layout.units[unit]
-        tensors = found.tensors
-        if found.expert is not None:
-            tensors = [found.tensors[0].expert(found.expert)]
-        elif found.rows is not None:
-            tensors = [chunk(found)]
-        return [tensor for tensor in tensors if tensor.param.requires_grad]
-
-    # -- the rule ----------------------------------------------------------------------------------------------------
-
-    @property
-    def whole_tensors(self) -> bool:
-        return True
-
-    def _adds_directly(self, w: torch.Tensor) -> bool:
-        return False
-
-    def _last_reverse(self, reverse: Any) -> None:
+    def applying(self) -> AbstractContextManager[None]:
         units = [unit for unit in self.model.layout.units if unit.index in self.pages.units]
         order = [u.index for u in reversed(units) if u.kind not in ("spine", "table")]
         order += [u.index for u in units if u.kind == "table"] + [u.index for u in units if u.kind == "spine"]
-        with self.pages.sweep(order):
-            super()._last_reverse(reverse)
+        return self.pages.sweep(order)
 
     def _state_of(self, tensor: FlatTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The first moment (or momentum) of a tensor on the device, and its second moment."""
@@ -109,51 +89,42 @@ class Muon(LOMO):
         v = None if second is None else page[second : second + numel].view(tensor.shape)
         return page[begin : begin + numel].view(tensor.shape), v
 
-    def _rule(
-        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
+    def rule(
+        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, decay: float, how: dict[str, Any]
     ) -> None:
-        how, own = self._rounding_of(tensor, w), self.settings
+        own = self.own
         if (total := how.pop("sum_squares")) is not None:  # of the unscaled gradient
-            ops.sum_squares_(grad, total, scale, self.bad, offset=tensor.start)
-        if own.clip_value is not None:
-            grad = grad.clamp(-own.clip_value, own.clip_value)
+            ops.sum_squares_(grad, total, self.scale, how["bad"], offset=tensor.start)
         m, v = self._state_of(tensor)
-        at = tensor.start + PLACES, own.seed, self.step_count
+        at = tensor.start + PLACES, own.seed, self.now.step
         if v is not None:
-            step, factor = self._adam(tensor.name, m, v, grad, at, scale), 1.0
+            step, factor = self._adam(tensor.name, m, v, grad, at), 1.0
         else:
-            self.format.lerp_(m, grad, 1 - own.momentum, at, scale)
-            update = grad.float() if scale is None else grad.float() * scale
-            update = update.lerp(m.float(), own.momentum) if own.nesterov else m.float()
+            self.format.lerp_(m, grad, 1 - own.momentum, at, self.scale)
+            update = (grad.float() * self.scale).lerp(m.float(), own.momentum) if own.nesterov else m.float()
             step = newton_schulz(update, own.ns_coefficients or COEFFICIENTS, own.ns_steps, own.ns_eps).contiguous()
             rows, columns = w.shape
             adamw = own.adjust_lr_fn == "match_rms_adamw"
             factor = 0.2 * max(rows, columns) ** 0.5 if adamw else max(1.0, rows / columns) ** 0.5
-        ops.sgd_update_(w, step, lr=lr * factor, weight_decay=weight_decay / factor, **how)
+        ops.sgd_update_(w, step, lr=lr * factor, weight_decay=decay / factor, **how)
 
     def _adam(
-        self, name: str, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, at: tuple[int, int, int], scale: Any
+        self, name: str, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, at: tuple[int, int, int]
     ) -> torch.Tensor:
         """AdamW's step for a tensor that is no matrix of a block."""
-        own, count = self.settings, self.updates.get(name, 0) + 1
+        own, count = self.own, self.updates.get(name, 0) + 1
         self.updates[name] = count
-        grad = grad.float() if scale is None else grad.float() * scale
+        grad = grad.float() * self.scale
         self.format.lerp_(m, grad, 1 - own.beta1, at)
         self.format.lerp_(v, grad.square(), 1 - own.beta2, (at[0] + PLACES, *at[1:]))
         root = v.float().sqrt().div_((1 - own.beta2**count) ** 0.5).add_(own.eps)
         return (m.float() / root).div_(1 - own.beta1**count)
 
-    def finished(self, unit: Any) -> bool:
+    def finished(self, unit: Unit) -> bool:
         self.pages.release(unit.index)
         return super().finished(unit)
 
     # -- state -------------------------------------------------------------------------------------------------------
-
-    def describe(self) -> list[str]:
-        """Lines for the start block."""
-        gib, bits = self.pages.bytes / 2**30, 8 * self.format.dtype.itemsize
-        state = f"muon: {gib:.2f} GiB of state in host memory, {bits} bits a number, on its way with each unit"
-        return [state, *super().describe()]
 
     def _views(self) -> dict[str, torch.Tensor]:
         """The state by tensor (a chunk of a table is one of its own), as views of host memory."""
@@ -161,7 +132,7 @@ class Muon(LOMO):
         found: dict[str, torch.Tensor] = {}
         for unit in self.model.layout.units:
             home = self.pages.homes[unit.index]
-            for tensor in self._trained_in(unit.index):
+            for tensor in trained_in(unit):
                 begin, numel, second = tensor.start - unit.start, tensor.shape.numel(), self.second.get(tensor.start)
                 key = "momentum_buffer" if second is None else "exp_avg"
                 found[f"{tensor.name}/{key}"] = home[begin : begin + numel].view(tensor.shape)
@@ -169,14 +140,44 @@ class Muon(LOMO):
                     found[f"{tensor.name}/exp_avg_sq"] = home[second : second + numel].view(tensor.shape)
         return found
 
-    def _state(self) -> State:
+    def state(self) -> State:
         counts = {f"{name}/updates": count for name, count in self.updates.items()}
-        return super()._state() | self._views() | counts
+        return super().state() | self._views() | counts
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        super()._load(state)
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        super().load(state, step)
         for name, home in self._views().items():
             home.copy_(state[name])
         self.pages.engine.invalidate()
         names = [name for name in state if name.endswith("/updates")]
         self.updates = {name.removesuffix("/updates"): int(state[name]) for name in names}
+
+
+def trained_in(unit: Unit) -> list[FlatTensor]:
+    """The trained tensors of a unit, as their gradients are handed over."""
+    tensors = unit.tensors
+    if unit.expert is not None:
+        tensors = [unit.tensors[0].expert(unit.expert)]
+    elif unit.rows is not None:
+        tensors = [chunk(unit)]
+    return [tensor for tensor in tensors if tensor.param.requires_grad]
+
+
+class Muon(LOMO):
+    """LOMO whose matrices move along their orthogonalised momentum. `lr` may be changed between steps."""
+
+    row = MUON
+    update: MuonUpdate
+    rule = MuonUpdate
+    waits = True  # its state must not include a step that is skipped
+
+    def _setup(self) -> None:
+        if self.model.dtype == torch.float16:
+            raise UserError("dtype: muon has no use for float16, whose gradients underflow; use bfloat16")
+        super()._setup()
+
+    def describe(self) -> list[str]:
+        """Lines for the start block."""
+        pages, form = self.update.pages, self.update.format
+        state = f"muon: {pages.bytes / 2**30:.2f} GiB of state in host memory, {8 * form.dtype.itemsize} bits a number"
+        return [f"{state}, on its way with each unit", *super().describe()]

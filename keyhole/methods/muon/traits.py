@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from keyhole.limits import BelowOne, Count, Positive
-from keyhole.methods.lomo.traits import LOMO, LOMOConfig
+from keyhole.methods.lomo.traits import LOMO, LOMOSettings
 from keyhole.methods.settings import AdamSettings, Around, Fault
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonConfig(AdamSettings, LOMOConfig):
+class MuonConfig(AdamSettings, LOMOSettings):
     """Muon: orthogonalised momentum for matrices, AdamW for the rest; 16-bit state in host memory. Streams."""
 
     momentum: BelowOne = 0.95

@@ -88,7 +88,7 @@ def test_streamed_equals_resident(name: str, dtype: str, moments: str, clip: flo
     expected, held = train(Muon(resident, LR, **how), 3), weights(resident)
     for model in others:
         opt = Muon(model, LR, **how)
-        assert train(opt, 3) == expected and not opt.pages.engine.held
+        assert train(opt, 3) == expected and not opt.update.pages.engine.held
         assert all(torch.equal(tensor, weights(model)[key]) for key, tensor in held.items())
 
 
@@ -133,8 +133,8 @@ def test_state_is_two_bytes_per_element_of_a_matrix(monkeypatch: pytest.MonkeyPa
     opt = Muon(load(), LR)
     numel = sum(tensor.shape.numel() for tensor in opt.model.layout.tensors if is_matrix(tensor))
     rest = sum(unit.numel for unit in opt.model.layout.units) - numel
-    assert opt.pages.bytes == host_state_bytes(opt.model.layout, MuonConfig())
-    assert 2 * numel + 4 * rest <= opt.pages.bytes < 2 * numel + 4 * rest + 4000
+    assert opt.update.pages.bytes == host_state_bytes(opt.model.layout, MuonConfig())
+    assert 2 * numel + 4 * rest <= opt.update.pages.bytes < 2 * numel + 4 * rest + 4000
     monkeypatch.setattr("keyhole.methods.muon.memory.host_memory", lambda: HostMemory(2**33, 100, None))
     with pytest.raises(UserError, match=r"muon keeps .*moments=bfloat16"):
         Muon(load(), LR)
