@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -70,12 +69,12 @@ def test_every_method_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.usefixtures("few_questions")
 def test_a_new_method_appears_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever joins the table is run, with the settings of its row."""
-    table = {"sgd": METHODS["sgd"], "newcomer": replace(METHODS["sgd"], demo=Demo(lr=0.125))}
+    """Whatever joins the table is run, with the demo's defaults where methods.yaml has none of its own."""
+    table = {"sgd": METHODS["sgd"], "newcomer": METHODS["sgd"]}
     for module in ("run", "train", "budget"):
         monkeypatch.setattr(f"keyhole.demo.{module}.METHODS", table)
     results = run_demo(tmp_path, steps=1, device="cpu")
-    assert results[-1].method == "newcomer" and results[-1].settings.lr == 0.125
+    assert results[-1].method == "newcomer" and results[-1].settings == Demo(steps=1)
 
 
 @pytest.mark.usefixtures("few_questions")
