@@ -130,7 +130,5 @@ REMOVED = {
     for row in METHODS.values()
     for name in (each.name for each in dataclasses.fields(row.settings) if each.metadata.get("python"))
 } | {f"offload.{name}": LOAD.format(name=name) for name in ("overlap", "reuse_slots", "gather")}
-for _name in ("lomo", "adalomo", "lomo_lora", "apollo_mini"):
-    REMOVED[f"{_name}.grad_norm"] = "the norm is always measured; leave it out"
-    REMOVED[f"{_name}.clip_group_norm"] = "use max_grad_norm, which clips by the norm of the whole gradient"
+REMOVED |= {f"{row.section}.{name}": why for row in METHODS.values() for name, why in row.settings.gone.items()}
 """Keys of earlier versions that are gone, and what to do instead."""

@@ -13,7 +13,7 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from keyhole.errors import UserError
 from keyhole.limits import BelowOne, NotNegative, Positive, Seed, describe, fits
@@ -56,6 +56,9 @@ class Advice:
 @dataclass(frozen=True, kw_only=True)
 class MethodSettings:
     """Settings that all methods have."""
+
+    gone: ClassVar[dict[str, str]] = {}
+    """Keys of earlier versions in the method's section, and what to do instead."""
 
     weight_decay: NotNegative = 0.0
     weight_decay_on: Literal["matrices", "all"] = "matrices"

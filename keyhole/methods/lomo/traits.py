@@ -11,8 +11,12 @@ from keyhole.methods.traits import Traits
 
 @dataclass(frozen=True, kw_only=True)
 class LOMOSettings(MethodSettings):
-    """Settings of all methods here, and of apollo-mini."""
+    """Settings of all methods here, of apollo-mini and of muon."""
 
+    gone = {
+        "grad_norm": "the norm is always measured; leave it out",
+        "clip_group_norm": "use max_grad_norm, which clips by the norm of the whole gradient",
+    }
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
     activations: Literal["none", "block", "host", "auto"] = "block"
     compile: bool | str = False
