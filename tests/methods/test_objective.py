@@ -29,6 +29,7 @@ OWN: dict[str, dict[str, Any]] = {  # settings for a model of width 32
     "lomo-lora": {"r": 4, "max_grad_norm": 0.5},
     "lsp": {"d": 16, "r": 4, "check_freq": 2, "alpha": 0.05, "eps": EPS},
     "adam-offload": {"eps": EPS},
+    "muon": {"eps": EPS, "moments": "float32"},
     "apollo-mini": {"eps": EPS},
     "adamw": {"eps": EPS},
     "galore": {"rank": 4, "eps": EPS},
@@ -149,7 +150,7 @@ def test_equals_plain_torch(name: str, decoder: str) -> None:
     found = trained(ours)
     for key, tensor in trained(theirs).items():
         off = float((found[key] - tensor).norm() / tensor.norm().clamp(min=0.1))
-        assert off <= 1e-6, f"{key}: {off:.1e}"
+        assert off <= (1e-3 if name == "muon" else 1e-6), f"{key}: {off:.1e}"  # Newton-Schulz is in bfloat16
 
 
 @in_every_run(lambda name: name in ("zo", "lomo", "lora"))

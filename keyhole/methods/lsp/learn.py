@@ -33,7 +33,7 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.lsp.fit import Gradient, bias, fit, norm_squared, transfer_moments
 from keyhole.methods.lsp.target import Target
-from keyhole.methods.lsp.traits import OURS, LearningRule
+from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.model.backward.sink import Sink, SinkPolicy
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -55,29 +55,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Learning:
-    """The settings of a run for drawing, checking and fitting projectors."""
+    """Draws the projectors of a run, and says when they are checked."""
 
-    d: int
-    r: int
-    alpha: float
-    check_freq: int
-    check_share: float
-    fit_steps: int
-    seed: int
+    own: LSPConfig
     device: torch.device
-    rule: LearningRule = OURS
 
     def is_due(self, step_count: int) -> bool:
         """Whether there is a check before the next update."""
-        since = step_count - self.rule.first_check
-        return since >= 0 and since % self.check_freq == 0
+        since = step_count - self.own.rule.first_check
+        return self.own.learn and since >= 0 and since % self.own.check_freq == 0
 
     def draw(self, target: Target) -> tuple[Projector, Projector]:
         """Newly drawn projectors for a matrix."""
-        return target.draw(self.d, self.r, self.seed, self.device)
-
-    def fitted(self, grads: list[Gradient], p: Projector, q: Projector) -> tuple[Projector, Projector]:
-        return fit(grads, p, q, steps=self.fit_steps, alpha=self.alpha)
+        return target.draw(self.own.d, self.own.r, self.own.seed, self.device)
 
     def restore(self, target: Target, state: Mapping[str, Any]) -> None:
         """Restores projectors from a checkpoint: positions are drawn again, numbers are loaded."""
@@ -103,15 +93,16 @@ class Check(Sink):
     policy = SinkPolicy(accumulates=True, by_factors=True)
 
     def __init__(self, learning: Learning, targets: dict[int, Target], step_count: int, moments_of: MomentsOf) -> None:
-        self.learning, self.targets, self.moments_of = learning, targets, moments_of
+        self.learning, self.own, self.rule = learning, learning.own, learning.own.rule
+        self.targets, self.moments_of = targets, moments_of
         self.positions = 0  # of the sample; 0: unknown
         self.places: list[int] = []  # those of them that are not padding
         self.found: dict[str, float] = {}
         self.biases: dict[str, float] = {}
         matrices = [start for start, target in targets.items() if target.p is not None]
         if step_count:
-            count = math.ceil(learning.check_share * len(matrices))
-            matrices = random.Random(f"{learning.seed} {step_count}").sample(matrices, count)
+            count = math.ceil(self.rule.check_share * len(matrices))
+            matrices = random.Random(f"{self.own.seed} {step_count}").sample(matrices, count)
         self.wanted = set(matrices)
 
     def know(self, sample: DeviceBatch) -> None:
@@ -124,7 +115,7 @@ class Check(Sink):
         """Uses the first micro-batch as the sample."""
         if tensor.start in self.wanted:
             places = self.places if self.places and len(dy_MO) == self.positions else range(len(dy_MO))
-            self._check(tensor, slices_of(dy_MO.detach(), x_MI.detach(), self.learning.rule.slices, places))
+            self._check(tensor, slices_of(dy_MO.detach(), x_MI.detach(), self.rule.slices, places))
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
@@ -145,18 +136,22 @@ class Check(Sink):
 
     def _consider(self, target: Target, grads: list[Gradient]) -> Verdict:
         """Fits the target's first projectors, or new ones if its own are no longer good. Changes nothing."""
-        learning, rule = self.learning, self.learning.rule
-        if is_first(target, rule):
-            p, q = learning.fitted(grads, *target.pair)
+        how: dict[str, Any] = {"steps": self.own.fit_steps, "alpha": self.own.alpha}
+        if self._is_first(target):
+            p, q = fit(grads, *target.pair, **how)
             return Verdict(None, mean_bias(grads, p, q), (p, q))
         before = mean_bias(grads, *target.pair)
-        if before <= learning.alpha:
+        if before <= self.own.alpha:
             return Verdict(before, before)
-        p, q = learning.fitted(grads, *learning.draw(target))
+        p, q = fit(grads, *self.learning.draw(target), **how)
         after = mean_bias(grads, p, q)
-        if rule.only_better and not after < before:
+        if self.rule.only_better and not after < before:
             return Verdict(before, before)
         return Verdict(before, after, (p, q))
+
+    def _is_first(self, target: Target) -> bool:
+        """Whether the target's projectors are not fitted yet: positions stay, and there are no moments yet."""
+        return target.generation == 0 and self.rule.first_check == 0
 
     def _decided(self, target: Target, verdict: Verdict) -> None:
         """Records biases, and gives the target its new projectors; transfers its moments."""
@@ -164,7 +159,7 @@ class Check(Sink):
             self.found[target.name] = verdict.found
         self.biases[target.name] = verdict.bias
         if verdict.taken is not None:
-            if not is_first(target, self.learning.rule):
+            if not self._is_first(target):
                 self._carry_moments(target, *verdict.taken)
             target.take(*verdict.taken)
 
@@ -186,11 +181,6 @@ def slices_of(dy_MO: torch.Tensor, x_MI: torch.Tensor, count: int, places: Seque
     firsts = range(0, len(places) - each + 1, each)[:count]
     ends = [(places[i], places[i + each - 1] + 1) for i in firsts]
     return [(dy_MO[begin:end], x_MI[begin:end]) for begin, end in ends]
-
-
-def is_first(target: Target, rule: LearningRule) -> bool:
-    """Whether the target's projectors are not fitted yet: positions stay, and there are no moments yet."""
-    return target.generation == 0 and rule.first_check == 0
 
 
 def mean_bias(grads: list[Gradient], p: Projector, q: Projector) -> float:

@@ -33,7 +33,7 @@ all but a few ms, and the step takes the device's own 0.35 s.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -41,12 +41,14 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.launches import of_updates, of_updates_away
-from keyhole.methods.lsp.traits import RULES, LSPConfig
+from keyhole.methods.lsp.target import Targets
+from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
 from keyhole.methods.workload import Formulas, Room, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
+from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout, Unit
 
 SLOTS = 2  # units whose steps are being uploaded
@@ -144,15 +146,40 @@ def choose_units(numbers: Numbers, optimizer_on: str, clips: bool, left_bytes: i
     return chosen
 
 
+def place_moments(model: Model, targets: Targets, own: LSPConfig) -> set[int]:
+    """Units whose moments are on the device: by the setting, or as the budget allows. Updates the plan."""
+    optimizer_on, clips = own.optimizer_on, own.max_grad_norm is not None
+    groups = {unit: group_of(model.layout.units[unit]) for unit in targets}
+    numels = {unit: sum(target.numel for target in members) for unit, members in targets.items()}
+    numbers = Numbers(numels, groups, ranks=model.ranks.size if model.sharded else 1)
+    if model.placed is None:
+        return choose_units(numbers, optimizer_on, clips, None)
+    planned, limit = model.placed.device_bytes, model.placed.limit_bytes
+    taken = planned.without_state if isinstance(planned, LSPBytes) else planned.total
+    numbers = replace(numbers, projector_bytes=_projector_bytes(targets))
+    chosen = choose_units(numbers, optimizer_on, clips, None if limit is None else limit - taken)
+    if model.sharded:  # all ranks must update a unit at the same time
+        chosen = chosen.intersection(*model.ranks.objects(chosen))
+    if isinstance(planned, LSPBytes):
+        moments, buffers = numbers.state(chosen, clips)
+        model.placed.device_bytes = replace(planned, moments=moments, buffers=buffers)
+    return chosen
+
+
+def _projector_bytes(targets: Targets) -> int:
+    found = [target for members in targets.values() for target in members if target.p is not None]
+    return sum(4 * side.values_Rr.numel() for target in found for side in target.pair)
+
+
 def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:
     """Bytes while the projectors of the largest matrix are fitted."""
     sides = [t.shape for unit in layout.of_kind("block") for t in unit.tensors if len(t.shape) == 2]
     longest = max((max(shape) for shape in sides), default=0)
     if not own.learn or longest <= own.d:
         return 0
-    rule = RULES[own.preset]
+    rule = own.rule
     part = 4 * -(-tokens // rule.slices) * max(sum(shape) for shape in sides)
-    return (16 * own.d * longest + part) * (1 if (rule.kind or own.kind) == "blocks" else 3)
+    return (16 * own.d * longest + part) * (1 if rule.kind == "blocks" else 3)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:

@@ -39,17 +39,18 @@ import torch
 
 from keyhole.disk.tensors import Ranges, range_of
 from keyhole.errors import UserError
+from keyhole.machine.sizes import GIB
 from keyhole.methods import shards
 from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lsp.adam import MOMENTS
 from keyhole.methods.lsp.learn import Check, Learning
-from keyhole.methods.lsp.setup import describe_targets, find_targets, place_moments
+from keyhole.methods.lsp.memory import place_moments
 from keyhole.methods.lsp.shards import SharedCheck, SharedUpdates
-from keyhole.methods.lsp.target import Target
+from keyhole.methods.lsp.target import Target, find_targets
 from keyhole.methods.lsp.traits import LSP as ROW
-from keyhole.methods.lsp.traits import RULES, LSPConfig
-from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
+from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch, DeviceBatch
@@ -69,19 +70,12 @@ class LSP(Method):
             raise UserError("dtype: lsp has no loss scaling, and float16 gradients underflow without; use bfloat16")
         if model.sharded:
             shards.check(own)
-        rule = RULES[own.preset]
-        share = own.check_share if rule.check_share is None else rule.check_share
-        often: dict[str, Any] = {"check_freq": own.check_freq, "check_share": share, "fit_steps": own.fit_steps}
-        self.learning = Learning(own.d, own.r, own.alpha, **often, seed=own.seed, device=model.device, rule=rule)
-        self.units = find_targets(model, self.learning, rule.kind or own.kind, own.others)
+        self.learning = Learning(own, model.device)
+        self.units = find_targets(model, own)
         self.targets = {target.tensor.start: target for members in self.units.values() for target in members}
         self.reverse = Reverse(model, activations=own.activations, compiled=own.compile)
         self.dropout = ModelDropout(model, own.seed, own.model_dropout)
-        adam = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
-        on_device = place_moments(model, self.units, own.optimizer_on, own.max_grad_norm is not None)
-        decay = weight_decay_of(model.module, own)
-        update_rule = UpdateRule(adam, decay, own.max_grad_norm, own.rounding, own.seed)
-        asked = model, self.units, on_device, update_rule, own.threads
+        asked = model, self.units, place_moments(model, self.units, own), own, weight_decay_of(model.module, own)
         self.updates = SharedUpdates(*asked) if model.sharded else SubspaceUpdates(*asked, self.reverse.recorded)
         self.step_count, self.learn_s = 0, 0.0
         self.check: Check | None = None  # of this step, and its seconds
@@ -101,7 +95,7 @@ class LSP(Method):
             judge = shards.first_rank(self.model, batch)
         else:
             batches = self.model.to_device(batch)
-        checks = self.settings.learn and self.learning.is_due(self.step_count)
+        checks = self.learning.is_due(self.step_count)
         self.check, updates = None, self.updates
         updates.check()
         if checks:
@@ -125,7 +119,7 @@ class LSP(Method):
         self.reverse.check_loss(loss)
         self._flush()
         self.check = None
-        checks = self.settings.learn and self.learning.is_due(self.step_count)
+        checks = self.learning.is_due(self.step_count)
         self._update(lambda sink, last: self.reverse.walk(loss, sink, last, in_chunks=True), checks)
         self._flush()
 
@@ -205,7 +199,7 @@ class LSP(Method):
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
-        return describe_targets(list(self.targets.values()), self.learning, self.updates) + self.dropout.describe()
+        return describe_targets(list(self.targets.values()), self.settings, self.updates) + self.dropout.describe()
 
     def _state(self) -> dict[str, Any]:
         """Flushes. Saves the numbers of projectors; their positions are drawn again from the seed."""
@@ -266,3 +260,42 @@ def _end(host: Any, engine: Any, arrival: Any) -> None:
         host.close()
     if arrival is not None and engine.arrival is arrival:  # not that of a later method
         engine.arrival = None
+
+
+def describe_targets(targets: list[Target], own: LSPConfig, updates: SubspaceUpdates) -> list[str]:
+    """Lines for the start block: the decisions made."""
+    compressed = [target for target in targets if target.p is not None]
+    plain = [target for target in targets if target.p is None]
+    before = sum(target.tensor.shape.numel() for target in compressed)
+    after = sum(target.numel for target in compressed)
+    d, kind = own.d, compressed[0].kind if compressed else "none"
+    scale = "scaled to AdamW's rates" if own.rule.scaled else "not scaled, as in the paper"
+    lines = [
+        f"lsp: {len(compressed)} matrices through ({d}, {own.r})-sparse projectors ({kind}): {before:,} weights "
+        f"seen as {after:,}; steps {scale}; {_describe_moments(updates)}"
+    ]
+    clamped = [target for target in compressed if min(target.tensor.shape) <= d]
+    clamped += [target for target in plain if target.tensor.block is not None and len(target.tensor.shape) == 2]
+    if clamped:
+        lines.append(f"lsp: d = {d} is more than a side of {len(clamped)} matrices has: nothing is lost there")
+    stacks = [target for target in plain if len(target.tensor.shape) > 2]
+    if stacks:
+        lines.append(f"lsp: {len(stacks)} stacks of matrices (experts) are trained by plain Adam, not compressed")
+    frozen = [t.name for t in updates.model.layout.tensors if not t.param.requires_grad]
+    lines += [f"lsp: not trained: {_names(frozen)}"] if frozen else []
+    return lines + ([f"lsp: by plain Adam: {_names([target.name for target in plain])}"] if plain else [])
+
+
+def _describe_moments(updates: SubspaceUpdates) -> str:
+    on_device = sum(updates.device.lengths.values())
+    on_host = 0 if updates.host is None else sum(updates.host.lengths.values())
+    places = [f"{8 * on_device / GIB:.2f} GiB in device memory"] if on_device else []
+    places += [f"{8 * on_host / GIB:.2f} GiB in host memory, updated by the CPU"] if on_host else []
+    units = updates.model.layout.units
+    first = [units[unit].name for unit in updates.lengths if unit not in updates.device.lengths]
+    return f"Adam's moments: {' and '.join(places)}" + (f" (from {first[0]} on)" if on_device and on_host else "")
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

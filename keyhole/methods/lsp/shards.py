@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
-from keyhole.methods.lsp.learn import Check, Learning, Moments, Verdict, is_first
+from keyhole.methods.lsp.learn import Check, Learning, Moments, Verdict
 from keyhole.methods.lsp.target import Share, Target, Targets, view_in
-from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
+from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.methods.shards import of_any_rank
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.homes import view
@@ -34,11 +36,10 @@ from keyhole.ops.lsp.projector import Projector
 class SharedUpdates(SubspaceUpdates):
     """The optimizer, of which this rank has a part."""
 
-    def __init__(
-        self, model: Model, units: Targets, on_device: set[int], rule: UpdateRule, threads: int | None
-    ) -> None:
+    def __init__(self, model: Model, units: Targets, on_device: set[int], own: LSPConfig, decay: WeightDecay) -> None:
         self.ranks = model.ranks
-        super().__init__(model, units, on_device, rule, threads, share=Share(model.ranks.rank, model.ranks.size))
+        share = Share(model.ranks.rank, model.ranks.size)
+        super().__init__(model, units, on_device, own, decay, share=share)
         self.steps = torch.empty(max(self.lengths.values()), device=model.device)  # of one unit, from all ranks
 
     def buffer(self, unit: int) -> torch.Tensor:
@@ -163,7 +164,7 @@ class SharedCheck(Check):
     def _received(self, target: Target, found: float | None, bias: float, values: Any) -> Verdict:
         if values is None:
             return Verdict(found, bias)
-        drawn = target.pair if is_first(target, self.learning.rule) else self.learning.draw(target)
+        drawn = target.pair if self._is_first(target) else self.learning.draw(target)
         p, q = (side.with_values(new.to(self.learning.device)) for side, new in zip(drawn, values, strict=True))
         return Verdict(found, bias, (p, q))
 

@@ -16,7 +16,9 @@ direction). scale is its inverse,
 
 and 1 for identities, in which case this is AdamW. The paper has no scale: lsp.preset=paper always sets it to 1.
 
-A side of the matrix that is not longer than d has the identity as its projector: nothing is lost there.
+A side of the matrix that is not longer than d has the identity as its projector: nothing is lost there. If others is
+frozen, plain tensors are not trained at all, but for matrices with both sides <= d, for which the subspace is the whole
+space.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,11 @@ from typing import Any
 import torch
 
 from keyhole import ops
+from keyhole.errors import UserError
 from keyhole.methods.lsp.fit import compressed
+from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.model.backward.sink import chunk
+from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.arguments import Number
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
@@ -196,3 +202,25 @@ def assign_places(targets: Targets, share: Share = ALL) -> dict[int, int]:
 def view_in(flat: torch.Tensor, target: Target) -> torch.Tensor:
     """The target's slice of a buffer of its unit."""
     return flat[target.begin : target.begin + target.numel].view(target.shape)
+
+
+def find_targets(model: Model, own: LSPConfig) -> Targets:
+    """All trained tensors, by unit. Freezes the rest."""
+    found: Targets = {}
+    for unit in model.layout.units:
+        tensors = [chunk(unit)] if unit.rows is not None else unit.tensors
+        tensors = [tensor for tensor in tensors if tensor.param.requires_grad]
+        members = [Target(tensor, unit.index, own.rule.kind, own.rule.scaled) for tensor in tensors]
+        for target in list(members):
+            matrix = unit.kind == "block" and len(target.tensor.shape) == 2
+            if matrix and not is_plain(target.tensor.shape, own.d):
+                target.p, target.q = target.draw(own.d, own.r, own.seed, model.device)
+                target.rescale()
+            elif not matrix and own.others == "frozen":
+                target.tensor.param.requires_grad_(False)
+                members.remove(target)
+        if members:
+            found[unit.index] = members
+    if not any(target.p is not None or len(target.tensor.shape) == 2 for group in found.values() for target in group):
+        raise UserError("lsp: no matrix of a block is trained; unfreeze some, or use method=adamw")
+    return found

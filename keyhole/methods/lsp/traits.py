@@ -1,7 +1,7 @@
 """Settings and row of `lsp`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from keyhole.limits import Count, Limit, Positive, Threads
@@ -13,10 +13,10 @@ from keyhole.methods.traits import Traits
 class LearningRule:
     """The points in which our way of learning projectors differs from the paper's (LSP-Offload, Algorithm 1)."""
 
-    kind: str | None = None
-    """Kind of projectors; None: lsp.kind."""
-    check_share: float | None = None
-    """Share of the matrices that a check measures; None: lsp.check_share."""
+    kind: str = "blocks"
+    """Kind of projectors."""
+    check_share: float = 0.25
+    """Share of the matrices that a check measures, drawn anew each time."""
     scaled: bool = True
     """Steps are scaled, so that a rate means the same as for AdamW (target.py)."""
     slices: int = 4
@@ -27,9 +27,10 @@ class LearningRule:
     """New projectors are used only if their bias is lower."""
 
 
-OURS = LearningRule()
-PAPER = LearningRule("free", 1.0, scaled=False, slices=1, first_check=1, only_better=False)
-RULES = {"default": OURS, "paper": PAPER}
+RULES = {
+    "default": LearningRule(),
+    "paper": LearningRule("free", 1.0, scaled=False, slices=1, first_check=1, only_better=False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +43,32 @@ class LSPConfig(AdamSettings):
     """Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is not projected."""
     r: Count = 4
     """Numbers per row of a projector; at most d."""
-    kind: Literal["blocks", "free"] = "blocks"
-    """Positions of these numbers: orthonormal blocks (fitted in closed form), or free, anywhere in a row (paper)."""
     alpha: Positive = 0.5
     """A matrix gets new projectors when a check finds the bias of its compressed gradient above this (0 is perfect)."""
     check_freq: Count = 1000
     """Steps between two checks; the first step fits all projectors."""
-    check_share: Annotated[float, Limit(0, 1, above=True)] = python(0.25)
-    """Share of the matrices that a check measures, drawn anew each time."""
     fit_steps: Count = 50
-    """Maximum number of Adam steps to fit projectors of kind free: the paper's Timeout."""
-    learn: bool = python(True)
-    """Fit projectors to gradients; false = keep the random ones (baseline)."""
+    """Maximum number of Adam steps to fit the projectors of preset paper: its Timeout."""
     others: Literal["adam", "frozen"] = "adam"
     """Tensors that are not matrices of a block (embeddings, head, vectors): trained by plain Adam, or frozen."""
     optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
     """Where Adam's moments are stored and updated; auto = on the GPU as far as gpu_memory allows, embedding and first layers first, the rest on the CPU."""  # noqa: E501
     threads: Threads | None = None
+    kind: Literal["blocks", "free"] | None = python(None)
+    """Positions of a projector's numbers: orthonormal blocks, or anywhere in a row; None: the preset's."""
+    check_share: Annotated[float, Limit(0, 1, above=True)] | None = python(None)
+    """Share of the matrices that a check measures; None: the preset's."""
+    learn: bool = python(True)
+    """Fit projectors to gradients; False: keep the random ones (baseline)."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     activations: Literal["block", "host", "auto"] = "block"
     compile: bool | str = False
+
+    @property
+    def rule(self) -> LearningRule:
+        """How projectors are learned."""
+        found = RULES[self.preset]
+        return replace(found, kind=self.kind or found.kind, check_share=self.check_share or found.check_share)
 
     def exchanged(self, width: float) -> float:
         return 4.0 * min(1.0, LSPConfig.d / width) ** 2  # 8 bytes per number, d x d of width x width

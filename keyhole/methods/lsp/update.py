@@ -28,6 +28,7 @@ from keyhole.methods.lsp.host import DecidingNorm, HostAdam
 from keyhole.methods.lsp.memory import group_of
 from keyhole.methods.lsp.sink import GradientBuffers, GradientSink, LSPStep
 from keyhole.methods.lsp.target import ALL, Share, Target, Targets, assign_places, view_in
+from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.backward.recorded import RecordedBlocks
@@ -36,17 +37,6 @@ from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.homes import view
 from keyhole.ops.arguments import Number
 from keyhole.ops.lsp.blocks import is_one_stage
-
-
-@dataclass(frozen=True)
-class UpdateRule:
-    """Settings shared by all updates of a run. adam: beta1, beta2 and eps."""
-
-    adam: dict[str, float]
-    weight_decay: WeightDecay
-    max_grad_norm: float | None
-    rounding: str
-    seed: int
 
 
 @dataclass
@@ -58,20 +48,21 @@ class OwedUpdate:
 
 
 class SubspaceUpdates(GradientSink):
-    """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: for updates on the CPU;
-    share: this rank's part of the moments (shards.py)."""
+    """The optimizer of all targets, by unit. on_device: units whose moments are there; share: this rank's part of the
+    moments (shards.py)."""
 
     def __init__(
         self,
         model: Model,
         units: Targets,
         on_device: set[int],
-        rule: UpdateRule,
-        threads: int | None = None,
+        own: LSPConfig,
+        decay: WeightDecay,
         recorded: RecordedBlocks | None = None,
         share: Share = ALL,
     ) -> None:
-        self.model, self.rule, self.recorded, self.share = model, rule, recorded, share
+        self.model, self.own, self.decay, self.recorded, self.share = model, own, decay, recorded, share
+        adam = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
         self.numbers = None if recorded is None else StepNumbers(model.device)
         self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, at fixed addresses for CUDA graphs
         self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, read by CUDA graphs
@@ -79,10 +70,10 @@ class SubspaceUpdates(GradientSink):
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
         host_units = {unit: members for unit, members in units.items() if unit not in on_device}
         groups = {unit: group_of(model.layout.units[unit]) for unit in units}
-        device = DeviceAdam(device_units, lengths, model.device, rule.adam, self.clips, share)
+        device = DeviceAdam(device_units, lengths, model.device, adam, self.clips, share)
         gradients = GradientBuffers(lengths, groups, model.device, count=2 if host_units else 1)
         super().__init__(units, lengths, gradients, device)
-        at = model.engine, rule.adam, threads, share
+        at = model.engine, adam, own.threads, share
         self.host = HostAdam(host_units, lengths, groups, *at) if host_units else None
         self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
@@ -108,7 +99,7 @@ class SubspaceUpdates(GradientSink):
 
     @property
     def clips(self) -> bool:
-        return self.rule.max_grad_norm is not None
+        return self.own.max_grad_norm is not None
 
     @property
     def owes(self) -> bool:
@@ -222,7 +213,7 @@ class SubspaceUpdates(GradientSink):
         """Queues the update of pages of one group."""
         step = self.owed[pages[0]].step
         step.submitted += 1
-        deciding = DecidingNorm(norm, self.rule.max_grad_norm, step.outcomes)
+        deciding = DecidingNorm(norm, self.own.max_grad_norm, step.outcomes)
         self.at_host.submit({page: self.owed[page].targets for page in pages}, deciding)
 
     @torch.no_grad()
@@ -238,10 +229,10 @@ class SubspaceUpdates(GradientSink):
                 self._apply_arrived()
                 self._fetch_next()
             return
-        if self.norm is None or self.rule.max_grad_norm is None:
+        if self.norm is None or self.own.max_grad_norm is None:
             return
         step.clip, step.skip = self.decided
-        step.clip.copy_((self.rule.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0))
+        step.clip.copy_((self.own.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0))
         step.skip.copy_((~torch.isfinite(self.norm)).float())
         if self.host is not None:
             self.at_host.down.send(self.norm, step.host_norms[-1])
@@ -290,7 +281,7 @@ class SubspaceUpdates(GradientSink):
                 return
 
     def _decay_of(self, target: Target) -> float:
-        return self.rule.weight_decay.of(target.tensor.param)
+        return self.decay.of(target.tensor.param)
 
     def _numbers_of(self, update: OwedUpdate) -> StepNumbers | None:
         """The numbers on the device, if they are of the update's step, and complete (the decay of a plain tensor is not
@@ -303,9 +294,8 @@ class SubspaceUpdates(GradientSink):
     def _apply(
         self, update: OwedUpdate, deltas: torch.Tensor, weights: list[torch.Tensor], numbers: StepNumbers | None
     ) -> None:
-        lr, how = update.step.lr, {"rounding": self.rule.rounding, "seed": self.rule.seed, "step": update.step.number}
-        if numbers is not None:
-            how["step"] = numbers.step
+        lr, number = update.step.lr, update.step.number if numbers is None else numbers.step
+        how = {"rounding": self.own.rounding, "seed": self.own.seed, "step": number}
         for target, w in zip(update.targets, weights, strict=True):
             rates: tuple[Number, Number] = target.rates(lr, self._decay_of(target))
             if numbers is not None:

@@ -11,7 +11,7 @@ from keyhole.bench.traced import IN_PLACE
 from keyhole.demo.train import settings_of, start
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.target import view_in
-from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
+from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.ops.lsp.projector import identity_projector
 from tests.matrix import in_every_run
@@ -58,9 +58,7 @@ def test_through_identity_projectors_it_is_adamw() -> None:
     for target in opt.targets.values():
         if target.p is not None:
             target.take(*(identity_projector(rows) for rows in target.tensor.shape))
-    rule = {"beta1": 0.9, "beta2": 0.999, "eps": EPS}
-    rule = UpdateRule(rule, WeightDecay(0.1), max_grad_norm=None, rounding="stochastic", seed=0)
-    opt.updates = SubspaceUpdates(model, opt.units, set(opt.units), rule)
+    opt.updates = SubspaceUpdates(model, opt.units, set(opt.units), opt.settings, WeightDecay(0.1))
     train(opt, 3, 2)
     expected = torch_adamw("llama", 3, 2, None)
     assert sum(target.p is not None for target in opt.targets.values()) == 7 * LAYERS
