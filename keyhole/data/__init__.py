@@ -1,20 +1,20 @@
-"""From files to batches: formats, templates and masks, packing, a resumable loader.
+"""From files and tasks to batches: one stream of rows, one collector, one cache, one preview.
 
-files, listing                   sources as files; what is remarkable about them
-opened, record                   a file, opened within bounds; one row of it, and its place
-readers, columns, delimited      rows of JSON, Parquet and Arrow, CSV; count.py: roughly how many
-documents                        plain text files
+settings                         the settings of data
+files                            sources as files, and what is odd about them; every row of them
+opened, readers                  a file, opened within bounds; its rows (JSON, CSV, plain text)
+parquet, delimited               rows of Parquet; cells of CSV and TSV
 formats, turns, row_template     rows as chats or plain text; texts from the columns of a row
+sources                          checked before anything is read
+worker, sandbox                  a process with a limit of time and memory; Jinja in it
 chat_template, answers           a chat as text, and the positions of its answers
-template_segments, sandbox, bill runs the program of a chat template, with limits on time and memory
-render                           text as tokens, and which of them are trained on
+tokens, render                   what is asked of a tokenizer; text as tokens, and which of them are trained on
 collect, prepare, report         cuts, drops, mixes and packs samples; counts what was lost on the way
-overlap                          held-out samples that are training samples too
+cache                            what was made of files, kept for the next run
 dataset, loader                  samples in memory, batches in a resumable order
-padding, strata                  the width of a batch; batches with the labels of the whole data set
-settings, run, cache             the data of a run
-sources, first_rows              checked before anything is read
-tasks/                           public tasks by name, and the user's own task files
+order, padding                   the order of rows in an epoch; the width of a batch
 capacity                         the limits of a model
-preview, marked, token_texts     samples as readable text, and for a page; each token with its space
+run                              the data of a run
+preview                          samples as readable text, and for a page
+tasks/                           public tasks by name, and the user's own task files
 """

@@ -15,7 +15,7 @@ trained on such positions.
                                 ids that occur are compared, not the sizes
 
 Padding counts too. Packed rows are padded with positions from 0 on, up to the longest row of the batch, so with a table
-whole rows must fit; and a batch is not padded beyond L (padding.py).
+whole rows must fit; and a batch is not padded beyond L (epoch.py).
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from keyhole.data.dataset import Dataset
-from keyhole.data.padding import longest_row
+from keyhole.data.epoch import longest_row
 from keyhole.errors import UserError
 from keyhole.model.classification import text_positions
 from keyhole.model.structure.skeleton import build, is_classifier

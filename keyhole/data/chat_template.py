@@ -1,9 +1,12 @@
 """A chat as text: the tokenizer's chat template, the one of the setting `chat_template`, or a plain one.
 
-A template is a program (template_segments.py runs it), and templates differ in what they take: some concatenate the
-arguments of tool calls, which must then be JSON text, some print a dict; those of vision models expect content as a
-list of parts and drop plain text. `ChatTemplate` finds this out by rendering small chats, and passes turns in the form
-that the template expects. Where the answers are in the text is found in answers.py.
+A template is a program that comes with the model, so it runs in the process of worker.py. The text equals that of
+`apply_chat_template`. Templates differ in what they take: some concatenate the arguments of tool calls, which must then
+be JSON text, some print a dict; those of vision models expect a list of parts and drop plain text. `ChatTemplate` finds
+this out by writing small chats. Beside the text it says what was written for which message (`segments`: what the
+template writes while its loop is at the message), and what stands inside `{% generation %}` (`marked`). A mark does not
+know its place, as the text of a macro is made before it is written: so a template with marks runs a second time with
+unique brackets around each, which must give the same text but for the brackets; otherwise the chat is refused.
 
 Without a chat template, chats are written with PLAIN_TEMPLATE, with Alpaca's headings:
 
@@ -15,12 +18,18 @@ the run began.
 
 import datetime
 import re
-from functools import cached_property
-from typing import Any
+import secrets
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
-from keyhole.data.formats import OWN_VARIABLES
-from keyhole.data.template_segments import Rendering, Template
-from keyhole.data.turns import FLAGS, Turn, call_as
+import jinja2
+from jinja2 import meta, nodes
+
+from keyhole.data.sandbox import MOST_SOURCE, Loops, Sandbox, Trace, written
+from keyhole.data.tokens import Tokenizer, bos_ids, special_tokens
+from keyhole.data.turns import FLAGS, OWN_VARIABLES, REASONING, Turn, call_as
+from keyhole.data.worker import bounded, why
+from keyhole.errors import UserError, printable
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -34,78 +43,119 @@ MARKER, VALUE = "Q0Z", "Z1Q"
 DATE = "26 Jul 2024"
 
 Turns = list[Turn]
-Given = dict[str, Any] | None  # variables of one chat: tools, documents, others by name
+Given = dict[str, Any]  # variables of one chat: tools, documents, others by name
+Span = tuple[int, int]
 
 
-def bos_ids(tokenizer: Any) -> list[int]:
-    """The tokens that the tokenizer adds before every text: [bos] or nothing."""
-    with_special, without = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
-    return with_special[: with_special.index(without[0])] if without and without[0] in with_special else []
+class Rendering(NamedTuple):
+    """A text, and the message of each part: (start, end, index of the message). marked: None without marks."""
+
+    text: str
+    segments: list[tuple[int, int, int]]
+    marked: list[Span] | None
+    dated: bool
+
+    @property
+    def after(self) -> str:
+        """What is written after the loop over the messages."""
+        return self.text[max((end for _, end, _ in self.segments), default=len(self.text)) :]
 
 
-def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Control tokens by id: those with a role (bos, eos, pad) and all added as special."""
-    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    return named | {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+class Program:
+    """A compiled template."""
+
+    def __init__(self, source: str, date: datetime.date) -> None:
+        if len(source) > MOST_SOURCE:
+            raise jinja2.TemplateError(f"a template of {len(source):,} characters; {MOST_SOURCE:,} are the most")
+        self.sandbox = Sandbox(date, trim_blocks=True, lstrip_blocks=True)
+        parsed = self.sandbox.parse(source)
+        self.has_marks = parsed.find(nodes.ExtensionAttribute) is not None
+        self.reads = meta.find_undeclared_variables(parsed)  # the variables that it takes from outside
+        self.program = self.sandbox.from_string(Loops().visit(parsed))
+
+    def render(self, turns: Turns, variables: Given) -> Rendering:
+        messages = [_with_reasoning(turn) for turn in turns]
+        given = {"documents": None, **variables, "messages": messages}
+        self.sandbox.trace = trace = Trace(messages)
+        self.sandbox.dated = False
+        text = written(self.program, given, trace.step)
+        marked = self._marked(given, text) if self.has_marks else None
+        return Rendering(text, trace.segments, marked, self.sandbox.dated)
+
+    def _marked(self, given: Given, text: str) -> list[Span]:
+        """The places of marked text, from a second run with brackets around it."""
+        name = secrets.token_hex(8)
+        self.sandbox.brackets = opening, closing = f"[{name}[", f"]{name}]"
+        try:
+            parts = re.split(f"({re.escape(opening)}|{re.escape(closing)})", written(self.program, given))
+        finally:
+            self.sandbox.brackets = ("", "")
+        if "".join(part for part in parts if part not in (opening, closing)) != text:
+            raise jinja2.TemplateError("it changes the text that it marks with {% generation %} after marking it")
+        position, begun, marked = 0, [], []
+        for part in parts:
+            if part == opening:
+                begun.append(position)
+            elif part == closing:
+                marked.append((begun.pop(), position))
+            else:
+                position += len(part)
+        return marked
 
 
-def plain_template(tokenizer: Any) -> str:
-    """The template for tokenizers that have none; it writes bos where the tokenizer would."""
-    return ("{{ bos_token }}" if bos_ids(tokenizer) else "") + PLAIN_TEMPLATE
+compiled = lru_cache(16)(Program)
+
+
+def _with_reasoning(turn: Turn) -> Turn:
+    """A copy with the reasoning under every name that templates use for it."""
+    reasoning = next((turn[key] for key in REASONING if turn.get(key) is not None), None)
+    names = dict.fromkeys(REASONING, reasoning)
+    return {**turn} if reasoning is None else {**names, **turn, "reasoning_content": reasoning}
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, a given one, or the plain one."""
+    """The chat template of a tokenizer, a given one, or the plain one. `write` is for callers; the other methods run in
+    the process of worker.py, where answers.py calls them."""
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         source: str | None = None,
-        variables: dict[str, Any] | None = None,
+        variables: Given | None = None,
         date: datetime.date | None = None,
         stop_token_ids: tuple[int, ...] = (),
     ) -> None:
-        self.tokenizer, self.given = tokenizer, source
-        self.is_plain = not source and not getattr(tokenizer, "chat_template", None)
+        self.given, self.is_plain = bool(source), not source and not tokenizer.chat_template
+        if self.is_plain:  # it writes bos where the tokenizer would
+            source = ("{{ bos_token }}" if bos_ids(tokenizer) else "") + PLAIN_TEMPLATE
+        self.source = source or tokenizer.get_chat_template(None, None)
+        self.source_with_tools = source or tokenizer.get_chat_template(None, [{}])  # some tokenizers have two
         self.date = date or datetime.date.today()
-        self.compiled: dict[str, Template] = {}
         special = special_tokens(tokenizer)
-        longest_first = sorted(special.values(), key=len, reverse=True)
-        self.special_words = tuple(longest_first)
-        self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.special_words = tuple(sorted(special.values(), key=len, reverse=True))
+        self.special = re.compile("|".join(map(re.escape, self.special_words)) or r"(?!)")
         self.stops = {special[i] for i in (tokenizer.eos_token_id, *stop_token_ids) if i in special}
         eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template uses it
         self.set_by_user = tuple(variables or ())
-        self.variables = {**tokenizer.special_tokens_map, **eos, "date_string": DATE, **(variables or {})}
-        self.dated = False  # whether a template has used the date
+        self.variables: Given = {**tokenizer.special_tokens_map, **eos, "date_string": DATE, **(variables or {})}
 
-    def source(self, tools: list[Any] | None = None) -> str:
-        """The text of the template; some tokenizers have one for chats with tools and one for those without."""
-        if self.given:
-            return self.given
-        return plain_template(self.tokenizer) if self.is_plain else self.tokenizer.get_chat_template(None, tools)
+    def write(self, turns: Turns, prompt: bool = False) -> str:
+        """The chat as text; `prompt` appends the generation prompt."""
+        return bounded(self._text, [(turns, prompt)], lambda _: "the chat template")[0]
 
-    def _compiled(self, given: Given) -> Template:
-        source = self.source((given or {}).get("tools"))
-        if source not in self.compiled:
-            self.compiled[source] = Template(source, self.date)
-        return self.compiled[source]
+    def _text(self, asked: tuple[Turns, bool]) -> str:
+        try:
+            return self.run(self.ready(asked[0]), {}, asked[1]).text
+        except Exception as error:  # templates raise any error
+            raise UserError(f"the chat template cannot write this chat: {printable(why(error), 400)}") from None
+
+    def _compiled(self, given: Given) -> Program:
+        return compiled(self.source_with_tools if given.get("tools") else self.source, self.date)
 
     def run(self, turns: Turns, given: Given, prompt: bool = False) -> Rendering:
         """The chat as text, and which message each part belongs to; raises the template's errors."""
-        variables = {"tools": None, **self.variables, **(given or {}), "add_generation_prompt": prompt}
-        done = self._compiled(given).render(turns, variables)
-        self.dated |= done.dated
-        return done
-
-    def unread(self, given: Given) -> tuple[str, ...]:
-        """Variables that the user set, for all chats or for this one, and that the template never reads."""
-        named = [*self.set_by_user, *(name for name in given or () if name not in OWN_VARIABLES)]
-        return tuple(name for name in dict.fromkeys(named) if name not in self._compiled(given).reads)
-
-    def render(self, turns: Turns, given: Given, prompt: bool = False) -> str:
-        """The chat as text; `prompt` appends the generation prompt."""
-        return self.run(self.ready(turns), given, prompt).text
+        variables = {"tools": None, **self.variables, **given, "add_generation_prompt": prompt}
+        return self._compiled(given).render(turns, variables)
 
     def attempt(self, turns: Turns, given: Given, prompt: bool = False) -> Rendering | None:
         """A rendering, or None if the template refuses such a chat (templates raise any error)."""
@@ -114,13 +164,18 @@ class ChatTemplate:
         except Exception:
             return None
 
+    def unread(self, given: Given) -> list[str]:
+        """Variables that the user set, for all chats or for this one, and that the template never reads."""
+        named = dict.fromkeys([*self.set_by_user, *(name for name in given if name not in OWN_VARIABLES)])
+        return [name for name in named if name not in self._compiled(given).reads]
+
     def ready(self, turns: Turns) -> Turns:
         """The turns as passed to the template: without keyhole's own keys, and with calls in the form that it
         expects."""
         plain = [{key: value for key, value in turn.items() if key not in FLAGS} for turn in turns]
-        calling = (turn for turn in plain if isinstance(turn.get("tool_calls"), list))
-        for turn in calling:
-            turn["tool_calls"] = [call_as(call, self.takes_text_arguments) for call in turn["tool_calls"]]
+        for turn in plain:
+            if isinstance(turn.get("tool_calls"), list):
+                turn["tool_calls"] = [call_as(call, self.takes_text_arguments) for call in turn["tool_calls"]]
         return plain
 
     @cached_property
@@ -128,48 +183,30 @@ class ChatTemplate:
         """Whether arguments of calls must be JSON text: the template concatenates them, or would print Python's
         dict."""
         call = {"type": "function", "id": "000000000", "function": {"name": MARKER, "arguments": {MARKER: VALUE}}}
-        chat: list[dict[str, Any]]
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        done = self.attempt(chat, None)
+        chat: Turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        done = self.attempt(chat, {})
         if done is not None and f"{{'{MARKER}'" not in done.text:
             return False
         chat[1]["tool_calls"] = [call_as(call, True)]
-        as_text = self.attempt(chat, None)
+        as_text = self.attempt(chat, {})
         return as_text is not None and f'\\"{MARKER}' not in as_text.text
 
     @cached_property
     def drops_content(self) -> bool:
         """Whether the template drops text content (templates of vision models expect a list of parts)."""
-        done = self.attempt([{"role": role, "content": MARKER} for role in ("user", "assistant")], None)
+        done = self.attempt([{"role": role, "content": MARKER} for role in ("user", "assistant")], {})
         return done is not None and done.text.count(MARKER) < 2
 
     @cached_property
     def generation_prompt(self) -> str:
         """The text that the template writes after a question, before the answer."""
         asked = [{"role": "user", "content": MARKER}]
-        done = self.attempt(asked, None, prompt=True)
-        return self.prompt_after(asked, None, done) if done else ""
-
-    @cached_property
-    def trained_heading(self) -> str:
-        """The text that the template writes between a question and its answer, where it has no generation prompt: then
-        the model has to write it, so it is trained on."""
-        asked = [{"role": "user", "content": MARKER}]
-        before = self.attempt(asked, None, prompt=True)
-        done = self.attempt([*asked, {"role": "assistant", "content": VALUE}], None)
-        if before is None or done is None or done.marks or self.generation_prompt:
-            return ""
-        heading, answer, _ = done.text.removeprefix(before.text).partition(VALUE)
-        return heading.strip() if answer and done.text.startswith(before.text) else ""
+        done = self.attempt(asked, {}, prompt=True)
+        return self.prompt_after(asked, {}, done) if done else ""
 
     def prompt_after(self, turns: Turns, given: Given, done: Rendering) -> str:
         """The generation prompt behind these turns, whose rendering with it is `done`: what is written after the loop
         over them, or, where the template writes it inside of the loop, what it writes more than without it."""
-        if (after := after_last_turn(done)) or (plain := self.attempt(turns, given)) is None:
-            return after
+        if done.after or (plain := self.attempt(turns, given)) is None:
+            return done.after
         return done.text.removeprefix(plain.text) if done.text.startswith(plain.text) else ""
-
-
-def after_last_turn(done: Rendering) -> str:
-    """What the template writes after its loop over the messages."""
-    return done.text[max((end for _, end, _ in done.segments), default=len(done.text)) :]

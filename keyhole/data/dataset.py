@@ -10,10 +10,9 @@ max_length tokens (model/best_fit.py). Rows are built on access:
     row.position_ids   0, 1, 2, ... from the beginning of every sample (packed rows only)
 
 A data set for a *classifier* has a number per sample (a label, or the value of a regression), no trained tokens, and
-token types if the model has them (1 byte per token).
-
-A data set of *questions* has one row per question, with one sample per candidate, of which one is right. The loader
-reads the samples of such a row; read as a single sample, the row is its right candidate.
+token types if the model has them (1 byte per token). A data set of *questions* has one row per question, with one
+sample per candidate, of which one is right. The loader reads the samples of such a row; read as a single sample, the
+row is its right candidate.
 
 `fingerprint` is a hash of everything a batch is made of. A resumed run compares it, because a position such as "sample
 512" is meaningless in other data.
@@ -54,23 +53,23 @@ class Places(Sequence[str]):
     """Where each sample came from ("train.jsonl, line 17"), in 12 bytes per sample; formatted on access."""
 
     def __init__(self) -> None:
-        self.files: list[tuple[str, str]] = []  # (file, unit)
-        self.file, self.number = array("i"), array("q")
-        self._index: dict[tuple[str, str], int] = {}
+        self.texts: list[str] = []  # without the number at the end
+        self.text, self.number = array("i"), array("q")
+        self._index: dict[str, int] = {}
 
-    def add(self, file: str, unit: str, number: int) -> None:
-        index = self._index.setdefault((file, unit), len(self.files))
-        if index == len(self.files):
-            self.files.append((file, unit))
-        self.file.append(index)
-        self.number.append(number)
+    def add(self, place: str) -> None:
+        text, _, number = place.rpartition(" ")
+        text, found = (text, int(number)) if number.isdecimal() and len(number) < 18 else (place, -1)
+        self.text.append(self._index.setdefault(text, len(self.texts)))
+        self.texts += [text] if self.text[-1] == len(self.texts) else []
+        self.number.append(found)
 
     def __len__(self) -> int:
-        return len(self.file)
+        return len(self.text)
 
     def __getitem__(self, index: int) -> str:  # type: ignore[override]  # no slices
-        file, unit = self.files[self.file[index]]
-        return f"{file}, {unit} {self.number[index]}"
+        text, number = self.texts[self.text[index]], self.number[index]
+        return text if number < 0 else f"{text} {number}"
 
 
 class _OneEach(Sequence[list[int]]):
@@ -87,7 +86,7 @@ class _OneEach(Sequence[list[int]]):
 
 
 class Dataset(Sequence[Sample]):
-    """A sequence of rows. Iteration, len() and indexing are over rows; `samples` is the number of samples."""
+    """A sequence of rows. Iteration, len() and indexing are over rows."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class Dataset(Sequence[Sample]):
     ) -> None:
         """ids and trained: an array per sample, or one array of all samples with their lengths. rows: the samples of
         each packed row; None: one sample per row. questions: the samples of each question, and which of them is right.
-        targets, types: one per sample, for a classifier. classes: one per sample, from 0 (strata.py). sources: the
+        targets, types: one per sample, for a classifier. classes: one per sample, from 0 (epoch.py). sources: the
         source of each sample. chat_template: the template of the chats, if it is not the tokenizer's."""
         if lengths is None:
             lengths = [len(x) for x in ids]
@@ -137,8 +136,7 @@ class Dataset(Sequence[Sample]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]  # no slices
-        samples = self.rows[index] if self.right is None else [self.rows[index][self.right[index]]]
-        return self._joined(samples)
+        return self._joined(self.rows[index] if self.right is None else [self.rows[index][self.right[index]]])
 
     def candidates(self, index: int) -> list[Sample]:
         """The samples of a question."""
@@ -159,8 +157,13 @@ class Dataset(Sequence[Sample]):
         return (self[i] for i in range(len(self)))
 
     def row_length(self, index: int) -> int:
-        """Tokens in a row, without building it."""
-        return sum(self.lengths[i] for i in self.rows[index])
+        """Tokens in a row, without building it: of a question, those of its longest candidate."""
+        lengths = [self.lengths[i] for i in self.rows[index]]
+        return sum(lengths) if self.packed else max(lengths)
+
+    def row_samples(self, index: int) -> int:
+        """How many rows of a batch a row is: one for each candidate of a question."""
+        return 1 if self.packed else len(self.rows[index])
 
     def row_classes(self) -> np.ndarray | None:
         """The class of each row; None if there is only one, or if a row may have samples of several."""
@@ -177,8 +180,7 @@ class Dataset(Sequence[Sample]):
     def most_samples(self, rows: int) -> int:
         """The largest number of samples that this many rows can have in a batch: each candidate of a question
         counts."""
-        sizes = sorted((len(row) for row in self.rows), reverse=True) if self.right is not None else [1] * len(self)
-        return sum(sizes[:rows])
+        return sum(sorted((self.row_samples(i) for i in range(len(self))), reverse=True)[:rows])
 
     @property
     def fingerprint(self) -> str:

@@ -34,40 +34,28 @@ LOOKED_AT = 2**26  # characters of a file that decide whether it is quoted
 SEPARATOR = re.compile(r'"?sep=([\t,;|])"?')
 NUMBER = re.compile(r"\s*[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?\s*")  # or empty
 
+Rows = Iterator[tuple[int, list[str]]]
+
 
 def read_cells(
     path: Path, *, encoding: str | None = None, skip_spaces: bool = False, marks_are_letters: bool = False
-) -> Iterator[tuple[int, list[str]]]:
+) -> Rows:
     """The cells of every row, the header too, with the line on which the row begins; no cells for an empty line.
     skip_spaces: spaces after a comma are not part of the cell."""
-    end = _line_end(path)
+    with open_bytes(path) as file:
+        head = file.read(2**16)
+    end = "\r" if b"\r" in head and b"\n" not in head else "\n"
     with open_text(path, newline=end, encoding=encoding) as file:
         first = file.readline(MOST_ROW_BYTES)
     said = SEPARATOR.fullmatch(first.strip("\r\n")) if kind_of(path) == ".csv" else None
     delimiter = _delimiter(path, first) if said is None else said[1]
-    rows = _cells(path, end, encoding, delimiter, skip_spaces, marks_are_letters)
+    if delimiter == TAB and not _is_quoted(path, end, encoding, marks_are_letters):
+        rows = _plain(path, end, encoding)
+    else:
+        rows = _quoted(path, encoding, delimiter, skip_spaces and delimiter != TAB)
     if said is not None:
         next(rows)
     yield from rows
-
-
-def _cells(
-    path: Path, end: str, encoding: str | None, delimiter: str, skip_spaces: bool, marks_are_letters: bool
-) -> Iterator[tuple[int, list[str]]]:
-    if delimiter == TAB and not _is_quoted(path, end, encoding, marks_are_letters):
-        with open_text(path, newline=end, encoding=encoding) as file:
-            for number, line in enumerate(bounded_lines(file, path), 1):
-                text = line.rstrip("\r\n")
-                yield number, text.split(TAB) if text else []
-        return
-    with open_text(path, newline="", encoding=encoding) as file:
-        yield from _quoted(bounded_lines(file, path), path, delimiter, skip_spaces and delimiter != TAB)
-
-
-def _line_end(path: Path) -> str:
-    with open_bytes(path) as file:
-        head = file.read(2**16)
-    return "\r" if b"\r" in head and b"\n" not in head else "\n"
 
 
 def _delimiter(path: Path, first: str) -> str:
@@ -82,31 +70,53 @@ def _delimiter(path: Path, first: str) -> str:
     return TAB
 
 
+def _plain(path: Path, end: str, encoding: str | None) -> Rows:
+    """Rows between tabs, where a quotation mark is a letter."""
+    with open_text(path, newline=end, encoding=encoding) as file:
+        for number, line in enumerate(bounded_lines(file, path), 1):
+            text = line.rstrip("\r\n")
+            yield number, text.split(TAB) if text else []
+
+
+def _quoted(path: Path, encoding: str | None, delimiter: str, skip_spaces: bool) -> Rows:
+    """Rows with quoted cells. Errors name the line on which the row begins."""
+    csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
+    with open_text(path, newline="", encoding=encoding) as file:
+        lines = bounded_lines(file, path)
+        rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_spaces, strict=True)
+        while True:
+            begin = rows.line_num + 1
+            try:
+                cells = next(rows, None)
+            except csv.Error as error:
+                raise UserError(
+                    f"{path}, line {begin}: not valid CSV: {error}; is a quotation mark of this row never closed? One "
+                    'inside a quoted cell is written twice ("")'
+                ) from None
+            if cells is None:
+                return
+            yield begin, cells
+
+
 def _is_quoted(path: Path, end: str, encoding: str | None, marks_are_letters: bool) -> bool:
     """Whether the cells of a file with tabs are quoted."""
-    marked = broken = doubled = bare = False
-    widths: set[int] = set()
-    named = False
-    with open_text(path, newline=end, encoding=encoding) as file:
-        for line in _first_lines(bounded_lines(file, path)):
-            text = line.rstrip("\r\n")
-            cells = text.split(TAB)
-            named = all(map(_is_whole, cells)) if not widths else named
-            if text:
-                widths.add(len(cells))
-            if bare and '\t"' not in text and not text.startswith('"'):
-                continue
-            for cell in cells:
-                if cell.startswith('"'):
-                    whole = _is_whole(cell)
-                    marked, broken, doubled = True, broken or not whole, doubled or (whole and '""' in cell[1:-1])
-                else:
-                    bare = bare or NUMBER.fullmatch(cell[:40]) is None
-    if not marked:
-        return False
-    if broken:
-        return (len(widths) > 1 or widths == {1} or named) and _fits_quoted(path, encoding)
-    return doubled or not bare or not marks_are_letters
+    marked = broken = doubled = bare = named = False
+    widths, seen = set[int](), 0
+    for _, cells in _plain(path, end, encoding):
+        named = bool(cells) and all(map(_is_whole, cells)) if not seen else named
+        widths |= {len(cells)} if cells else set()
+        seen += 1 + sum(map(len, cells))
+        for cell in cells:
+            if cell.startswith('"'):
+                whole = _is_whole(cell)
+                marked, broken, doubled = True, broken or not whole, doubled or (whole and '""' in cell[1:-1])
+            elif not bare:
+                bare = NUMBER.fullmatch(cell[:40]) is None
+        if seen > LOOKED_AT:
+            break
+    if not broken:
+        return marked and (doubled or not bare or not marks_are_letters)
+    return (len(widths) > 1 or widths == {1} or named) and _fits_quoted(path, encoding)
 
 
 def _is_whole(cell: str) -> bool:
@@ -116,40 +126,12 @@ def _is_whole(cell: str) -> bool:
 
 def _fits_quoted(path: Path, encoding: str | None) -> bool:
     """Whether all rows have as many cells as the first, read with quoting."""
-    width, seen = 0, 0
-    with open_text(path, newline="", encoding=encoding) as file:
-        try:
-            for _, cells in _quoted(bounded_lines(file, path), path, TAB, False):
-                width, seen = width or len(cells), seen + sum(map(len, cells))
-                if len(cells) not in (0, width) or seen > LOOKED_AT:
-                    return len(cells) in (0, width)
-        except UserError:
-            return False
+    width = seen = 0
+    try:
+        for _, cells in _quoted(path, encoding, TAB, False):
+            width, seen = width or len(cells), seen + sum(map(len, cells))
+            if len(cells) not in (0, width) or seen > LOOKED_AT:
+                return len(cells) in (0, width)
+    except UserError:
+        return False
     return True
-
-
-def _first_lines(lines: Iterator[str]) -> Iterator[str]:
-    seen = 0
-    for line in lines:
-        yield line
-        seen += len(line)
-        if seen > LOOKED_AT:
-            return
-
-
-def _quoted(lines: Iterator[str], path: Path, delimiter: str, skip_spaces: bool) -> Iterator[tuple[int, list[str]]]:
-    """Rows with quoted cells. Errors name the line on which the row begins."""
-    csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
-    rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_spaces, strict=True)
-    while True:
-        begin = rows.line_num + 1
-        try:
-            cells = next(rows, None)
-        except csv.Error as error:
-            raise UserError(
-                f"{path}, line {begin}: not valid CSV: {error}; is a quotation mark of this row never closed? One "
-                'inside a quoted cell is written twice ("")'
-            ) from None
-        if cells is None:
-            return
-        yield begin, cells

@@ -1,35 +1,49 @@
-"""Where the data are: resolves sources to files, and reads the rows of all of them.
+"""Where the data are: resolves sources to files, reads the rows of all of them, and says what is odd about the list.
 
 A source is a path, a glob, a directory, or a hub id, and a data set is a list of sources:
 
     data/train.jsonl        one file (readers.py lists the formats)
     data/part-*.parquet     every file that matches, in sorted order
-    data/                   every data file directly inside that is not hidden, in sorted order (the report lists them,
-                            and what is not read: listing.py), plain texts only if there is nothing else; a directory
-                            that `save_to_disk` of `datasets` wrote is read as a data set (split "train")
+    data/                   every data file directly inside that is not hidden, in sorted order, plain texts only if
+                            there is nothing else; a directory that `save_to_disk` of `datasets` wrote is read by it
+                            (split "train")
     owner/name              a hub data set, split "train"; `owner/name:split` or `owner/name:config:split`
 
 There is no registry. Nothing is downloaded unless the source is not on disk and looks like a hub id, and then only
 through the optional `datasets` package. Only regular files are read: a pipe or a device may be endless.
+
+Which files a list means is found on the disk, and a mistake there trains on other data without any error. So the
+report names (`remarks`) what is not read of a directory, parts (`-00002-of-00005`) that are missing, files that are
+read twice, a directory with files of several splits, and plain texts that begin like a table.
 """
 
 import glob
 import os
 import re
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from keyhole.data.listing import data_files
-from keyhole.data.opened import SUFFIXES, kind_of
+from keyhole.data.opened import PLAIN, SUFFIXES, Record, kind_of, open_text
+from keyhole.data.parquet import nested
 from keyhole.data.readers import read_file
-from keyhole.data.record import Record
-from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError, listed, printable
 
-__all__ = ["SUFFIXES", "Record", "read", "read_file", "resolve"]
-
 HUB_ID = re.compile(r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]/]*\])?))?")
+PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")
+SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"}
+SPLITS |= {"dev": "validation", "eval": "validation"}
+SAID_BY_NAME = ("readme", "license", "licence", "changelog", "citation", "notice")
+HEADERS = (
+    {"prompt", "completion"},
+    {"instruction", "output"},
+    {"question", "answer"},
+    {"text", "label"},
+    {"id", "text"},
+)
+MOST_LINE = 2**20
 
 
 def read(source: str | list[str]) -> Iterator[Record]:
@@ -39,7 +53,7 @@ def read(source: str | list[str]) -> Iterator[Record]:
         raise UserError("no data: the list of sources is empty; give a path, a glob, a directory or a hub id")
     resolve(sources)  # reports all missing files before anything is read
     for index, name in ((i, name) for i, given in enumerate(sources) for name in resolve([given])):
-        records = read_file(Path(name)) if Path(name).is_file() else read_hub(name)
+        records = read_file(Path(name)) if Path(name).is_file() else read_datasets(name)
         first = next(records, None)
         if first is None:
             raise no_rows(name)
@@ -53,7 +67,8 @@ def no_rows(name: str) -> UserError:
 
 
 def resolve(sources: list[str]) -> list[str]:
-    """Paths, globs and directories as file names; hub ids are left unchanged. One error names all missing files."""
+    """Paths, globs and directories as file names; saved data sets and hub ids are left unchanged. One error names all
+    missing files."""
     names, missing = [], []
     for source in map(str, sources):
         path = Path(os.path.expanduser(source))
@@ -70,12 +85,10 @@ def resolve(sources: list[str]) -> list[str]:
 
 
 def _found(source: str, path: Path) -> list[str]:
-    if path.is_file():
+    if path.is_file() or is_saved(path):
         return [str(path)]
     if path.is_dir():
-        if (path / "dataset_dict.json").is_file():
-            return saved_files(path)
-        return saved_files(path) or [str(file) for file in data_files(path)]
+        return [str(file) for file in _data_files(path)]
     if path.exists():
         return []
     if glob.has_magic(source) and not HUB_ID.fullmatch(source):
@@ -83,30 +96,20 @@ def _found(source: str, path: Path) -> list[str]:
     return [] if kind_of(path) or not HUB_ID.fullmatch(source) else [source]
 
 
-def saved_files(path: Path) -> list[str]:
-    """The files of a data set that `save_to_disk` wrote, in its order; none if it is no such directory."""
-    path = path / "train" if (path / "dataset_dict.json").is_file() and (path / "train").is_dir() else path
-    try:
-        state = read_json(path / "state.json", "data")
-        files = [path / Path(part["filename"]).name for part in state["_data_files"]]
-    except (UserError, KeyError, TypeError) as error:
-        if not all((path / name).is_file() for name in ("state.json", "dataset_info.json")):
-            return []  # no such directory
-        why = error if isinstance(error, UserError) else f"{path / 'state.json'}: names no data files"
-        raise UserError(f"{why}; it belongs to a saved data set: copy it again") from None
-    if gone := [file.name for file in files if not file.is_file()]:
-        raise UserError(f"{path}: a saved data set without {listed(gone)}, which its state.json names; copy it again")
-    if state.get("_indices_files"):
-        raise UserError(
-            f"{path}: a saved data set that selects rows by an index; save it again: flatten_indices() first"
-        )
-    return [str(file) for file in files]
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote this directory."""
+    return any(os.path.exists(path / name) for name in ("dataset_dict.json", "state.json"))
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """The data files directly inside a directory: its tables, or if it has none, its plain texts. Hidden files are not
+    meant to be listed (`._part.jsonl`, which macOS writes beside a copy)."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and kind_of(path) and path.name[0] != "."]
+    tables = [path for path in files if kind_of(path) not in PLAIN]
+    return tables or [path for path in files if not path.name.lower().startswith(SAID_BY_NAME)]
 
 
 def _missing(source: str, path: Path) -> str:
-    if (path / "dataset_dict.json").is_file():
-        splits = sorted(p.name for p in path.iterdir() if p.is_dir())
-        return f"{source}: a saved data set without a split `train`; name one of its directories: {listed(splits)}"
     if path.is_dir():
         inside = only_files(path.iterdir())
         held = listed([f"{p.name}/" if p.is_dir() else p.name for p in sorted(path.iterdir())], 5)
@@ -120,8 +123,7 @@ def _missing(source: str, path: Path) -> str:
     if path.is_symlink():
         return f"{source}: a link to {os.readlink(path)}, which leads to no file"
     near = sorted(p.name for p in path.parent.iterdir() if kind_of(p)) if path.parent.is_dir() else []
-    hint = f"; {path.parent} holds {listed(near, 5)}" if near else ""
-    return f"{source}: no such file (from {Path.cwd()}){hint}"
+    return f"{source}: no such file (from {Path.cwd()})" + (f"; {path.parent} holds {listed(near, 5)}" if near else "")
 
 
 def only_files(paths: Iterable[Path]) -> str:
@@ -130,23 +132,65 @@ def only_files(paths: Iterable[Path]) -> str:
     return f"; directories, not files, are called {listed(named)}" if named else ""
 
 
-def read_hub(name: str) -> Iterator[Record]:
-    """The rows of a hub data set: `id`, `id:split` or `id:config:split`."""
+def read_datasets(name: str) -> Iterator[Record]:
+    """The rows of a hub data set (`id`, `id:split` or `id:config:split`), or of a saved one."""
     parts = HUB_ID.fullmatch(name)
-    assert parts is not None  # as is_hub_id has seen
-    repo, config, split = parts.groups(default=None)
-    split = split or "train"
+    repo, config, split = (name, None, None) if parts is None or Path(name).is_dir() else parts.groups(default=None)
     try:
-        from datasets import load_dataset
+        import datasets
     except ImportError:
-        raise UserError(
-            f"{name}: no such file or directory (from {Path.cwd()}); to read it as a hub data set: pip install datasets"
-        ) from None
+        what = "a saved data set" if Path(name).is_dir() else f"no such file or directory (from {Path.cwd()})"
+        raise UserError(f"{name}: {what}; to read it with `datasets`: pip install datasets") from None
     try:
-        rows = load_dataset(repo, config, split=split)
+        if not Path(name).is_dir():
+            rows = datasets.load_dataset(repo, config, split=split or "train")
+        elif (rows := datasets.load_from_disk(name)) and isinstance(rows, dict):
+            rows = rows["train"]
     except Exception as error:  # the package raises a dozen unrelated types here, all of them about this name
-        raise UserError(f"{name}: cannot load hub data set {repo!r}, split {split!r}: {error}") from None
-    from keyhole.data.columns import nested
-
+        raise UserError(f"{name}: cannot load data set {repo!r}, split {split or 'train'!r}: {error}") from None
     for number, row in enumerate(rows, 1):
         yield Record(name, "row", number, {key: nested(value) for key, value in row.items()})
+
+
+def remarks(sources: list[str], names: list[str]) -> list[str]:
+    """Lines about these sources, which were resolved to these files."""
+    found = []
+    for folder in (Path(os.path.expanduser(source)) for source in sources):
+        if folder.is_dir() and not is_saved(folder):
+            read = _data_files(folder)
+            left = [path for path in sorted(folder.iterdir()) if path.name[0] != "." and path not in read]
+            others = [f"{p.name}/" if p.is_dir() else p.name for p in left]
+            others = [name for name in others if not name.lower().startswith(SAID_BY_NAME)]
+            why = f"only {', '.join(SUFFIXES)}, and plain texts only where no tables are"
+            found += [f"{folder}: not read: {listed(others)} ({why})"] if others else []
+            words = {word for path in read for word in re.split(r"[\W_]+", path.name.lower())}
+            if len(splits := sorted({SPLITS[word] for word in words if word in SPLITS})) > 1:
+                told = "are all read; for one of them write a pattern, such as *train*"
+                found.append(f"{folder}: files of {', '.join(splits)} {told}")
+    parts: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for name in names:
+        if match := PART.fullmatch(Path(name).name):
+            parts[str(Path(name).parent / match[1]), match[3], match[4]].add(int(match[2]))
+    for (front, count, end), numbers in parts.items():
+        if len(numbers) < int(count):
+            found.append(f"{front}*-of-{count}{end}: only {len(numbers):,} of {int(count):,} parts are read")
+    times = Counter(os.path.realpath(name) if Path(name).is_file() else name for name in names)
+    if again := [f"{Path(name).name} ({number} times)" for name, number in times.items() if number > 1]:
+        found.append(f"read more than once, so trained on more often: {listed(again)}")
+    return found + [line for name in names if (line := _disguise(Path(name)))]
+
+
+def _disguise(path: Path) -> str:
+    """What a plain text is whose first line is that of another format."""
+    if kind_of(path) not in PLAIN:
+        return ""
+    try:
+        with open_text(path) as file:
+            line = file.readline(MOST_LINE).strip()
+    except (OSError, EOFError, ValueError, zlib.error):
+        return ""  # reading it will report that
+    if line.startswith("{") and line.endswith("}"):
+        return f"{path.name}: begins with a JSON object, and is trained on as plain text; call it .jsonl"
+    cells = {cell.strip('" ') for cell in re.split(r"[\t,;]", line)}
+    named = any(cells >= names for names in HEADERS)
+    return f"{path.name}: begins with names of columns, and is trained on as plain text; call it .csv" if named else ""

@@ -25,15 +25,31 @@ write `messages`.
 
 turns.py defines what a turn may contain, and which turns are trained on. Values of the wrong type are refused with
 file, row, column and the value found.
+
+Builds texts from the columns of a row: `prompt: "{sentence} It was"` turns any table into training data.
+
+    {sentence}     the cell of that column; a name may have spaces and dots ({Customer name})
+    {{ and }}      a brace
+
+Texts are inserted unchanged, numbers and booleans as in JSON, dates as 2025-01-31. A null, a NaN (a missing number of
+pandas), a list, an object or a missing column is refused; an empty cell of a CSV is an empty text. Renamed columns
+(`columns`) have their new names. Prompt and completion are joined byte for byte, so one of the two must contain the
+space between them.
 """
 
+import datetime
+import difflib
 import json
+import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
-from keyhole.data.files import Record
-from keyhole.data.readers import keys_once
-from keyhole.data.turns import FLAGS, Turn, read_turn, wrong
+from keyhole.data.opened import Record
+from keyhole.data.readers import parse_json
+from keyhole.data.turns import FLAGS, OWN_VARIABLES, Turn, read_turn, wrong
 from keyhole.errors import UserError, listed
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -50,11 +66,11 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }  # fmt: skip
 
-ROUND = ("user", "assistant")
+PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
+TABLE = "prompt_completion"
 CHAT_COLUMNS = ("system", "tools", "documents", "chat_template_kwargs")  # of every chat, beside its turns
 ALPACA_COLUMNS = ("input", "history")
 WITH_A_MEANING = (*CHAT_COLUMNS, *ALPACA_COLUMNS, *FLAGS)  # columns, or keys of turns, that other rows use
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, set for every row
 
 
 @dataclass(slots=True)
@@ -99,28 +115,32 @@ def normalise(record: Record, layout: str) -> Example:
             f"found: {listed(record.row) or 'none'}"
             + ("; make it of others: completion: ' {label}'" if missing == ["completion"] else "")
         )
-    if layout == "messages":
-        return Example(record, _begun(record, _chat(record, "messages", _turns(record, "messages"))), _given(record))
-    if layout == "conversations":
-        return Example(record, _begun(record, _sharegpt(record)), _given(record))
-    if layout == "prompt_completion":
-        return _prompt_completion(record)
-    if layout == "alpaca":
-        return Example(record, _alpaca(record), _given(record))
-    return Example(record, answer=_string(record, "text"))
+    if layout == "text":
+        return Example(record, answer=_string(record, "text"))
+    prompt, completion = record.row.get("prompt"), record.row.get("completion")
+    if layout == TABLE and not (isinstance(prompt, list) and isinstance(completion, list)):
+        return Example(record, prompt=_string(record, "prompt"), answer=_string(record, "completion"))
+    if layout == TABLE:
+        turns = [turn | {"weight": 0} for turn in _turns(record, "prompt", read_turn)]
+        turns += _turns(record, "completion", read_turn)
+    elif layout == "alpaca":
+        turns = _alpaca(record)
+    else:
+        turns = _turns(record, layout, read_turn if layout == "messages" else _sharegpt)
+    return Example(record, _begun(record, turns), _given(record))
 
 
 def unread(example: Example, layout: str) -> list[str]:
     """The columns of a row that its layout does not use, and that are not empty. The index that pandas writes is no
     column of the data."""
-    read = {*COLUMNS[layout], *(ALPACA_COLUMNS if layout == "alpaca" else ())}
+    read = {*COLUMNS[layout], *(ALPACA_COLUMNS if layout == "alpaca" else ()), "", "Unnamed: 0"}
     read |= set(CHAT_COLUMNS if example.turns is not None else ())
     others = {name: value for name, value in example.record.row.items() if name not in read}
-    return [name for name, value in others.items() if value not in (None, "", [], {}) and not _is_index(name)]
-
-
-def _is_index(name: str) -> bool:
-    return name in ("", "Unnamed: 0") or name.startswith("__index_level_")
+    return [
+        name
+        for name, value in others.items()
+        if value not in (None, "", [], {}) and not name.startswith("__index_level_")
+    ]
 
 
 def rename(record: Record, columns: dict[str, str]) -> Record:
@@ -143,122 +163,137 @@ def _string(record: Record, column: str, optional: bool = False) -> str:
     return value
 
 
-def _turns(record: Record, column: str) -> list[Any]:
-    """The list in a column; in CSV it is written as JSON."""
-    value = record.row[column]
-    if isinstance(value, str):
-        try:
-            value = json.loads(value, object_pairs_hook=keys_once)
-        except (ValueError, RecursionError):
-            pass
-    if not isinstance(value, list):
-        raise wrong(record, column, "a list of turns", value)
-    return value
+def _parsed(value: Any) -> Any:
+    """A list or an object; in CSV it is written as JSON."""
+    try:
+        return parse_json(value) if isinstance(value, str) and value.strip() else value
+    except (ValueError, RecursionError):
+        return value
 
 
-def _chat(record: Record, column: str, turns: list[Any]) -> list[Turn]:
-    return [read_turn(record, f"{column}[{i}]", turn) for i, turn in enumerate(turns)]
-
-
-def _system(record: Record) -> list[Turn]:
-    text = _string(record, "system", optional=True)
-    return [{"role": "system", "content": text}] if text else []
+def _turns(record: Record, column: str, read: Callable[[Record, str, Any], Turn]) -> list[Turn]:
+    turns = _parsed(record.row[column])
+    if not isinstance(turns, list):
+        raise wrong(record, column, "a list of turns", turns)
+    return [read(record, f"{column}[{i}]", turn) for i, turn in enumerate(turns)]
 
 
 def _begun(record: Record, turns: list[Turn]) -> list[Turn]:
     """The chat with the text of its `system` column, which it may repeat and not contradict."""
-    system = _system(record)
+    system = _string(record, "system", optional=True)
     own = next((turn["content"] for turn in turns if turn["role"] == "system"), None)
-    if system and own is not None and own.strip() != system[0]["content"].strip():
+    if system and own is not None and own.strip() != system.strip():
         raise UserError(
             f"{record.where}: column system differs from the system turn of the chat; keep one of them, or name the "
             "column otherwise"
         )
-    return turns if own is not None else system + turns
+    return [{"role": "system", "content": system}, *turns] if system and own is None else turns
 
 
-def _sharegpt(record: Record) -> list[Turn]:
-    turns = []
-    for i, turn in enumerate(_turns(record, "conversations")):
-        place = f"conversations[{i}]"
-        if isinstance(turn, dict) and "role" in turn:
-            turns.append(read_turn(record, place, turn))
-            continue
-        if not isinstance(turn, dict) or "from" not in turn or not isinstance(turn.get("value"), str):
-            raise wrong(record, place, "an object with from and value", turn)
-        role = SHAREGPT_ROLES.get(str(turn["from"]).lower())
-        if role is None:
-            raise wrong(record, f"{place}.from", f"one of {', '.join(SHAREGPT_ROLES)}", turn["from"])
-        said = {"role": role, "content": turn["value"]}
-        if str(turn["from"]).lower() == "function_call":
-            said = {"role": role, "content": "", "tool_calls": [_json(record, f"{place}.value", turn["value"])]}
-        further = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        turns.append(read_turn(record, place, further | said))
-    return turns
-
-
-def _prompt_completion(record: Record) -> Example:
-    prompt, completion = record.row["prompt"], record.row["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before = [turn | {"weight": 0} for turn in _chat(record, "prompt", prompt)]
-        return Example(record, _begun(record, before + _chat(record, "completion", completion)), _given(record))
-    return Example(record, prompt=_string(record, "prompt"), answer=_string(record, "completion"))
+def _sharegpt(record: Record, place: str, turn: Any) -> Turn:
+    if isinstance(turn, dict) and "role" in turn:
+        return read_turn(record, place, turn)
+    if not isinstance(turn, dict) or "from" not in turn or not isinstance(turn.get("value"), str):
+        raise wrong(record, place, "an object with from and value", turn)
+    role = SHAREGPT_ROLES.get(str(turn["from"]).lower())
+    if role is None:
+        raise wrong(record, f"{place}.from", f"one of {', '.join(SHAREGPT_ROLES)}", turn["from"])
+    said: Turn = {"role": role, "content": turn["value"]}
+    if str(turn["from"]).lower() == "function_call":
+        call = _parsed(turn["value"])
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            expected = 'a call in JSON, {"name": ..., "arguments": {...}}'
+            raise wrong(record, f"{place}.value", expected, turn["value"])
+        said = {"role": role, "content": "", "tool_calls": [call]}
+    return read_turn(record, place, {k: v for k, v in turn.items() if k not in ("from", "value")} | said)
 
 
 def _alpaca(record: Record) -> list[Turn]:
     instruction, given = _string(record, "instruction"), _string(record, "input", optional=True)
-    question = f"{instruction}\n\n{given}" if given.strip() else instruction
-    answer = {"role": "assistant", "content": _string(record, "output")}
-    return [*_system(record), *_history(record), {"role": "user", "content": question}, answer]
-
-
-def _history(record: Record) -> list[Turn]:
-    """The rounds before the question: [[question, answer], ...]."""
-    rounds = record.row.get("history") or []
-    if isinstance(rounds, str):
-        rounds = _turns(record, "history")
-    fits = isinstance(rounds, list) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        for pair in rounds
-    )
-    if not fits:
+    rounds = _parsed(record.row.get("history") or [])  # before the question: [[question, answer], ...]
+    pairs = [pair for pair in rounds if isinstance(pair, list | tuple)] if isinstance(rounds, list) else [()]
+    if len(pairs) < len(rounds) or not all(len(p) == 2 and all(isinstance(text, str) for text in p) for p in pairs):
         raise wrong(record, "history", "a list of [question, answer] pairs", rounds)
-    return [{"role": role, "content": text} for pair in rounds for role, text in zip(ROUND, pair, strict=True)]
-
-
-def _json(record: Record, place: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text, object_pairs_hook=keys_once)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise wrong(record, place, 'a call in JSON, {"name": ..., "arguments": {...}}', text)
-    return value
+    question = f"{instruction}\n\n{given}" if given.strip() else instruction
+    said = [*(text for pair in pairs for text in pair), question, _string(record, "output")]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
 
 
 def _given(record: Record) -> dict[str, Any]:
     """What a row gives the chat template besides its turns."""
-    variables = _column(record, "chat_template_kwargs", dict, "an object of variables")
-    if own := [name for name in OWN_VARIABLES if name in variables]:
-        raise UserError(
-            f"{record.where}: column chat_template_kwargs: {own[0]} is no variable to set; tools and documents are "
-            "columns of their own"
-        )
-    lists = {"tools": "a list of tool descriptions", "documents": "a list of documents"}
-    lists = {name: _column(record, name, list, expected) for name, expected in lists.items()}
-    return {name: value for name, value in (variables | lists).items() if value is not None and value != []}
+    found: dict[str, Any] = {}
+    for name, kind, expected in (
+        ("chat_template_kwargs", dict, "an object of variables"),
+        ("tools", list, "a list of tool descriptions"),
+        ("documents", list, "a list of documents"),
+    ):
+        value = _parsed(record.row.get(name))
+        if value and not isinstance(value, kind):
+            raise wrong(record, name, expected, value)
+        if value and kind is dict and (own := [variable for variable in OWN_VARIABLES if variable in value]):
+            raise UserError(
+                f"{record.where}: column chat_template_kwargs: {own[0]} is no variable to set; tools and documents are "
+                "columns of their own"
+            )
+        found |= value or {} if kind is dict else {name: value} if value else {}
+    return {name: value for name, value in found.items() if value is not None and value != []}
 
 
-def _column(record: Record, name: str, kind: type, expected: str) -> Any:
-    """A list or object for the chat template, also where it is written as JSON; empty if the row has none."""
-    value = record.row.get(name)
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value, object_pairs_hook=keys_once)
-        except (ValueError, RecursionError):
-            pass
-    if not value:
-        return kind()
-    if not isinstance(value, kind):
-        raise wrong(record, name, expected, value)
-    return value
+class RowTemplate:
+    """A parsed template; key: the name of its setting."""
+
+    def __init__(self, text: str, key: str) -> None:
+        self.key = key
+        self.parts: list[tuple[str, str | None]] = []  # text, and the column after it
+        literal, at = "", 0
+        for match in PIECE.finditer(text):
+            literal, at, found = literal + text[at : match.start()], match.end(), match[0]
+            if found in ("{{", "}}"):
+                literal += found[0]
+            elif match[1] is None:
+                raise UserError(
+                    f"{key}: {text!r:.120} has a single {found} at character {match.start() + 1}; a column is "
+                    f"{{name}}, a brace {found * 2}"
+                )
+            else:
+                self.parts.append((literal, match[1].strip()))
+                literal = ""
+        self.parts.append((literal + text[at:], None))
+        if len(self.parts) == 1:
+            raise UserError(f"{key}: {text!r:.120} names no column; write one in braces, such as {{text}}")
+
+    def fill(self, record: Record) -> str:
+        """The text of a row."""
+        return "".join(text if column is None else text + self._cell(record, column) for text, column in self.parts)
+
+    def _cell(self, record: Record, column: str) -> str:
+        if column not in record.row:
+            close = difflib.get_close_matches(column, [str(name) for name in record.row], n=1)
+            meant = f"; did you mean {{{close[0]}}}?" if close else ""
+            raise UserError(
+                f"{record.where}: {self.key}: there is no column {column!r}; found: "
+                f"{listed(record.row) or 'none'}{meant}"
+            )
+        value: Any = record.row[column]
+        if found := no_text(value):
+            raise UserError(
+                f"{record.where}: {self.key}: column {column!r} is {found}, which is no text; correct or remove the row"
+            )
+        return json.dumps(value) if isinstance(value, bool | int | float) else str(value)
+
+
+def no_text(value: Any) -> str:
+    """What a value is that has no text; empty if it has one. A missing number is NaN in the files of pandas; texts of
+    Hive and Impala may be bytes in Parquet."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "null" if value is None else "not a number" if math.isnan(value) else "infinite"
+    if isinstance(value, str):  # Jinja's too
+        return ""
+    kinds = {dict: "an object", list: "a list", tuple: "a list", bytes: "bytes", bool: "", int: "", float: ""}
+    kinds |= dict.fromkeys((Decimal, datetime.date, datetime.datetime, datetime.time), "")
+    return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def filled(record: Record, templates: dict[str, RowTemplate]) -> Record:
+    """The row with its own columns and those that the templates make."""
+    return replace(record, row=record.row | {key: template.fill(record) for key, template in templates.items()})

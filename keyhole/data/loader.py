@@ -1,10 +1,8 @@
 """Batches in an order that is a pure function of (seed, epoch); the position in it is two integers.
 
-    order(seed, e) = row indices sorted by splitmix64(seed, e, index)      no generator, no state
-                     stratified: then sorted so that each class is spread evenly (strata.py)
-    step = the next batch_size * gradient_accumulation_steps rows of the order, cut into micro-batches
+    step = the next batch_size * gradient_accumulation_steps rows of the order (epoch.py), cut into micro-batches
 
-Nothing else is random, so resuming is exact: {"epoch": e, "offset": o} determines which rows have been used, and the
+Nothing is random besides, so resuming is exact: {"epoch": e, "offset": o} determines which rows have been used, and the
 next step is the one that would have followed. The offset counts rows, not steps, so batch sizes may change across a
 resume.
 
@@ -12,7 +10,7 @@ An epoch ends with the end of a step: its last step takes the remaining rows, wi
 plain PyTorch loop without drop_last does. So an epoch is steps_per_epoch whole steps in which every row is used exactly
 once. The loss of a step is a mean over *its* tokens, so a short step is weighted correctly.
 
-Micro-batches are padded on the right, to one of a few widths (padding.py), with attention_mask 0 and label -100 there.
+Micro-batches are padded on the right, to one of a few widths (epoch.py), with attention_mask 0 and label -100 there.
 Packed batches have no attention mask: their padding is one more sample at the end of the row, with positions from 0,
 which has no labels and which no other sample attends to.
 
@@ -29,39 +27,11 @@ import numpy as np
 import torch
 
 from keyhole.data.dataset import IGNORED, Dataset, Sample
-from keyhole.data.padding import Padding
+from keyhole.data.epoch import Padding, order, stratified_order
 from keyhole.data.settings import BEFORE
-from keyhole.data.strata import spread
 from keyhole.errors import UserError
 
 Batch = dict[str, torch.Tensor]
-
-
-def order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """Row indices of an epoch. The same on every machine and every version of every library."""
-    if not shuffle:
-        return np.arange(count)
-    key = _splitmix64(np.uint64(seed % 2**64)) ^ _splitmix64(~np.uint64(epoch))
-    order_N: np.ndarray = np.argsort(_splitmix64(_splitmix64(np.arange(count, dtype=np.uint64) ^ key)), kind="stable")
-    return order_N
-
-
-def stratified_order(class_N: np.ndarray, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """Row indices of an epoch in which the rows of each class are spread evenly."""
-    order_N, classes = order(len(class_N), seed, epoch, shuffle), int(class_N.max()) + 1
-    key = _splitmix64(~np.uint64(seed % 2**64)) ^ _splitmix64(np.uint64(epoch))
-    offset_C = _splitmix64(np.arange(classes, dtype=np.uint64) ^ key) / 2.0**64
-    return spread(order_N, class_N, np.minimum(offset_C, 1 - 2.0**-53))
-
-
-def _splitmix64(x: np.ndarray | np.uint64) -> np.ndarray:
-    """A bijection of 64-bit integers that scatters them (Steele, Lea and Flood 2014)."""
-    with np.errstate(over="ignore"):
-        z: np.ndarray = np.asarray(x, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
-        return z
 
 
 def collate(
@@ -117,7 +87,7 @@ def _padded(
     padding: Padding,
     pad_token_id: int,
     ids_M: np.ndarray,
-    labels: np.ndarray | list[Any],
+    labels: np.ndarray | list[int | float | None],
     types_M: np.ndarray | None,
     positions_M: np.ndarray | None,
 ) -> Batch:
@@ -160,7 +130,7 @@ class Loader:
         about: dict[str, Any] | None = None,
         stratified: bool = False,
     ) -> None:
-        """stratified: each step has the classes of the whole data set (strata.py). about: further facts about the data
+        """stratified: each step has the classes of the whole data set (epoch.py). about: further facts about the data
         that a resumed run needs; kept in the state."""
         assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
@@ -218,10 +188,9 @@ class Loader:
     def _parts(self, rows: list[int], tokens: int) -> Iterator[list[int]]:
         """These rows, in order, in parts of batch_size rows, or of as many more as have so many tokens."""
         part: list[int] = []
-        data, longest, samples = self.dataset, 0, 0
+        longest = samples = 0
         for row in rows:
-            length = data.row_length(row) if data.packed else max(data.lengths[i] for i in data.rows[row])
-            count = 1 if data.packed else len(data.rows[row])
+            length, count = self.dataset.row_length(row), self.dataset.row_samples(row)
             full = (samples + count) * self.padding.width(max(longest, length)) > tokens
             if full and len(part) >= self.batch_size:
                 yield part
@@ -260,9 +229,9 @@ class Loader:
                 f"{len(self.dataset):,} now, or other tokens); restore train_data or task, the "
                 "tokenizer, chat_template and the settings of the data, or start anew in another output_dir"
             )
-        for key in ("seed", "shuffle", "stratified"):
-            if (before := state.get(key, False)) != getattr(self, key):
-                raise UserError(f"resume: {key}={getattr(self, key)}, but the checkpoint's is {before}; set it back")
+        for key, now in (("seed", self.seed), ("shuffle", self.shuffle), ("stratified", self.stratified)):
+            if (before := state.get(key, False)) != now:
+                raise UserError(f"resume: {key}={now}, but the checkpoint's is {before}; set it back")
         self._epoch, self._offset, self._last = int(state["epoch"]), int(state["offset"]), []
 
 

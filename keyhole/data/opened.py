@@ -1,32 +1,55 @@
-"""Opens a file of data: its kind by its suffix, unpacked (.gz) and line by line, all within bounds.
+"""Opens a file of data: its kind by its suffix, unpacked (.gz) and line by line, all within bounds; and what is read of
+it: a row with named columns, and its place.
 
 A small file can expand to a lot of data (a gzip stream of zeros), and a line may have no end. So a row has at most
 16 MiB, and a file that unpacks to hundreds of times its size is refused. Errors while a file is read name the file, and
-the line if there is one (`told`). What is in the file is read by columns.py, delimited.py, documents.py and readers.py.
+the line if there is one (`told`).
 """
 
 import gzip
 import io
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 
 PLAIN = (".txt", ".text", ".md")
-TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 SUFFIXES = (*TABLES, *PLAIN)
 MOST_ROW_BYTES = 2**24
 MOST_GROWTH, GROWTH_FROM = 1000, 2**28  # factor over its size, checked from this many bytes on
+
+Row = dict[str, Any]  # by column: whatever a file may hold
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row and where it was found."""
+
+    file: str
+    unit: str  # "line", "row" or "item"
+    number: int  # counted from 1
+    row: Row
+    source: int = 0  # index of its source
+    part: int = 0  # which of the rows it was expanded into, from 1; 0: it is one row
+    is_document: bool = False  # a piece of a plain text, which is longer than a sample
+    ends: bool = True  # whether it is the last piece
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}" + (f", row {self.part} of it" if self.part else "")
 
 
 def kind_of(path: Path) -> str:
     """The suffix that determines the reader, without .gz; "" for an unknown file type."""
     packed = path.suffix.lower() == ".gz"
     suffix = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
-    return suffix if suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow")) else ""
+    return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""
 
 
 @contextmanager
@@ -47,15 +70,14 @@ class _Unpacked(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self.path, self.stream = path, gzip.open(path, "rb")
-        self.left = max(GROWTH_FROM // 4, MOST_GROWTH // 4 * path.stat().st_size)
+        self.most = max(GROWTH_FROM // 4, MOST_GROWTH // 4 * path.stat().st_size)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         count = self.stream.readinto(buffer)
-        self.left -= count
-        if self.left < 0:
+        if self.stream.tell() > self.most:
             raise UserError(
                 f"{self.path}: unpacks to far more than text compresses by; unpack it first, and look at it"
             )
@@ -66,18 +88,14 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
 
-@contextmanager
-def open_bytes(path: Path) -> Iterator["io.BufferedReader[Any]"]:
+def open_bytes(path: Path) -> "io.BufferedReader[Any]":
     """Opens a file, decompressed if necessary."""
-    with io.BufferedReader(_Unpacked(path), 2**16) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
-        yield file
+    return io.BufferedReader(_Unpacked(path), 2**16) if path.suffix.lower() == ".gz" else open(path, "rb")
 
 
-@contextmanager
-def open_text(path: Path, newline: str | None = None, encoding: str | None = None) -> Iterator[TextIO]:
+def open_text(path: Path, newline: str | None = None, encoding: str | None = None) -> TextIO:
     """Opens a text file, decompressed if necessary. encoding: None is UTF-8."""
-    with open_bytes(path) as file, io.TextIOWrapper(file, encoding or "utf-8-sig", newline=newline) as text:
-        yield text
+    return io.TextIOWrapper(open_bytes(path), encoding or "utf-8-sig", newline=newline)
 
 
 def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
@@ -103,11 +121,29 @@ def check_line(line: str, path: Path, number: int) -> None:
 def _bad_line(path: Path) -> str:
     """The place of the first byte that is not UTF-8 (`, line 17`), or the encoding that the file seems to have."""
     with open_bytes(path) as file:
-        number, start = 0, b""
-        while line := file.readline(MOST_ROW_BYTES):
-            number, start = number + 1, start or line[:2]
+        for number, line in enumerate(iter(lambda: file.readline(MOST_ROW_BYTES), b""), 1):
+            if number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                return " (it looks like UTF-16)"
             try:
                 line.decode("utf-8-sig")
             except UnicodeDecodeError:
-                return " (it looks like UTF-16)" if start in (b"\xff\xfe", b"\xfe\xff") else f", line {number}"
+                return f", line {number}"
     return ""
+
+
+def check_header(path: Path, header: list[str]) -> None:
+    """Refuses two columns of one name: the rows would have only the second."""
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        named = listed(name or "(no name)" for name in twice)
+        raise UserError(f"{path}: two columns are called {named}; rename one, or remove it")
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuses lone surrogates: JSON can escape them, tokenizers cannot read them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: the text has {text[error.start]!a}, half of a character (a lone UTF-16 surrogate), near "
+            f"{text[max(0, error.start - 20) : error.start + 20]!a}; write the whole character, or take it out"
+        ) from None

@@ -3,106 +3,158 @@
     prepare("data/*.jsonl", tokenizer, max_length=1024) -> Dataset with .report
 
 Rows are processed in blocks (512 rows, or 4 million characters), so the source is never in memory as a whole; 5 bytes
-per token are kept. collect.py cuts samples that are too long. run.py prepares train_data and eval_data of a run with
-the settings of its config.
+per token are kept. collect.py cuts samples that are too long. run.py prepares the data of a run with the settings of
+its config; questions of tasks (tasks/encode.py) go through the same collector, and are mixed and packed alike.
 
-`weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one row
-(the seed decides which). Rows refer to samples, so a repeated sample costs no memory.
+`train_weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one
+row (the seed decides which). Rows refer to samples, so a repeated sample costs no memory.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from keyhole.data.cache import Arrays, kept
 from keyhole.data.collect import Collector
-from keyhole.data.count import count_rows
-from keyhole.data.dataset import Dataset
-from keyhole.data.files import Record, read, resolve
-from keyhole.data.first_rows import layout_of, with_columns
+from keyhole.data.dataset import Cut, Dataset, Places
+from keyhole.data.epoch import order
+from keyhole.data.files import read, remarks, resolve
 from keyhole.data.formats import COLUMNS, Example, normalise, unread
-from keyhole.data.listing import remarks
-from keyhole.data.loader import order
+from keyhole.data.opened import Record
 from keyhole.data.render import Renderer
 from keyhole.data.report import Report, count_names
-from keyhole.data.settings import AUTO, PrepareSettings
-from keyhole.errors import UserError, listed, printable
+from keyhole.data.settings import AUTO, DataSettings
+from keyhole.data.sources import layout_of, with_columns
+from keyhole.data.tokens import Tokenizer, content_of, pad_token_id, unknown_id
+from keyhole.errors import UserError, listed
 from keyhole.machine.progress import tell
 from keyhole.model.best_fit import pack
 
 LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
+IN_TOKENS = (  # settings that the tokens of a row depend on
+    "data_format", "columns", "prompt", "completion", "max_length", "overlong", "train_on", "train_end_token", "dedup",
+    "chat_template_kwargs", "stop_token_ids",
+)  # fmt: skip
 
 
 def prepare(
     source: str | Path | Sequence[str | Path],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     limit: int | None = None,
     samples: int | None = None,
-    weights: Sequence[float] | None = None,
-    seed: int = 0,
     **settings: Any,
 ) -> Dataset:
-    """All rows of a source, tokenised. settings: those of PrepareSettings.
+    """All rows of a source, tokenised. settings: those of DataSettings.
 
     limit: rows to read; samples: how many samples (or, where they are packed, full rows of them) are enough."""
-    how = PrepareSettings(**settings)
+    how = DataSettings(**settings)
     sources = [source] if isinstance(source, str | Path) else source
-    check_weights(weights, len(sources))
-    return arrange(tokenise([str(name) for name in sources], tokenizer, how, limit, samples), how, weights, seed)
-
-
-def check_weights(weights: Sequence[float] | None, sources: int) -> None:
-    """Refuses weights that are not one number, 0 or more, for each source."""
-    if weights is not None and len(weights) != sources:
-        raise UserError(f"train_weights: {len(weights)} numbers for {sources} sources in train_data; give one for each")
-    if weights is not None and not all(0 <= weight < math.inf for weight in weights):
-        raise UserError(f"train_weights: {listed(weights)}: expected numbers from 0 on")
+    return arrange(tokenise([str(name) for name in sources], tokenizer, how, limit, samples), how, len(sources))
 
 
 def tokenise(
+    sources: list[str], tokenizer: Tokenizer, how: DataSettings, limit: int | None = None, samples: int | None = None
+) -> Dataset:
+    """All samples, one per row; from the cache if the settings have one, and everything is read."""
+    names = resolve(sources)
+    if how.data_cache is None or limit is not None or samples is not None:
+        return _tokenised(sources, names, tokenizer, how, limit, samples)
+    template = how.template_text or tokenizer.chat_template
+    date = str(how.day) if "strftime_now" in str(template) else None
+    given = asdict(how)
+    key = [{name: given[name] for name in IN_TOKENS}, str(template), date, sources, content_of(tokenizer)]
+    data, entry = kept(
+        how.data_cache, "data", names, key, lambda: _tokenised(sources, names, tokenizer, how), _packed, _unpacked
+    )
+    if entry is not None:
+        data.report.cached, data.report.remarks = str(entry), remarks(sources, names)
+    return data
+
+
+def _tokenised(
     sources: list[str],
-    tokenizer: Any,
-    how: PrepareSettings,
+    names: list[str],
+    tokenizer: Tokenizer,
+    how: DataSettings,
     limit: int | None = None,
     samples: int | None = None,
 ) -> Dataset:
-    """All samples, one per row."""
     renderer = Renderer(tokenizer, how)
-    report = Report(max_length=how.max_length, train_on=how.train_on)
-    collector = Collector(report, how, renderer.bos, unknown_id(tokenizer))
-    records = islice(read(sources), limit)
-    names = resolve(sources)
+    collector = Collector(how, renderer.bos, unknown_id(tokenizer))
+    report, records = collector.report, islice(read(sources), limit)
     report.remarks = remarks(sources, names)
-    total = cache(lambda: count_rows(names))
     for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
             collector.add(example, tokens)
-        if collector.pieces.total():  # documents, which are long: a row may take minutes
-            tell("tokenising", report.samples, None, "samples")
-        else:
-            tell("tokenising", report.read, total, "rows")
-        if samples is not None and _is_enough(report, how, samples):
+        pieces = collector.pieces.total()  # of documents, which are long: a row may take minutes
+        tell("tokenising", report.samples if pieces else report.read, None, "samples" if pieces else "rows")
+        got = report.tokens / (how.max_length or 1) if how.packing else report.samples
+        if samples is not None and got >= samples:
             report.partial = next(records, None) is not None
             break
     report.template = _template_line(renderer, collector)
     report.endless = renderer.trains_end and renderer.eos is None and not collector.ends
-    report.missing, report.foreign = "".join(sorted(renderer.alphabet.missing)), renderer.alphabet.foreign
-    about_chats = ("chat_template", "chat_template_kwargs")
-    report.unused = [key for key in about_chats if getattr(how, key) is not None and not collector.chats]
+    report.foreign = renderer.foreign
+    about_chats = {"chat_template": how.chat_template, "chat_template_kwargs": how.chat_template_kwargs}
+    report.unused = [key for key, value in about_chats.items() if value is not None and not collector.chats]
     foreign = collector.chats and (renderer.template.given or renderer.template.is_plain)
-    return collector.dataset(pad_token_id(tokenizer), renderer.template.source() if foreign else None)
+    return collector.dataset(pad_token_id(tokenizer), renderer.template.source if foreign else None)
 
 
-def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None = None, seed: int = 0) -> Dataset:
-    """The data set with its rows: samples mixed by weight, then packed."""
-    chosen = _mixed(data, weights, seed) if weights is not None else None
-    report = data.report
+def _packed(data: Dataset) -> tuple[dict[str, Any], Arrays]:
+    """The parts of an entry of the cache."""
+    where = data.where
+    assert isinstance(where, Places)
+    about = {
+        "report": vars(data.report),
+        "places": where.texts,
+        "cuts": {str(i): list(cut) for i, cut in data.cuts.items()},
+        "rest": {
+            "end_token_ids": data.end_token_ids,
+            "pad_token_id": data.pad_token_id,
+            "chat_template": data.chat_template,
+        },
+    }
+    arrays = {"ids": data.ids, "trained": data.trained, "lengths": np.array(data.lengths)}
+    arrays |= {"sources": np.array(data.sources), "place": np.array(where.text), "row": np.array(where.number)}
+    return about, arrays
+
+
+def _unpacked(about: dict[str, Any], arrays: Arrays) -> Dataset:
+    where = Places()
+    where.texts = about["places"]
+    where.text.frombytes(arrays["place"].tobytes())
+    where.number.frombytes(arrays["row"].tobytes())
+    return Dataset(
+        arrays["ids"],
+        arrays["trained"],
+        lengths=arrays["lengths"].tolist(),
+        sources=arrays["sources"].tolist(),
+        report=Report.read_back(about["report"]),
+        where=where,
+        cuts={int(i): Cut(*cut) for i, cut in about["cuts"].items()},
+        **about["rest"],
+    )
+
+
+def arrange(data: Dataset, how: DataSettings, sources: int) -> Dataset:
+    """The data set with its rows: samples mixed by weight, then packed. sources: of files, or tasks."""
+    weights = how.train_weights
+    if weights is not None and len(weights) != sources:
+        raise UserError(
+            f"train_weights: {len(weights)} numbers for {sources} {'tasks' if how.task else 'sources'}; "
+            "give one for each"
+        )
+    if weights is not None and not all(0 <= weight < math.inf for weight in weights):
+        raise UserError(f"train_weights: {listed(weights)}: expected numbers from 0 on")
+    chosen = None if weights is None else _mixed(data, weights, how.seed)
     if how.packing:
         assert how.max_length is not None  # DataSettings refuses packing without it
         members = range(len(data.lengths)) if chosen is None else chosen
@@ -112,7 +164,7 @@ def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None
         data.choose(chosen)
     if not data.rows:
         raise UserError("train_weights: no sample is left; give a source a weight above 0")
-    report.packed, report.rows = how.packing, len(data.rows)
+    data.report.packed, data.report.rows = how.packing, len(data.rows)
     return data
 
 
@@ -140,10 +192,6 @@ def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
     return chosen
 
 
-def _is_enough(report: Report, how: PrepareSettings, samples: int) -> bool:
-    return report.tokens >= samples * (how.max_length or 1) if how.packing else report.samples >= samples
-
-
 def _blocks(items: Iterable[Example], most: int) -> Iterator[list[Example]]:
     block, characters = [], 0
     for example in items:
@@ -162,7 +210,7 @@ def _blocks(items: Iterable[Example], most: int) -> Iterator[list[Example]]:
         yield block
 
 
-def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -> Iterator[Example]:
+def _examples(records: Iterable[Record], how: DataSettings, report: Report) -> Iterator[Example]:
     """Normalised rows; the layout is detected again at the first row of every file. A later row of another layout is
     refused: it would be read as the first."""
     layouts: dict[str, str] = {}
@@ -184,7 +232,7 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
         yield example
 
 
-def _check_document(record: Record, how: PrepareSettings) -> None:
+def _check_document(record: Record, how: DataSettings) -> None:
     """Refuses settings about columns for a file that has none."""
     given = {"columns": how.columns, **how.row_templates}
     if named := [key for key, value in given.items() if value]:
@@ -218,24 +266,6 @@ def _template_line(renderer: Renderer, collector: Collector) -> str:
         kind = "the one of the setting chat_template"
     elif renderer.template.is_plain:
         kind = "none in the tokenizer; '### Instruction:' and '### Response:' are used"
-    ends = listed(renderer.special[i] for i in collector.end_token_ids if i in renderer.special)
-    dated = f"; it prints the date, {renderer.template.date}" if renderer.template.dated else ""
-    heading = renderer.template.trained_heading if renderer.how.train_on == "answers" else ""
-    writes = (
-        f"; it has no generation prompt, so {printable(heading, 40)!r} before answers is trained on" if heading else ""
-    )
-    return f"{kind}; answers end with {ends or 'no special token'}{writes}{dated}"
-
-
-def unknown_id(tokenizer: Any) -> int | None:
-    """The token that stands for text that the tokenizer does not know; None if it has none of its own."""
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    own = getattr(model, "unk_token", None)  # of a tokenizer whose settings do not name it
-    found = tokenizer.convert_tokens_to_ids(own) if isinstance(own, str) else tokenizer.unk_token_id
-    return None if found in (tokenizer.bos_token_id, tokenizer.eos_token_id) else found
-
-
-def pad_token_id(tokenizer: Any) -> int:
-    """The padding id; any valid id works, because padding is masked."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(i for i in candidates if i is not None)
+    ends = listed(renderer.special[i] for i, _ in collector.ends.most_common() if i in renderer.special)
+    dated = f"; it prints the date, {renderer.template.date}" if renderer.dated else ""
+    return f"{kind}; answers end with {ends or 'no special token'}{dated}"

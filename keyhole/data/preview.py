@@ -1,4 +1,4 @@
-"""Samples as the model will see them, readable in any terminal.
+"""Rows as the model will see them: for `keyhole data`, in any terminal, and for the page of a run.
 
 A sample is shown in runs of tokens that are either context (`read`) or trained, each with this word and the position of
 its first token in front, so that the output is clear without colour. Tokens are separated by `|`, line breaks are
@@ -11,45 +11,117 @@ written \\n, and ids are below:
       ids             386 297 386
       cut      3 tokens after these, 3 of them trained:  and| red|<|end|>
 
-Of long runs only the two ends are shown. In a packed row every sample has its own heading.
+Of long runs only the two ends are shown. In a packed row every sample has its own heading. Of a question the prompt is
+shown once, then each candidate, `RIGHT` or `wrong`; a classifier's row has its label.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import NamedTuple
 
 from keyhole.data.dataset import Dataset
-from keyhole.data.token_texts import token_texts
+from keyhole.data.tokens import Tokenizer, token_texts
 from keyhole.errors import printable
 
-SHOWN = 40  # tokens at each end of a long run
+SHOWN, SHOWN_ON_PAGE = 40, 120  # tokens at each end of a long run
+MOST_ON_PAGE = 4
 GREEN, RESET = "\033[32m", "\033[0m"
 
 
-def preview(dataset: Dataset, tokenizer: Any, n: int = 3, *, color: bool = False, ids: bool = True) -> str:
+class Run(NamedTuple):
+    """Consecutive tokens of a sample that are all trained, or all context."""
+
+    trained: bool
+    start: int
+    ids: list[int]
+
+
+class Marked(NamedTuple):
+    """A sample for a page: its place in the file, a remark about it, and its runs of tokens, as text."""
+
+    where: str
+    about: str
+    runs: list[tuple[bool, list[str]]]
+
+
+def preview(
+    dataset: Dataset, tokenizer: Tokenizer, n: int = 3, *, color: bool = False, labels: Sequence[str] = ()
+) -> str:
     """The first n rows, token by token."""
     lines: list[str] = []
     for row in range(min(n, len(dataset))):
+        samples, right = dataset.rows[row], None if dataset.right is None else dataset.right[row]
+        if right is not None:
+            runs = [_runs(dataset, i) for i in samples]
+            begin = runs[0][-1].start
+            where = f"question {row + 1} of {len(dataset):,} ({printable(dataset.where[samples[0]], 300)})"
+            lines.append(f"{where}: {begin} tokens of prompt, {len(samples)} candidates")
+            lines += [line for run in runs[0] if not run.trained for line in _lines(tokenizer, run, "read")]
+            for i in [right, *(i for i in range(len(samples)) if i != right)]:
+                lines += _lines(tokenizer, runs[i][-1], "RIGHT" if i == right else "wrong", color and i == right)
+            lines.append("")
+            continue
         if dataset.packed:
-            size = f"{dataset.row_length(row)} tokens in {len(dataset.rows[row])} samples"
+            size = f"{dataset.row_length(row)} tokens in {len(samples)} samples"
             lines.append(f"row {row + 1} of {len(dataset)}: {size}")
-        for sample in dataset.rows[row]:
-            lines += [*_sample(dataset, tokenizer, sample, color, ids), ""]
+        for i in samples:
+            where = f"sample {i + 1} of {len(dataset.lengths)} ({printable(dataset.where[i], 300)})"
+            lines.append(f"{where}: {_about(dataset, i, labels)}")
+            for run in _runs(dataset, i):
+                lines += _lines(tokenizer, run, "TRAINED" if run.trained else "read", color and run.trained)
+            lines += [*_cut_lines(dataset, tokenizer, i), ""]
     return "\n".join(lines)
 
 
-def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids: bool) -> Iterator[str]:
+def marked(dataset: Dataset, tokenizer: Tokenizer, rows: int = 3, labels: Sequence[str] = ()) -> list[Marked]:
+    """The first rows for a page; of a packed row, or of a question, each sample."""
+    found: list[Marked] = []
+    for row in range(min(rows, len(dataset))):
+        for k, i in enumerate(dataset.rows[row][: MOST_ON_PAGE - len(found)]):
+            about = [_about(dataset, i, labels)]
+            if dataset.right is not None:
+                about.append("the right candidate" if dataset.right[row] == k else "a wrong candidate")
+            if cut := dataset.cuts.get(i):
+                about.append(f"{cut.tokens + cut.before:,} tokens cut")
+            runs = [(run.trained, _words_on_page(tokenizer, run.ids)) for run in _runs(dataset, i)]
+            found.append(Marked(dataset.where[i], ", ".join(about), runs))
+    return found
+
+
+def _runs(dataset: Dataset, index: int) -> list[Run]:
     part = slice(dataset.starts[index], dataset.starts[index + 1])
-    token_ids, trained = dataset.ids[part].tolist(), dataset.trained[part].tolist()
-    place = printable(dataset.where[index], 300)
-    count = f"{len(token_ids)} tokens, {sum(trained)} trained"
-    yield f"sample {index + 1} of {len(dataset.lengths)} ({place}): {count}"
-    start = 0
-    for is_trained, group in groupby(trained):
-        run = token_ids[start : start + len(list(group))]
-        word, green = ("TRAINED", color) if is_trained else ("read", False)
-        yield from run_lines(tokenizer, run, start, word, color=green, show_ids=show_ids)
-        start += len(run)
+    ids, runs, start = dataset.ids[part].tolist(), list[Run](), 0
+    for trained, group in groupby(dataset.trained[part].tolist()):
+        end = start + len(list(group))
+        runs.append(Run(trained, start, ids[start:end]))
+        start = end
+    return runs
+
+
+def _about(dataset: Dataset, index: int, labels: Sequence[str]) -> str:
+    part = slice(dataset.starts[index], dataset.starts[index + 1])
+    count = f"{dataset.lengths[index]:,} tokens"
+    if dataset.targets is None:
+        return f"{count}, {int(dataset.trained[part].sum()):,} trained"
+    target = dataset.targets[index]
+    named = labels[target] if isinstance(target, int) and 0 <= target < len(labels) else f"{target:g}"
+    return f"{count}, label {named}"
+
+
+def _lines(tokenizer: Tokenizer, run: Run, word: str, color: bool = False) -> Iterator[str]:
+    """A run of tokens, with a word in front that says their kind."""
+    gap = len(run.ids) - 2 * SHOWN
+    pieces = [run.ids] if gap <= SHOWN else [run.ids[:SHOWN], run.ids[-SHOWN:]]
+    for i, piece in enumerate(pieces):
+        if i == 1:
+            yield f"           ... {gap} more ..."
+        text = "|".join(_words(tokenizer, piece))
+        at = run.start if i == 0 else run.start + len(run.ids) - SHOWN
+        yield f"  {word:8} {at:>5}  {f'{GREEN}{text}{RESET}' if color else text}"
+        yield f"  {'ids':8}        {' '.join(map(str, piece))}"
+
+
+def _cut_lines(dataset: Dataset, tokenizer: Tokenizer, index: int) -> Iterator[str]:
     cut = dataset.cuts.get(index)
     if cut is not None and cut.before:
         yield f"  cut      {cut.before} tokens at the beginning of the prompt"
@@ -58,23 +130,14 @@ def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids:
         yield f"  cut      {cut.tokens} tokens after these, {cut.trained} of them trained: {shown}"
 
 
-def run_lines(
-    tokenizer: Any, run: list[int], start: int, word: str, *, color: bool = False, show_ids: bool = True
-) -> Iterator[str]:
-    """A run of tokens that begins at `start`, with a word in front that says their kind."""
-    gap = len(run) - 2 * SHOWN
-    pieces = [run] if gap <= SHOWN else [run[:SHOWN], run[-SHOWN:]]
-    at = [start, start + len(run) - SHOWN]
-    for i, piece in enumerate(pieces):
-        if i == 1:
-            yield f"           ... {gap} more ..."
-        text = "|".join(_words(tokenizer, piece))
-        text = f"{GREEN}{text}{RESET}" if color else text
-        yield f"  {word:8} {at[i]:>5}  {text}"
-        if show_ids:
-            yield f"  {'ids':8}        {' '.join(map(str, piece))}"
-
-
-def _words(tokenizer: Any, token_ids: list[int]) -> list[str]:
+def _words(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """Each token as text, with white space and control characters written out."""
-    return [repr(text)[1:-1] for text in token_texts(tokenizer, token_ids)]
+    return [repr(text)[1:-1] for text in token_texts(tokenizer, ids)]
+
+
+def _words_on_page(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    gap = len(ids) - 2 * SHOWN_ON_PAGE
+    if gap <= SHOWN_ON_PAGE:
+        return token_texts(tokenizer, ids)
+    first, last = ids[:SHOWN_ON_PAGE], ids[-SHOWN_ON_PAGE:]
+    return [*token_texts(tokenizer, first), f" … {gap:,} more … ", *token_texts(tokenizer, last)]

@@ -8,7 +8,7 @@
 The whole text is tokenised at once, and answers are mapped to tokens by character offsets. Tokenising prompt and answer
 separately would give tokens that the model has never seen ("Answer: " + "yes" has a separate space token, "Answer: yes"
 does not). A token with characters on both sides of the boundary counts as answer; nearly always the prompt's own tokens
-are a prefix of the whole, and there is no such token. The report counts the exceptions. For a tokenizer without offsets
+are a prefix of the whole, and there is no such token. For a tokenizer without offsets
 (not a fast one), the text up to the boundary is tokenised separately; the answer begins where the tokens differ.
 Offsets stay inside the tokenizers library, and only the few needed ones are read: as Python tuples they would take 150
 bytes per token.
@@ -21,19 +21,26 @@ scored, not generated, the end would be half of the trained tokens.
     label[t] = id[t] where trained, else -100; label[0] = -100 always, since nothing predicts the first token
 """
 
+import os.path
 import re
-import unicodedata
-from typing import Any, NamedTuple
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from keyhole.data.answers import AnswerFinder, Lost, Rendered
-from keyhole.data.chat_template import ChatTemplate, bos_ids, special_tokens
+from keyhole.data.answers import Chat, Lost, Rendered, find
+from keyhole.data.chat_template import ChatTemplate
 from keyhole.data.formats import Example
+from keyhole.data.opened import check_text
 from keyhole.data.report import count_names
-from keyhole.data.settings import PrepareSettings
+from keyhole.data.settings import DataSettings
+from keyhole.data.tokens import Tokenizer, bos_ids, special_tokens
 from keyhole.data.turns import is_trained
-from keyhole.errors import UserError
+from keyhole.data.worker import bounded
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 CONTROL = re.compile(r"<[|\uff5c][^\s<>{}]{1,40}?[|\uff5c]>")
 
@@ -44,73 +51,36 @@ class Tokens(NamedTuple):
     ids_T: np.ndarray  # int32
     trained_T: np.ndarray  # bool
     end_id: int | None  # the special token that ends the last answer
-    straddles: bool  # a token spans the beginning of an answer
     unpredicted: bool = False  # an answer begins with the first token, which nothing predicts: it is not trained on
     lost: Lost = Lost()
 
 
-def check_text(text: str, where: str) -> None:
-    """Refuses lone surrogates: JSON can escape them, tokenizers cannot read them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise UserError(
-            f"{where}: the text has {half!a}, half of a character (a lone UTF-16 surrogate), near "
-            f"{text[max(0, error.start - 20) : error.start + 20]!a}; write the whole character, or take it out"
-        ) from None
-
-
-class Alphabet:
-    """Finds what a tokenizer does not have in its vocabulary.
-
-    missing    characters that it leaves out: a BPE without bytes and without an unknown token may have none for them
-    foreign    what looks like a control token (<|im_end|>) and is none, with the number of its texts: of data, or of a
-               chat template, that were made for another model"""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.seen: set[str] = set()
-        self.missing: set[str] = set()
-        self.own: dict[str, bool] = {}
-        self.foreign: dict[str, int] = {}
-
-    def look(self, texts: list[str]) -> None:
-        """Tries the characters of these texts that were not tried before; white space and marks may have no token."""
-        new = set().union(*texts) - self.seen
-        self.seen |= new
-        if alone := sorted(each for each in new if unicodedata.category(each)[0] not in "CMZ"):
-            made = self.tokenizer(alone, add_special_tokens=False, verbose=False)["input_ids"]
-            self.missing |= {each for each, ids in zip(alone, made, strict=True) if not ids}
-        for text in texts:
-            count_names(self.foreign, (word for word in dict.fromkeys(CONTROL.findall(text)) if not self._is_own(word)))
-
-    def _is_own(self, word: str) -> bool:
-        if word not in self.own:
-            found = self.tokenizer.convert_tokens_to_ids(word)
-            self.own[word] = found is not None and self.tokenizer.convert_ids_to_tokens(found) == word
-        return self.own[word]
-
-
 class Renderer:
-    """Turns examples into tokens, many at a time."""
+    """Turns examples into tokens, many at a time. foreign: what looks like a control token (<|im_end|>) and is none of
+    this tokenizer, with the number of its texts: of data, or of a chat template, that were made for another model."""
 
-    def __init__(self, tokenizer: Any, how: PrepareSettings | None = None) -> None:
-        self.tokenizer, self.how = tokenizer, (how := how or PrepareSettings())
+    def __init__(self, tokenizer: Tokenizer, how: DataSettings | None = None) -> None:
+        self.tokenizer, self.how = tokenizer, (how := how or DataSettings())
         self.template = ChatTemplate(
             tokenizer, how.template_text, how.chat_template_kwargs, how.day, tuple(how.stop_token_ids)
         )
-        self.answers, self.alphabet = AnswerFinder(self.template), Alphabet(tokenizer)
+        self.dated, self.foreign, self.own = False, Counter[str](), dict[str, bool]()
         self.special = special_tokens(tokenizer)
         self.bos, self.eos = bos_ids(tokenizer), tokenizer.eos_token_id
         self.trains_end = how.train_end_token is not False
 
     def __call__(self, examples: list[Example]) -> list[Tokens]:
         """Tokens of each example, in order."""
-        texts = [self._text(example) for example in examples]
-        for example, rendered in zip(examples, texts, strict=True):
-            check_text(rendered.text, example.record.where)
-        self.alphabet.look([rendered.text for rendered in texts])
+        chats = [Chat(each.turns, each.given, each.record.where) for each in examples if each.turns is not None]
+        written, texts = iter(bounded(partial(find, self.template), chats, _place)), []
+        for example in examples:
+            text = example.prompt + example.answer
+            plain = Rendered(text, [(len(example.prompt), len(text))])
+            texts.append(plain if example.turns is None else next(written))
+            check_text(texts[-1].text, example.record.where)
+            self.dated |= texts[-1].dated
+            words = dict.fromkeys(CONTROL.findall(texts[-1].text))
+            count_names(self.foreign, (word for word in words if not self._is_own(word)))
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         batch = self.tokenizer([t.text for t in texts], **options)
         encodings = batch.encodings if self.tokenizer.is_fast else [None] * len(texts)
@@ -119,18 +89,17 @@ class Renderer:
             for example, rendered, ids, encoding in zip(examples, texts, batch["input_ids"], encodings, strict=True)
         ]
 
-    def _text(self, example: Example) -> Rendered:
-        if example.turns is not None:
-            return self.answers.find(example)
-        text = example.prompt + example.answer
-        return Rendered(text, [(len(example.prompt), len(text))])
+    def _is_own(self, word: str) -> bool:
+        if word not in self.own:
+            found = self.tokenizer.convert_tokens_to_ids(word)
+            self.own[word] = found is not None and self.tokenizer.convert_ids_to_tokens(found) == word
+        return self.own[word]
 
-    def _tokens(self, example: Example, rendered: Rendered, ids: list[int], encoding: Any) -> Tokens:
-        locate = Locate(self.tokenizer, rendered.text, ids, encoding)
+    def _tokens(self, example: Example, rendered: Rendered, ids: list[int], encoding: "Encoding | None") -> Tokens:
         trained_T: np.ndarray = np.zeros(len(ids), dtype=bool)
         end_id = None
         for start, end in rendered.spans:
-            a, b = locate(start), locate(end)
+            a, b = (self._locate(at, rendered.text, ids, encoding) for at in (start, end))
             b = self._end_of_turn(ids, a, b) if self.trains_end else self._without_end(ids, a, b)
             trained_T[a:b] = True
             end_id = ids[b - 1] if b > a and ids[b - 1] in self.special else None
@@ -145,8 +114,7 @@ class Renderer:
         has_question = example.turns is not None or bool(example.prompt)
         unpredicted = self.how.train_on == "answers" and has_question and bool(trained_T[:1].any())
         trained_T[:1] = False
-        straddles = any(locate.is_inside(start) for start, _ in rendered.spans)
-        return Tokens(ids_T, trained_T, end_id, straddles, unpredicted, rendered.lost)
+        return Tokens(ids_T, trained_T, end_id, unpredicted, rendered.lost)
 
     def _end_of_turn(self, ids: list[int], a: int, b: int) -> int:
         """Where answer [a, b) ends without the white space after its last special token."""
@@ -170,34 +138,16 @@ class Renderer:
         followed = rendered.marked and rendered.text[rendered.spans[-1][1] :].strip()
         return is_trained(example.turns[-1]) and not followed
 
+    def _locate(self, position: int, text: str, ids: list[int], encoding: "Encoding | None") -> int:
+        """Token index of a character position: the first token that ends after it."""
+        if position <= 0 or position >= len(text):
+            return 0 if position <= 0 else len(ids)
+        if encoding is None:
+            prefix = self.tokenizer(text[:position], add_special_tokens=False).input_ids
+            return len(os.path.commonprefix([prefix, ids]))
+        tokens = (encoding.char_to_token(at) for at in range(position, len(text)))
+        return next((token for token in tokens if token is not None), len(ids))  # white space may have no token
 
-class Locate:
-    """Token index of a character position: the first token that ends after it."""
 
-    def __init__(self, tokenizer: Any, text: str, ids: list[int], encoding: Any) -> None:
-        self.tokenizer, self.text, self.ids, self.encoding = tokenizer, text, ids, encoding
-
-    def __call__(self, position: int) -> int:
-        if position <= 0:
-            return 0
-        if position >= len(self.text):
-            return len(self.ids)
-        if self.encoding is None:
-            return self._by_prefix(position)
-        tokens = (self.encoding.char_to_token(at) for at in range(position, len(self.text)))
-        return next((token for token in tokens if token is not None), len(self.ids))  # white space may have no token
-
-    def _by_prefix(self, position: int) -> int:
-        prefix = self.tokenizer(self.text[:position], add_special_tokens=False).input_ids
-        pairs = zip(prefix, self.ids, strict=False)
-        return next((t for t, (x, y) in enumerate(pairs) if x != y), min(len(prefix), len(self.ids)))
-
-    def is_inside(self, position: int) -> bool:
-        """Whether a token spans this position."""
-        t = self(position)
-        if self.encoding is None or t >= len(self.ids):
-            return False
-        if t == 0:
-            return position > 0
-        before = self.encoding.token_to_chars(t - 1)
-        return before is not None and before[1] < position
+def _place(chat: Chat) -> str:
+    return f"{chat.where}: the chat template, for {len(chat.turns):,} turns,"

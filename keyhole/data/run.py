@@ -1,47 +1,50 @@
 """The data of a run, for the trainer and for `keyhole data`.
 
-    load_data(settings) -> Data: a resumable loader of train_data, batches of eval_data, and the report
+    load_data(settings) -> Data: a resumable loader of the training rows, batches of held-out rows, and the report
 
-Instead of files a run may name tasks (data/tasks/), which provide training rows and the questions of dev and test.
-
-Both sets are prepared in the same way, except that evaluation data are never packed, so that their loss does not depend
-on a setting of training. Both are compared with the limits of the model (capacity.py), so that a text that is too long
-is refused here and not in the middle of the run.
+Rows come from files (prepare.py) or from tasks (tasks/run.py), which also give the questions of dev and test. Training
+rows are mixed and packed; held-out rows never are, so that their loss does not depend on a setting of training. Both
+are compared with the limits of the model (capacity.py), so that a text that is too long is refused here and not in the
+middle of the run.
 
 Two things that the data depend on belong to the run and are kept in the loader's state: the date that a chat template
 may print (the day the run began, also after a resume), and the template itself if it is not the tokenizer's. That
 template is saved with the trained model, so that programs that use the model build the prompts of training.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from keyhole.assets import MODEL, TEST, TRAIN, locate
-from keyhole.data.cache import cached
 from keyhole.data.capacity import check_data, context_length
+from keyhole.data.collect import Collector
 from keyhole.data.dataset import Dataset
+from keyhole.data.epoch import Padding, choose, describe, describe_classes, stratifies
 from keyhole.data.loader import EvalBatches, Loader
-from keyhole.data.overlap import overlap_line
-from keyhole.data.padding import Padding, choose, describe
-from keyhole.data.prepare import arrange, check_weights, tokenise
+from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
-from keyhole.data.settings import DataSettings, PrepareSettings
-from keyhole.data.strata import decide as decide_strata
-from keyhole.data.strata import describe as describe_strata
-from keyhole.data.tasks.classify import check_settings
-from keyhole.data.tasks.encode import Encoder
-from keyhole.data.tasks.labels import class_names, find_labels
-from keyhole.data.tasks.names import listed_names
+from keyhole.data.settings import DataSettings
+from keyhole.data.tasks.classify import Labels, TextEncoder, check_settings, class_names, class_rows, find_labels
+from keyhole.data.tasks.draw import draw_tasks, draw_test_tasks, report_lines, warning_lines
+from keyhole.data.tasks.encode import CANDIDATES, TOKENS, Encoder, ends, question_rows
 from keyhole.data.tasks.parse import read_spec
-from keyhole.data.tasks.preview import preview_classes, preview_task
 from keyhole.data.tasks.question import Task
-from keyhole.data.tasks.run import load_tasks, load_test_tasks, warning_lines
+from keyhole.data.tasks.spec import CHOICE, listed_names
+from keyhole.data.tokens import Tokenizer, pad_token_id, unknown_id
 from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
 from keyhole.model.structure.tokenizer import read_tokenizer
 from keyhole.model.weights.published import forget_what_is_read
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MOST_COMPARED = 2**21  # samples
 
 
 @dataclass(frozen=True)
@@ -59,45 +62,61 @@ class Data:
     dev: tuple[Task, ...] = ()
     test: tuple[Task, ...] = ()
     labels: tuple[str, ...] = ()
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
 
 
-def load_tokenizer(model: str) -> Any:
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a run, from files or from tasks, and the report of each."""
+
+    train: Dataset
+    held_out: Dataset | None
+    report: list[str]
+    held_lines: list[str]
+    train_tasks: tuple[Task, ...] = ()
+    dev: tuple[Task, ...] = ()
+    test: tuple[Task, ...] = ()
+    labels: tuple[str, ...] = ()
+
+
+def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer in the directory of a model."""
     read_config(locate(model, MODEL))  # a clear error if there is no model at all
     return _tokenizer(model)
 
 
-def _tokenizer(model: str) -> Any:
+def _tokenizer(model: str) -> Tokenizer:
     model = locate(model, MODEL)
-    tokenizer = read_tokenizer(model)
+    tokenizer: Tokenizer | None = read_tokenizer(model)
     if tokenizer is None:
         raise UserError(f"model: {model} has no tokenizer; copy its tokenizer files in")
     return tokenizer
 
 
-def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
+def load_data(settings: DataSettings, tokenizer: Tokenizer | None = None) -> Data:
     """Loaders and report. tokenizer: None takes the model's."""
     settings = replace(settings, template_date=settings.day.isoformat())  # one date, also after midnight
     known = _model_config(settings)
     tokenizer = tokenizer or _tokenizer(settings.model)
-    tasks = load_tasks(settings, tokenizer, known) if settings.task else None
-    further = load_test_tasks(settings)
-    if tasks is not None:
-        train, report = tasks.train, [*tasks.report, *_step_lines(settings, len(tasks.train))]
-    else:
-        assert settings.train_data is not None  # or task
-        train, report = _prepare(settings, settings.train_data, TRAIN, tokenizer, known)
-        report = [f"train: {line}" for line in [*report, *_step_lines(settings, len(train))]]
+    rows = _of_tasks(settings, tokenizer, known) if settings.task else _of_files(settings, tokenizer, known)
+    further = draw_test_tasks(settings)
+    train, report = rows.train, list(rows.report)
+    step = settings.batch_size * settings.gradient_accumulation_steps
+    if step > len(train):
+        steps = settings.gradient_accumulation_steps
+        product = f" x gradient_accumulation_steps={steps}" if steps > 1 else ""
+        report.append(
+            f"warning: batch_size={settings.batch_size}{product} is more than the {len(train):,} rows of the data: "
+            "every step sees all of them once, and no more"
+        )
     report += [f"test: task {task.name}: {task.about} ({task.fingerprint})" for task in further]
     report += [line for task in further for line in warning_lines(task)]
-    about: dict[str, Any] = {"date": settings.template_date}
+    about: dict[str, object] = {"date": settings.template_date}
     about |= {"chat_template": train.chat_template} if train.chat_template else {}
-    if tasks is not None and tasks.labels:
-        has_head = settings.head is not None
-        specs = [task.spec for task in (*tasks.test, *further) if task.spec is not None]
-        find_labels(specs, known, has_head)  # refuses tests with other labels
-        about |= {"labels": list(tasks.labels), "pad_token_id": train.pad_token_id}
+    if rows.labels:
+        specs = [task.spec for task in (*rows.test, *further) if task.spec is not None]
+        find_labels(specs, known, settings.head is not None)  # refuses tests with other labels
+        about |= {"labels": list(rows.labels), "pad_token_id": train.pad_token_id}
     positions, asked = context_length(known), settings.pad_to_multiple_of
     padding = choose(train, asked, positions) if settings.padding is None else Padding(*settings.padding)
     loader = Loader(
@@ -108,47 +127,46 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
         about=about | {"padding": [asked, *padding]},
         pad_to_multiple_of=padding.multiple,
         pad_to_most=padding.most,
-        stratified=decide_strata(train, settings.stratify),
+        stratified=stratifies(train, settings.stratify),
     )
     report.append(describe(train, loader.order_of(0), settings.batch_size, padding, asked))
     if loader.stratified:
-        report.append(describe_strata(train, settings.stratify))
+        report.append(describe_classes(train, settings.stratify))
     batches = EvalBatches(None, settings.batch_size)
-    if tasks is not None:
-        if tasks.held_out is not None:
-            batches = EvalBatches(
-                tasks.held_out, settings.batch_size, *choose(tasks.held_out, asked, positions, padding.multiple)
-            )
-        test = (*tasks.test, *further)
-        about = {"dev": tasks.dev, "test": test, "labels": tasks.labels, "tokenizer": tokenizer}
-        return Data(loader, batches, report, train.end_token_ids, **about)
-    if settings.eval_data:
-        unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
-        held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
-        report += [f"eval:  {line}" for line in [*lines, *overlap_line(train, held_out)]]
-        batches = EvalBatches(held_out, settings.batch_size, *choose(held_out, asked, positions, padding.multiple))
-    about = {"test": further, "tokenizer": tokenizer}
-    return Data(loader, batches, report, train.end_token_ids, train.chat_template, **about)
+    if rows.held_out is not None:
+        batches = EvalBatches(
+            rows.held_out, settings.batch_size, *choose(rows.held_out, asked, positions, padding.multiple)
+        )
+        report += rows.held_lines
+    return Data(
+        loader,
+        batches,
+        report,
+        train.end_token_ids,
+        train.chat_template,
+        dev=rows.dev,
+        test=(*rows.test, *further),
+        labels=rows.labels,
+        tokenizer=tokenizer,
+    )
 
 
 def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:
     """What `keyhole data` prints: the first samples of train_data, and a report on them. Reads only these."""
-    known = _model_config(settings)
-    tokenizer = _tokenizer(settings.model)
-    if settings.task:
-        tasks = load_tasks(settings, tokenizer, known)
-        if tasks.labels:
-            return "\n".join([*tasks.report, "", preview_classes(tasks.train, tokenizer, tasks.labels, count)])
-        encoder = Encoder(tokenizer, settings.max_length, "drop" if settings.overlong == "drop" else "truncate")
-        end = settings.train_end_token
-        shown = [preview_task(task, tokenizer, encoder, count, color=color, end=end) for task in tasks.drawn]
-        return "\n".join([*tasks.report, "", *shown])
-    assert settings.train_data is not None  # or task
-    dataset, lines = _prepare(settings, settings.train_data, TRAIN, tokenizer, known, samples=max(1, count))
-    return "\n".join([*lines, "", preview(dataset, tokenizer, count, color=color)])
+    known, tokenizer = _model_config(settings), _tokenizer(settings.model)
+    if not settings.task:
+        data, lines = _file_set(settings, settings.train_data, TRAIN, tokenizer, known, samples=max(1, count))
+        return "\n".join([*lines, "", preview(data, tokenizer, count, color=color)])
+    rows = _of_tasks(settings, tokenizer, known)
+    shown = [rows.train] if rows.labels else []
+    for task in () if rows.labels else rows.train_tasks:  # all candidates, whatever the loss
+        loss = CANDIDATES if task.spec is not None and task.spec.kind == CHOICE else TOKENS
+        shown.append(question_set([task], tokenizer, settings, loss, None, known))
+    told = [preview(data, tokenizer, count, color=color, labels=rows.labels) for data in shown]
+    return "\n".join([*rows.report, "", *told])
 
 
-def _model_config(settings: DataSettings) -> Any:
+def _model_config(settings: DataSettings) -> "PreTrainedConfig":
     """The HF config of the model, with the requested head; refuses data settings that do not fit it."""
     count = settings.num_labels
     if settings.head is not None and count is None and settings.task:
@@ -160,29 +178,6 @@ def _model_config(settings: DataSettings) -> Any:
     return known
 
 
-def _prepare(
-    settings: DataSettings,
-    source: str | list[str],
-    demo: Path,
-    tokenizer: Any,
-    known: Any,
-    samples: int | None = None,
-) -> tuple[Dataset, list[str]]:
-    """A data set within the limits of the model with HF config `known`, and its report."""
-    sources = [locate(name, demo) for name in ([source] if isinstance(source, str) else source)]
-    weights = None if samples is not None else settings.train_weights
-    check_weights(weights, len(sources))
-    how = PrepareSettings(**{field.name: getattr(settings, field.name) for field in fields(PrepareSettings)})
-    how = replace(how, stop_token_ids=stop_token_ids(settings.model))
-    if settings.data_cache is not None and samples is None:
-        data = cached(settings.data_cache, sources, tokenizer, how)
-    else:
-        data = tokenise(sources, tokenizer, how, samples=samples)
-    data = arrange(data, how, weights, settings.seed)
-    warnings = check_data(data, settings.model, known)
-    return data, [*data.report.lines(), *warnings]
-
-
 def stop_token_ids(model: str) -> tuple[int, ...]:
     """The tokens that end an answer, from the model's generation_config.json; none if that cannot be read."""
     try:
@@ -192,13 +187,90 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
     return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
 
 
-def _step_lines(settings: DataSettings, rows: int) -> list[str]:
-    """A warning if one step takes more rows than there are."""
-    batch, steps = settings.batch_size, settings.gradient_accumulation_steps
-    if batch * steps <= rows:
-        return []
-    product = f" x gradient_accumulation_steps={steps}" if steps > 1 else ""
-    return [
-        f"warning: batch_size={batch}{product} is more than the {rows:,} rows of the data: every step sees all of them "
-        "once, and no more"
-    ]
+def _of_files(settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedConfig") -> Rows:
+    train, lines = _file_set(settings, settings.train_data, TRAIN, tokenizer, known)
+    if not settings.eval_data:
+        return Rows(train, None, [f"train: {line}" for line in lines], [])
+    unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
+    held_out, held_lines = _file_set(unmixed, settings.eval_data, TEST, tokenizer, known)
+    held_lines = [f"eval:  {line}" for line in [*held_lines, *_overlap(train, held_out)]]
+    return Rows(train, held_out, [f"train: {line}" for line in lines], held_lines)
+
+
+def _overlap(train: Dataset, held_out: Dataset) -> list[str]:
+    """A warning, if samples of the held-out data are training samples too, by their tokens: their loss says nothing of
+    others. Only training samples of a length that the held-out data have are compared, of very many the first."""
+
+    def key(data: Dataset, index: int) -> int:
+        return hash(data.ids[data.starts[index] : data.starts[index + 1]].tobytes())
+
+    alike = np.flatnonzero(np.isin(np.array(train.lengths), np.array(held_out.lengths)))
+    ours = {key(train, i) for i in alike[:MOST_COMPARED].tolist()}
+    total = len(held_out.lengths)
+    count = sum(key(held_out, i) in ours for i in range(total))
+    told = f"warning: {count:,} of the {total:,} samples are also in train_data: their loss is that of training"
+    return [told] if count else []
+
+
+def _file_set(
+    settings: DataSettings,
+    source: str | list[str] | None,
+    demo: Path,
+    tokenizer: Tokenizer,
+    known: "PreTrainedConfig",
+    samples: int | None = None,
+) -> tuple[Dataset, list[str]]:
+    """A data set within the limits of the model with HF config `known`, and its report."""
+    assert source is not None  # or task
+    sources = [locate(name, demo) for name in ([source] if isinstance(source, str) else source)]
+    how = replace(settings, stop_token_ids=stop_token_ids(settings.model))
+    how = how if samples is None else replace(how, train_weights=None)
+    data = arrange(tokenise(sources, tokenizer, how, samples=samples), how, len(sources))
+    warnings = check_data(data, settings.model, known)
+    return data, [*data.report.lines(), *warnings]
+
+
+def _of_tasks(settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedConfig") -> Rows:
+    drawn = draw_tasks(settings)
+    train, dev, test = (tuple(each[split] for each in drawn) for split in ("train", "dev", "test"))
+    dev = tuple(task for task in dev if task.questions)
+    labels = None
+    if is_classifier(known):
+        labels = find_labels([task.spec for task in train if task.spec is not None], known, settings.head is not None)
+    data = arrange(question_set(train, tokenizer, settings, settings.loss, labels, known), settings, len(train))
+    report = [line for each in drawn for line in report_lines(each)]
+    report += [*data.report.lines(), *check_data(data, settings.model, known)]
+    if settings.loss == CANDIDATES:
+        report.append(f"loss: candidates; {len(data.lengths):,} candidates of {len(data):,} questions")
+    held_out = None  # without dev there is no selection; test never selects
+    if dev:
+        held_out = question_set(dev, tokenizer, replace(settings, overlong="truncate"), TOKENS, labels, known)
+        check_data(held_out, settings.model, known)
+    return Rows(data, held_out, report, [], train, dev, test, () if labels is None else labels.names)
+
+
+def question_set(
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    how: DataSettings,
+    loss: str,
+    labels: Labels | None,
+    known: "PreTrainedConfig",
+) -> Dataset:
+    """The questions as training rows; for a classifier, if there are labels. known: the HF config of the model."""
+    collector = Collector(how, [], unknown_id(tokenizer))
+    collector.report.read = sum(len(task.questions) for task in tasks)
+    padding_id = pad_token_id(tokenizer)
+    if labels is None:
+        encoder = Encoder(tokenizer, how.max_length, how.overlong)
+        rows = question_rows(tasks, encoder, loss, how.train_end_token, collector.report)
+    else:
+        texts = TextEncoder(tokenizer, known, how.max_length, how.overlong)
+        rows, padding_id = class_rows(tasks, texts, labels, collector.report), texts.pad_token_id
+    for row in rows:
+        collector.keep(row)
+    if not collector.lengths:
+        raise UserError(f"task: {collector.nothing_left()}")
+    if labels is None and tokenizer.eos_token_id is not None and any(ends(task, how.train_end_token) for task in tasks):
+        collector.ends[tokenizer.eos_token_id] += 1
+    return collector.dataset(padding_id)

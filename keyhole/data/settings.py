@@ -1,7 +1,4 @@
-"""The part of a config that data preparation reads.
-
-    PrepareSettings   how a row becomes tokens; the argument of `prepare`
-    DataSettings      the same, with the sources of the rows and how they are batched; the argument of a run
+"""The settings of data: where the rows come from, how a row becomes tokens, and how rows are batched.
 
 keyhole/config/data.py makes a DataSettings from a TrainConfig; without a config, make one directly.
 """
@@ -13,11 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from keyhole.data.formats import OWN_VARIABLES, check_format
-from keyhole.data.row_template import RowTemplate
+from keyhole.data.formats import TABLE, RowTemplate, check_format
+from keyhole.data.turns import OWN_VARIABLES
 from keyhole.errors import UserError, printable
 
-TABLE = "prompt_completion"
 OVERLONG = ("truncate", "split", "drop", "error")
 TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
@@ -31,9 +27,15 @@ def today() -> datetime.date:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareSettings:
-    """How rows become tokens. stop_token_ids: tokens that end an answer of the model, besides eos."""
+class DataSettings:
+    """The data of a run: train_data and eval_data, or tasks by name. stop_token_ids: tokens that end an answer of the
+    model, besides eos. padding: (multiple, most) of a resumed run that began with auto (epoch.py)."""
 
+    model: str = ""
+    train_data: str | list[str] | None = None
+    eval_data: str | list[str] | None = None
+    train_weights: list[float] | None = None
+    data_cache: str | None = None
     data_format: str | None = None
     columns: dict[str, str] | None = None
     prompt: str | None = None
@@ -48,17 +50,33 @@ class PrepareSettings:
     chat_template_kwargs: dict[str, Any] | None = None
     template_date: str | None = None
     stop_token_ids: tuple[int, ...] = ()
+    task: str | list[str] | None = None
+    test_task: str | list[str] | None = None
+    task_data: str | None = None
+    task_splits: dict[str, str] | None = None
+    num_train: int | None = 1000
+    num_dev: int = 500
+    num_eval: int | None = 1000
+    loss: str = "tokens"
+    head: str | None = None
+    num_labels: int | None = None
+    batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    seed: int = 0
+    pad_to_multiple_of: int | str | None = AUTO
+    padding: tuple[int, int | None] | None = None
+    stratify: bool | str = AUTO
 
     def __post_init__(self) -> None:
         check_format(self.data_format)
-        if self.row_templates and self.data_format not in (None, "auto", TABLE):
+        if self.row_templates and self.data_format not in (None, AUTO, TABLE):
             raise UserError(
                 f"data_format={self.data_format}: with {' and '.join(self.row_templates)} set the rows are read as "
                 f"{TABLE}; leave data_format out"
             )
-        for key, choices in (("overlong", OVERLONG), ("train_on", TRAIN_ON)):
-            if getattr(self, key) not in choices:
-                raise UserError(f"{key}={getattr(self, key)!r}: expected {' or '.join(choices)}")
+        for key, value, choices in (("overlong", self.overlong, OVERLONG), ("train_on", self.train_on, TRAIN_ON)):
+            if value not in choices:
+                raise UserError(f"{key}={value!r}: expected {' or '.join(choices)}")
         if self.packing and self.max_length is None:
             raise UserError("packing=true needs max_length: it is the length of a packed row")
         if self.max_length is not None and self.max_length < 2:
@@ -90,45 +108,15 @@ class PrepareSettings:
         given = self.chat_template
         if given is None or "{{" in given or "{%" in given:
             return given
-        path = Path(os.path.expanduser(given))
+        path, named = Path(os.path.expanduser(given)), f"chat_template: {printable(given, 200)}"
         try:
             if not path.is_file():
                 found = "not a regular file" if path.exists() else "no such file"
-                raise UserError(
-                    f"chat_template: {printable(given, 200)}: {found}; give the path of a Jinja template, or its text"
-                )
+                raise UserError(f"{named}: {found}; give the path of a Jinja template, or its text")
             if path.stat().st_size > MOST_TEMPLATE_BYTES:
-                raise UserError(f"chat_template: {given}: larger than 1 MiB; is it a template?")
+                raise UserError(f"{named}: larger than 1 MiB; is it a template?")
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise UserError(f"chat_template: {given}: not UTF-8 text; is it a template?") from None
+            raise UserError(f"{named}: not UTF-8 text; is it a template?") from None
         except OSError as error:
-            raise UserError(f"chat_template: {given[:200]}: cannot be read: {error.strerror}") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSettings(PrepareSettings):
-    """The data of a run: train_data and eval_data, or tasks by name. padding: (multiple, most) of a resumed run that
-    began with auto, used instead of recomputing auto (padding.py)."""
-
-    model: str
-    train_data: str | list[str] | None = None
-    eval_data: str | list[str] | None = None
-    train_weights: list[float] | None = None
-    data_cache: str | None = None
-    batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    seed: int = 0
-    task: str | list[str] | None = None
-    test_task: str | list[str] | None = None
-    task_data: str | None = None
-    task_splits: dict[str, str] | None = None
-    num_train: int | None = 1000
-    num_dev: int = 500
-    num_eval: int | None = 1000
-    loss: str = "tokens"
-    head: str | None = None
-    num_labels: int | None = None
-    pad_to_multiple_of: int | str | None = AUTO
-    padding: tuple[int, int | None] | None = None
-    stratify: bool | str = AUTO
+            raise UserError(f"{named}: cannot be read: {error.strerror}") from None

@@ -1,32 +1,52 @@
-"""Checks that files, tasks and the chat template named in the data settings exist, before torch is imported.
+"""What the settings of data name, checked before torch is imported; and the layout of a file, from its first row.
 
-It also checks the first row of each file, and that the tasks support the loss. No more is read and no request is made,
-so it takes milliseconds, and a mistyped path is reported at once. The readers check again when they read. What reads
-tasks is imported only for them.
+A file that is missing or empty, is not JSON, or has other columns than the settings name, is the usual mistake about
+data. Its name and its first row show it, within milliseconds; the rows after it are checked when they are read
+(prepare.py), by the same functions and with the same messages. Of tasks it is checked that they exist, have their files
+and support the loss; what reads tasks is imported only for them.
 """
 
 from pathlib import Path
 
-from keyhole.data.files import resolve
-from keyhole.data.first_rows import check_first_rows
-from keyhole.data.settings import DataSettings
+from keyhole.data.files import no_rows, resolve
+from keyhole.data.formats import COLUMNS, TABLE, detect, filled, normalise, rename
+from keyhole.data.opened import Record, kind_of
+from keyhole.data.readers import read_file
+from keyhole.data.settings import AUTO, DataSettings
 from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.source import names_classifier
+
+BY_LINE = (".jsonl", ".ndjson", ".csv")  # the first row takes as long in a file of any size
+WHOLE, WHOLE_BYTES = (".json", ".tsv"), 2**20  # the reader looks at more of the file
 
 
 def check_sources(settings: DataSettings) -> None:
     """Refuses missing files, patterns and folders, first rows that cannot be trained on, unknown tasks, and a loss that
     a task does not support."""
     given = [source for source in (settings.train_data, settings.eval_data) if source]
-    sources = [[source] if isinstance(source, str) else source for source in given]
-    for names in sources:
-        resolve(names)
+    files = [resolve([source] if isinstance(source, str) else source) for source in given]
     _ = settings.template_text
-    for names in () if _classifies(settings.model) else sources:
-        check_first_rows(names, settings)
+    for path in () if _classifies(settings.model) else (Path(name) for names in files for name in names):
+        kind = kind_of(path) if path.is_file() else ""
+        if kind in BY_LINE or (kind in WHOLE and path.stat().st_size <= WHOLE_BYTES):
+            first = next(read_file(path), None)
+            if first is None:
+                raise no_rows(str(path))
+            record = with_columns(first, settings)
+            normalise(record, layout_of(record, settings)[0])
     if settings.task or settings.test_task:
-        _check_tasks(settings)
+        from keyhole.data.tasks.parse import read_spec
+        from keyhole.data.tasks.places import find_splits
+        from keyhole.data.tasks.spec import check_loss, check_names, listed_names, own_splits
+
+        train, test = listed_names(settings.task), listed_names(settings.test_task)
+        check_names([*train, *test], settings.task_splits)
+        for name in (*train, *test):
+            spec = read_spec(name)
+            if name in train:
+                check_loss(spec, settings.loss)
+            find_splits(spec, settings.task_data, own_splits(settings.task_splits, spec.name))
 
 
 def _classifies(model: str) -> bool:
@@ -37,17 +57,18 @@ def _classifies(model: str) -> bool:
         return False
 
 
-def _check_tasks(settings: DataSettings) -> None:
-    from keyhole.data.tasks.names import check_names, listed_names, own_splits
-    from keyhole.data.tasks.parse import read_spec
-    from keyhole.data.tasks.places import find_splits
-    from keyhole.data.tasks.spec import check_loss
+def with_columns(record: Record, how: DataSettings) -> Record:
+    """The row with the columns that the settings rename or make."""
+    record = rename(record, how.columns) if how.columns else record
+    return filled(record, how.row_templates) if how.row_templates else record
 
-    names = [*listed_names(settings.task), *listed_names(settings.test_task)]
-    if names:
-        check_names(names, settings.task_splits)
-    for name in names:
-        spec = read_spec(name)
-        if name in listed_names(settings.task):
-            check_loss(spec, settings.loss)
-        find_splits(spec, settings.task_data, own_splits(settings.task_splits, spec.name))
+
+def layout_of(record: Record, how: DataSettings) -> tuple[str, str]:
+    """(layout, reason) of a file, from its first row."""
+    given = how.data_format not in (None, AUTO)
+    layout = TABLE if how.row_templates else str(how.data_format) if given else detect(record)
+    if record.is_document:
+        return layout, "plain text: one document, or several between lines of <|endoftext|>"
+    if how.row_templates:
+        return layout, f"{' and '.join(how.row_templates)} from columns"
+    return layout, "data_format is set" if given else f"found column {', '.join(COLUMNS[layout])}"

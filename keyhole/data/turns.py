@@ -17,9 +17,10 @@ text. With the wrong form they encode the text twice, print Python's dict, or fa
 import json
 from typing import Any
 
-from keyhole.data.files import Record
+from keyhole.data.opened import Record
 from keyhole.errors import UserError, printable
 
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, set for every row
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TRAIN = ("train", "training", "loss")  # true or false: three names of one flag
 FLAGS = ("weight", *TRAIN)  # not passed to the template
@@ -30,6 +31,7 @@ ABOUT_CALLS = ("name", "type", "id", "index", "description", "strict")  # keys o
 CONTENT_PARTS = (None, "text", "input_text", "output_text")
 
 Turn = dict[str, Any]
+Call = dict[str, Any]
 
 
 def wrong(record: Record, column: str, expected: str, value: Any) -> UserError:
@@ -44,43 +46,41 @@ def wrong(record: Record, column: str, expected: str, value: Any) -> UserError:
 
 def read_turn(record: Record, place: str, turn: Any) -> Turn:
     """A valid turn, without nulls, which Parquet inserts for missing keys."""
-    given = turn
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise wrong(record, place, "an object with role and content", turn)
     if turn.get("function_call") is not None and not turn.get("tool_calls"):
-        turn = {key: value for key, value in turn.items() if key != "function_call"}
-        turn["tool_calls"] = [given["function_call"]]
-    if "content" not in turn and not turn.get("tool_calls"):
-        raise wrong(record, place, "an object with role and content", turn)
-    if turn.get("weight", 1) not in (0, 1, None):
-        raise wrong(record, f"{place}.weight", "0 or 1", turn["weight"])
-    for key in TRAIN:
-        if turn.get(key) not in (True, False, None):
-            raise wrong(record, f"{place}.{key}", "true or false", turn[key])
-    if not isinstance(turn.get("tool_calls") or [], list):
-        raise wrong(record, f"{place}.tool_calls", "a list of calls", turn["tool_calls"])
-    for i, call in enumerate(turn.get("tool_calls") or []):
-        _check_call(record, f"{place}.tool_calls[{i}]", call)
-    if turn["role"] != "assistant" and turn["role"].strip().lower() in ASSISTANTS and not _is_excluded(turn):
-        raise wrong(record, f"{place}.role", "assistant (only its turns are trained on)", turn["role"])
-    plain = turn["role"].strip().lower()
-    if (meant := USERS.get(plain, plain)) in ("system", "user", "tool") and turn["role"] != meant:
-        raise wrong(record, f"{place}.role", f"{meant} (the name that templates know)", turn["role"])
-    out = {key: value for key, value in turn.items() if value is not None}
-    out["content"] = _content(record, f"{place}.content", turn)
-    return out
-
-
-def _content(record: Record, place: str, turn: Turn) -> str:
-    """Text of a turn: a string, or a list of text parts."""
-    content = turn.get("content")
-    if content is None and turn.get("tool_calls"):
-        return ""
+        turn = {key: value for key, value in turn.items() if key != "function_call"} | {
+            "tool_calls": [turn["function_call"]]
+        }
+    calls, role, plain = turn.get("tool_calls") or [], turn["role"], turn["role"].strip().lower()
+    meant, content = USERS.get(plain, plain), turn.get("content")
     if isinstance(content, list) and all(_is_text(part) for part in content):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise wrong(record, place, "text", content)
-    return content
+        content = "".join(part["text"] for part in content)
+    refused = (
+        ("content" not in turn and not calls, "", "an object with role and content", turn),
+        (turn.get("weight", 1) not in (0, 1, None), ".weight", "0 or 1", turn.get("weight")),
+        *((turn.get(key) not in (True, False, None), f".{key}", "true or false", turn.get(key)) for key in TRAIN),
+        (not isinstance(calls, list), ".tool_calls", "a list of calls", calls),
+        (
+            role != "assistant" and plain in ASSISTANTS and not _is_excluded(turn),
+            ".role",
+            "assistant (only its turns are trained on)",
+            role,
+        ),
+        (
+            meant in ("system", "user", "tool") and role != meant,
+            ".role",
+            f"{meant} (the name that templates know)",
+            role,
+        ),
+        (not isinstance(content, str) and not (content is None and calls), ".content", "text", content),
+    )
+    for holds, key, expected, value in refused:
+        if holds:
+            raise wrong(record, f"{place}{key}", expected, value)
+    for i, call in enumerate(calls):
+        _check_call(record, f"{place}.tool_calls[{i}]", call)
+    return {key: value for key, value in turn.items() if value is not None} | {"content": content or ""}
 
 
 def _is_text(part: Any) -> bool:
@@ -114,28 +114,21 @@ def is_ignored_wish(turn: Turn) -> bool:
     return turn["role"] != "assistant" and any(turn.get(key) == 1 for key in TRAIN)
 
 
-def call_as(call: Any, text: bool) -> Any:
+def call_as(call: Call, text: bool) -> Call:
     """A tool call under `function`, with its arguments as JSON text or as an object."""
-    if not isinstance(call, dict):
-        return call
-    if "function" not in call and "name" in call:
-        call = {"type": "function", "function": call}
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
-    arguments = function.get("arguments")
+    call = call if "function" in call else {"type": "function", "function": call}
+    arguments = call["function"].get("arguments")
     if not text or not isinstance(arguments, str) or not arguments.strip():
-        arguments = json.dumps(_arguments(function), ensure_ascii=False) if text else _arguments(function)
-    return {**call, "function": {**function, "arguments": arguments}}
+        arguments = _arguments(call["function"])
+        arguments = json.dumps(arguments, ensure_ascii=False) if text else arguments
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _arguments(function: dict[str, Any]) -> Any:
+def _arguments(function: Call) -> Any:
     """The arguments of a call; {} for null and for an empty text, None for a text that is no JSON."""
     given = function.get("arguments") or {}
-    if not isinstance(given, str):
-        return given
     try:
-        return json.loads(given) if given.strip() else {}
+        return given if not isinstance(given, str) else json.loads(given) if given.strip() else {}
     except (ValueError, RecursionError):
         return None
 
@@ -184,19 +177,17 @@ def further_texts(turn: Turn) -> dict[str, list[str]]:
     An id is nothing that a turn says."""
     spoken = [key for key in REASONING if isinstance(turn.get(key), str)]
     others = {key: value for key, value in turn.items() if key not in (*READ, *spoken, "id")}
-    flags = {key: [repr(value)] for key, value in others.items() if value in (0, 1)}
-    found = {key: _texts(value) for key, value in others.items()} | flags
+    found = {key: [repr(value)] if value in (0, 1) else _texts(value) for key, value in others.items()}
     return {key: texts for key, texts in found.items() if texts}
 
 
 def _texts(value: Any) -> list[str]:
-    texts, todo = [], [value]
-    while todo:
-        item = todo.pop()
-        texts += [item.strip()] if isinstance(item, str) and item.strip() else []
-        texts += [repr(item)] if isinstance(item, bool) else []  # a flag that nobody reads
-        todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-    return texts
+    """The texts in a value, and its flags, which nobody reads."""
+    if isinstance(value, dict | list):
+        return [text for item in (value.values() if isinstance(value, dict) else value) for text in _texts(item)]
+    if isinstance(value, bool):
+        return [repr(value)]
+    return [value.strip()] if isinstance(value, str) and value.strip() else []
 
 
 def reasoning(turn: Turn) -> str:

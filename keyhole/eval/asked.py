@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from keyhole.data.tasks.names import check_names, divided, own_splits
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import find_splits
-from keyhole.data.tasks.spec import is_task_name, nearest_task, own_name, task_names, unknown_task
+from keyhole.data.tasks.spec import (
+    check_names,
+    divided,
+    is_task_name,
+    nearest_task,
+    own_name,
+    own_splits,
+    task_names,
+    unknown_task,
+)
 from keyhole.disk.result_file import check_result_file
 from keyhole.errors import UserError
 

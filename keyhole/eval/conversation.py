@@ -149,8 +149,12 @@ class Conversation:
 
     def _drops_system(self, system: str) -> bool:
         """Whether the template leaves out the system prompt. One that refuses it says so itself, with its reason."""
-        done = self.template.attempt([*self.first, {"role": "user", "content": "Hi"}], None, prompt=True)
-        return done is not None and system.strip() not in done.text
+        try:
+            return system.strip() not in self.template.write(
+                [*self.first, {"role": "user", "content": "Hi"}], prompt=True
+            )
+        except UserError:
+            return False
 
     def reset(self) -> None:
         self.turns = []
@@ -172,10 +176,7 @@ class Conversation:
         if not self.has_turns:
             ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
             return ids
-        try:
-            written = self.template.render(self.first + self.turns, None, prompt=True)
-        except Exception as error:  # templates raise any error
-            raise UserError(f"the model's chat template cannot write the conversation: {error}") from None
+        written = self.template.write(self.first + self.turns, prompt=True)
         ids = self.tokenizer(written, add_special_tokens=False, return_tensors="pt")["input_ids"]
         return ids
 

@@ -20,9 +20,8 @@ from typing import Any
 from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
-from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.draw import Numbers, load_task, warning_lines
 from keyhole.data.tasks.question import Task
-from keyhole.data.tasks.run import warning_lines
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.json_text import json_text
 from keyhole.disk.result_file import write_result

@@ -30,7 +30,7 @@ from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
-from keyhole.data.tasks.pattern import matches
+from keyhole.data.tasks.expressions import extracted
 
 MOST_LOSS = math.log(sys.float_info.max)
 NO_ANSWER = ["no", "answer"]  # the reference of a question that its passage does not answer
@@ -116,8 +116,7 @@ def extract(text: str, pattern: str | None) -> str:
     text itself without a pattern."""
     if pattern is None:
         return text
-    found = [match[1] if match.re.groups else match[0] for match in matches(pattern, text)]
-    return next((part for part in reversed(found) if part is not None), "")
+    return extracted(pattern, [text])[0] or ""
 
 
 OF_CHOICES = {"accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews}

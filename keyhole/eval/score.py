@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keyhole.data.capacity import check_ids, check_max_length, context_length
-from keyhole.data.tasks.build import MARK
 from keyhole.data.tasks.encode import Encoder
-from keyhole.data.tasks.question import Question, Task
+from keyhole.data.tasks.question import MARK, Question, Task
 from keyhole.data.tasks.spec import CHOICE, LIKELIHOOD
 from keyhole.errors import UserError
 from keyhole.eval import metrics

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from keyhole import assets
-from keyhole.data.files import Record, read
-from keyhole.data.render import check_text
+from keyhole.data.files import read
+from keyhole.data.opened import Record, check_text
 from keyhole.data.tasks.question import Question, Task, Turns
 from keyhole.errors import UserError, listed
 

@@ -23,8 +23,8 @@ from keyhole.checkpoint.resume import Origin
 from keyhole.checkpoint.writer import method_state
 from keyhole.config import TrainConfig
 from keyhole.config.fields import around, own_settings
+from keyhole.data.epoch import longest_row
 from keyhole.data.loader import EvalBatches, Loader
-from keyhole.data.padding import longest_row
 from keyhole.data.run import Data
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load

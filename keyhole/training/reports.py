@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from keyhole.config import TrainConfig, to_yaml
-from keyhole.data.marked import marked
+from keyhole.data.preview import marked
 from keyhole.data.run import Data
 from keyhole.disk.files import write_text
 from keyhole.methods import METHODS

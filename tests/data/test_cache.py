@@ -1,4 +1,4 @@
-"""Tokenised data on disk: the same data set, found again only where everything is the same."""
+"""Tokens of files and drawn questions of tasks on disk: the same, found again only where everything is the same."""
 
 import json
 import os
@@ -7,49 +7,81 @@ from typing import Any
 
 import pytest
 
-from keyhole.data.cache import LEAST_BYTES, SUFFIX, cached
+from keyhole.data import prepare as prepare_module
+from keyhole.data.cache import LEAST_BYTES, SUFFIX
+from keyhole.data.dataset import Dataset
+from keyhole.data.prepare import tokenise
 from keyhole.data.run import load_data
-from keyhole.data.settings import PrepareSettings
+from keyhole.data.settings import DataSettings
+from keyhole.data.tasks import draw
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.question import Task
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
 from tests.data.test_run import settings
 
+NUMBERS = Numbers(train=8, dev=4, test=6, seed=1)
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"messages": chat("Hello " * n, "yes")}) + "\n" for n in range(1, 9)))
+    rows = ({"messages": chat("Hello " * n, "yes"), "documents": [{"text": "Long."}]} for n in range(1, 9))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Forty rows of SST-2."""
+    (tmp_path / "data" / "sst2").mkdir(parents=True)
+    for split in ("train", "validation"):
+        rows = [{"sentence": f"{split} sentence {i}", "label": i % 2} for i in range(40)]
+        (tmp_path / "data" / "sst2" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "data"
 
 
 def entries(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"*{SUFFIX}"))
 
 
-def get(directory: Path, file: Path, template: str = chats.CHATML, **how: Any) -> Any:
-    return cached(directory, [str(file)], tokenizer(template), PrepareSettings(**how))
+def get(directory: Path, file: Path, template: str = chats.CHATML, **how: Any) -> Dataset:
+    return tokenise([str(file)], tokenizer(template), DataSettings(data_cache=str(directory), **how))
 
 
-def test_a_second_run_reads_the_same_data(tmp_path: Path, file: Path) -> None:
-    """Tokens, masks, places, cuts and report come back; the report says where from."""
-    first = get(tmp_path / "cache", file, max_length=32)
-    second = get(tmp_path / "cache", file, max_length=32)
+def questions(folder: Path, cache: Path, numbers: Numbers = NUMBERS, *args: Any, **how: Any) -> dict[str, Any]:
+    """Everything of a draw but the task file."""
+    drawn: dict[str, Task] = load_task("sst2", str(folder), numbers, *args, cache=str(cache), **how)
+    return {split: (task.questions, task.about) for split, task in drawn.items()}
+
+
+def test_a_second_run_reads_the_same_data(
+    tmp_path: Path, file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, masks, places, cuts and report come back, and the report says where from; so do drawn questions, without
+    a row being read."""
+    first, second = (get(tmp_path / "cache", file, max_length=32) for _ in range(2))
     assert first.fingerprint == second.fingerprint and not first.report.cached and second.report.cached
     assert list(first.where) == list(second.where) and first.cuts == second.cuts
     assert first.end_token_ids == second.end_token_ids and list(first) == list(second)
     assert first.report.truncated == second.report.truncated > 0
+    assert first.report.lost == second.report.lost == {"documents": 8}
     assert any("data_cache" in line for line in second.report.lines())
+    drawn = questions(folder, tmp_path / "cache")
+    monkeypatch.setattr(draw, "read_split", lambda *_: pytest.fail("rows were read"))
+    assert questions(folder, tmp_path / "cache") == drawn
 
 
-def test_anything_else_makes_another_entry(tmp_path: Path, file: Path) -> None:
-    """Other settings, another template, another day for a template that prints it, other bytes in the file."""
+def test_anything_else_makes_another_entry(tmp_path: Path, file: Path, folder: Path) -> None:
+    """Other settings, another template, another day for a template that prints it, other bytes in the file; another
+    seed or number of questions, other splits."""
     cache = tmp_path / "cache"
     dated = chats.CHATML + "{{ strftime_now('%d') }}"
     get(cache, file)
     get(cache, file, max_length=32)
     get(cache, file, template=chats.BARE)
-    get(cache, file, template_date="2025-01-01")
+    get(cache, file, template_date="2025-01-01", batch_size=3)
     assert len(entries(cache)) == 3
     get(cache, file, template=dated, template_date="2025-01-01")
     get(cache, file, template=dated, template_date="2025-01-02")
@@ -59,6 +91,14 @@ def test_anything_else_makes_another_entry(tmp_path: Path, file: Path) -> None:
     os.utime(file, ns=(stamp, stamp))
     changed = get(cache, file)
     assert len(entries(cache)) == 6 and "Hallo" in tokenizer().decode(changed[0].input_ids)
+    plain = questions(folder, cache)
+    questions(folder, cache, Numbers(train=8, dev=4, test=6, seed=2))
+    questions(folder, cache, NUMBERS, {"train": "train[:30]"})
+    questions(folder, cache, training=False)
+    assert len(entries(cache)) == 10
+    rows = folder / "sst2" / "train.jsonl"
+    rows.write_text(rows.read_text().replace("sentence 1", "sentence one"))
+    assert questions(folder, cache) != plain
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "huge"])
@@ -68,7 +108,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, file: Path, damage: str) 
     path = entries(tmp_path)[0]
     content = path.read_bytes()
     new = {"cut": content[:-7], "empty": b"", "changed": content[:-99] + b"\x01" * 99}
-    new["huge"] = content[:8] + b"\xff" * 8 + content[16:]
+    new["huge"] = b"\xff" * 8 + content[8:]
     path.write_bytes(new[damage])
     again = get(tmp_path, file)
     assert again.fingerprint == first.fingerprint and not again.report.cached
@@ -103,21 +143,19 @@ def test_the_users_cache_is_the_default_of_a_run(
     assert again.train.fingerprint == first.train.fingerprint and "(data_cache)" in "\n".join(again.report)
 
 
-def test_a_file_that_changes_while_it_is_tokenised_makes_no_entry(
+def test_a_file_that_changes_meanwhile_makes_no_entry(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key has the bytes from before, the tokens may be of those after: the next run would read them."""
-    from keyhole.data import cache
+    real, before = prepare_module.read, file.read_bytes()
 
     def meanwhile(*args: Any) -> Any:
         with file.open("a") as more:
             more.write(json.dumps({"messages": chat("More", "no")}) + "\n")
-        return tokenise(*args)
+        return real(*args)
 
-    tokenise = cache.tokenise
-    before = file.read_bytes()
-    monkeypatch.setattr(cache, "tokenise", meanwhile)
-    assert get(tmp_path / "cache", file).report.samples == 9 and not entries(tmp_path / "cache")
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_module, "read", meanwhile)
+        assert get(tmp_path / "cache", file).report.samples == 9 and not entries(tmp_path / "cache")
     file.write_bytes(before)
-    monkeypatch.undo()
     assert get(tmp_path / "cache", file).report.samples == 8 and len(entries(tmp_path / "cache")) == 1

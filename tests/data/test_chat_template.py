@@ -1,10 +1,11 @@
 """Chats are written as Transformers writes them, and passed in the form that a template takes."""
 
+import datetime
 from typing import Any
 
 import pytest
 
-from keyhole.data.chat_template import ChatTemplate
+from keyhole.data.chat_template import ChatTemplate, Program
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
 from tests.data.test_answers import talk, trained
@@ -32,6 +33,25 @@ def test_texts_are_those_of_transformers() -> None:
     for name in names:
         tok = tokenizer(getattr(chats, name))
         for prompt in (False, True):
-            ours = ChatTemplate(tok).render(chat("Hi", " A.\n", "More?"), None, prompt)
+            ours = ChatTemplate(tok).write(chat("Hi", " A.\n", "More?"), prompt)
             options = {"tokenize": False, "add_generation_prompt": prompt, "date_string": "26 Jul 2024"}
             assert ours == tok.apply_chat_template(chat("Hi", " A.\n", "More?"), **options), name
+
+
+DAY = datetime.date(2025, 3, 4)
+
+
+def test_each_character_belongs_to_a_message() -> None:
+    """What is written at a turn of the loop is that message's, also when an inner loop runs over other messages."""
+    source = "head{% for m in messages %}{{ m.content }}{% for n in messages[1:] %}{{ n.role[0] }}{% endfor %}!"
+    done = Program(source + "{% endfor %}tail", DAY).render(chat("A", "B"), {})
+    assert done.text == "headAa!Ba!tail" and done.after == "tail"
+    parts = [("A", 0), ("a", 1), ("!", 0), ("B", 1), ("a", 1), ("!", 1)]
+    assert [(done.text[a:b], i) for a, b, i in done.segments] == parts
+
+
+def test_the_date_is_the_one_it_is_given() -> None:
+    """strftime_now does not look at the clock; whether it was called is known."""
+    done = Program("{{ strftime_now('%d %b %Y') }}", DAY).render([], {})
+    assert (done.text, done.dated) == ("04 Mar 2025", True)
+    assert not Program("x", DAY).render([], {}).dated

@@ -5,11 +5,10 @@ import tracemalloc
 import numpy as np
 
 from keyhole.data.collect import Collector
-from keyhole.data.files import Record
 from keyhole.data.formats import Example
+from keyhole.data.opened import Record
 from keyhole.data.render import Tokens
-from keyhole.data.report import Report
-from keyhole.data.settings import PrepareSettings
+from keyhole.data.settings import DataSettings
 
 
 def test_the_peak_is_little_more_than_what_stays() -> None:
@@ -19,7 +18,7 @@ def test_the_peak_is_little_more_than_what_stays() -> None:
     tokens = Tokens(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool), None, False)
     tracemalloc.start()
     try:
-        collector = Collector(Report(), PrepareSettings(max_length=None), [])
+        collector = Collector(DataSettings(max_length=None), [])
         for _ in range(count):
             collector.add(example, tokens)
         data = collector.dataset(0, None)

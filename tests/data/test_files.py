@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.files import Record, read, resolve
+from keyhole.data.files import read, resolve
 from keyhole.data.formats import detect
-from keyhole.data.opened import TABLES
+from keyhole.data.opened import TABLES, Record
 from keyhole.data.prepare import prepare
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.errors import UserError
@@ -36,12 +36,6 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".arrow":
-        import pyarrow
-
-        table = pyarrow.Table.from_pylist(rows)
-        with pyarrow.ipc.new_stream(path, table.schema) as stream:
-            stream.write_table(table)
     elif path.suffix in (".csv", ".tsv"):
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
@@ -166,39 +160,27 @@ def test_a_csv_with_other_delimiters(tmp_path: Path) -> None:
     assert rows(str(tmp_path / "d.csv")) == [{"prompt": "a", "completion;x": "b"}]
 
 
-def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
-    """Its files in their order, without the datasets package; of several splits the one called train."""
-    for split in ("train", "test"):
-        (tmp_path / split).mkdir()
-        for i in (1, 0):
-            write(tmp_path / split / f"data-{i}.arrow", [{"text": f"{split} {i}"}])
-        state = {"_data_files": [{"filename": f"data-{i}.arrow"} for i in (0, 1)]}
-        (tmp_path / split / "state.json").write_text(json.dumps(state))
-        (tmp_path / split / "dataset_info.json").write_text("{}")
-    assert rows(str(tmp_path / "test")) == [{"text": "test 0"}, {"text": "test 1"}]
+def test_a_directory_of_save_to_disk_is_read_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several splits the one called train; without the package, the error says what the directory is."""
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    assert rows(str(tmp_path)) == [{"text": "train 0"}, {"text": "train 1"}]
-    (tmp_path / "train").rename(tmp_path / "validation")
-    with pytest.raises(UserError, match="without a split `train`; name one of its directories: test, validation"):
+    write(tmp_path / "a.jsonl", ROWS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="a saved data set; to read it with `datasets`: pip install datasets"):
         rows(str(tmp_path))
 
+    class Fake:
+        @staticmethod
+        def load_from_disk(path: str) -> dict[str, list[dict[str, str]]]:
+            return {"train": [{"text": path}], "test": []}
 
-@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"_data_files": [1]}'])
-def test_a_damaged_state_of_save_to_disk_is_named(tmp_path: Path, text: str) -> None:
-    """Not the intact files beside it."""
-    write(tmp_path / "data-0.arrow", [{"text": "a"}])
-    (tmp_path / "dataset_info.json").write_text("{}")
-    (tmp_path / "state.json").write_text(text)
-    with pytest.raises(UserError, match=r"state\.json.*it belongs to a saved data set: copy it again") as caught:
-        rows(str(tmp_path))
-    assert "dataset_info" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "datasets", Fake)
+    assert rows(str(tmp_path)) == [{"text": str(tmp_path)}]
 
 
 def test_nulls_that_parquet_added_are_taken_out(tmp_path: Path) -> None:
     """A key that only another row has is no key of this one; a null column stays one."""
     table = [{"turn": {"calls": [{"a": 1}], "b": "x"}, "n": 1}, {"turn": {"calls": [{"c": 2}]}, "n": None}]
-    for suffix in (".parquet", ".arrow"):
-        assert rows(str(write(tmp_path / f"a{suffix}", table))) == table
+    assert rows(str(write(tmp_path / "a.parquet", table))) == table
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
@@ -258,7 +240,7 @@ def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, name: str, valu
 def test_a_row_of_20_megabytes_is_refused(tmp_path: Path) -> None:
     """In every kind of file, by its line or row, before it is taken apart."""
     large = "x" * (20 * 2**20)
-    for suffix in (".jsonl", ".csv", ".parquet", ".arrow"):
+    for suffix in (".jsonl", ".csv", ".parquet"):
         path = write(tmp_path / f"a{suffix}", [{"text": "a"}, {"text": large}])
         with pytest.raises(UserError, match=r"a\.\w+, (line|row) [23]: .*(longer than|field larger|bytes; a row)"):
             rows(str(path))
@@ -400,21 +382,15 @@ def test_a_directory_with_the_name_of_a_file_is_said(tmp_path: Path) -> None:
         load_task("sst2", str(tmp_path), Numbers())
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_two_columns_of_one_name_are_refused(tmp_path: Path, suffix: str) -> None:
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     """A row has one value per name: the second column would replace the first."""
     import pyarrow
     import pyarrow.parquet as parquet
 
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["prompt", "text", "text"])
-    path = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
-        parquet.write_table(table, path)
-    else:
-        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
-            out.write_table(table)
+    parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(UserError, match="two columns are called text"):
-        rows(str(path))
+        rows(str(tmp_path / "a.parquet"))
 
 
 def test_a_map_in_parquet_is_an_object(tmp_path: Path) -> None:
@@ -429,15 +405,6 @@ def test_a_map_in_parquet_is_an_object(tmp_path: Path) -> None:
     assert rows(str(tmp_path / "1.parquet")) == [{"text": "a", "m": {"k": 1}}]
     with pytest.raises(UserError, match="2.parquet: .*a map has the same key twice"):
         rows(str(tmp_path / "2.parquet"))
-
-
-def test_categories_of_numbers_in_arrow_are_read(tmp_path: Path) -> None:
-    import pyarrow
-
-    table = pyarrow.table({"text": ["a", "b"], "year": pyarrow.array([1999, 1999]).dictionary_encode()})
-    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
-        out.write_table(table)
-    assert rows(str(tmp_path / "a.arrow")) == [{"text": "a", "year": 1999}, {"text": "b", "year": 1999}]
 
 
 @pytest.mark.parametrize("kind", ["date64", "duration"])

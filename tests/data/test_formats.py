@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.files import Record
 from keyhole.data.formats import COLUMNS, check_format, detect, normalise, unread
+from keyhole.data.opened import Record
 from keyhole.errors import UserError
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.data.dataset import Dataset, Sample
-from keyhole.data.loader import Batch, EvalBatches, Loader, _splitmix64, collate, make_batch, order
-from keyhole.data.padding import Padding
+from keyhole.data.epoch import Padding, _splitmix64, order
+from keyhole.data.loader import Batch, EvalBatches, Loader, collate, make_batch
 from keyhole.errors import UserError
 
 

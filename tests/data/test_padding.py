@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.data.dataset import Dataset, Sample
+from keyhole.data.epoch import Padding, choose, describe
 from keyhole.data.loader import Batch, Loader, collate
-from keyhole.data.padding import Padding, choose, describe
 from tests.training.classifiers import save_encoder
 
 

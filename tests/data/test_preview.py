@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from keyhole.data.prepare import prepare
 from keyhole.data.preview import preview
-from keyhole.data.tasks.draw import Numbers, load_task
-from keyhole.data.tasks.encode import Encoder
-from keyhole.data.tasks.preview import preview_task
+from keyhole.data.tokens import token_texts
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
 
@@ -44,11 +48,11 @@ def test_what_is_cut_is_shown(tmp_path: Path) -> None:
     """How many tokens, how many of them trained, and how they begin; long runs show both ends."""
     tok = tokenizer()
     dataset = prepare(write(tmp_path, {"text": "Z" * 230}), tok, max_length=210)
-    text = preview(dataset, tok, ids=False)
+    text = preview(dataset, tok)
     assert "cut      21 tokens after these, 21 of them trained: Z|Z|" in text and text.rstrip().endswith("|...")
     assert "... 129 more ..." in text
     dataset = prepare(write(tmp_path, {"prompt": "Q" * 200, "completion": "Z" * 30}), tok, max_length=210)
-    text = preview(dataset, tok, ids=False)
+    text = preview(dataset, tok)
     assert "cut      21 tokens at the beginning of the prompt" in text and "... 99 more ..." in text
 
 
@@ -71,16 +75,31 @@ def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
     assert text.count("TRAINED") == 2
 
 
-def test_questions_out_of_one_item_have_places_of_their_own(tmp_path: Path) -> None:
-    """SQuAD's original file is one item; a question with one answer has no candidates to count."""
-    asked = [{"question": q, "answers": [{"text": "May", "answer_start": 12}]} for q in ("When?", "In which month?")]
-    paragraphs = [{"context": "It rains in May.", "qas": asked}]
-    (tmp_path / "squad").mkdir()
-    (tmp_path / "squad" / "dev-v1.1.json").write_text(
-        json.dumps({"data": [{"title": "Rain", "paragraphs": paragraphs}]})
-    )
-    task = load_task("squad", str(tmp_path), Numbers(), training=False)["test"]
-    assert [q.where.rpartition("json")[2] for q in task.questions] == [", item 1, row 1 of it", ", item 1, row 2 of it"]
-    tok = tokenizer()
-    text = preview_task(task, tok, Encoder(tok, 400), 1, color=False, end=None)
-    assert "item 1, row 1 of it): " in text and text.splitlines()[0].endswith("an answer in free text")
+LLAMA_2 = [
+    decoders.Replace("▁", " "),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+    decoders.Strip(" ", left=1, right=0),
+]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "words", "shown"),
+    [
+        (
+            decoders.Sequence(LLAMA_2),
+            ["<s>", "▁The", "▁so", "up", "▁▁", "<0x0A>"],
+            ["<s>", " The", " so", "up", "  ", "\n"],
+        ),
+        (decoders.Metaspace(), ["▁The", "▁so", "up"], [" The", " so", "up"]),
+        (decoders.WordPiece(), ["the", "so", "##up", "."], [" the", " so", "up", "."]),
+        (decoders.ByteLevel(), ["The", "Ġsoup", "Ã", "Ċ"], ["The", " soup", "\ufffd", "\n"]),
+    ],
+    ids=["llama-2", "metaspace", "wordpiece", "byte-level"],
+)
+def test_a_token_keeps_its_space(decoder: Any, words: list[str], shown: list[str]) -> None:
+    """SentencePiece and WordPiece take it off a token that is decoded alone; a part of a character stays a mark."""
+    made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    made.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    assert token_texts(tokenizer, list(range(len(words)))) == shown

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.files import Record
 from keyhole.data.formats import Example, normalise
+from keyhole.data.opened import Record
 from keyhole.data.render import Renderer
-from keyhole.data.settings import PrepareSettings
+from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import answers, chat, tokenizer
@@ -21,7 +21,7 @@ from tests.data.chats import answers, chat, tokenizer
 def render(tok: Any, layout: str, train_on: str = "answers", how: dict | None = None, **row: Any) -> Any:
     """One row as (tokens, list of trained texts)."""
     example = normalise(Record("data.jsonl", "line", 7, row), layout)
-    tokens = Renderer(tok, PrepareSettings(train_on=train_on, **how or {}))([example])[0]
+    tokens = Renderer(tok, DataSettings(train_on=train_on, **how or {}))([example])[0]
     return tokens, trained_text(tok, tokens)
 
 
@@ -136,7 +136,6 @@ def test_prompt_and_completion(bos: bool, trim_offsets: bool, prompt: str, compl
     assert trained == [expected]
     assert ids.count(tok.bos_token_id) == (1 if bos or prompt.startswith("<s>") else 0)
     assert ids.count(tok.eos_token_id) == 1 and tokens.end_id == tok.eos_token_id
-    assert tokens.straddles == prompt.endswith(" ")
 
 
 def test_the_prompt_is_a_prefix_of_the_whole() -> None:
@@ -250,4 +249,4 @@ def test_half_a_character_is_refused_by_line(row: dict[str, Any]) -> None:
 def test_an_answer_that_nothing_predicts_is_counted(bos: bool, prompt: str, lost: bool) -> None:
     """A prompt that is one token with its answer ("e" and "s" are "es"): without a bos nothing is before it."""
     tokens, _ = render(tokenizer(chats.CHATML, bos), "prompt_completion", prompt=prompt, completion="s")
-    assert tokens.straddles and tokens.unpredicted == lost
+    assert tokens.unpredicted == lost

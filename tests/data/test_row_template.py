@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from keyhole.data.formats import RowTemplate
+from keyhole.data.opened import Record
 from keyhole.data.prepare import prepare
-from keyhole.data.record import Record
-from keyhole.data.row_template import RowTemplate
-from keyhole.data.settings import PrepareSettings
+from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError
 from tests.conftest import build_tokenizer
 
@@ -58,7 +58,7 @@ def test_what_is_no_text_is_refused(text: str, cells: dict[str, Any], says: str)
 )
 def test_templates_are_checked_before_data_are_read(settings: dict[str, str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        PrepareSettings(**settings)
+        DataSettings(**settings)
 
 
 def test_a_table_becomes_prompt_and_completion(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.data.dataset import Dataset
-from keyhole.data.loader import Loader, order, stratified_order
-from keyhole.data.strata import decide
+from keyhole.data.epoch import order, stratified_order, stratifies
+from keyhole.data.loader import Loader
 from keyhole.errors import UserError
 
 CLASSES = st.lists(st.integers(0, 3), min_size=2, max_size=60).filter(lambda found: len(set(found)) > 1)
@@ -71,9 +71,9 @@ def test_a_state_of_another_order_is_refused() -> None:
 def test_what_auto_decides() -> None:
     """Stratified if there are several classes and rows are of one class each; a wish for more is refused."""
     several, packed, same, none = dataset([0, 1, 1]), dataset([0, 1, 1], packed=True), dataset([2, 2]), dataset(None)
-    assert [decide(data, "auto") for data in (several, packed, same, none)] == [True, False, False, False]
-    assert not decide(several, False) and decide(several, True)
+    assert [stratifies(data, "auto") for data in (several, packed, same, none)] == [True, False, False, False]
+    assert not stratifies(several, False) and stratifies(several, True)
     with pytest.raises(UserError, match="stratify: true needs rows with labels"):
-        decide(packed, True)
+        stratifies(packed, True)
     several.choose([1, 2, 2])
-    assert not decide(several, "auto")
+    assert not stratifies(several, "auto")

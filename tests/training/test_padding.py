@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.data.padding import Padding
+from keyhole.data.epoch import Padding
 from keyhole.errors import UserError
 from keyhole.training.loop import Run
 from keyhole.training.start import train

@@ -4,24 +4,116 @@ The tokenizer adds its special tokens to the texts: [CLS] a [SEP], or [CLS] a [S
 the model has types. A row that is too long loses tokens at the end; of two texts, the longer one does. Such a row may
 also be dropped or refused (`overlong`). An empty text of a tokenizer that adds no special tokens (most decoders') is
 one token, bos or eos: a row of padding alone has no logits. Training and scoring use the same rows.
+
+The labels of the model, and which of them belongs to which class of a task (`Labels`):
+
+names    the names of a task's classes: as spelled in the data (`labels` of the task file: negative, positive), or
+             else the candidates; a task with a `value` is a regression with one name, its column
+    order    the model's label of each class. By name, if the model's config has names that the task knows (a
+             published model of MNLI may begin with contradiction); by number, if it has none (LABEL_0, LABEL_1) or
+             a new head was requested, which then gets the task's names
+
+Anything else is refused: a wrong order would train, or score, the opposite.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from keyhole.data.dataset import IGNORED, Dataset, Sample
-from keyhole.data.prepare import pad_token_id
+from keyhole.data.collect import Encoded
+from keyhole.data.dataset import IGNORED, Sample
 from keyhole.data.report import Report
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.encode import token_for_nothing
-from keyhole.data.tasks.labels import Labels
 from keyhole.data.tasks.question import Question, Task
-from keyhole.errors import UserError
+from keyhole.data.tasks.spec import TaskSpec
+from keyhole.data.tokens import Tokenizer, pad_token_id
+from keyhole.errors import UserError, listed
+from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
 
-UNFIT = {"loss": "tokens", "packing": False, "train_end_token": None}  # settings that only language models have
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Labels:
+    """names: in the model's order. order: the model's label of each class of the task; none for a regression."""
+
+    names: tuple[str, ...]
+    order: tuple[int, ...] = ()
+
+    def target(self, question: Question) -> int | float | None:
+        """What the model should answer: a label, or the value of a regression."""
+        return self.order[question.answer] if self.order else question.value
+
+
+def class_names(spec: TaskSpec, num_labels: int | None = None, head_asked: bool = True) -> tuple[str, ...]:
+    """The names of a task's labels. num_labels: as set, or as the model has it if no head was asked for; None: as the
+    task has it."""
+    if spec.value is not None and num_labels in (None, 1):
+        return (spec.value,)
+    if not isinstance(spec.candidates, tuple) or not spec.candidates:
+        why = "its candidates differ from row to row" if spec.candidates else "its answers are free text"
+        raise UserError(f"task {spec.name}: {why}; a classifier has no labels for it, use a decoder without head")
+    if num_labels not in (None, len(spec.candidates)):
+        theirs = f"task {spec.name} has {len(spec.candidates)} labels"
+        if head_asked:
+            raise UserError(f"num_labels: {num_labels}, but {theirs}; set num_labels=null")
+        raise UserError(
+            f"model: its head is for {num_labels} labels (num_labels of its config), but {theirs}; choose another "
+            "model; to train, head=classification draws a new head"
+        )
+    spellings = [[word for word in words if not word.lstrip("-").isdecimal()] for words in spec.labels]
+    spellings = spellings or [[] for _ in spec.candidates]
+    names = [words[0] if words else text.strip() for words, text in zip(spellings, spec.candidates, strict=True)]
+    if len({name.lower() for name in names}) < len(names):
+        raise UserError(
+            f"task {spec.name}: two of its labels have one name ({listed(names)}), whatever the case; a classifier "
+            "knows labels by name: give them different words in `labels` of the task file"
+        )
+    return tuple(names)
+
+
+def find_labels(specs: Sequence[TaskSpec], config: "PreTrainedConfig", head_asked: bool = False) -> Labels:
+    """The labels of a classifier for these tasks, which must have the same labels. config: the model's."""
+    names = class_names(specs[0], config.num_labels, head_asked)
+    for other in specs[1:]:
+        count = None if other.value is None else config.num_labels  # without a value, the task's own number
+        if (found := class_names(other, count, head_asked)) != names:
+            raise UserError(
+                f"task: {specs[0].name} has the labels {listed(names)}, {other.name} has {listed(found)}; a classifier "
+                "has one list of labels: train on one of them"
+            )
+    problem = problem_of(config)
+    if problem == MULTI_LABEL or (problem == REGRESSION and config.num_labels > 1):
+        raise UserError(
+            f"model: its config says problem_type={problem} with {config.num_labels} labels; a row of a task has one: "
+            "remove problem_type from config.json"
+        )
+    if problem == REGRESSION:
+        return Labels(names)
+    own = tuple(str(config.id2label[i]) for i in range(config.num_labels))
+    if (order := _by_name(specs[0], names, own)) is not None:
+        return Labels(own, order)
+    if head_asked or own == tuple(f"LABEL_{i}" for i in range(len(own))):
+        return Labels(names, tuple(range(len(names))))
+    raise UserError(
+        f"model: its labels are {listed(own)} (id2label of its config), those of task {specs[0].name} are "
+        f"{listed(names)}; which is which? Rename the model's in config.json; to train, head=classification does so"
+    )
+
+
+def _by_name(spec: TaskSpec, names: tuple[str, ...], own: tuple[str, ...]) -> tuple[int, ...] | None:
+    """The index of each class among the model's labels; None if one is missing, or two are the same."""
+    assert isinstance(spec.candidates, tuple)
+    known = [{name.lower(), text.strip().lower()} for name, text in zip(names, spec.candidates, strict=True)]
+    known = [words | set(spec.labels[i] if spec.labels else ()) for i, words in enumerate(known)]
+    places = [[i for i, name in enumerate(own) if name.strip().lower() in words] for words in known]
+    found = tuple(place[0] for place in places if len(place) == 1)
+    return found if len(set(found)) == len(own) else None
 
 
 def check_settings(settings: DataSettings, architecture: str) -> None:
@@ -31,15 +123,25 @@ def check_settings(settings: DataSettings, architecture: str) -> None:
             f"train_data: {architecture} classifies texts, and labels come from a task: set task to one by name, such "
             "as sst2, or to a task file of your own (docs/tasks.md)"
         )
-    for key, usual in UNFIT.items():
-        if (found := getattr(settings, key)) != usual:
+    fit = {"loss": "tokens", "packing": False, "train_end_token": None}  # the others are for language models
+    for key, usual in fit.items():
+        if (found := vars(settings)[key]) != usual:
             raise UserError(f"{key}: {found} has no meaning for a classifier ({architecture}); leave {key} out")
+
+
+Tokenised = tuple[list[int], list[int] | None]  # ids, and types
 
 
 class TextEncoder:
     """Turns texts of questions into rows of tokens."""
 
-    def __init__(self, tokenizer: Any, config: Any, max_length: int | None = None, overlong: str = "truncate") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        config: "PreTrainedConfig",
+        max_length: int | None = None,
+        overlong: str = "truncate",
+    ) -> None:
         """config: the model's, which has the number of token types and the padding id."""
         if tokenizer is None:
             raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
@@ -61,7 +163,7 @@ class TextEncoder:
                 "max_length, or set overlong to truncate or drop"
             )
         self.truncated += len(long)
-        rows: list[tuple[list[int], list[int] | None] | None] = list(whole)
+        rows: list[Tokenised | None] = list(whole)
         cut = [None] * len(long) if self.overlong == "drop" else self._tokens([texts[i] for i in long], limit)
         for i, row in zip(long, cut, strict=True):
             rows[i] = row
@@ -70,15 +172,15 @@ class TextEncoder:
             for question, row in zip(questions, rows, strict=True)
         ]
 
-    def _not_empty(self, question: Question, ids: list[int], types: Any) -> tuple[list[int], list[int] | None]:
+    def _not_empty(
+        self, question: Question, ids: list[int], types: list[int] | None
+    ) -> tuple[list[int], list[int] | None]:
         """A row of at least one token, and its types."""
         if ids:
             return ids, types
         return [token_for_nothing(self.tokenizer, question)], [0] if self.has_types else None
 
-    def _tokens(
-        self, texts: Sequence[tuple[str, ...]], limit: int | None = None
-    ) -> list[tuple[list[int], list[int] | None]]:
+    def _tokens(self, texts: Sequence[tuple[str, ...]], limit: int | None = None) -> list[Tokenised]:
         """Ids and types of each row. All questions have the same number of texts, because they are of one task."""
         if not texts:
             return []
@@ -99,46 +201,21 @@ def _prompt(question: Question) -> str:
     raise UserError(f"{question.where}: the prompt is a chat; a classifier is given text")
 
 
-def class_set(tasks: Sequence[Task], encoder: TextEncoder, labels: Labels) -> Dataset:
-    """All questions of the tasks; a question's source is the index of its task."""
-    found = [(source, q, row) for source, t in enumerate(tasks)
-             for q, row in zip(t.questions, encoder.encode(t.questions, labels), strict=True)]  # fmt: skip
-    kept = [(source, question, row) for source, question, row in found if row is not None]
-    if not kept:
-        raise UserError(f"task: no question is left to train on; all are longer than max_length={encoder.max_length}")
-    rows = [row for _, _, row in kept]
-    targets = [row.target for row in rows if row.target is not None]
-    known: dict[tuple[int, Any], int] = {}
-    classes = [known.setdefault((s, row.target if labels.order else None), len(known)) for s, _, row in kept]
-    return Dataset(
-        [np.array(row.input_ids, dtype=np.int32) for row in rows],
-        [np.zeros(len(row.input_ids), dtype=bool) for row in rows],
-        targets=targets,
-        classes=classes,
-        types=[row.token_type_ids or [] for row in rows] if encoder.has_types else None,
-        sources=[source for source, _, _ in kept],
-        where=[question.where for _, question, _ in kept],
-        report=_report(rows, len(found), encoder, _counted(targets, labels)),
-        pad_token_id=encoder.pad_token_id,
-    )
-
-
-def _counted(targets: list[Any], labels: Labels) -> str:
-    if not labels.order:
-        return f"{labels.names[0]} from {min(targets):g} to {max(targets):g}"
+def class_rows(tasks: Sequence[Task], encoder: TextEncoder, labels: Labels, report: Report) -> Iterator[Encoded]:
+    """The rows of all questions, for training; a row's source is the index of its task. report: counts what is cut,
+    dropped, and of each label."""
+    targets: list[int | float] = []
+    for source, task in enumerate(tasks):
+        for question, row in zip(task.questions, encoder.encode(task.questions, labels), strict=True):
+            report.dropped_overlong += row is None
+            if row is not None and row.target is not None:
+                targets.append(row.target)
+                ids = np.array(row.input_ids, dtype=np.int32)
+                label = int(row.target) if labels.order else None
+                samples: list[tuple[np.ndarray, np.ndarray]] = [(ids, np.zeros(len(ids), dtype=bool))]
+                yield Encoded(samples, question.where, source, None, row.target, row.token_type_ids, (source, label))
+    report.truncated = encoder.truncated if encoder.overlong == "truncate" else 0
     count = Counter(targets)
-    return "labels: " + ", ".join(f"{count[i]:,} {name}" for i, name in enumerate(labels.names))
-
-
-def _report(rows: list[Sample], read: int, encoder: TextEncoder, labels: str) -> Report:
-    lengths = [len(row.input_ids) for row in rows]
-    return Report(
-        read=read,
-        samples=len(rows),
-        tokens=sum(lengths),
-        longest=max(lengths),
-        truncated=encoder.truncated if encoder.overlong == "truncate" else 0,
-        dropped_overlong=read - len(rows),
-        max_length=encoder.max_length,
-        labels=labels,
-    )
+    report.labels = "labels: " + ", ".join(f"{count[i]:,} {name}" for i, name in enumerate(labels.names))
+    if not labels.order and targets:
+        report.labels = f"{labels.names[0]} from {min(targets):g} to {max(targets):g}"

@@ -15,24 +15,25 @@ two files, or twice in one, are counted in a warning, and so are empty texts.
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from keyhole.data.loader import order
-from keyhole.data.record import Record
-from keyhole.data.tasks.build import build, number_of
-from keyhole.data.tasks.cache import kept
-from keyhole.data.tasks.names import own_splits
+from keyhole.data.cache import Arrays, kept
+from keyhole.data.epoch import order
+from keyhole.data.opened import Record
+from keyhole.data.settings import DataSettings
+from keyhole.data.tasks.expressions import extracted
 from keyhole.data.tasks.parse import read_spec, read_text
-from keyhole.data.tasks.pattern import matches
 from keyhole.data.tasks.places import Split, find_splits, read_split
-from keyhole.data.tasks.question import Question, Task
-from keyhole.data.tasks.spec import GENERATED, OWN_SPLITS, TaskSpec
-from keyhole.data.tasks.tables import latin_line, suffix_of
+from keyhole.data.tasks.question import Question, Task, build, number_of
+from keyhole.data.tasks.spec import GENERATED, OWN_SPLITS, TaskSpec, check_names, listed_names, own_splits
+from keyhole.data.tasks.tables import latin_line
+from keyhole.data.worker import bounded
 from keyhole.errors import UserError, listed
 
 TEST_SEED = 0
@@ -59,51 +60,69 @@ def load_task(
     cache: str | None = None,
 ) -> dict[str, Task]:
     """{"train", "dev", "test"} of a task; only "test" if training is false. splits: the setting task_splits; cache:
-    the setting data_cache."""
-    text = read_text(name)
+    the setting data_cache. Drawing must first read all rows of the files, because only rows with a label can be
+    drawn, so what is drawn is kept."""
     spec = read_spec(name)
     places = find_splits(spec, task_data, own_splits(splits, spec.name))
-    how = [asdict(numbers), training]
-    return kept(cache, spec, text, places, how, lambda: _draw(spec, places, numbers, training))
+    names = sorted({file for place in places.values() for file in place.names})
+    how = [spec.name, read_text(name), asdict(numbers), training, {s: astuple(place) for s, place in places.items()}]
+
+    def pack(drawn: dict[str, Task]) -> tuple[dict[str, Any], Arrays]:
+        about = {s: [task.about, task.warnings, [vars(q) for q in task.questions]] for s, task in drawn.items()}
+        return about, {}
+
+    def unpack(about: dict[str, Any], _: Arrays) -> dict[str, Task]:
+        return {
+            split: Task(spec.name, [Question.read_back(q) for q in questions], spec, told, tuple(warnings))
+            for split, (told, warnings, questions) in about.items()
+        }
+
+    return kept(cache, "tasks", names, how, lambda: _draw(spec, places, numbers, training), pack, unpack)[0]
 
 
 def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: bool) -> dict[str, Task]:
     if training:
         _check_disjoint(spec, places)
-    test = {"test": _test(spec, places, numbers)}
+    drawn = {}
     if training and "train" in places:
-        return _compared(_train(spec, places, numbers) | test)
-    if training:
+        records, note = _read(spec, places["train"])
+        rows = order(len(records), numbers.seed, 0)
+        train, held_out = numbers.train, min(numbers.dev, 2 * len(records) // 5)
+        if "dev" not in places:
+            most = len(records) - held_out
+            train = most if train is None else min(most, train)
+            dev = _task(spec, records, rows[train : train + held_out], places["train"], "")
+        else:
+            others, other_note = _read(spec, places["dev"])
+            dev = _task(spec, others, order(len(others), numbers.seed, 0)[: numbers.dev], places["dev"], other_note)
+        drawn = {"train": _task(spec, records, rows[:train], places["train"], note), "dev": dev}
+    place, three = places["test"], spec.splits is OWN_SPLITS and "dev" in places
+    records, note = _read(spec, place, "; to be judged by the dev file: task_splits: {test: validation}" * three)
+    drawn["test"] = _task(spec, records, np.sort(order(len(records), TEST_SEED, 0)[: numbers.test]), place, note)
+    if training and "train" not in places:
         raise UserError(
-            f"task_data: task {spec.name} has rows to be judged by ({places['test']}), and none to train on: add a "
-            f"file train.jsonl, or divide the one there is: task_splits: {places['test'].divided()}; to be judged by "
-            f"it only: test_task={spec.name}"
+            f"task_data: task {spec.name} has rows to be judged by ({place}), and none to train on: add a file "
+            f"train.jsonl, or divide the one there is: task_splits: {place.divided()}; to be judged by it only: "
+            f"test_task={spec.name}"
         )
-    return test
-
-
-def _compared(drawn: dict[str, Task]) -> dict[str, Task]:
-    """The same tasks, with a warning if a split repeats a question of an earlier one."""
-    asked = {split: {_asked(question) for question in task.questions} for split, task in drawn.items()}
-    for one, other in combinations(drawn, 2):
-        task = drawn[other]
-        if count := sum(_asked(question) in asked[one] for question in task.questions):
-            told = f"{count:,} of the {len(task.questions):,} questions of {other} are also among those of {one}"
-            drawn[other] = replace(task, warnings=(*task.warnings, told))
+    asked = {split: [_asked(question) for question in task.questions] for split, task in drawn.items()}
+    for one, other in combinations(drawn, 2):  # a split that repeats a question of an earlier one
+        if count := sum(map(set(asked[one]).__contains__, asked[other])):
+            told = f"{count:,} of the {len(asked[other]):,} questions of {other} are also among those of {one}"
+            drawn[other] = replace(drawn[other], warnings=(*drawn[other].warnings, told))
     return drawn
 
 
 def _asked(question: Question) -> tuple[str, tuple[str, ...]]:
     """The key by which questions are compared: without an answer in free text."""
-    choices = question.candidates if len(question.candidates) > 1 else ()
-    return str(question.prompt), choices
+    return str(question.prompt), question.candidates if len(question.candidates) > 1 else ()
 
 
 def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
     """Refuses splits with a common row: a model would be selected or scored on rows that it was trained on."""
     for one, other in combinations(places, 2):
         first, second = places[one], places[other]
-        shared: set[Any] = set(first.names) & set(second.names)  # names, or rows
+        shared: set[str] | set[int] = set(first.names) & set(second.names)  # names, or rows
         if shared and first.names == second.names:
             files = [(name,) for name in first.names] if first.each else [first.names]
             counts = [len(read_split(spec, Split(names), Counter())) for names in files]
@@ -115,28 +134,6 @@ def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
             )
 
 
-def _train(spec: TaskSpec, places: dict[str, Split], numbers: Numbers) -> dict[str, Task]:
-    records, note = _read(spec, places["train"])
-    rows = order(len(records), numbers.seed, 0)
-    if "dev" in places:
-        others, other_note = _read(spec, places["dev"])
-        chosen = order(len(others), numbers.seed, 0)[: numbers.dev]
-        dev = _task(spec, others, chosen, places["dev"], other_note)
-        return {"train": _task(spec, records, rows[: numbers.train], places["train"], note), "dev": dev}
-    held_out = min(numbers.dev, 2 * len(records) // 5)
-    train = min(len(records) - held_out, len(records) if numbers.train is None else numbers.train)
-    return {
-        "train": _task(spec, records, rows[:train], places["train"], note),
-        "dev": _task(spec, records, rows[train : train + held_out], places["train"], ""),
-    }
-
-
-def _test(spec: TaskSpec, places: dict[str, Split], numbers: Numbers) -> Task:
-    place, three = places["test"], spec.splits is OWN_SPLITS and "dev" in places
-    records, note = _read(spec, place, "; to be judged by the dev file: task_splits: {test: validation}" * three)
-    return _task(spec, records, np.sort(order(len(records), TEST_SEED, 0)[: numbers.test]), place, note)
-
-
 def _read(spec: TaskSpec, place: Split, advice: str = "") -> tuple[list[Record], str]:
     left_out: Counter[str] = Counter()
     records = read_split(spec, place, left_out)
@@ -144,83 +141,89 @@ def _read(spec: TaskSpec, place: Split, advice: str = "") -> tuple[list[Record],
     for path in (Path(name) for name in place.names if Path(name).is_file()):
         if line := latin_line(path):
             note += f"; {path.name} is read as Latin-1, because line {line} is not UTF-8 and no other letter is"
-    if not records:
-        why = f"{note}{_why(spec, place, left_out)}{advice}"
-        raise UserError(f"task {spec.name}: {place} holds no row that could be used{why}")
-    return records, note
-
-
-def _why(spec: TaskSpec, place: Split, left_out: Counter[str]) -> str:
-    """Why a split has no rows: because of its slice, or of its files; "" where the rows left out say it."""
+    if records:
+        return records, note
     if count := len(read_split(spec, Split(place.names), Counter())):
-        low, high = place.start, place.stop
-        aside = f" (its last {-high:,} are set aside for another split)" if isinstance(high, int) and high < 0 else ""
-        advice = f"divide them in another way: task_splits: {place.divided()}" if count > 1 else "add rows"
-        files = f"the file has {count:,}" if len(place.names) == 1 else f"the files have {count:,}"
-        slice_text = f"[{'' if low is None else low}:{'' if high is None else high}]"
-        return f"; {files}, of which {slice_text} takes none{aside}: {advice}"
-    sizes = [Path(name).stat().st_size for name in place.names if Path(name).is_file()]
-    if sizes and not any(sizes):
-        return "; the file is empty (0 bytes): was its download or its copy cut off?"
-    tables = [name for name in place.names if suffix_of(Path(name)) in (".tsv", ".csv")]
-    return "; it has a header line at most, and no row below it" if tables and not left_out.total() else ""
+        divided = f"divide them in another way: task_splits: {place.divided()}" if count > 1 else "add rows"
+        note += f"; there are {count:,}, of which the slice takes none: {divided}"
+    elif not left_out.total():
+        note += "; is there a row below the header, and was the download cut off?"
+    raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}{advice}")
 
 
 def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split, note: str) -> Task:
-    questions = [question for i in chosen if (question := build(records[i], spec)) is not None]
+    drawn = [records[i] for i in chosen]
+    made = bounded(partial(build, spec=spec), drawn, lambda record: f"{record.where}: the task's file")
+    questions = [question for question in made if question is not None]
     if len(chosen) and not questions:
         raise UserError(f"task {spec.name}: no row of {place} has an answer")
     note += f"; {len(chosen) - len(questions):,} without an answer left out" if len(chosen) > len(questions) else ""
     count = f"{len(questions):,} of {len(records):,}" if len(questions) < len(records) else f"all {len(records):,}"
-    warnings = (
-        *_empty(spec, records, chosen, place),
-        *_one_answer(spec, questions, place),
-        *_out_of_reach(spec, questions, place),
-    )
-    return Task(spec.name, questions, spec, f"{count} rows of {place}{note}", warnings)
+    return Task(spec.name, questions, spec, f"{count} rows of {place}{note}", _odd(spec, drawn, questions, place))
 
 
-def _one_answer(spec: TaskSpec, questions: list[Question], place: Split) -> list[str]:
-    """A warning if all questions have the same answer: a model learns to give it whatever it is asked."""
-    if not isinstance(spec.candidates, tuple) or len(questions) < LEAST_ANSWERS or spec.value is not None:
-        return []
-    answers = {question.candidates[question.answer] for question in questions}
-    told = (
-        f"all {len(questions):,} rows drawn from {place} have the same answer, {min(answers)!r}; are the rows sorted?"
-    )
-    return [told] if len(answers) == 1 else []
-
-
-def _out_of_reach(spec: TaskSpec, questions: list[Question], place: Split) -> list[str]:
-    """Warnings about answers that count as right, but that no model can give."""
-    found = {}
-    if spec.value is not None and isinstance(spec.candidates, tuple):
-        numbers = [number_of(text, "candidates") for text in spec.candidates]
-        beyond = [q for q in questions if q.value is not None and not min(numbers) <= q.value <= max(numbers)]
-        found[f"{spec.value} outside of the candidates, {min(numbers):g} to {max(numbers):g}"] = beyond
+def _odd(spec: TaskSpec, records: list[Record], questions: list[Question], place: Split) -> tuple[str, ...]:
+    """Warnings: texts that are empty, answers that are all the same (a model learns to give it whatever it is asked),
+    and answers that count as right but that no model can give."""
+    found: dict[str, list[str]] = {}
+    for name in (name for name in spec.columns if name not in spec.optional):
+        cells = ((record.where, record.row[name]) for record in records)
+        found[f"an empty {name}"] = [where for where, cell in cells if isinstance(cell, str) and not cell.strip()]
+    listed_candidates = spec.candidates if isinstance(spec.candidates, tuple) else ()
+    if spec.value is not None and listed_candidates:
+        numbers = [number_of(text, "candidates") for text in listed_candidates]
+        low, high = min(numbers), max(numbers)
+        beyond = [q.where for q in questions if q.value is not None and not low <= q.value <= high]
+        found[f"{spec.value} outside of the candidates, {low:g} to {high:g}"] = beyond
     if spec.kind == GENERATED and spec.program is None:
-        stopped = [q for q in questions if any(word in q.candidates[0].strip() for word in spec.stop)]
-        found[f"an answer with one of the stop strings, {listed(map(repr, spec.stop))}, where generation ends"] = (
-            stopped
-        )
+        stopped = [q.where for q in questions if any(word in q.candidates[0].strip() for word in spec.stop)]
+        what = f"an answer with one of the stop strings, {listed(map(repr, spec.stop))}, where generation ends"
+        found[what] = stopped
     if spec.kind == GENERATED and spec.extract is not None:
-        without = [q for q in questions if not any(matches(spec.extract, text) for text in q.references)]
+        parts = iter(extracted(spec.extract, [text for q in questions for text in q.references]))
+        without = [q.where for q in questions if all([next(parts) is None for _ in q.references])]
         found[f"references in which `extract` finds nothing ({spec.extract})"] = without
-    return [
-        f"{len(rows):,} of the {len(questions):,} rows drawn from {place} have {what} (such as {rows[0].where})"
+    told = [
+        f"{len(rows):,} of the {len(records):,} rows drawn from {place} have {what} (such as {rows[0]})"
         for what, rows in found.items()
         if rows
     ]
+    answers = {question.candidates[question.answer] for question in questions}
+    if listed_candidates and len(questions) >= LEAST_ANSWERS and spec.value is None and len(answers) == 1:
+        same = f"have the same answer, {min(answers)!r}; are the rows sorted?"
+        told.append(f"all {len(questions):,} rows drawn from {place} {same}")
+    return tuple(told)
 
 
-def _empty(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split) -> tuple[str, ...]:
-    """A warning for each text that is empty in some rows."""
-    found: dict[str, list[str]] = {}
-    for record in (records[i] for i in chosen):
-        for name in (name for name in spec.columns if name not in spec.optional):
-            if isinstance(record.row[name], str) and not record.row[name].strip():
-                found.setdefault(name, []).append(record.where)
-    return tuple(
-        f"{len(rows):,} of the {len(chosen):,} rows drawn from {place} have an empty {name} (such as {rows[0]})"
-        for name, rows in found.items()
-    )
+def draw_tasks(settings: DataSettings) -> list[dict[str, Task]]:
+    """Train, dev and test of each task of a run."""
+    names = listed_names(settings.task)
+    check_names([*names, *listed_names(settings.test_task)], settings.task_splits)
+    numbers = Numbers(train=settings.num_train, dev=settings.num_dev, test=settings.num_eval, seed=settings.seed)
+    where = settings.task_data, numbers, settings.task_splits
+    return [load_task(name, *where, cache=settings.data_cache) for name in names]
+
+
+def draw_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
+    """The tasks that are only scored (test_task)."""
+    names = listed_names(settings.test_task)
+    check_names([*listed_names(settings.task), *names], settings.task_splits if names else None)
+    where = settings.task_data, Numbers(test=settings.num_eval, seed=settings.seed), settings.task_splits
+    return tuple(load_task(name, *where, training=False, cache=settings.data_cache)["test"] for name in names)
+
+
+def report_lines(drawn: dict[str, Task]) -> list[str]:
+    """What was drawn of a task, and what is odd about it."""
+    spec = drawn["train"].spec
+    assert spec is not None
+    parts = [f"{split} {task.about} ({task.fingerprint})" for split, task in drawn.items() if task.questions]
+    return [
+        f"task {spec.name}: {spec.title}; {spec.metric}",
+        *(f"task {spec.name}: {part}" for part in parts),
+        *(line for task in drawn.values() for line in warning_lines(task)),
+    ]
+
+
+def warning_lines(task: Task) -> list[str]:
+    """Warnings about the questions of a task, for its report."""
+    return [f"warning: task {task.name}: {told}" for told in task.warnings]

@@ -9,21 +9,35 @@ No end token follows a candidate: it would be half of the trained tokens, and te
 free text may ask for one (`end_token`). A row that is too long loses the beginning of its prompt; an answer in free
 text also loses its end, if it is longer than half of a row and than the room that a short prompt leaves. Rows that are
 too long may also be dropped or refused (`overlong`).
+
+For training (`question_rows`) there are two losses:
+
+    tokens        one row per question: the prompt and the right answer, whose tokens are trained
+    candidates    one row per question with all its candidates as samples; the loss compares them (model/objective.py).
+                  Of several right candidates only the first is kept; the others are left out
 """
 
 import os.path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from keyhole.data.chat_template import ChatTemplate, bos_ids
+import numpy as np
+
+from keyhole.data.chat_template import ChatTemplate
+from keyhole.data.collect import Encoded
 from keyhole.data.dataset import IGNORED, Sample
-from keyhole.data.tasks.question import Question
+from keyhole.data.report import Report
+from keyhole.data.tasks.question import Question, Task
+from keyhole.data.tasks.spec import check_loss
+from keyhole.data.tokens import Tokenizer, bos_ids
 from keyhole.errors import UserError, listed
+
+TOKENS, CANDIDATES = "tokens", "candidates"
 
 
 class Encoder:
     """Turns questions into rows of tokens, one row per candidate."""
 
-    def __init__(self, tokenizer: Any, max_length: int | None = None, overlong: str = "truncate") -> None:
+    def __init__(self, tokenizer: Tokenizer, max_length: int | None = None, overlong: str = "truncate") -> None:
         if tokenizer is None:
             raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
         self.tokenizer, self.max_length, self.overlong = tokenizer, max_length, overlong
@@ -58,9 +72,9 @@ class Encoder:
         if isinstance(question.prompt, str):
             return question.prompt
         try:
-            return self.template.render(question.prompt, None, prompt=True)
-        except Exception as error:  # templates raise any error
-            raise UserError(f"{question.where}: the chat template cannot write the prompt: {error}") from None
+            return self.template.write(question.prompt, prompt=True)
+        except UserError as error:
+            raise UserError(f"{question.where}: {error}") from None
 
     def _rows(self, question: Question, tokens: list[list[int]], end: list[int]) -> list[Sample]:
         alone, *full = tokens
@@ -113,9 +127,42 @@ class Encoder:
         return Sample(ids, [IGNORED] * begin + ids[begin:])
 
 
-def token_for_nothing(tokenizer: Any, question: Question) -> int:
+def token_for_nothing(tokenizer: Tokenizer, question: Question) -> int:
     """The token that stands for an empty text: bos or eos."""
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
     raise UserError(f"{question.where}: an empty text, and the tokenizer has no bos to stand for it")
+
+
+def question_rows(
+    tasks: Sequence[Task], encoder: Encoder, loss: str, train_end_token: bool | None, report: Report
+) -> Iterator[Encoded]:
+    """The rows of all questions, for training; a row's source is the index of its task. report: counts what is cut and
+    dropped."""
+    for source, task in enumerate(tasks):
+        if task.spec is not None:
+            check_loss(task.spec, loss)
+        has_labels = len({question.candidates for question in task.questions}) == 1
+        encoded = encoder.encode(task.questions, ends(task, train_end_token))
+        for question, samples in zip(task.questions, encoded, strict=True):
+            kept = [question.answer]
+            if loss == CANDIDATES:
+                kept = [i for i in range(len(question.candidates)) if i not in question.also]
+            report.dropped_overlong += not samples
+            report.dropped_no_choice += bool(samples) and loss == CANDIDATES and len(kept) < 2
+            if not samples or (loss == CANDIDATES and len(kept) < 2):
+                continue
+            rows = [
+                (np.array(samples[i].input_ids, dtype=np.int32), np.array(samples[i].labels) != IGNORED) for i in kept
+            ]
+            label = question.candidates[question.answer] if has_labels else None
+            right = kept.index(question.answer) if loss == CANDIDATES else None
+            yield Encoded(rows, question.where, source, right, label=(source, label))
+    if encoder.overlong == "truncate":
+        report.truncated = report.cut_prompts = encoder.truncated
+
+
+def ends(task: Task, train_end_token: bool | None) -> bool:
+    """Whether the end token is trained: by the setting, else by the task file."""
+    return task.spec is not None and task.spec.end_token if train_end_token is None else train_end_token

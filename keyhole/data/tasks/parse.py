@@ -7,13 +7,12 @@ Scalars are read as text: YAML's conversions (`no` is False, `1.0` a number) wou
 import os
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from keyhole.data.tasks.columns import spelled
 from keyhole.data.tasks.expressions import Expression, Text
 from keyhole.data.tasks.spec import (
     CHOICE,
@@ -29,10 +28,12 @@ from keyhole.data.tasks.spec import (
     own_name,
     unknown_task,
 )
+from keyhole.data.tasks.tables import spelled
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError, listed, printable
 
 MOST_BYTES = 2**18
+OF_CHOICES = ("candidate", "labels", "right")
 OF_ANSWERS = ("answer", "references", "extract", "stop", "max_new_tokens")  # keys of tasks that generate
 
 
@@ -79,70 +80,80 @@ def parse_spec(text: str, name: str, source: str) -> TaskSpec:
     values: dict[str, Any] = {key: _READERS[key](value, f"task {source}: {key}") for key, value in given.items()}
     values["metrics"] = values.pop("metric")
     spec = TaskSpec(**{"name": name, "title": name, **values})
-    if fault := _fault(spec):
+    if fault := next((words for holds, words in _faults(spec, given) if holds), ""):
         raise UserError(f"task {source}: {fault}")
     return spec
 
 
-def _fault(spec: TaskSpec) -> str:
-    """A rule between two keys that is violated; "" if there is none."""
-    if len({METRICS[metric] for metric in spec.metrics}) > 1:
-        return f"metric: {', '.join(spec.metrics)} do not go together: some choose, some generate"
-    if (spec.kind == CHOICE) != bool(spec.candidates):
-        other = "needs candidates" if spec.kind == CHOICE else "is for answers in free text, and there are candidates"
-        return f"metric: {spec.metric} {other}"
-    if spec.kind != CHOICE and spec.answer is None:
-        return f"answer: missing; {spec.metric} needs an answer in free text"
-    strange = OF_ANSWERS if spec.kind == CHOICE else ("candidate", "labels", "right")
-    if extra := [key for key in strange if getattr(spec, key) != getattr(TaskSpec, key)]:
-        other = "answers in free text" if spec.kind == CHOICE else "candidates"
-        return f"{listed(extra)}: for tasks with {other}, not with metric {spec.metric}; remove it"
-    if spec.kind == CHOICE and spec.right is None and spec.value is None and not spec.has_label:
-        return "columns: label is missing (or say `right:`): it names the right candidate"
-    if spec.right is not None and spec.labels:
-        return "labels: of no use beside `right`, which names the right candidate itself; remove one of them"
-    if isinstance(spec.candidates, tuple) and "f1" in spec.metrics and len(spec.candidates) > 2:
-        return f"metric: f1 is that of the second of two candidates, and there are {len(spec.candidates)}; use macro_f1"
-    if spec.labels and isinstance(spec.candidates, tuple) and len(spec.labels) != len(spec.candidates):
-        return f"labels: {len(spec.labels)} of them for {len(spec.candidates)} candidates; give one list for each"
+def _faults(spec: TaskSpec, given: dict[str, Any]) -> list[tuple[object, str]]:
+    """Rules between keys: whether each is violated, and the words for it."""
+    chooses, listed_candidates = spec.kind == CHOICE, spec.candidates if isinstance(spec.candidates, tuple) else ()
+    defaults = {f.name: f.default for f in fields(TaskSpec) if f.default is not MISSING}
+    strange = [key for key in (OF_ANSWERS if chooses else OF_CHOICES) if vars(spec)[key] != defaults[key]]
     spellings = Counter(word for words in spec.labels for word in words)
-    if twice := [word for word, count in spellings.items() if count > 1]:
-        return f"labels: {listed(sorted(twice))} stands for two candidates"
-    if isinstance(spec.candidates, tuple) and spec.candidates and len(set(spec.candidates)) < 2:
-        return "candidates: two different texts at least"
-    if len(spec.texts) > 2 or (spec.texts and spec.kind != CHOICE):
-        return "texts: one or two, for tasks with candidates: what a classifier is given"
-    if ("pearson" in spec.metrics) != (spec.value is not None):
-        return "value: goes with metric pearson: the column with the number that is compared"
-    if ("pass@1" in spec.metrics) != (spec.program is not None):
-        return "program: goes with metric pass@1: the program that checks a completion"
-    if unknown := [name for name in (*spec.optional, *filter(None, [spec.value])) if name not in spec.columns]:
-        return f"{listed(unknown)}: not one of the columns {listed(spec.columns)}"
-    return _constant(spec)
-
-
-def _constant(spec: TaskSpec) -> str:
-    """Which text would be the same for every row, so that nothing could be learned from it; "" if none.
-
-    A constant prompt is right where the candidates differ from row to row, and for texts whose likelihood is the
-    result."""
+    twice = sorted(word for word, count in spellings.items() if count > 1)
+    unknown = [name for name in (*spec.optional, *filter(None, [spec.value])) if name not in spec.columns]
     known = set(spec.columns)
     for name, expression in spec.let.items():
         known |= {name} if expression.names & known else set()
-    asks: list[Any] = [spec.prompt, *filter(None, [spec.candidate])]
-    asks += [spec.candidates] if isinstance(spec.candidates, Expression) else []
-    if spec.kind != LIKELIHOOD and not any(program.names & known for program in asks):
-        return f"prompt: {_names_none(spec.prompt, spec)}"
-    if spec.kind == CHOICE and (giving := [key for key, text in _texts_of(spec) if "label" in text.names]):
-        return f"{giving[0]}: reads label, which names the right candidate, so the question would give its answer away"
+    # A constant prompt is right where the candidates differ from row to row, and where the likelihood is the result
+    programs = [spec.prompt, spec.candidate, spec.candidates if isinstance(spec.candidates, Expression) else None]
+    asks = spec.kind == LIKELIHOOD or any(program.names & known for program in programs if program is not None)
     fixed = next((text for text in spec.texts if not text.names & known), None)
-    return "" if fixed is None else f"texts: {_names_none(fixed, spec)}"
-
-
-def _texts_of(spec: TaskSpec) -> list[tuple[str, Text]]:
-    """What a model is given, by key."""
-    one = [("prompt", spec.prompt), ("candidate", spec.candidate)]
-    return [(key, text) for key, text in (*one, *(("texts", text) for text in spec.texts)) if text is not None]
+    inputs = [("prompt", spec.prompt), ("candidate", spec.candidate), *(("texts", text) for text in spec.texts)]
+    telling = next((key for key, text in inputs if text is not None and "label" in text.names), "")
+    named = spec.right is not None or spec.value is not None or spec.has_label
+    return [
+        (
+            len({METRICS[metric] for metric in spec.metrics}) > 1,
+            f"metric: {', '.join(spec.metrics)} do not go together: some choose, some generate",
+        ),
+        (chooses and not spec.candidates, f"metric: {spec.metric} needs candidates"),
+        (
+            not chooses and spec.candidates,
+            f"metric: {spec.metric} is for answers in free text, and there are candidates",
+        ),
+        (not chooses and spec.answer is None, f"answer: missing; {spec.metric} needs an answer in free text"),
+        (
+            strange,
+            f"{listed(strange)}: for tasks with {'answers in free text' if chooses else 'candidates'}, not with metric "
+            f"{spec.metric}; remove it",
+        ),
+        (chooses and not named, "columns: label is missing (or say `right:`): it names the right candidate"),
+        (
+            spec.right is not None and spec.labels,
+            "labels: of no use beside `right`, which names the right candidate itself; remove one of them",
+        ),
+        (
+            "f1" in spec.metrics and len(listed_candidates) > 2,
+            f"metric: f1 is that of the second of two candidates, and there are {len(listed_candidates)}; use macro_f1",
+        ),
+        (
+            spec.labels and listed_candidates and len(spec.labels) != len(listed_candidates),
+            f"labels: {len(spec.labels)} of them for {len(listed_candidates)} candidates; give one list for each",
+        ),
+        (twice, f"labels: {listed(twice)} stands for two candidates"),
+        (listed_candidates and len(set(listed_candidates)) < 2, "candidates: two different texts at least"),
+        (
+            len(spec.texts) > 2 or (spec.texts and not chooses),
+            "texts: one or two, for tasks with candidates: what a classifier is given",
+        ),
+        (
+            ("pearson" in spec.metrics) != (spec.value is not None),
+            "value: goes with metric pearson: the column with the number that is compared",
+        ),
+        (
+            ("pass@1" in spec.metrics) != (spec.program is not None),
+            "program: goes with metric pass@1: the program that checks a completion",
+        ),
+        (unknown, f"{listed(unknown)}: not one of the columns {listed(spec.columns)}"),
+        (not asks, f"prompt: {_names_none(spec.prompt, spec)}"),
+        (
+            chooses and telling,
+            f"{telling}: reads label, which names the right candidate, so the question would give its answer away",
+        ),
+        (fixed is not None, f"texts: {_names_none(fixed or spec.prompt, spec)}"),
+    ]
 
 
 def _names_none(text: Text, spec: TaskSpec) -> str:
@@ -169,63 +180,61 @@ class _Loader(yaml.BaseLoader):
         return made
 
 
+def _expect(holds: object, key: str, expected: str, value: object) -> None:
+    if not holds:
+        raise UserError(f"{key}: expected {expected}, found {value!r:.60}")
+
+
 def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise UserError(f"{key}: expected text, found {value!r:.60}")
-    return value
+    _expect(isinstance(value, str) and value, key, "text", value)
+    return str(value)
 
 
 def _texts(value: Any, key: str) -> tuple[str, ...]:
     return tuple(_text(item, key) for item in (value if isinstance(value, list) else [value]))
 
 
-def _candidates(value: Any, key: str) -> tuple[str, ...] | Expression:
-    return Expression(value, key) if isinstance(value, str) else _texts(value, key)
-
-
 def _labels(value: Any, key: str) -> tuple[tuple[str, ...], ...]:
-    if not isinstance(value, list):
-        raise UserError(f"{key}: expected a list with the spellings of each label, found {value!r:.60}")
+    _expect(isinstance(value, list), key, "a list with the spellings of each label", value)
     return tuple(tuple(spelled(word) for word in _texts(words, key)) for words in value)
 
 
 def _mapping(value: Any, key: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not value or not all(isinstance(name, str) for name in value):
-        raise UserError(f"{key}: expected names with values, such as {{sentence: text}}, found {value!r:.60}")
-    return value
+    holds = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
+    _expect(holds, key, "names with values, such as {sentence: text}", value)
+    return dict(value)
 
 
 def _hub(value: Any, key: str) -> dict[str, str]:
     found = {name: _text(item, f"{key}.{name}") for name, item in _mapping(value, key).items()}
-    if "dataset" not in found or not found.keys() <= {"dataset", "config", *SPLITS}:
-        raise UserError(f"{key}: expected dataset, config and splits (train, test, dev), found {listed(found)}")
+    holds = "dataset" in found and found.keys() <= {"dataset", "config", *SPLITS}
+    _expect(holds, key, "dataset, config and splits (train, test, dev)", list(found))
     return found
 
 
 def _splits(value: Any, key: str) -> tuple[dict[str, tuple[str, ...]], ...]:
     layouts = [_mapping(item, key) for item in (value if isinstance(value, list) and value else [value])]
     for layout in layouts:
-        if not layout.keys() <= set(SPLITS) or "test" not in layout:
-            raise UserError(f"{key}: expected train, test and perhaps dev, found {listed(layout)}")
+        holds = layout.keys() <= set(SPLITS) and "test" in layout
+        _expect(holds, key, "train, test and perhaps dev", list(layout))
     return tuple({name: _texts(item, f"{key}.{name}") for name, item in layout.items()} for layout in layouts)
 
 
 def _metrics(value: Any, key: str) -> tuple[str, ...]:
     found = _texts(value, key)
-    if unknown := [metric for metric in found if metric not in METRICS]:
-        raise UserError(f"{key}: found {listed(unknown)}, expected {', '.join(METRICS)}")
+    unknown = [metric for metric in found if metric not in METRICS]
+    _expect(not unknown, key, ", ".join(METRICS), unknown)
     return found
 
 
 def _count(value: Any, key: str) -> int:
-    if not isinstance(value, str) or not value.isdecimal() or not 1 <= int(value[:9]) <= 10**6:
-        raise UserError(f"{key}: expected a whole number from 1 on, found {value!r:.60}")
+    holds = isinstance(value, str) and value.isdecimal() and 1 <= int(value[:9]) <= 10**6
+    _expect(holds, key, "a whole number from 1 on", value)
     return int(value)
 
 
 def _flag(value: Any, key: str) -> bool:
-    if value not in ("true", "false"):
-        raise UserError(f"{key}: expected true or false, found {value!r:.60}")
+    _expect(value in ("true", "false"), key, "true or false", value)
     return bool(value == "true")
 
 
@@ -241,10 +250,6 @@ def _program(value: Any, key: str) -> Text:
     return Text(_text(value, key), key)
 
 
-def _programs(value: Any, key: str) -> tuple[Text, ...]:
-    return tuple(_program(item, key) for item in (value if isinstance(value, list) else [value]))
-
-
 def _expression(value: Any, key: str) -> Expression:
     return Expression(_text(value, key), key)
 
@@ -257,8 +262,8 @@ _READERS = {
     "rows": _texts,
     "let": lambda value, key: {name: _expression(e, f"{key}.{name}") for name, e in _mapping(value, key).items()},
     "prompt": _program,
-    "texts": _programs,
-    "candidates": _candidates,
+    "texts": lambda value, key: tuple(_program(item, key) for item in (value if isinstance(value, list) else [value])),
+    "candidates": lambda value, key: Expression(value, key) if isinstance(value, str) else _texts(value, key),
     "candidate": _program,
     "labels": _labels,
     "right": _expression,

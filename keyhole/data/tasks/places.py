@@ -24,11 +24,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from keyhole.assets import TRAIN
-from keyhole.data.files import only_files, read_hub, saved_files
-from keyhole.data.record import Record
-from keyhole.data.tasks.columns import pick_all
+from keyhole.data.files import is_saved, only_files, read_datasets
+from keyhole.data.opened import Record
 from keyhole.data.tasks.spec import OWN_SPLITS, TaskSpec, plain
-from keyhole.data.tasks.tables import read_rows, suffix_of
+from keyhole.data.tasks.tables import pick_all, read_rows, suffix_of
 from keyhole.errors import UserError, listed
 
 SAME = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "dev")}
@@ -70,60 +69,46 @@ def _row(bound: Bound, count: int) -> int | None:
 
 def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | None = None) -> dict[str, Split]:
     """The splits train, test and optionally dev of a task. given: names instead of the task's own (task_splits)."""
+    given = given or {}
     if task_data is None and spec.name == "demo":
         task_data = str(TRAIN.parent)
     if task_data is None:
-        return _hub_splits(spec, given or {})
+        return _hub_splits(spec, given)
     folder = _folder(spec, Path(os.path.expanduser(task_data)))
-    layouts = [{**layout, **{split: (name,) for split, name in (given or {}).items()}} for layout in spec.splits]
-    if spec.splits is OWN_SPLITS:
-        own = layouts.pop(0)
-        three = {split: place for split, names in own.items() if (place := _find(folder, names, split))}
-        if len(three) == len(own) and not {"dev", "test"} & (given or {}).keys():
-            return three
-    looked_for: dict[str, dict[str, None]] = {}
-    there: dict[str, Split] = {}
-    for layout in layouts:
-        found = {split: place for split, names in layout.items() if (place := _find(folder, names, split))}
-        if len(found) == len(layout):
-            return found
-        there |= found
-        for split in (split for split in layout if split not in found):
-            looked_for.setdefault(split, {}).update(dict.fromkeys(layout[split]))
-    if "train" not in (given or {}):  # a test split alone is enough
-        for layout in layouts:
-            if test := _find(folder, layout["test"], "test"):
-                return {"test": test}
-    missing = " and none for ".join(f"{split} (looked for {listed(names)})" for split, names in looked_for.items())
+    layouts = [{**layout, **{split: (name,) for split, name in given.items()}} for layout in spec.splits]
+    found = [{s: place for s, names in layout.items() if (place := _find(folder, names, s))} for layout in layouts]
+    own = spec.splits is OWN_SPLITS  # three files of a user's own, unless the splits are given
+    for layout, there in list(zip(layouts, found, strict=True))[own and bool({"dev", "test"} & given.keys()) :]:
+        if len(there) == len(layout):
+            return there
+    if "train" not in given:  # a test split alone is enough
+        for there in found[own:]:
+            if "test" in there:
+                return {"test": there["test"]}
+    looked_for: dict[str, list[str]] = {}
+    for layout, there in list(zip(layouts, found, strict=True))[own:]:
+        for split in (split for split in layout if split not in there):
+            looked_for.setdefault(split, []).extend(layout[split])
+    told = {split: listed(dict.fromkeys(names)) for split, names in looked_for.items()}
+    missing = " and none for ".join(f"{split} (looked for {names})" for split, names in told.items())
     holds = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
+    taken = {name for there in found for place in there.values() for name in place.names}
+    free = sorted(p for p in folder.iterdir() if suffix_of(p) and p.is_file() and str(p) not in taken)
+    rest, chosen = list(free), {}
+    for split in looked_for if len(free) >= len(looked_for) else ():  # by its name (my_dev_set.csv for test), else any
+        words = {"train": ("train",), "dev": ("val", "dev"), "test": ("val", "dev", "test")}[split]
+        fits = [path for word in words for path in rest if word in path.name.lower()]
+        chosen[split] = rest.pop(rest.index((fits or rest)[0])).name
+    named = ", ".join(f"{split}: {name}" for split, name in chosen.items())
+    advice = f"; or say which is which: task_splits: {{{named}}}"
+    if len(free) < len(looked_for):
+        whole = next((there["train"] for there in found if "train" in there), None)
+        whole = whole or (Split((str(free[0]),)) if free else None)
+        advice = f"; or divide the one there is: task_splits: {whole.divided()}" if whole else ""
     raise UserError(
         f"task_data: {folder} has no file for {missing}; it holds {listed(holds)}{only_files(folder.iterdir())}. "
-        f"Name the files by split (train.jsonl, validation.tsv, ...){_advice(folder, list(looked_for), there)}"
+        f"Name the files by split (train.jsonl, validation.tsv, ...){advice}"
     )
-
-
-def _advice(folder: Path, missing: list[str], there: dict[str, Split]) -> str:
-    """A suggestion for task_splits, with the existing files."""
-    taken = {name for place in there.values() for name in place.names}
-    free = sorted(path for path in folder.iterdir() if suffix_of(path) and path.is_file() and str(path) not in taken)
-    told = "; or say which is which: task_splits: "
-    if len(free) >= len(missing):
-        named = ", ".join(f"{split}: {path.name}" for split, path in _by_name(missing, free).items())
-        return f"{told}{{{named}}}"
-    whole = there.get("train") or (Split((str(free[0]),)) if free else None)
-    return f"; or divide the one there is: task_splits: {whole.divided()}" if whole else ""
-
-
-def _by_name(splits: list[str], files: list[Path]) -> dict[str, Path]:
-    """A file for each split: the first with a name of the split in its own (my_dev_set.csv for test), else any."""
-    words = {"train": ("train",), "dev": ("val", "dev"), "test": ("val", "dev", "test")}
-    rest, found = list(files), {}
-    for split in splits:
-        fits = [path for word in words[split] for path in rest if word in path.name.lower()]
-        if fits:
-            found[split] = fits[0]
-            rest.remove(fits[0])
-    return {split: found.get(split) or rest.pop(0) for split in splits}
 
 
 def read_split(spec: TaskSpec, split: Split, left_out: Counter[str]) -> list[Record]:
@@ -137,38 +122,33 @@ def read_split(spec: TaskSpec, split: Split, left_out: Counter[str]) -> list[Rec
 
 def _rows(spec: TaskSpec, names: tuple[str, ...], left_out: Counter[str]) -> Iterator[Record]:
     for name in names:
-        if os.path.exists(name) and not os.path.isfile(name):
+        if os.path.exists(name) and not os.path.isfile(name) and not is_saved(Path(name)):
             raise UserError(f"{name}: not a regular file but a pipe or a device; copy it into a file")
-        yield from read_rows(Path(name), spec, left_out) if Path(name).is_file() else read_hub(name)
+        yield from read_rows(Path(name), spec, left_out) if Path(name).is_file() else read_datasets(name)
 
 
 def _folder(spec: TaskSpec, root: Path) -> Path:
+    """The task's folder, the one inside that has its files (data/, or one named like the hub's config), or the root."""
     if not os.path.isdir(root):
         raise UserError(f"task_data: {root}: no such directory (from {Path.cwd()})")
-    wanted = dict.fromkeys(plain(name) for name in (spec.name, *spec.folders))
     inside = [path for path in sorted(root.iterdir()) if path.is_dir()]
+    wanted = dict.fromkeys(plain(name) for name in (spec.name, *spec.folders))
     found = [path for name in wanted for path in inside if plain(path.name) == name]
     alike = [path.name for path in found if plain(path.name) == plain(found[0].name)]
     if len(alike) > 1:
         raise UserError(f"task_data: {root}: {listed(alike)} could all be the folder of task {spec.name}; rename one")
+    if found and not _has_split(spec, found[0]):
+        deeper = [path for path in sorted(found[0].iterdir()) if path.is_dir() and _has_split(spec, path)]
+        deeper = [path for path in deeper if path.name == spec.hub.get("config")] or deeper
+        return deeper[0] if len(deeper) == 1 else found[0]
     if found:
-        return _inner(spec, found[0])
+        return found[0]
     if any(suffix_of(path) for path in root.iterdir() if path.is_file()) or _has_split(spec, root):
         return root
     names = listed([path.name for path in inside]) or "no folder"
     raise UserError(
         f"task_data: {root} has no folder {spec.name}/ with the files of task {spec.name}; it holds {names}"
     )
-
-
-def _inner(spec: TaskSpec, folder: Path) -> Path:
-    """The task's folder, or the one inside that has its files: data/, or one named like the hub's config (main/)."""
-    if _has_split(spec, folder):
-        return folder
-    inside = [path for path in sorted(folder.iterdir()) if path.is_dir() and _has_split(spec, path)]
-    named = [path for path in inside if path.name == spec.hub.get("config")]
-    chosen = named or inside
-    return chosen[0] if len(chosen) == 1 else folder
 
 
 def _has_split(spec: TaskSpec, folder: Path) -> bool:
@@ -183,14 +163,13 @@ def _find(folder: Path, names: tuple[str, ...], split: str) -> Split | None:
     for name in names:
         words, start, stop = _parts(name, split)
         words = ["+".join(words)] if os.path.isfile(folder / "+".join(words)) else words
-        found = [_called(folder, word, split) for word in words]
+        found = []
+        for word in words:
+            same = SAME.get(word.lower(), (word,))
+            found.append(next((files for each in same if (files := _files(folder, each, split))), []))
         if all(found):
             return Split(tuple(str(file) for files in found for file in files), start, stop, len(words) > 1)
     return None
-
-
-def _called(folder: Path, name: str, split: str) -> list[Path]:
-    return next((files for word in SAME.get(name.lower(), (name,)) if (files := _files(folder, word, split))), [])
 
 
 def _parts(name: str, split: str) -> tuple[list[str], Bound, Bound]:
@@ -198,55 +177,43 @@ def _parts(name: str, split: str) -> tuple[list[str], Bound, Bound]:
     found = f"splits: found {name!r:.80} for {split} (of task_splits, or of the task's file)"
     if match is None:
         raise UserError(f"{found}, expected a name such as validation, or a part of it: val[:2270]")
-    start, stop = _bound(match[2]), _bound(match[3])
-    if any(isinstance(bound, str) and abs(int(bound[:-1])) > 100 for bound in (start, stop)):
+    bounds = [
+        None if text in (None, "", "-") else text if text.endswith("%") else int(text) for text in match.group(2, 3)
+    ]
+    if any(isinstance(bound, str) and abs(int(bound[:-1])) > 100 for bound in bounds):
         raise UserError(f"{found}, expected percentages of at most 100; all rows are {match[1]!r}")
-    return match[1].split("+"), start, stop
-
-
-def _bound(text: str | None) -> Bound:
-    return None if text in (None, "", "-") else text if text.endswith("%") else int(text)
+    return match[1].split("+"), bounds[0], bounds[1]
 
 
 def _files(folder: Path, word: str, split: str) -> list[Path]:
-    if os.path.isfile(folder / word):
+    if os.path.isfile(folder / word) or is_saved(folder / word):
         return [folder / word]
-    if os.path.isdir(folder / word):
-        if saved := saved_files(folder / word):
-            return [Path(name) for name in saved]
-        return sorted(path for path in (folder / word).iterdir() if suffix_of(path) and not path.is_dir())
-    files = sorted(path for path in folder.iterdir() if suffix_of(path) and not path.is_dir())
-    stems = {path: path.name.lower().removesuffix(".gz") for path in files}
-    stems = {path: name.removesuffix(suffix_of(path)) for path, name in stems.items()}
+    inside = folder / word if os.path.isdir(folder / word) else folder
+    files = sorted(path for path in inside.iterdir() if suffix_of(path) and not path.is_dir())
+    if inside != folder:
+        return files
+    stems = {path: path.name.lower().removesuffix(".gz").removesuffix(suffix_of(path)) for path in files}
     own = re.escape(word.lower())
     parts = rf"{own}[-_.](\d+)(?:-of-(\d+)(?:-[0-9a-f]{{16}})?)?"
     for pattern in (own, parts, rf"{own}-v[\d.]+|\w+[-_]{own}"):
-        found = [path for path, stem in stems.items() if re.fullmatch(pattern, stem)]
+        found = {path: match for path, stem in stems.items() if (match := re.fullmatch(pattern, stem))}
+        names = [path.name for path in found]
         if len(found) > 1 and pattern != parts:
-            both = listed([path.name for path in found])
             raise UserError(
-                f"{folder}: {both} could all be `{word}`; name one: task_splits: {{{split}: {found[0].name}}}"
+                f"{folder}: {listed(names)} could all be `{word}`; name one: task_splits: {{{split}: {names[0]}}}"
             )
-        if found and pattern == parts:
-            _check_parts(folder, split, {path: match for path in found if (match := re.fullmatch(parts, stems[path]))})
+        totals = {match[2] for match in found.values()} if found and pattern == parts else {None}
+        if totals != {None}:  # their names say how many parts there are
+            numbers = sorted(int(match[1]) for match in found.values())
+            whole = [list(range(first, first + len(found))) for first in (0, 1)]
+            if {None if each is None else int(each) for each in totals} != {len(found)} or numbers not in whole:
+                raise UserError(
+                    f"{folder}: {listed(names)}: not one of each part; complete them, or name what is to be read: "
+                    f"task_splits: {{{split}: {names[0]}}}"
+                )
         if found:
-            return found
+            return list(found)
     return []
-
-
-def _check_parts(folder: Path, split: str, found: dict[Path, re.Match[str]]) -> None:
-    """Refuses parts (00000-of-00002) that are not all there, or of which one is there twice."""
-    totals = {match[2] for match in found.values()}
-    if totals == {None}:
-        return  # their names do not say how many there are
-    numbers, count = sorted(int(match[1]) for match in found.values()), len(found)
-    whole = [list(range(first, first + count)) for first in (0, 1)]
-    if {None if each is None else int(each) for each in totals} != {count} or numbers not in whole:
-        files = [path.name for path in found]
-        raise UserError(
-            f"{folder}: {listed(files)}: not one of each part; complete them, or name what is to be read: task_splits: "
-            f"{{{split}: {files[0]}}}"
-        )
 
 
 def _hub_splits(spec: TaskSpec, given: dict[str, str]) -> dict[str, Split]:
@@ -258,12 +225,10 @@ def _hub_splits(spec: TaskSpec, given: dict[str, str]) -> dict[str, Split]:
             f"task_data: not set, so task {spec.name} would be read from the hub ({spec.hub['dataset']}), which needs "
             f"`datasets`: pip install datasets, or set {where}"
         )
-    usual = {"train": "train", "test": "validation"} | {
-        k: v for k, v in spec.hub.items() if k in ("train", "dev", "test")
-    }
+    own = {split: name for split, name in spec.hub.items() if split in ("train", "dev", "test")}
+    place = [spec.hub["dataset"], *([spec.hub["config"]] if "config" in spec.hub else [])]
     found = {}
-    for split, name in (usual | given).items():
+    for split, name in ({"train": "train", "test": "validation"} | own | given).items():
         words, start, stop = _parts(name, split)
-        place = [spec.hub["dataset"], *([spec.hub["config"]] if "config" in spec.hub else [])]
         found[split] = Split(tuple(":".join([*place, word]) for word in words), start, stop, len(words) > 1)
     return found

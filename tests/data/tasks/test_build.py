@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.record import Record
-from keyhole.data.tasks.build import build
-from keyhole.data.tasks.columns import NO_LABEL, pick_all, spelled
+from keyhole.data.opened import Record
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import parse_spec, read_spec
+from keyhole.data.tasks.question import build
 from keyhole.data.tasks.spec import task_names
+from keyhole.data.tasks.tables import NO_LABEL, pick_all, spelled
 from keyhole.errors import UserError
 
 LABELLED = [name for name in task_names() if read_spec(name).labels]

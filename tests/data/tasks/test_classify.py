@@ -10,8 +10,7 @@ from transformers import BertConfig, LlamaConfig
 
 from keyhole.data.run import load_data, load_tokenizer, preview_data
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.classify import TextEncoder
-from keyhole.data.tasks.labels import Labels
+from keyhole.data.tasks.classify import Labels, TextEncoder
 from keyhole.data.tasks.question import Question
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import read_config
@@ -176,7 +175,7 @@ def test_cutting_leaves_no_mark_in_the_tokenizer(encoders: dict[str, Path], tmp_
 
 def test_the_preview_shows_labels(encoders: dict[str, Path], tmp_path: Path) -> None:
     shown = preview_data(settings(encoders["bert"], tmp_path), 1)
-    assert "row 1 of 20" in shown and "[CLS]|" in shown and ("label bad" in shown or "label good" in shown)
+    assert "sample 1 of 20" in shown and "[CLS]|" in shown and ("label bad" in shown or "label good" in shown)
 
 
 def test_a_base_encoder_without_head_is_refused(encoders: dict[str, Path]) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from keyhole.data.run import load_data
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.draw import Numbers, load_task
-from keyhole.data.tasks.names import check_names, listed_names
 from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.spec import check_names, listed_names
 from keyhole.errors import UserError
 
 
@@ -155,17 +155,11 @@ def test_two_files_of_one_ending(tmp_path: Path) -> None:
     assert [question.prompt for question in drawn["test"].questions] == ["a_dev It was", "b_dev It was"]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", r"the file is empty \(0 bytes\)"),
-        ("sentence\tlabel\n", "a header line at most, and no row below it"),
-    ],
-)
-def test_why_a_file_has_no_row(tmp_path: Path, text: str, says: str) -> None:
-    """An empty file is not a header without rows."""
+@pytest.mark.parametrize("text", ["", "sentence\tlabel\n"])
+def test_why_a_file_has_no_row(tmp_path: Path, text: str) -> None:
+    """An empty file, or a header without rows."""
     (tmp_path / "dev.tsv").write_text(text)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match="is there a row below the header, and was the download cut off"):
         load_task("sst2", str(tmp_path), Numbers(), training=False)
 
 

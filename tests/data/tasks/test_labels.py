@@ -3,7 +3,7 @@
 import pytest
 import transformers as hf
 
-from keyhole.data.tasks.labels import class_names, find_labels
+from keyhole.data.tasks.classify import class_names, find_labels
 from keyhole.data.tasks.parse import parse_spec, read_spec
 from keyhole.errors import UserError
 

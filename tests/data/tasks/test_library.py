@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.data.tasks.build import MARK
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.question import MARK
 from keyhole.data.tasks.spec import GENERATED, METRICS, task_names
 from keyhole.errors import UserError
 from tests.data.tasks.rows import CASES

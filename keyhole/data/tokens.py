@@ -1,0 +1,81 @@
+"""What keyhole needs of a tokenizer, and what it finds out about one."""
+
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """The part of Transformers' tokenizers that is used here."""
+
+    is_fast: bool
+    chat_template: str | dict[str, str] | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+    unk_token_id: int | None
+    pad_token_id: int | None
+    eos_token: str | None
+    all_special_ids: list[int]
+    all_special_tokens: list[str]
+    special_tokens_map: dict[str, str]
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
+    def __call__(self, *texts: str | list[str], **options: object) -> Any: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def get_vocab(self) -> dict[str, int]: ...
+    def get_chat_template(self, template: None, tools: list[dict[str, str]] | None) -> str: ...
+    def num_special_tokens_to_add(self, pair: bool) -> int: ...
+    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    def convert_tokens_to_string(self, tokens: list[str]) -> str: ...
+
+
+def bos_ids(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the tokenizer adds before every text: [bos] or nothing."""
+    with_special, without = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    return list(with_special[: with_special.index(without[0])]) if without and without[0] in with_special else []
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Control tokens by id: those with a role (bos, eos, pad) and all added as special."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return named | {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+
+
+def unknown_id(tokenizer: Tokenizer) -> int | None:
+    """The token that stands for text that the tokenizer does not know; None if it has none of its own."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    own = getattr(model, "unk_token", None)  # of a tokenizer whose settings do not name it
+    found = tokenizer.convert_tokens_to_ids(own) if isinstance(own, str) else tokenizer.unk_token_id
+    return None if found in (tokenizer.bos_token_id, tokenizer.eos_token_id) else found
+
+
+def pad_token_id(tokenizer: Tokenizer) -> int:
+    """The padding id; any valid id works, because padding is masked."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(i for i in candidates if i is not None)
+
+
+def content_of(tokenizer: Tokenizer) -> str:
+    """Everything of a tokenizer that the tokens of a text depend on, as text; with the versions of what tokenises."""
+    to_text = getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", None)
+    content = json.dumps(tokenizer.get_vocab(), sort_keys=True) if to_text is None else to_text()
+    libraries = [version(name) for name in ("transformers", "tokenizers", "jinja2")]
+    return "\n".join(
+        [content, type(tokenizer).__name__, repr(tokenizer), str(tokenizer.special_tokens_map), *libraries]
+    )
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Each token as text, with the space that it begins with; `?` for ids that the tokenizer does not know.
+
+    A decoder takes the space off the first token of a text. So a token is decoded twice in a row, and the second time
+    counts; a token of which two do not begin with one is shown as it is alone."""
+    shown = []
+    for word in tokenizer.convert_ids_to_tokens(list(ids)):
+        alone = "?" if word is None else tokenizer.convert_tokens_to_string([word])
+        twice = alone if word is None else tokenizer.convert_tokens_to_string([word, word])
+        shown.append(twice[len(alone) :] if word is not None and twice.startswith(alone) else alone)
+    return shown

@@ -1,0 +1,115 @@
+"""Programs that came with a model may take no memory and no time, and have no way out."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from keyhole.data import worker
+from keyhole.data.answers import Chat, find
+from keyhole.data.chat_template import ChatTemplate
+from keyhole.data.formats import normalise
+from keyhole.data.opened import Record
+from keyhole.data.render import Renderer
+from keyhole.data.settings import DataSettings
+from keyhole.data.tasks.expressions import Expression, extracted
+from keyhole.data.worker import bounded
+from keyhole.errors import UserError
+from tests.data import chats
+from tests.data.chats import chat, tokenizer
+
+GROW = "{% set ns = namespace(x='x') %}{% for i in range(70) %}{% set ns.x = GROWN %}{% endfor %}{{ ns.x }}"
+HOSTILE = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loop that writes": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "product": "{{ 'x' * 10**12 }}",
+    "doubled": GROW.replace("GROWN", "ns.x ~ ns.x"),
+    "a list that holds itself twice": GROW.replace("GROWN", "[ns.x, ns.x]"),
+    "power": "{{ 10 ** (10 ** 9) }}",
+    "padding": "{{ 'x' | center(10000000000) }}",
+    "format": "{{ '{:10000000000}'.format(1) }}",
+    "macro that calls itself": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
+    "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "search": "{% set b = 'x' * 20000000 %}{% for i in range(99999) %}{% if 'yx' in b %}{% endif %}{% endfor %}",
+    "a long text": "{% for i in range(99999) %}" + "y" * 10_000 + "{% endfor %}",
+    "a long source": "{{ x }}" * 2**18,
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a way to change": "{{ messages.append(1) }}",
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_template_that_harms_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the row in the message; and the next chat is written as ever."""
+    monkeypatch.setattr(worker, "SECONDS", 1)
+    example = normalise(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.")}), "messages")
+    with pytest.raises(UserError, match="line 7: the chat template"):
+        Renderer(tokenizer(chats.CHATML), DataSettings(chat_template=source))([example])
+    assert len(Renderer(tokenizer(chats.CHATML))([example])[0].ids_T)
+
+
+def test_a_chat_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the work that finding its answers makes."""
+    monkeypatch.setattr(worker, "SECONDS", 1)
+    example = normalise(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.") * 4000}), "messages")
+    with pytest.raises(UserError, match="line 7: the chat template, for 8,000 turns, takes more than 1 s"):
+        Renderer(tokenizer(chats.CHATML))([example])
+
+
+def test_ten_million_characters_pass() -> None:
+    """The bound is far from long texts in templates that touch them often."""
+    source = "{% for m in messages %}{{ (m.content | trim).replace('a', 'b') + '' }}{% endfor %}"
+    made = tokenizer(source)
+    example = normalise(Record("f", "line", 1, {"messages": chat("a" * 10**7, "c", "d", "e")}), "messages")
+    chat_ = Chat(example.turns or [], {}, "f")
+    assert bounded(partial(find, ChatTemplate(made)), [chat_], str)[0].text == "b" * 10**7 + "cde"
+
+
+def _odd(number: int) -> int:
+    if number % 2 == 0:
+        raise UserError(f"{number} is even")
+    return number
+
+
+def test_results_come_in_order_and_an_error_ends_the_batch() -> None:
+    """The first item that fails says why, and nothing of the batch is left for the next."""
+    numbers = list(range(1, 4000, 2))
+    assert bounded(_odd, numbers, str) == numbers
+    with pytest.raises(UserError, match="^2 is even$"):
+        bounded(_odd, [1, 2, 3, 4], str)
+    assert bounded(_odd, [5], str) == [5]
+
+
+def test_a_process_that_is_killed_is_started_again() -> None:
+    bounded(_odd, [1], str)
+    os.kill(worker._workers[0].process.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="^3 ended its process"):
+        bounded(_odd, [3], str)
+    assert bounded(_odd, [3], str) == [3]
+
+
+def test_no_torch_in_the_process() -> None:
+    """It is to start at once, and to be small."""
+    if worker._workers:
+        worker._workers.pop().close()
+    assert Renderer(tokenizer(chats.CHATML))(
+        [normalise(Record("f", "line", 1, {"messages": chat("a", "b")}), "messages")]
+    )
+    maps = Path(f"/proc/{worker._workers[0].process.pid}/maps").read_text()
+    assert "torch" not in maps and "numpy" not in maps
+
+
+def test_expressions_and_patterns_of_a_task_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As chat templates are."""
+    monkeypatch.setattr(worker, "SECONDS", 1)
+    with pytest.raises(UserError, match="^row takes more than 1 s"):
+        bounded(
+            Expression("range(99999) | map('string') | map('wordcount') | sum * 10 ** (10 ** 9)", "x").run,
+            [{}] * 2,
+            lambda _: "row",
+        )
+    with pytest.raises(UserError, match=r"extract: `\(a\+\)\+\$` takes more than 1 s"):
+        extracted("(a+)+$", ["a" * 40 + "b"])
+    assert extracted(r"= (\d)", ["a = 4, b = 5", "none"]) == ["5", None]
