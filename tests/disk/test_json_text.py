@@ -26,9 +26,9 @@ ROOT = Path(__file__).parents[2] / "keyhole"
 # json.dumps elsewhere: hashes, headers without fractions, messages between our own processes, texts of prompts
 NOT_FOR_OTHERS = {
     "checkpoint/journal.py", "checkpoint/state.py", "compare/kept.py", "compare/plan.py", "compare/zero_shot.py",
-    "bench/process.py", "config/words.py", "data/cache.py", "data/readers.py", "data/row_template.py",
+    "bench/process.py", "config/words.py", "data/cache.py", "data/formats.py", "data/readers.py",
     "data/sandbox.py",
-    "data/tasks/cache.py", "data/tasks/question.py", "data/tasks/spec.py", "data/turns.py", "demo/peak_memory.py",
+    "data/tokens.py", "data/tasks/question.py", "data/tasks/spec.py", "data/turns.py", "demo/peak_memory.py",
     "disk/json_text.py", "disk/tensors.py", "eval/programs.py", "eval/tasks.py", "hf/card.py",
     "model/structure/reach.py", "model/structure/tokenizer.py", "offload/timeline.py", "plan/kept_rates.py",
     "ranks/failures.py", "training/plan_request.py", "training/resume.py",
