@@ -84,7 +84,8 @@ class Writer:
             self.model.engine.wait_for_homes()
         tensors, scalars = split_state(self.method.state_dict() if state is None else state)
         make_room(saved_bytes(self.model, tensors, bool(scalars.get("light"))))
-        snapshot, files = self._snapshot({} if any(isinstance(t, Ranges) for t in tensors.values()) else tensors)
+        in_memory = {} if any(isinstance(t, Ranges) for t in tensors.values()) else tensors
+        snapshot, files = self._snapshot(in_memory, deferred=state is not None)
         self.writing = Writing(self, snapshot, path, replace(about, method=scalars), files, tensors, before_rename)
         if waits:
             self.writing.run()
@@ -98,8 +99,9 @@ class Writer:
             for source in snapshot.queue[: len(tensors)]:
                 snapshot.release(source)
 
-    def _snapshot(self, tensors: Tensors) -> tuple[Snapshot, list[Files]]:
-        """What is read from memory: the method's tensors, buffers and pages; and the files that they are written to."""
+    def _snapshot(self, tensors: Tensors, deferred: bool) -> tuple[Snapshot, list[Files]]:
+        """What is read from memory: the method's tensors, buffers and pages; and the files that they are written to.
+        deferred: units may wait for an update that the next step applies; otherwise all are as they are saved."""
         specs = [Spec(name, t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())]
         own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files()
         others = [whole(name, t, own.places[name]) for name, t in tensors.items() if isinstance(t, torch.Tensor)]
@@ -113,7 +115,7 @@ class Writer:
                 tensors_in = [(t.name, t.start, t.stop) for t in unit.tensors]
                 itemsize = (saved if packed else home.dtype).itemsize
                 segments = segments_of(tensors_in, unit.start, unit.stop, places, itemsize)
-                state = WAITING if self.method.owes(unit) else READY
+                state = WAITING if deferred and self.method.owes(unit) else READY
                 pages[unit.index] = Source(home, segments, partial(self._unpacked, unit) if packed else None, state)
         snapshot = Snapshot(pages, others, self.pool_bytes, self.model.device, self.copy_threads)
         for source in snapshot.order:
