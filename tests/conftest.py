@@ -128,7 +128,7 @@ def waits_for_the_disk(
 
 STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
     "keyhole.training.reports.plot_loss": ("picture", lambda metrics, picture, *about: picture.write_bytes(b"") == 0),
-    "keyhole.training.sample_answers.generated": ("answers", lambda model, dataset, step, *about: Answers(step, "")),
+    "keyhole.training.evaluation.generated": ("answers", lambda model, dataset, step, *about: Answers(step, "")),
 }
 
 

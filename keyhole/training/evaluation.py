@@ -11,6 +11,8 @@ from typing import Any
 
 from keyhole.config import TrainConfig
 from keyhole.data.run import Data
+from keyhole.data.tasks.question import Task
+from keyhole.eval.score import Score
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.report.story import Answers
@@ -18,10 +20,12 @@ from keyhole.training.follow import Command, Crew, take_weights
 from keyhole.training.metrics import MetricsFile
 from keyhole.training.observer import Observer, Progress, Reading
 from keyhole.training.reports import Reports
-from keyhole.training.sample_answers import SampleAnswers
+from keyhole.training.sample_answers import answers_of, generated
 from keyhole.training.saving import Saver
 from keyhole.training.selection import Selection
 from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
+
+MOST_ANSWERS = 20  # of all tasks, for the page
 
 
 @dataclass(kw_only=True)
@@ -44,7 +48,7 @@ class Evaluation(Observer):
 
     def __post_init__(self) -> None:
         self.say = self.reports.display.line
-        self.answers = SampleAnswers(self.model, self.data.eval.dataset, self.reports, self.config.sample_answers)
+        self.answered_s = 0.0  # seconds of training when answers were last generated
 
     def after_step(self, run: Progress) -> None:
         """Evaluates where that is due, and keeps the weights of the best step so far."""
@@ -71,7 +75,11 @@ class Evaluation(Observer):
         self.crew.call(Command.EVALUATE)
         found = evaluate(self.model, self.data.eval, self.is_asked)
         answers = Answers(run.done, "the first questions of dev")
-        keep = self.answers.keep_in(answers)
+
+        def keep(task: Task, result: Score) -> None:
+            count = min(self.config.sample_answers, MOST_ANSWERS - len(answers.rows))
+            self.reports.tell("sample answers", lambda: answers.rows.extend(answers_of(task, result, count)))
+
         metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked, keep)
         self.gave_up = metrics is None
         if found is not None and metrics is not None:
@@ -80,7 +88,16 @@ class Evaluation(Observer):
             run.note(Reading({"step": run.done, **found}))
             scores = f"; {text}" if (text := shown(found, EVAL)) else ""
             self.say(f"eval at step {run.done}: {shown_loss(found)}{scores}")
-            self.reports.tell("sample answers", lambda: self.answers.show(answers))
+            self.reports.tell("sample answers", lambda: self._show(answers))
+
+    def _show(self, answers: Answers) -> None:
+        """Sends answers to the page: those of tasks, or generated answers to prompts of the held-out data."""
+        held_out, count, curves = self.data.eval.dataset, self.config.sample_answers, self.reports.page.view.curves
+        if not answers.rows and held_out is not None and count:
+            since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
+            answers = generated(self.model, held_out, answers.step, count, since_s, curves.step_seconds or 0.0)
+        if answers.rows:
+            self.reports.page.story.answered(answers)
 
     def test(self, run: Progress, step: int) -> None:
         """The tasks' metrics on the test questions, with the weights of this step, which are loaded unless the run has

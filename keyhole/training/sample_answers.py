@@ -6,8 +6,6 @@ LEAST_S seconds), and only if ANSWER_TOKENS tokens fit into that time, where a t
 step. A failure here does not end the run (reports.py).
 """
 
-from collections.abc import Callable
-
 from keyhole.data.capacity import context_length
 from keyhole.data.dataset import Dataset
 from keyhole.data.tasks.question import Question, Task
@@ -16,39 +14,10 @@ from keyhole.eval.generate import answer_prompts
 from keyhole.eval.score import AnswerScore, Score
 from keyhole.model.model import Model
 from keyhole.report.story import Answer, Answers
-from keyhole.training.reports import Reports
 
-MOST_ANSWERS = 20  # of all tasks
 MOST_CHARACTERS = 600
 MOST_PROMPT, OPENING, NEW_TOKENS, LEAST_NEW, ANSWER_TOKENS = 384, 12, 48, 4, 4
 SHARE, LEAST_S, MOST_S = 0.05, 2.0, 30.0
-
-
-class SampleAnswers:
-    """Collects the answers of evaluations. dataset: the held-out data, for prompts; count: per evaluation and task."""
-
-    def __init__(self, model: Model, dataset: Dataset | None, reports: Reports, count: int) -> None:
-        self.model, self.dataset, self.reports, self.count = model, dataset, reports, count
-        self.answered_s = 0.0  # seconds of training when they were last generated
-
-    def keep_in(self, answers: Answers) -> Callable[[Task, Score], None]:
-        """A callback that keeps the first answers of each scored task."""
-
-        def keep(task: Task, result: Score) -> None:
-            count = min(self.count, MOST_ANSWERS - len(answers.rows))
-            self.reports.tell("sample answers", lambda: answers.rows.extend(answers_of(task, result, count)))
-
-        return keep
-
-    def show(self, answers: Answers) -> None:
-        """Sends answers to the page: those of tasks, or generated answers to prompts of the held-out data."""
-        page = self.reports.page
-        if not answers.rows and self.dataset is not None and self.count:
-            curves, step = page.view.curves, answers.step
-            since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
-            answers = generated(self.model, self.dataset, step, self.count, since_s, curves.step_seconds or 0.0)
-        if answers.rows:
-            page.story.answered(answers)
 
 
 def answers_of(task: Task, result: Score, count: int) -> list[Answer]:

@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,20 @@ import torch
 
 import keyhole
 from keyhole.config import TrainConfig, resolve
-from keyhole.config.schema import OffloadConfig
 from keyhole.data.dataset import Dataset
 from keyhole.errors import NonFinite
 from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
 from keyhole.report.story import Story, read_story
 from keyhole.report.view import View, read_view
-from keyhole.training import loop, reports
+from keyhole.training import loop, model_and_method, reports
 from keyhole.training.reports import EVERY_S, RunPage
 from keyhole.training.sample_answers import generated
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
 
 pytestmark = pytest.mark.answers
+CROSSING = partial(keyhole.load, reuse_slots=False)  # two units would stay in their slots
 
 
 def directory(config: TrainConfig) -> Path:
@@ -47,11 +48,8 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
 ) -> None:
     """It begins with what was decided and ends with curves, a trace, the data, answers and the result; what the run
     wrote is what `keyhole report` makes of its files."""
-    crossing = {
-        "placement": "stream",
-        "offload": OffloadConfig(reuse_slots=False),
-    }  # two units would stay in their slots
-    config, real, seen = make(method="lomo", eval_data=str(tiny_data), **crossing), loop.Run.step, []
+    monkeypatch.setattr(model_and_method, "load", CROSSING)
+    config, real, seen = make(method="lomo", eval_data=str(tiny_data), placement="stream"), loop.Run.step, []
 
     def step(self: loop.Run, number: int) -> None:
         seen.append(page(config))
@@ -162,10 +160,10 @@ def test_pages_are_not_written_often(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("method", ["zo", "lomo", "adam-offload"])
-def test_a_step_is_traced_on_a_gpu(make: Make, method: str) -> None:
+def test_a_step_is_traced_on_a_gpu(make: Make, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Events of three streams: every lane has spans within the step, and the plan stands beside the measured peak."""
-    crossing = {"placement": "stream", "offload": OffloadConfig(reuse_slots=False), "device": "cuda"}
-    config = make(method=method, **crossing)
+    monkeypatch.setattr(model_and_method, "load", CROSSING)
+    config = make(method=method, placement="stream", device="cuda")
     assert train(config) == 0
     told = story(config)
     assert {lane for lane, *_ in told.spans} >= {"upload", "compute"} and told.traced_step == 3
