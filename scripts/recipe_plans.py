@@ -20,7 +20,7 @@ from keyhole.config.loader import load_config
 from keyhole.config.recipes import recipes
 from keyhole.machine.sizes import GIB
 from keyhole.plan.table import Row, rows
-from keyhole.training.plan_request import Asked, check_plan
+from keyhole.training.plan_request import check_plan
 from keyhole.training.planning import ask
 
 ROOT = Path(__file__).parents[1]
@@ -84,8 +84,8 @@ def plan_of(name: str) -> Row:
     config, _ = load_config(recipes()[name])
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(config_of(config.model)))
-        asked = Asked(str(recipes()[name]), [f"model={place}"], machine=MACHINES[for_cards()[name]])
-        found = ask(check_plan(asked))
+        machine = MACHINES[for_cards()[name]]
+        found = ask(check_plan(str(recipes()[name]), [f"model={place}"], machine=machine))
     table = rows(replace(found.question, methods=(config.method,)))
     wanted = (config.method, config.placement, config.wire)
     same = [row for row in table if (row.method, row.placement, row.wire) == wanted]

@@ -40,9 +40,10 @@ def plan(
 
     Example: keyhole plan meta-llama/Llama-3.1-8B --gpu 24GiB --ram 64GiB --tokens 4x1024
     """
-    from keyhole.training.plan_request import Asked, check_plan
+    from keyhole.training.plan_request import check_plan
 
-    request = check_plan(Asked(model, overrides or [], gpu, ram, link, tokens, steps, machine, measure, page))
+    options = {"gpu": gpu, "ram": ram, "link": link, "tokens": tokens, "machine": machine, "page": page}
+    request = check_plan(model, overrides or [], steps=steps, measure=measure, **options)
     with imports():
         from keyhole.disk.json_text import json_text
         from keyhole.plan.recommend import recommended

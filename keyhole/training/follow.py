@@ -35,8 +35,7 @@ from keyhole.training.schedule import Schedule
 from keyhole.training.signals import Interrupts
 from keyhole.training.validation import Judge, evaluate
 
-UNNAMED, ORPHANED = -1, -2
-NAMES = {UNNAMED: "a signal", ORPHANED: "the end of torchrun"}
+ORPHANED, END_OF_TORCHRUN = -1, "the end of torchrun"
 
 
 class Command(IntEnum):
@@ -71,18 +70,17 @@ class Crew:
         if not self.ranks.several:
             return
         if self.ranks.orphaned:
-            self.interrupts.ask(NAMES[ORPHANED])
+            self.interrupts.ask(END_OF_TORCHRUN)
         rows = self.ranks.gather(torch.tensor([command, argument, 0]))
         for rank, (_, _, number) in enumerate(rows.tolist()):
             if number:
-                self.interrupts.ask(f"{NAMES.get(number) or signal.Signals(number).name} on rank {rank}")
+                name = END_OF_TORCHRUN if number == ORPHANED else signal.Signals(number).name
+                self.interrupts.ask(f"{name} on rank {rank}")
 
     def listen(self) -> tuple[Command, int]:
         """Called by the other ranks: returns the leader's command and its argument."""
         asked = self.interrupts.requested
-        number = ORPHANED if self.ranks.orphaned else 0
-        if asked is not None:
-            number = signal.Signals[asked] if asked in signal.Signals.__members__ else UNNAMED
+        number = signal.Signals[asked] if asked is not None else ORPHANED if self.ranks.orphaned else 0
         command, argument, _ = self.ranks.gather(torch.tensor([0, 0, number]))[0].tolist()
         return Command(command), argument
 

@@ -36,56 +36,68 @@ DEFAULT = {"batch_size": 4, "max_length": 1024, "max_steps": 1000}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The arguments as typed."""
-
-    model: str
-    overrides: Sequence[str] = ()
-    gpu: str | None = None
-    ram: str | None = None
-    link: str | None = None
-    tokens: str | None = None
-    steps: int | None = None
-    machine: str | None = None
-    measure: bool = False
-    page: str | None = None
-
-
-@dataclass(frozen=True)
 class PlanRequest:
-    """The parsed arguments. machine: None if it is to be detected; is_here: `--machine here` was given."""
+    """The parsed arguments. machine: None if it is to be detected; is_here: `--machine here` was given; names_method:
+    the method is asked for (else a config is made for the model); subject: what the page is about."""
 
-    asked: Asked
     config: TrainConfig
-    is_config: bool  # a config was given; otherwise one is made for the model
+    subject: str
+    names_method: bool
     batch: int
     length: int
+    steps: int | None
     gpu_bytes: int | None
     ram_bytes: int | None
     link: float | None
     machine: Rates | None
     is_here: bool
+    measure: bool
 
 
-def check_plan(asked: Asked) -> PlanRequest:
+def check_plan(
+    model: str,
+    overrides: Sequence[str] = (),
+    *,
+    gpu: str | None = None,
+    ram: str | None = None,
+    link: str | None = None,
+    tokens: str | None = None,
+    steps: int | None = None,
+    machine: str | None = None,
+    measure: bool = False,
+    page: str | None = None,
+) -> PlanRequest:
     """Parses options and config and checks that the model exists; UserError names the first mistake."""
-    is_here = asked.machine is not None and asked.machine.lower() == HERE
-    machine = None if asked.machine is None or is_here else profile(asked.machine)
-    ram_bytes, link, gpu_bytes = _bytes("--ram", asked.ram), _rate(asked.link), _bytes("--gpu", asked.gpu)
-    tokens = _tokens(asked.tokens)
-    if asked.page is not None:
-        check_result_file("--page", Path(asked.page))
-    config, is_config = _config(asked)
+    is_here = machine is not None and machine.lower() == HERE
+    rates = None if machine is None or is_here else profile(machine)
+    ram_bytes, link_rate, gpu_bytes = _bytes("--ram", ram), _rate(link), _bytes("--gpu", gpu)
+    shape = _tokens(tokens)
+    if page is not None:
+        check_result_file("--page", Path(page))
+    named, words = split_words([model, *overrides])
+    config, is_config = _config(named, words)
     if gpu_bytes is None and config.gpu_memory is not None:
         gpu_bytes = int(config.gpu_memory)
-    batch, length = tokens or (config.batch_size, config.max_length or DEFAULT["max_length"])
+    batch, length = shape or (config.batch_size, config.max_length or DEFAULT["max_length"])
     check_directory(config.model)
-    return PlanRequest(asked, config, is_config, batch, length, gpu_bytes, ram_bytes, link, machine, is_here)
+    return PlanRequest(
+        config,
+        os.path.basename(os.path.normpath(named or config.model)),
+        is_config or any(word.startswith("method=") for word in words),
+        batch,
+        length,
+        steps,
+        gpu_bytes,
+        ram_bytes,
+        link_rate,
+        rates,
+        is_here,
+        measure,
+    )
 
 
-def _config(asked: Asked) -> tuple[TrainConfig, bool]:
+def _config(named: str | None, words: list[str]) -> tuple[TrainConfig, bool]:
     """The config, and whether it was given (otherwise it is made for the model)."""
-    named, words = split_words([asked.model, *asked.overrides])
     method = next(row.name for row in METHODS.values() if row.sweep == "reverse")
     made = {"method": method, "output_dir": "not-written", "train_data": "not-read", **DEFAULT}
     if any(word.startswith("task=") for word in words):

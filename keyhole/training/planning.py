@@ -8,7 +8,6 @@ The arguments have been checked before (plan_request.py). The machine is, in thi
     here             the CPU alone
 """
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 from keyhole.config.fields import own_settings
-from keyhole.config.words import split_words
 from keyhole.limits import fits
 from keyhole.loading import choose_device
 from keyhole.machine.host import host_memory
@@ -60,11 +58,10 @@ class Found:
 
 def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> Found:
     """Reads the model's config, and determines the machine."""
-    asked, config = request.asked, request.config
+    config, named = request.config, request.names_method
     hf_config = read_config(config.model)
     forget_what_is_read(hf_config)
     rates, device, gpu_bytes, ram_bytes = _machine(request, say)
-    named = request.is_config or any(word.startswith("method=") for word in (asked.model, *asked.overrides))
     choice = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, choice.dtype, expert_units=config.expert_units)
     freeze(module, config.freeze)
@@ -80,7 +77,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         batch=request.batch,
         length=request.length,
         accumulation=config.gradient_accumulation_steps,
-        steps=asked.steps or steps,
+        steps=request.steps or steps,
         clips=config.max_grad_norm is not None,
         keeps=config.save_total_limit or 2,
         settings={
@@ -99,10 +96,8 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         f"room: {room}{about(ram_bytes)} of host memory",
         f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}",
     ]
-    subject = split_words([asked.model, *asked.overrides])[0] or config.model
-    title = f"{os.path.basename(os.path.normpath(subject))} on {rates.name}"
     wanted = (config.method, config.placement, config.wire) if named else (None, None, None)
-    return Found(question, title, lines, *wanted)
+    return Found(question, f"{request.subject} on {rates.name}", lines, *wanted)
 
 
 def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, torch.device | None, int | None, int]:
@@ -123,7 +118,7 @@ def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, t
         gpu_bytes = (rates.gpu_bytes or 0) - RESERVE_BYTES if gpu_bytes is None else gpu_bytes
         ram_bytes = int(USABLE * rates.host_bytes)
     else:
-        rates, ram_bytes = rates_of(device, request.asked.measure, say), host_memory().available_bytes
+        rates, ram_bytes = rates_of(device, request.measure, say), host_memory().available_bytes
         if device.type != "cuda":
             gpu_bytes = None
         elif gpu_bytes is None:

@@ -18,7 +18,7 @@ from keyhole.methods.workload import Workload
 from keyhole.plan import kept_rates
 from keyhole.plan.profiles import PROFILES
 from keyhole.training import planning
-from keyhole.training.plan_request import Asked, check_plan
+from keyhole.training.plan_request import check_plan
 from keyhole.training.planning import ask, faster_line
 from keyhole.training.start import train
 from tests.disk.published import write_ints
@@ -39,7 +39,7 @@ def mixture(tmp_path: Path) -> Path:
 def test_options_replace_the_numbers_of_a_machine(mixture: Path) -> None:
     """--gpu, --ram, --link and --tokens; a config.json itself is a model too."""
     options = {"gpu": "6GiB", "ram": "20GiB", "link": "10GB/s", "tokens": "2x64", "machine": "4090"}
-    found = ask(check_plan(Asked(str(mixture / "config.json"), **options)))
+    found = ask(check_plan(str(mixture / "config.json"), **options))
     question = found.question
     assert (question.gpu_bytes, question.host_bytes) == (6 * GIB, 20 * GIB)
     assert (question.batch, question.length, question.tokens_per_step) == (2, 64, 128)
@@ -56,7 +56,7 @@ def test_models_that_were_published_quantised_are_planned_and_tried(
     write_ints(tiny_model, tmp_path / "in", "gptq", sym=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model / name, tmp_path / "in")
-    assert ask(check_plan(Asked(str(tmp_path / "in"), machine="4090"))).question.module is not None
+    assert ask(check_plan(str(tmp_path / "in"), machine="4090")).question.module is not None
     own = {"method": "zo", "max_steps": 1, "model": str(tmp_path / "in")}
     assert train(make("out", **own), dry_run=True) == 0
     shutil.copy(tiny_model / "model.safetensors", tmp_path / "in")
@@ -68,19 +68,19 @@ def test_models_that_were_published_quantised_are_planned_and_tried(
 def test_the_steps_of_a_config_are_those_of_its_method(mixture: Path) -> None:
     """A run of zo is planned for its max_steps, not for twenty times as many, which is what AdamW's would take."""
     words = ["method=zo", "max_steps=700", "train_data=a.jsonl", "output_dir=out"]
-    found = ask(check_plan(Asked(f"model={mixture}", words, machine="4090")))
+    found = ask(check_plan(f"model={mixture}", words, machine="4090"))
     assert found.question.workload(METHODS["zo"]).steps == 700
     assert found.question.workload(METHODS["adamw"]).steps == 35
-    asked = ask(check_plan(Asked(f"model={mixture}", words, steps=50, machine="4090")))
+    asked = ask(check_plan(f"model={mixture}", words, steps=50, machine="4090"))
     assert asked.question.workload(METHODS["zo"]).steps == 50 * METHODS["zo"].steps
 
 
 def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixture: Path) -> None:
     """And said."""
     said: list[str] = []
-    found = ask(check_plan(Asked(str(mixture), gpu="11GiB")), said.append)
+    found = ask(check_plan(str(mixture), gpu="11GiB"), said.append)
     assert found.question.rates is PROFILES["3060"] and "planned for --machine 3060" in said[0]
-    ask(check_plan(Asked(str(mixture), gpu="200GiB")), said.append)
+    ask(check_plan(str(mixture), gpu="200GiB"), said.append)
     assert said[-1].endswith("--machine h200, the largest that is known, as if it had 200GiB")
 
 
