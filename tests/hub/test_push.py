@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from keyhole.errors import UserError
 from keyhole.hub import push as pushing
 from keyhole.hub.card import card
 from keyhole.hub.push import files_of, push
-from keyhole.methods import METHODS
 from keyhole.model.structure import source
 from tests.hub.server import TOKEN, Hub, hub_here
 
@@ -43,7 +41,14 @@ def write_run(directory: Path, **settings: Any) -> Path:
     """What a run leaves beside its model, as far as a card reads it."""
     config = {"model": "owner/base", "method": "lomo", "train_data": "/home/me/secret-folder/train.jsonl"}
     config |= {"batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "lr_scheduler_type": "linear"}
-    config |= {"train_on": "answers", "loss": "tokens", "max_steps": 30, "seed": 0, "lomo": {"rounding": "nearest"}}
+    config |= {
+        "train_on": "answers",
+        "loss": "tokens",
+        "max_steps": 30,
+        "seed": 0,
+        "rounding": "nearest",
+        "output_dir": "/home/me/out",
+    }
     run = directory / "run"
     run.mkdir(exist_ok=True)
     (run / "config.yaml").write_text(yaml.safe_dump(config | settings))
@@ -64,7 +69,9 @@ def trained(tiny_model: Path, tmp_path: Path) -> Path:
 
 def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) -> None:
     """Metadata that the hub reads, then all of it for people; of paths only the names of files."""
-    text = card(write_run(trained, task="sst2"), "me/tuned")
+    text = card(trained, "me/tuned")
+    assert "`train.jsonl`" in text and "loss over: answers" in text and "secret-folder" not in text
+    text = card(write_run(trained, task="sst2", train_data=None), "me/tuned")
     _, head, body = text.split("---\n", 2)
     found = yaml.safe_load(head)
     assert found["base_model"] == "owner/base" and found["tags"] == ["keyhole", "lomo"]
@@ -73,7 +80,6 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
     assert result["dataset"]["name"] == "sst2" and result["metrics"] == [{"type": "accuracy", "value": 0.875}]
     for says in (
         "method: `lomo`, 30 steps of 8 rows",
-        "`train.jsonl`",
         "2.9500 at the first step, 1.5500 over the last 3 logged steps",
         "loss over: tokens",
         "| 30 | 1.2500 | 3.4900 | 0.7500 |",
@@ -84,7 +90,6 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
         'from_pretrained("me/tuned")',
     ):
         assert says in body, says
-    assert "secret-folder" not in text
     (trained / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
     text = card(trained, "me/tuned")
     assert "loss over: labels" in text and "pipeline_tag: text-classification" in text
@@ -112,9 +117,8 @@ def test_a_directory_without_weights_is_refused_by_a_dry_run_too(trained: Path) 
 
 def test_a_card_leaves_out_what_a_default_stands_for(trained: Path) -> None:
     """zo.eps of null is 1e-3, and so it is written to config.yaml."""
-    own = asdict(METHODS["zo"].settings().filled())
-    assert own["eps"] == 1e-3 and " eps: " not in card(write_run(trained, method="zo", zo=own), "me/tuned")
-    text = card(write_run(trained, method="zo", zo=own | {"eps": 2e-3}), "me/tuned")
+    assert " eps: " not in card(write_run(trained, method="zo", zo={"eps": 1e-3}), "me/tuned")
+    text = card(write_run(trained, method="zo", zo={"eps": 2e-3}), "me/tuned")
     assert "eps: 0.002" in text and "directions" not in text
 
 
@@ -143,8 +147,10 @@ def test_a_card_shows_each_evaluation_once(trained: Path, count: int) -> None:
 @pytest.mark.parametrize("path", ["folder/train.jsonl.gz", "folder/train.tsv", "folder/*", "~/folder"])
 def test_a_path_that_is_not_here_is_no_hub_id(trained: Path, path: str) -> None:
     """Of a file that was moved, or is looked for from elsewhere, only the name is told; of a task file, too."""
-    text = card(write_run(trained, train_data=path, task="folder/mine.yaml"), "me/tuned")
-    assert "folder/" not in text and "datasets:" not in text and "`mine.yaml`" in text
+    text = card(write_run(trained, train_data=path), "me/tuned")
+    assert "folder/" not in text and "datasets:" not in text
+    text = card(write_run(trained, train_data=None, task="folder/mine.yaml"), "me/tuned")
+    assert "folder/" not in text and "`mine.yaml`" in text
 
 
 @pytest.mark.parametrize("name", ["run/config.yaml", "run/env.json", "config.json"])
@@ -155,21 +161,16 @@ def test_files_that_make_no_card_are_told(trained: Path, name: str, text: str | 
     (trained / name).mkdir() if text is None else (trained / name).write_text(text)
     with pytest.raises(UserError, match="README.md of your own") as caught:
         card(trained, "me/tuned")
-    assert f"{trained / name} " in str(caught.value)
+    assert str(trained / name) in str(caught.value)
     assert not re.search(r"Error|object has no|object is not|NoneType|int\b", str(caught.value)), caught.value
 
 
 def test_settings_of_a_wrong_type_make_no_card(trained: Path) -> None:
-    """The message names the file, the key, what it has and what it should have."""
-    for key, value, expected in [
-        ("batch_size", [1, 2], "a list for batch_size, where whole number"),
-        ("method", {"a": 1}, "a mapping for method, where"),
-        ("learning_rate", "much", "`much` for learning_rate, where number"),
-        ("lomo", [1], "no mapping for lomo"),
-    ]:
+    """The message names the file and the key."""
+    for key, value in [("batch_size", [1, 2]), ("method", {"a": 1}), ("learning_rate", "much"), ("lomo", [1])]:
         with pytest.raises(UserError, match="README.md of your own") as caught:
             card(write_run(trained, **{key: value}), "me/tuned")
-        assert f"config.yaml has {expected}" in str(caught.value)
+        assert str(trained / "run" / "config.yaml") in str(caught.value) and f"{key}: " in str(caught.value)
 
 
 def test_odd_metrics_are_left_out_of_the_card(trained: Path) -> None:
