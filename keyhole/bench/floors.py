@@ -4,12 +4,10 @@ products   operations of the case's own matrix products at the rate of one large
 own        the same products, of the same shapes and with the model's own weights, one after the other without a
            pause, for as many rounds as there were steps and directly after them: a GPU that multiplies without a
            pause is held at its power limit, and the products of a model have other shapes than a large square one
-updates    of adam-offload: all updates of a step with nothing else running
+updates    seconds in which the CPU updated parameters (adam-offload, lsp with moments on the host)
 link       bytes that crossed per step: each way at the rate of that way alone, and bytes that went both ways at
            the duplex rate of the same run; the longest of the three
 """
-
-import time
 
 import torch
 from torch import nn
@@ -19,7 +17,6 @@ from keyhole.bench.cases import NATIVE, RESIDENT, Case
 from keyhole.bench.shapes import LLAMA, LLAMA_VOCABULARY
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.method import AdamOffload
-from keyhole.methods.adam_offload.state import AdamStep
 from keyhole.methods.base import Method
 from keyhole.methods.lsp.method import LSP
 from keyhole.model.structure.find import find_blocks
@@ -115,19 +112,3 @@ def step_parts(method: Method) -> dict[str, float]:
     if isinstance(method, LSP) and method.updates.host is not None:
         found["update_s"] = method.updates.host.update_s
     return found
-
-
-def updates_alone_s(method: AdamOffload) -> float:
-    """Seconds of all updates of a step, on CPU and GPU, with nothing else running. (With a learning rate of 0 and
-    arbitrary contents of the staging buffers: the model is not trained afterwards.)"""
-    method.flush()
-    numbers = method.exchange.down.numbers(len(method.slots) + 2)
-    step = AdamStep(0.0, numbers, numbers, method.slots, waits_for_norm=False)
-    tensors: dict[int, list[int]] = {}
-    for start, trained in sorted(method.state.trained.items()):
-        tensors.setdefault(trained.unit.index, []).append(start)
-    begin_s = time.perf_counter()
-    for unit in method.state.units:
-        method.updates.submit(step, unit, tensors[unit.index], None)
-    method.exchange.drain()
-    return time.perf_counter() - begin_s

@@ -80,24 +80,6 @@ def time_parts(
     return {name: {"s": statistics.median(s), "min_s": min(s), "max_s": max(s)} for name, s in seconds.items()}
 
 
-def replayed_ms(run: Callable[[], object], repeats: int = 10) -> float:
-    """Milliseconds of a run on the GPU: the fastest of three measurements of a CUDA graph of it, so that its launches
-    take no time."""
-    run()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        begin = _mark(torch.device("cuda"))
-        for _ in range(repeats):
-            graph.replay()
-        end = _mark(torch.device("cuda"))
-        torch.cuda.synchronize()
-        times.append(1e3 * _seconds(begin, end) / repeats)
-    return min(times)
-
-
 def _mark(device: torch.device) -> Mark:
     if device.type != "cuda":
         return time.perf_counter()

@@ -6,12 +6,11 @@ host peak is that of few models, and a crash costs one case. It reads its job fr
 line of JSON after PREFIX:
 
     {"kind": "machine", ...}                    once: GPU, driver, versions
-    {"kind": "begin", "name"}                   before each case: if the process dies, it died here
     {"kind": "case", "name", "status", ...}     after each case: ok | error | skipped
     anything else that the function emits, such as rates of the link
 
 A failed case is a record with the error. After an error of the CUDA context nothing works any more, so the worker ends,
-its current case is recorded as failed, and another worker takes the rest. A worker that does not stop by itself is
+and another one takes the rest. A worker that does not stop by itself is
 killed GRACE_S seconds after the limit. A quick run stays in one process, since starting another would take longer than
 the work.
 """
@@ -33,7 +32,6 @@ from keyhole.bench.report import Record, Report
 from keyhole.errors import UserError
 
 PREFIX = "@record "
-BROKEN_CONTEXT = 3  # exit code
 GRACE_S = 30.0
 NO_LIMIT_S = 10 * 365 * 86400.0
 
@@ -95,10 +93,6 @@ def run(measure: str, cases: Sequence[Case], job: Job, report: Report, say: Say)
 # -- in the worker -----------------------------------------------------------------------------------------------------
 
 
-class BrokenContext(RuntimeError):
-    """The CUDA context is lost; this process cannot continue."""
-
-
 def run_here(measure: str, cases: Sequence[Case], job: Job, emit: Emit) -> None:
     """Runs cases one after the other in this process."""
     import torch
@@ -115,10 +109,10 @@ def run_here(measure: str, cases: Sequence[Case], job: Job, emit: Emit) -> None:
         if time.time() > job.deadline_s:
             emit(record(case, "skipped", error="the time limit has passed"))
             continue
-        emit({"kind": "begin", "name": case.name})
-        error = _attempt(_named(measure), case, job, emit)
-        if "CUDA error" in error:
-            raise BrokenContext(error)
+        found = _attempt(_named(measure), case, job, emit)
+        emit(found)
+        if "CUDA error" in found.get("error", ""):
+            sys.exit("the CUDA context is lost")
         clear_device(device_of(job.device))  # here, where no traceback references tensors any more
 
 
@@ -127,65 +121,49 @@ def _named(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _attempt(measure: Callable[[Case, Job, Emit], Record], case: Case, job: Job, emit: Emit) -> str:
-    """Emits the record of a case; returns the error, or ""."""
+def _attempt(measure: Callable[[Case, Job, Emit], Record], case: Case, job: Job, emit: Emit) -> Record:
     try:
-        emit(record(case, "ok", **measure(case, job, emit)))
+        return record(case, "ok", **measure(case, job, emit))
     except Exception as error:
-        message = f"{type(error).__name__}: {error}"[:2000]
-        emit(record(case, "error", error=message))
-        return message
-    return ""
+        return record(case, "error", error=f"{type(error).__name__}: {error}"[:2000])
 
 
 def record(case: Any, status: str, **found: Any) -> Record:
     return {"kind": "case", "name": case.name, "case": asdict(case), "status": status, **found}
 
 
-def serve() -> int:
-    """The main program of a worker; returns the exit code."""
+def serve() -> None:
+    """The main program of a worker."""
     told = json.loads(sys.stdin.read())
     kind = _named(told["kind"])
 
     def emit(found: Record) -> None:
         print("\n" + PREFIX + json.dumps(found), flush=True)
 
-    try:
-        run_here(told["measure"], [kind(**case) for case in told["cases"]], Job(**told["job"]), emit)
-    except BrokenContext:
-        return BROKEN_CONTEXT
-    return 0
+    run_here(told["measure"], [kind(**case) for case in told["cases"]], Job(**told["job"]), emit)
 
 
 # -- in the parent process ---------------------------------------------------------------------------------------------
 
 
-def run_apart(measure: str, cases: Sequence[Any], job: Job, receive: Emit, say: Say) -> None:
+def run_apart(measure: str, cases: Sequence[Case], job: Job, receive: Emit, say: Say) -> None:
     """Runs cases in workers, one after the other, until every case has a record."""
-    left = {case.name: case for case in cases}
-
-    def give_up(names: list[str], status: str, error: str) -> None:
-        for name in names:
-            receive(record(left.pop(name), status, error=error))
-
+    left, kind = {case.name: case for case in cases}, type(cases[0])
+    told = {"measure": measure, "kind": f"{kind.__module__}:{kind.__name__}", "job": asdict(job)}
     while left:
-        if time.time() > job.deadline_s:
-            return give_up(list(left), "skipped", "the time limit has passed")
         output: list[str] = []
-        at, count, kind = None, len(left), type(cases[0])
-        told = {"measure": measure, "kind": f"{kind.__module__}:{kind.__name__}", "job": asdict(job)}
-        for found in _records(told | {"cases": [asdict(case) for case in left.values()]}, job, output, say):
-            if found["kind"] == "begin":
-                at = found["name"]
+        is_late = time.time() > job.deadline_s
+        rest: list[Record] = [asdict(case) for case in left.values()]  # type: ignore[call-overload]
+        for found in [] if is_late else _records(told | {"cases": rest}, job, output, say):
             if found["kind"] == "case":
                 left.pop(found["name"])
-                at = None
             receive(found)
-        died = f"the worker ended with exit code {output[-1]}: {' '.join(output[-8:-1])}"[:2000]
-        if at is not None:
-            give_up([at], "error", died)
-        elif len(left) == count:
-            give_up(list(left), "error", died)
+        for name in list(left)[: None if is_late else 1]:  # a worker that ends too early ended in the first of them
+            if is_late:
+                receive(record(left.pop(name), "skipped", error="the time limit has passed"))
+            else:
+                died = f"the worker ended with exit code {output[-1]}: {' '.join(output[-8:-1])}"[:2000]
+                receive(record(left.pop(name), "error", error=died))
 
 
 def _records(told: Record, job: Job, output: list[str], say: Say) -> Iterator[Record]:
@@ -215,4 +193,4 @@ def _records(told: Record, job: Job, output: list[str], say: Say) -> Iterator[Re
 
 
 if __name__ == "__main__":
-    sys.exit(serve())
+    serve()

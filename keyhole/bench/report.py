@@ -60,7 +60,7 @@ class Report:
     def add(self, record: Record) -> None:
         if record["kind"] == "machine":
             self.machine |= record
-        elif record["kind"] != "begin":
+        else:
             self.records.append(record)
         self.out.mkdir(parents=True, exist_ok=True)
         json_path, markdown_path = self.paths

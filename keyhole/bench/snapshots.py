@@ -25,9 +25,9 @@ import random
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,26 +35,23 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.baselines import Textbook, take_weights
+from keyhole.bench.cases import STREAMED, TEXTBOOK, Case
 from keyhole.bench.process import Emit, Job
 from keyhole.bench.report import Columns, Record, Report, number, table_of
-from keyhole.bench.shapes import known, model_config
-from keyhole.bench.steps import shortened
+from keyhole.bench.shapes import known
+from keyhole.bench.steps import batches_of, load, method_of
 from keyhole.checkpoint import journal, select
 from keyhole.checkpoint.pages import PIECE_BYTES, write_at
 from keyhole.checkpoint.replay import apply_records
-from keyhole.checkpoint.snapshot import FLUSH_EVERY_S, WORKERS
+from keyhole.checkpoint.snapshot import WORKERS
 from keyhole.checkpoint.state import State, verify
 from keyhole.checkpoint.writer import Writer
 from keyhole.machine.sizes import GIB
-from keyhole.methods.workload import Workload
-from keyhole.methods.zo.traits import ZO
 
-LR, LENGTH = 1e-7, 2048
+LR = 1e-7
 PROBE_BYTES = 4 * GIB  # upper limit of what is written to measure the disk
-NONE, BACKGROUND, TORCH, TEXTBOOK, TEXTBOOK_TORCH, REPLAY = MODES = (
-    "none", "background", "torch.save", "textbook", "textbook torch.save", "replay",
-)  # fmt: skip
+NONE, BACKGROUND, TORCH, REPLAY = "none", "background", "torch.save", "replay"
+MODES = (NONE, BACKGROUND, TORCH, TEXTBOOK, f"{TEXTBOOK} {TORCH}", REPLAY)
 
 
 @dataclass(frozen=True)
@@ -88,25 +85,22 @@ def cases_of(models: list[str], batch: int, every: int, periods: int, replay: in
 
 def measure_saving(case: Saving, job: Job, emit: Emit) -> Record:
     """The pace of a mode."""
-    device, length = measure.device_of(job.device), shortened(LENGTH, job.quick)
-    config = model_config(case.model, quick=job.quick)
-    work, in_memory = Workload(ZO.name, case.batch * length), case.mode.startswith(TEXTBOOK)
-    placement = "resident" if in_memory else "stream"
-    model = keyhole.load(config, placement=placement, dtype="bfloat16", device=device, init="random", workload=work)
+    device, system = measure.device_of(job.device), TEXTBOOK if case.mode.startswith(TEXTBOOK) else STREAMED
+    steps = Case(case.model, system, batch=case.batch)
+    model = load(steps, job.device, job.quick)
     weights_bytes = sum(home.nbytes for home in model.engine.homes)
-    batch = measure.random_batch(case.batch, length, config.vocab_size)
-    method = Textbook(take_weights(model), LR) if in_memory else keyhole.ZO(model, LR)
+    batches, method = batches_of(steps, job.quick, model.config.vocab_size), method_of(steps, model)
     if case.scratch is not None:
         Path(case.scratch).mkdir(parents=True, exist_ok=True)
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            method.step(batch)
+    def run(count: int) -> None:
+        for _ in range(count):
+            method.step(batches)
 
     def tensors() -> Record:
-        if isinstance(method, Textbook):
+        if system == TEXTBOOK:
             return dict(model.module.state_dict())
-        method.flush()
+        model.apply_deferred()
         return dict(model.named_tensors())
 
     with tempfile.TemporaryDirectory(dir=case.scratch, prefix="keyhole-bench-") as scratch:
@@ -114,14 +108,14 @@ def measure_saving(case: Saving, job: Job, emit: Emit) -> Record:
         measure.wait(device)
         rate = disk_rate(Path(scratch), weights_bytes)
         measure.clean_up(device)
-        if case.mode == REPLAY and isinstance(method, keyhole.ZO):
+        if isinstance(method, keyhole.ZO) and case.mode == REPLAY:
             found = time_replay(method, case.replay_steps)
-        elif case.mode == BACKGROUND and isinstance(method, keyhole.ZO):
+        elif isinstance(method, keyhole.ZO) and case.mode == BACKGROUND:
             found = time_background(case, method, run, Path(scratch))
         else:
             found = time_steps(case, device, run, tensors, Path(scratch))
-    found |= {"weights_bytes": weights_bytes, "disk_bytes_per_s": rate, "length": length}
-    found["tokens_per_s"] = found["steps"] * batch["input_ids"].numel() / found["wall_s"]
+    found |= {"weights_bytes": weights_bytes, "disk_bytes_per_s": rate}
+    found["tokens_per_s"] = found["steps"] * batches[0]["input_ids"].numel() / found["wall_s"]
     found |= {"host_bytes": measure.host_memory(), "device": measure.device_memory(device)}
     model.close()
     return found
@@ -184,19 +178,10 @@ def disk_rate(directory: Path, size_bytes: int) -> float:
     data, path = memoryview(os.urandom(PIECE_BYTES)), directory / "probe"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.truncate(file, pieces * PIECE_BYTES)
         begin_s = time.perf_counter()
-
-        def work(first: int) -> None:
-            for piece in range(first, pieces, WORKERS):
-                write_at(file, data, piece * PIECE_BYTES)
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(WORKERS)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            os.fdatasync(file)
-            threads[0].join(FLUSH_EVERY_S)
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for _ in pool.map(lambda piece: write_at(file, data, piece * PIECE_BYTES), range(pieces)):
+                pass
         os.fdatasync(file)
         return pieces * PIECE_BYTES / (time.perf_counter() - begin_s)
     finally:

@@ -33,7 +33,7 @@ run with parts switched off with the streamed one."""
 GRADIENT_NOTES = """\
 "vs SGD": tok/s over those of torch's optimizer on the plain module, with as many micro-batches. Floors: products, the
 operations of the step's matrix products at the rate of one large product ({rate:.0f} TFLOP/s in bf16 here); updates,
-those of adam-offload with nothing else running; compute, the resident step of the same method, or its products; link,
+seconds in which the CPU updated parameters; compute, the resident step of the same method, or its products; link,
 the bytes that crossed at the rates of this run. "own products": the same products as the step's, of the same shapes and
 without a pause, timed directly after it; "products" is never reached by them. GPU GiB: the allocator's peaks of
 allocated and of reserved memory."""
@@ -100,7 +100,7 @@ class Line:
             return max(self.compute_s, self.link_s), "link" if self.link_s > self.compute_s else "compute"
         if self.products_s is None:
             return None, ""
-        updates_s = self.record.get("updates_alone_s") or 0.0
+        updates_s = self.record["parts"].get("update_s", 0.0)
         return (updates_s, "updates") if updates_s > self.products_s else (self.products_s, "products")
 
     @property

@@ -12,13 +12,12 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.bench.baselines import Native, Textbook, take_weights
 from keyhole.bench.cases import NATIVE, STREAMED, TEXTBOOK, Case
-from keyhole.bench.floors import own_products_s, step_parts, updates_alone_s
+from keyhole.bench.floors import own_products_s, step_parts
 from keyhole.bench.process import Emit, Job
 from keyhole.bench.rates import link_rates, product_rate
 from keyhole.bench.report import Record
 from keyhole.bench.shapes import QUICK_SHRINK, model_config
 from keyhole.methods import METHODS
-from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.methods.base import Method
 from keyhole.methods.settings import MethodSettings
 from keyhole.methods.workload import Workload
@@ -56,7 +55,6 @@ def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
         "load_s": load_s,
         "product_rate": rate,
         "parts": step_parts(method) if isinstance(method, Method) else {},
-        "updates_alone_s": updates_alone_s(method) if isinstance(method, AdamOffload) else None,
     }
     rows = batches[0]["input_ids"].numel()
     found["own_products_s"] = own_products_s(case, model.module, rows, job.warm_up, job.timed)

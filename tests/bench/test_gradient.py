@@ -61,8 +61,7 @@ def test_lsp_s_cases_run_on_tiny_shapes(tmp_path: Path) -> None:
     assert records["7B lsp d=2048 compiled"]["bytes_up"] == 0
     mixed = records["7B lsp d=2048 17GB compiled"]
     assert 0 < mixed["bytes_down"] < on_host["bytes_down"]
-    offloaded = records["7B adam-offload layerwise"]
-    assert offloaded["updates_alone_s"] > 0 and offloaded["parts"]["update_s"] > 0
+    assert records["7B adam-offload layerwise"]["parts"]["update_s"] > 0
     assert "updates, CPU" in page and "vs AdamW" in page
 
 
