@@ -19,7 +19,7 @@ from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
-from keyhole.model.batch import Batch
+from keyhole.model.batch import Batch, DeviceBatch
 
 
 class Backward(Protocol):
@@ -42,6 +42,7 @@ class GradientMethod(Method):
     def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         self.model.apply_deferred(before_step_of=self)
         batches, first, count, weight = shards.share(self.model, batch)
+        self._begin(batch, batches)
         with self.dropout.step(), self.reverse.sweep(self.sweeps):
             loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
             if self.model.ranks.several:
@@ -57,6 +58,9 @@ class GradientMethod(Method):
             self.reverse.walk(loss * loss_scale, sink, last, in_chunks=True)
 
         self._update(loss.detach(), backward)
+
+    def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
+        """What comes before the forward pass. batches: this rank's share of the batch."""
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         """Updates from the gradients of a step whose loss is known."""

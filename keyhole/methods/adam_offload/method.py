@@ -37,7 +37,7 @@ On several ranks each keeps and updates a shard of the units: shards.py.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,18 +51,18 @@ from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_range
 from keyhole.methods.adam_offload.state import AdamState, AdamStep, fingerprint
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD, AdamOffloadConfig
 from keyhole.methods.adam_offload.updates import Updates
-from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Found, Sink, runs_of
-from keyhole.model.batch import Batch
+from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.offload import arena
 from keyhole.offload.workers import Workers
 
 
-class AdamOffload(Method, Sink):
+class AdamOffload(GradientMethod, Sink):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
 
     row = ADAM_OFFLOAD
@@ -107,38 +107,17 @@ class AdamOffload(Method, Sink):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
-        self.model.apply_deferred(before_step_of=self)
+    def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
         self._follow()
-        first, count, weight = 0, None, 1.0
-        if self.parts is None:
-            batches = self.model.to_device(batch)
-        else:
-            batches, first, count, weight = shards.share(self.model, batch)
-        self.exchange.wait_s = self.updates.host_s = 0.0
-        with self.dropout.step(), self.reverse.sweep():
-            loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
-            if self.parts is not None:
-                loss = shards.total_loss(self.model, loss)
-                self.parts.begin()
-            self._settle()  # the forward has waited for every unit, so the last step is complete
-            sink: Any = self.parts or self
-            self._update(lambda: self.reverse.reverse(sink))
-        self.as_of = self.model.steps + 1
-        return loss
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates. Waits
-        for the updates, since your forward would not. (After step(batch), call flush() before such a forward.)"""
-        self.reverse.check_loss(loss)
+        """As in every method with gradients, but it waits for the updates, since your forward would not. (After
+        step(batch), call flush() before such a forward.)"""
         self._land()
         self._follow()
-        self.exchange.wait_s = self.updates.host_s = 0.0
-        sink: Any = self
-        self._update(lambda: self.reverse.walk(loss, sink, in_chunks=True))
+        super()._backward(loss)
         self._land()
         self.left = self._fingerprints()
-        self.as_of = self.model.steps + 1
 
     def _follow(self, others: bool = True) -> None:
         """If weights have changed since, by hand or (others) by a step of another method, the masters take them over;
@@ -163,16 +142,21 @@ class AdamOffload(Method, Sink):
             return None
         return [fingerprint(self.exchange.kept(unit.index)) for unit in self.state.units]
 
-    def _update(self, reverse: Callable[[], None]) -> None:
+    def _update(self, loss: torch.Tensor, backward: Backward) -> None:
+        self._settle()  # the forward has waited for every unit, so the last step is complete
+        self.exchange.wait_s = self.updates.host_s = 0.0
         norms_K = torch.zeros(len(self.slots), device=self.model.device)
         numbers = self.exchange.down.numbers(len(self.slots) + 2)
-        self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
+        self.current = step = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
+        if self.parts is not None:
+            self.parts.begin()
         try:
-            reverse()
-            self._end_reverse(self.current)
+            backward(self.parts or self)
+            self._end_reverse(step)
         except BaseException:
-            self._take_back(self.current)
+            self._take_back(step)
             raise
+        self.as_of = self.model.steps + 1
 
     def _take_back(self, step: AdamStep) -> None:
         """After an error in the backward pass: drops sent gradients. If an update was submitted, it is too late."""
@@ -236,9 +220,7 @@ class AdamOffload(Method, Sink):
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        if self.updates.helps and self.current is not None and not self.current.settled:
-            self.updates.settle()
-            self.current.settled = True
+        self.updates.settle()
         if not self.is_whole:
             raise UserError(
                 "the last step was applied in part: a gradient was not finite, or an error came in between. The "

@@ -90,7 +90,6 @@ class AdamStep:
     submitted: bool = False
     applied: bool = False
     bad: bool = False
-    settled: bool = False  # all of its updates are done and counted
 
     def norms(self, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The norms of adjacent tensors: on the device, and their place on the host."""

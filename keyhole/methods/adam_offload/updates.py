@@ -130,6 +130,8 @@ class Updates:
 
     def settle(self) -> None:
         """Adds up the counts of a step, once. Called by the engine's thread while no update runs."""
+        if not self._up:
+            return
         self.engine.bytes_up += self._up
         self.engine.bytes_down += self._down
         self.share = self._numel / max(1, self.state.trained_numel)

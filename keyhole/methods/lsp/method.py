@@ -41,8 +41,8 @@ from keyhole.disk.tensors import Ranges, range_of
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import shards
-from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.lsp.adam import MOMENTS
 from keyhole.methods.lsp.learn import Check, Learning
 from keyhole.methods.lsp.memory import place_moments
@@ -57,7 +57,7 @@ from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.weak import weakly
 
 
-class LSP(Method):
+class LSP(GradientMethod):
     """Adam in a sparse subspace. `lr` may be changed between steps; with preset="paper" it means the same as in the
     paper."""
 
@@ -79,6 +79,8 @@ class LSP(Method):
         self.updates = SharedUpdates(*asked) if model.sharded else SubspaceUpdates(*asked, self.reverse.recorded)
         self.step_count, self.learn_s = 0, 0.0
         self.check: Check | None = None  # of this step, and its seconds
+        self.sample: DeviceBatch | None = None  # the micro-batch whose gradients projectors are learned from,
+        self.judge = 0  # and the rank that has it
         self._is_flushed = True  # since the last step
         model.methods.attach(self)  # applies updates that another has deferred, before this one sets engine.arrival
         arrival = weakly(self.updates.arrived) if self.updates.owes else None
@@ -87,67 +89,45 @@ class LSP(Method):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
-        self.model.apply_deferred(before_step_of=self)
-        first, count, weight, judge = 0, None, 1.0, 0
-        if self.model.sharded:
-            batches, first, count, weight = shards.share(self.model, batch)
-            judge = shards.first_rank(self.model, batch)
-        else:
-            batches = self.model.to_device(batch)
-        checks = self.learning.is_due(self.step_count)
-        self.check, updates = None, self.updates
-        updates.check()
-        if checks:
+    @property
+    def sweeps(self) -> int:
+        return 2 if self.learning.is_due(self.step_count) else 1
+
+    def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
+        self.updates.check()
+        if self.learning.is_due(self.step_count):
             self._flush()
-        if updates.host is not None:
-            updates.host.wait_s = updates.host.update_s = 0.0
-        updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without an acquire
-        with self.dropout.step(), self.reverse.sweep(2 if checks else 1):
-            loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
-            loss = shards.total_loss(self.model, loss) if self.model.sharded else loss
-            updates.check()
-            self._update(
-                lambda sink, last: self.reverse.reverse(sink, last=last), checks, judge, next(iter(batches), None)
-            )
-        return loss
+        if self.updates.host is not None:
+            self.updates.host.wait_s = self.updates.host.update_s = 0.0
+        self.sample, self.judge = next(iter(batches), None), shards.first_rank(self.model, batch)
+        self.updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without an acquire
 
     def _backward(self, loss: torch.Tensor) -> None:
-        """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates. Each
-        gradient exists briefly as a whole, and is then compressed. Waits for the updates, since your forward would not.
-        (After a step(batch), call flush() before such a forward.)"""
-        self.reverse.check_loss(loss)
+        """As in every method with gradients: each gradient exists briefly as a whole, and is then compressed. Waits for
+        the updates, since your forward would not. (After a step(batch), call flush() before such a forward.)"""
         self._flush()
-        self.check = None
-        checks = self.learning.is_due(self.step_count)
-        self._update(lambda sink, last: self.reverse.walk(loss, sink, last, in_chunks=True), checks)
+        self.sample = None
+        super()._backward(loss)
         self._flush()
 
-    def _update(
-        self,
-        reverse: Callable[[Any, bool], None],
-        checks: bool,
-        judge: int = 0,
-        sample: DeviceBatch | None = None,
-    ) -> None:
-        """reverse(sink, last) hands all gradients of the step to a sink. judge: the rank whose gradients projectors are
-        learned from; sample: the micro-batch of these gradients (None: unknown)."""
-        updates = self.updates
-        if checks:
+    def _update(self, loss: torch.Tensor, backward: Backward) -> None:
+        updates, self.check = self.updates, None
+        updates.check()
+        if self.learning.is_due(self.step_count):
             begin_s, asked = time.perf_counter(), (self.learning, self.targets, self.step_count)
             if isinstance(updates, SharedUpdates):
-                self.check = SharedCheck(*asked, updates, judge)
+                self.check = SharedCheck(*asked, updates, self.judge)
             else:
                 self.check = Check(*asked, updates.moments_of)
-            if sample is not None:
-                self.check.know(sample)
-            reverse(self.check, False)
+            if self.sample is not None:
+                self.check.know(self.sample)
+            backward(self.check, last=False)
             self.learn_s = time.perf_counter() - begin_s
         self.step_count += 1
         self._is_flushed = False
         updates.begin(self.step_count, self.lr)
         try:
-            reverse(updates, True)
+            backward(updates)
             updates.end()
         except BaseException:  # out of memory, an interrupt: updates made so far stay
             updates.broken = bool(updates.current.norms)

@@ -255,7 +255,7 @@ def test_host_memory_is_checked_before_anything_is_reserved(monkeypatch: pytest.
 
 def test_bad_settings_are_refused() -> None:
     """An unknown schedule, weights in a format of their own, nothing to train."""
-    with pytest.raises(UserError, match="layerwise, monolithic"):
+    with pytest.raises(UserError, match="layerwise . monolithic"):
         AdamOffload(load(), schedule="eager")
     with pytest.raises(UserError, match="wire=null"):
         AdamOffload(load(dtype="bfloat16", wire="fp32"))

@@ -100,7 +100,7 @@ def test_the_log_tells_what_a_check_found_from_what_was_fitted() -> None:
 
 def test_an_unknown_preset_is_refused() -> None:
     """With those that are known."""
-    with pytest.raises(UserError, match="lsp.preset: found 'papers', expected one of default, paper"):
+    with pytest.raises(UserError, match="lsp.preset: found 'papers', expected default . paper"):
         LSP(load(), preset="papers")
 
 
