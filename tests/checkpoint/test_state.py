@@ -162,23 +162,6 @@ def in_shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-def test_every_file_is_guarded_over_its_whole_length(in_shards: Path) -> None:
-    """Bytes at both ends of every file and evenly spread over it, all bits of each flipped in turn: always named."""
-    before = verify(in_shards)
-    for file in sorted(path for path in in_shards.iterdir() if path.name != STATE):
-        content = file.read_bytes()
-        places = sorted({0, len(content) - 1, *range(0, len(content), max(1, len(content) // 6))})
-        for place in places:
-            for flip in (1, 0x80, 0xFF):
-                with file.open("r+b") as opened:
-                    opened.seek(place)
-                    opened.write(bytes([content[place] ^ flip]))
-                with pytest.raises(Damaged, match=file.name):
-                    verify(in_shards)
-            file.write_bytes(content)
-    assert verify(in_shards) == before
-
-
 @pytest.mark.parametrize("harm", ["missing shard", "stale index", "stale shard", "swapped shards", "extra zeros"])
 def test_shards_that_do_not_belong_together(in_shards: Path, tmp_path: Path, harm: str) -> None:
     """Files that are whole in themselves, but not the ones that were written together."""

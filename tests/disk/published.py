@@ -1,7 +1,6 @@
 """Writes models as others publish them in 4 or 8 bits, number by number as their formats are described."""
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -16,92 +15,30 @@ INSIDE = {
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
-
-
-def half(x: float) -> bytes:
-    return struct.pack("<e", x)
-
-
-def block_of(w: list[float], form: str) -> tuple[bytes, list[float]]:
-    """The bytes of one block, and the numbers that they stand for."""
-    if form == "Q8_0":
-        (d,) = struct.unpack("<e", half(max(map(abs, w)) / 127))
-        q = [max(-127, min(127, round(x / d))) if d else 0 for x in w]
-        return half(d) + struct.pack("<32b", *q), [d * i for i in q]
-    if form == "Q4_0":
-        (d,) = struct.unpack("<e", half(max(w, key=abs) / -8))
-        q = [max(0, min(15, round(x / d) + 8)) if d else 8 for x in w]
-        return half(d) + bytes(q[j] | q[j + 16] << 4 for j in range(16)), [d * (i - 8) for i in q]
-    if form == "Q4_1":
-        (m,), (d,) = struct.unpack("<e", half(min(w))), struct.unpack("<e", half((max(w) - min(w)) / 15))
-        q = [max(0, min(15, round((x - m) / d))) for x in w]
-        return half(d) + half(m) + bytes(q[j] | q[j + 16] << 4 for j in range(16)), [d * i + m for i in q]
-    if form in ("Q5_0", "Q5_1"):
-        (m,) = struct.unpack("<e", half(min(w))) if form == "Q5_1" else (0.0,)
-        (d,) = struct.unpack("<e", half((max(w) - m) / 31 if m else max(w, key=abs) / -16))
-        q = [max(0, min(31, round((x - m) / d) + (0 if m else 16))) for x in w]
-        raw = (
-            half(d) + (half(m) if form == "Q5_1" else b"") + struct.pack("<I", sum((q[i] >> 4) << i for i in range(32)))
-        )
-        return raw + bytes(q[j] & 15 | (q[j + 16] & 15) << 4 for j in range(16)), [
-            d * (i if form == "Q5_1" else i - 16) + m for i in q
-        ]
-    if form in ("Q4_K", "Q5_K"):
-        return _block_of_runs(w, 4 if form == "Q4_K" else 5)
-    assert form == "Q6_K", form
-    (d,) = struct.unpack("<e", half(max(map(abs, w)) / 31 / 49))
-    scales = [64 - i for i in range(16)]
-    q = [max(0, min(63, round(x / (d * scales[i // 16])) + 32)) for i, x in enumerate(w)]
-    low, high = bytearray(128), bytearray(64)
-    for i, code in enumerate(q):  # 128 at a time; four runs of 32 share bytes
-        part, run, at = i // 128, i % 128 // 32, i % 32
-        low[64 * part + 32 * (run % 2) + at] |= (code & 15) << (4 * (run // 2))
-        high[32 * part + at] |= (code >> 4) << (2 * run)
-    raw = bytes(low) + bytes(high) + struct.pack("<16b", *scales) + half(d)
-    return raw, [d * scales[i // 16] * (code - 32) for i, code in enumerate(q)]
-
-
-def _block_of_runs(w: list[float], bits: int) -> tuple[bytes, list[float]]:
-    """256 weights in eight runs, each with a scale and a minimum of 6 bits."""
-    runs, most = [w[i : i + 32] for i in range(0, 256, 32)], 2**bits - 1
-    lows = [max(0.0, -min(run)) for run in runs]
-    steps = [(max(run) + low) / most for run, low in zip(runs, lows, strict=True)]
-    (d,), (e,) = (struct.unpack("<e", half(max(x) / 63)) for x in (steps, lows))
-    s, m = [round(x / d) for x in steps], [round(x / e) for x in lows]
-    q = [max(0, min(most, round((x + e * m[i // 32]) / (d * s[i // 32])))) for i, x in enumerate(w)]
-    head = bytes(s[i] | (s[i + 4] >> 4) << 6 for i in range(4)) + bytes(m[i] | (m[i + 4] >> 4) << 6 for i in range(4))
-    head += bytes(s[i + 4] & 15 | (m[i + 4] & 15) << 4 for i in range(4))
-    fifth = bytes(sum((q[32 * run + at] >> 4) << run for run in range(8)) for at in range(32)) if bits == 5 else b""
-    pairs = [(64 * i + at, 64 * i + 32 + at) for i in range(4) for at in range(32)]
-    codes = bytes(q[a] & 15 | (q[b] & 15) << 4 for a, b in pairs)
-    numbers = [d * s[i // 32] * code - e * m[i // 32] for i, code in enumerate(q)]
-    return half(d) + half(e) + head + fifth + codes, numbers
-
-
-def packed(w: torch.Tensor, form: str) -> tuple[bytes, torch.Tensor]:
-    """All blocks of a tensor, and its numbers."""
-    if form in ("F32", "F16"):
-        kept = w.float() if form == "F32" else w.half()
-        return kept.numpy().tobytes(), kept.float()
-    size = 256 if form.endswith("_K") else 32
-    found = [block_of(row, form) for row in w.float().reshape(-1, size).tolist()]
-    return b"".join(raw for raw, _ in found), torch.tensor([x for _, xs in found for x in xs]).view(w.shape)
-
-
-def text(word: str) -> bytes:
-    return struct.pack("<Q", len(word)) + word.encode()
 
 
 def write_gguf(
     source: Path, target: Path, form: str = "Q4_0", head: str = "F16", parts: int = 1
 ) -> dict[str, torch.Tensor]:
     """A Llama directory as one GGUF file with its config beside it, or in parts of which only the first has metadata of
-    the model, and no tensors; returns the numbers that it holds, by name."""
-    pytest.importorskip("gguf")
+    the model, and no tensors, as llama.cpp writes them; returns the numbers that it holds, by name."""
+    gguf = pytest.importorskip("gguf")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    config, numbers, tensors = model.config, {}, []
-    for name, param in model.named_parameters():
+    config, numbers, named = model.config, {}, list(model.named_parameters())
+    target.mkdir()
+    each = -(-len(named) // (parts - 1)) if parts > 1 else 0
+    writer = gguf.GGUFWriter(
+        target / "model.gguf", "llama", use_temp_file=False, split_max_tensors=each, small_first_shard=parts > 1
+    )
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_array("tokens", ["a", "b"])
+    for name, param in named:
         stem, _, kind = name.rpartition(".")
         layer = stem.split(".")[2] if stem.startswith("model.layers.") else None
         gguf_name = f"blk.{layer}.{INSIDE[stem.split('.', 3)[3]]}" if layer is not None else TOP[stem]
@@ -109,44 +46,19 @@ def write_gguf(
         w = param.data
         if heads:  # as llama.cpp turns them
             w = w.view(heads, 2, w.shape[0] // heads // 2, -1).transpose(1, 2).reshape(w.shape)
-        form_now = "F32" if w.dim() == 1 else form if layer is not None else head
-        raw, held = packed(w, form_now)
+        now = gguf.GGMLQuantizationType["F32" if w.dim() == 1 else form if layer is not None else head]
+        raw = gguf.quants.quantize(w.contiguous().numpy(), now)
+        held = torch.from_numpy(gguf.quants.dequantize(raw, now).copy()).view(w.shape)
         if heads:
             held = held.view(heads, w.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(w.shape)
         numbers[name] = held
-        sides = struct.pack(f"<I{w.dim()}Q", w.dim(), *reversed(w.shape))
-        tensors.append((text(f"{gguf_name}.{kind}") + sides + struct.pack("<I", TYPES[form_now]), raw))
-    about = text("general.architecture") + struct.pack("<I", 8) + text("llama")
-    whole = {"attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads}
-    whole |= {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
-    whole |= {"feed_forward_length": config.intermediate_size}
-    real = {"rope.freq_base": config.rope_parameters["rope_theta"]}
-    real |= {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
-    about += b"".join(text(f"llama.{key}") + struct.pack("<II", 4, value) for key, value in whole.items())
-    about += b"".join(text(f"llama.{key}") + struct.pack("<If", 6, value) for key, value in real.items())
-    about += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
-    target.mkdir()
-    if parts == 1:
-        write_part(target / "model.gguf", 2 + len(whole) + len(real), about, tensors)
-    for i in range(parts if parts > 1 else 0):
-        split = text("split.no") + struct.pack("<IH", 2, i) + text("split.count") + struct.pack("<IH", 2, parts)
-        split += text("split.tensors.count") + struct.pack("<Ii", 5, len(tensors))
-        pairs, said = (5 + len(whole) + len(real), about + split) if i == 0 else (3, split)
-        write_part(
-            target / f"model-{i + 1:05}-of-{parts:05}.gguf", pairs, said, tensors[i - 1 :: parts - 1] if i else []
-        )
+        writer.add_tensor(f"{gguf_name}.{kind}", raw, raw_dtype=now)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     config.save_pretrained(target)
     return numbers
-
-
-def write_part(path: Path, pairs: int, about: bytes, tensors: list[tuple[bytes, bytes]]) -> None:
-    """One GGUF file. tensors: what is listed of each up to its type, and its bytes."""
-    listed = data = b""
-    for head, raw in tensors:
-        listed += head + struct.pack("<Q", len(data))
-        data += raw + b"\0" * (-len(raw) % 32)
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), pairs) + about + listed
-    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
 
 
 def _write(source: Path, target: Path, layer: Any, said: dict[str, Any]) -> dict[str, torch.Tensor]:

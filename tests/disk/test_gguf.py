@@ -6,28 +6,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 import keyhole
 from keyhole.disk.gguf import GGUFShard, gguf_files
 from keyhole.disk.weight_files import open_shard, stored_tensors, weight_files
 from keyhole.errors import UserError
-from tests.disk.published import TYPES, packed, text, write_gguf, write_part
+from tests.disk.published import write_gguf
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+
+
+def text(word: str) -> bytes:
+    return struct.pack("<Q", len(word)) + word.encode()
+
+
 LLAMA = text("general.architecture") + struct.pack("<I", 8) + text("llama")
 
 
-@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "F32"])
-def test_blocks_mean_their_numbers(form: str, tmp_path: Path) -> None:
-    """As packed number by number; near what was given."""
-    w = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
-    raw, held = packed(w, form)
-    listed = text("output.weight") + struct.pack("<IQQI", 2, 256, 2, TYPES[form])
-    write_part(tmp_path / "model.gguf", 1, LLAMA, [(listed, raw)])
-    found = GGUFShard(tmp_path / "model.gguf").get_tensor("lm_head.weight").float()
-    torch.testing.assert_close(found, held, rtol=1e-6, atol=1e-12)
-    assert float((found - w).square().mean()) < 0.02
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "BF16", "F32"])
+def test_numbers_are_those_of_the_package(form: str, tiny_model: Path, tmp_path: Path) -> None:
+    """All rows in the order of Transformers."""
+    expected = write_gguf(tiny_model, tmp_path / "in", form)
+    found = stored_tensors(tmp_path / "in")
+    assert found.keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert torch.equal(found[name].read(tmp_path / "in", name).float(), numbers)
 
 
 def test_without_the_package_it_is_named(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,31 +79,6 @@ def test_parts_that_were_renamed_are_refused(tiny_model: Path, tmp_path: Path) -
     (tmp_path / "aside").rename(three)
     with pytest.raises(UserError, match="number 2, counted from 0, of 3 parts"):
         stored_tensors(tmp_path / "in")
-
-
-@pytest.mark.parametrize("small_first", [False, True])
-def test_parts_as_llama_cpp_writes_them(tiny_model: Path, tmp_path: Path, small_first: bool) -> None:
-    """By its own package."""
-    expected = write_gguf(tiny_model, tmp_path / "in", "F32", "F32")
-    reader = gguf.GGUFReader(tmp_path / "in" / "model.gguf")
-    writer = gguf.GGUFWriter(
-        tmp_path / "in" / "m.gguf", "llama", split_max_tensors=6, small_first_shard=small_first, use_temp_file=False
-    )
-    about = AutoConfig.from_pretrained(tmp_path / "in")
-    writer.add_head_count(about.num_attention_heads)
-    writer.add_head_count_kv(about.num_key_value_heads)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
-    (tmp_path / "in" / "model.gguf").unlink()
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert len(list((tmp_path / "in").glob("m-*-of-*.gguf"))) == 4 + small_first
-    found = stored_tensors(tmp_path / "in")
-    assert found.keys() == expected.keys()
-    for name, numbers in expected.items():
-        assert torch.equal(found[name].read(tmp_path / "in", name), numbers)
 
 
 def header(tensors: int = 0, pairs: int = 0, rest: bytes = b"") -> bytes:
