@@ -69,7 +69,7 @@ def test_every_other_method_trains(make: Make, method: str) -> None:
     keyhole.load(config.output_dir, device="cpu").close()
 
 
-# zo: streamed in methods/test_encoders.py, stopped in test_tasks.py; its journal of a head below
+# zo: streamed in methods/test_encoders.py, stopped in test_data_of_runs.py; its journal of a head below
 @in_every_run(lambda family, method: family == "bert" and method == "lsp")
 @pytest.mark.parametrize(("family", "method"), [*(("bert", method) for method in HOW), ("roberta", "lomo")])
 def test_streamed_and_stopped_is_resident_and_whole(

@@ -22,7 +22,7 @@ from tests.training.runs import VARIANTS, Make, losses, metrics, same, weights
 # Each differs from a variant that every run has in one setting, and shares the code that saves and resumes
 ALIKE = ("adamw-bf16", "adamw-packed", "zo-streamed-bf16", "zo-streamed-fp8", "zo-wire-fp32")
 ALIKE += ("zo-low-rank-int4", "zo-low-rank-kept")  # test_zo_runs.py resumes kept factors
-ALIKE += ("zo",)  # test_tasks.py stops a resident run; two directions: checkpoint/test_replay.py
+ALIKE += ("zo",)  # test_data_of_runs.py stops a resident run; two directions: checkpoint/test_replay.py
 
 
 @in_every_run(lambda variant: variant not in ALIKE)
