@@ -153,8 +153,15 @@ class TextEncoder:
 
     def encode(self, questions: Sequence[Question], labels: Labels) -> list[Sample | None]:
         """A row for each question; None for one that is dropped."""
-        texts = [question.texts or (_prompt(question),) for question in questions]
-        whole = [self._not_empty(question, *row) for question, row in zip(questions, self._tokens(texts), strict=True)]
+        texts = []
+        for question in questions:
+            if not question.texts and not isinstance(question.prompt, str):
+                raise UserError(f"{question.where}: the prompt is a chat; a classifier is given text")
+            texts.append(question.texts or (str(question.prompt),))
+        whole = self._tokens(texts)
+        for i, (ids, _) in enumerate(whole):
+            if not ids:
+                whole[i] = [token_for_nothing(self.tokenizer, questions[i])], [0] if self.has_types else None
         limit = self.max_length
         long = [] if limit is None else [i for i, (ids, _) in enumerate(whole) if len(ids) > limit]
         if long and self.overlong == "error":
@@ -172,14 +179,6 @@ class TextEncoder:
             for question, row in zip(questions, rows, strict=True)
         ]
 
-    def _not_empty(
-        self, question: Question, ids: list[int], types: list[int] | None
-    ) -> tuple[list[int], list[int] | None]:
-        """A row of at least one token, and its types."""
-        if ids:
-            return ids, types
-        return [token_for_nothing(self.tokenizer, question)], [0] if self.has_types else None
-
     def _tokens(self, texts: Sequence[tuple[str, ...]], limit: int | None = None) -> list[Tokenised]:
         """Ids and types of each row. All questions have the same number of texts, because they are of one task."""
         if not texts:
@@ -193,12 +192,6 @@ class TextEncoder:
             self.tokenizer("a")  # takes the limit away, which a fast tokenizer keeps and the model would save with it
         types = made["token_type_ids"] if self.has_types else [None] * len(texts)
         return list(zip(made["input_ids"], types, strict=True))
-
-
-def _prompt(question: Question) -> str:
-    if isinstance(question.prompt, str):
-        return question.prompt
-    raise UserError(f"{question.where}: the prompt is a chat; a classifier is given text")
 
 
 def class_rows(tasks: Sequence[Task], encoder: TextEncoder, labels: Labels, report: Report) -> Iterator[Encoded]:

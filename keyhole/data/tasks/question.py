@@ -22,6 +22,7 @@ from keyhole.data.turns import Turn
 from keyhole.errors import UserError, listed
 
 MOST_CANDIDATES = 1000
+MARK = "\N{SYMBOL FOR SUBSTITUTE}completion\N{SYMBOL FOR SUBSTITUTE}"  # the place of the model's text in a program
 Turns = list[Turn]
 
 
@@ -74,34 +75,15 @@ class Task:
 def build(record: Record, spec: TaskSpec) -> Question | None:
     """The question of a row with the task's columns; None if its answer is empty."""
     try:
-        return _choice(record, spec) if spec.kind == CHOICE else _free(record, spec)
+        row = dict(record.row)
+        for name, expression in spec.let.items():
+            row[name] = expression.run(row)
+        return _choice(record.where, row, spec) if spec.kind == CHOICE else _free(record.where, row, spec)
     except UserError as error:
         raise UserError(f"{record.where}: {error}") from None
 
 
-def _names(record: Record, spec: TaskSpec) -> Row:
-    row = dict(record.row)
-    for name, expression in spec.let.items():
-        row[name] = expression.run(row)
-    return row
-
-
-def _choice(record: Record, spec: TaskSpec) -> Question:
-    row = _names(record, spec)
-    raw = _candidates(row, spec)
-    texts = [spec.candidate.run({**row, "candidate": text}) if spec.candidate else text for text in raw]
-    value = None if spec.value is None else number_of(row[spec.value], spec.value)
-    nearest = [] if value is None else [abs(number_of(text, "candidates") - value) for text in texts]
-    named = spec.right is not None or spec.has_label
-    right = _right(row, raw, spec) if named else [nearest.index(min(nearest))]
-    prompt = spec.prompt.run(row).lstrip(" ")  # as in MeZO
-    _different(texts)
-    given = tuple(text.run(row) for text in spec.texts)
-    check_text("\n".join([prompt, *texts, *given]), "the row")
-    return Question(prompt, tuple(texts), right[0], record.where, tuple(right[1:]), value=value, texts=given)
-
-
-def _candidates(row: Row, spec: TaskSpec) -> list[str]:
+def _choice(where: str, row: Row, spec: TaskSpec) -> Question:
     found = spec.candidates if isinstance(spec.candidates, tuple) else spec.candidates.run(row)
     if not isinstance(found, tuple | list):
         raise UserError(f"candidates: expected a list of texts, found {found!r:.80}")
@@ -109,28 +91,34 @@ def _candidates(row: Row, spec: TaskSpec) -> list[str]:
         raise UserError(f"candidates: expected 2 to {MOST_CANDIDATES} texts, found {len(found):,}: {found!r:.80}")
     if wrong := [text for text in found if not isinstance(text, str) or not text]:
         raise UserError(f"candidates: expected texts that are not empty, found {wrong[0]!r:.60} in {found!r:.80}")
-    return _different(list(found))
+    raw = list(found)
+    texts = [spec.candidate.run({**row, "candidate": text}) if spec.candidate else text for text in raw]
+    _different(raw)
+    value = None if spec.value is None else number_of(row[spec.value], spec.value)
+    if spec.right is not None:
+        named = spec.right.run(row)
+        named = named if isinstance(named, list) else [named]
+        right = list(dict.fromkeys(raw.index(text) for text in named if text in raw))
+        if not right:
+            raise UserError(f"right: none of {listed(named)} is one of the candidates {listed(raw)}")
+    elif spec.has_label or value is None:
+        right = [_label(row["label"], len(raw), spec)]
+    else:
+        nearest = [abs(number_of(text, "candidates") - value) for text in texts]
+        right = [nearest.index(min(nearest))]
+    _different(texts)
+    prompt = spec.prompt.run(row).lstrip(" ")  # as in MeZO
+    given = tuple(text.run(row) for text in spec.texts)
+    check_text("\n".join([prompt, *texts, *given]), "the row")
+    return Question(prompt, tuple(texts), right[0], where, tuple(right[1:]), value=value, texts=given)
 
 
-def _different(texts: list[str]) -> list[str]:
+def _different(texts: list[str]) -> None:
     if len(set(texts)) < len(texts):
         raise UserError(f"candidates: two of them are the same: {listed(texts)}")
-    return texts
 
 
-def _right(row: Row, candidates: list[str], spec: TaskSpec) -> list[int]:
-    """The indices of the right candidates; the first one named comes first."""
-    if spec.right is None:
-        return [_label(row["label"], len(candidates), spec)]
-    named = spec.right.run(row)
-    named = named if isinstance(named, list) else [named]
-    found = list(dict.fromkeys(candidates.index(text) for text in named if text in candidates))
-    if not found:
-        raise UserError(f"right: none of {listed(named)} is one of the candidates {listed(candidates)}")
-    return found
-
-
-def _label(value: Any, count: int, spec: TaskSpec) -> int:
+def _label(value: object, count: int, spec: TaskSpec) -> int:
     spellings = spec.labels or tuple((str(i),) for i in range(count))
     found = [i for i, words in enumerate(spellings) if spelled(value) in words]
     if not found or found[0] >= count:
@@ -143,26 +131,21 @@ def _label(value: Any, count: int, spec: TaskSpec) -> int:
     return found[0]
 
 
-def _free(record: Record, spec: TaskSpec) -> Question | None:
-    row = _names(record, spec)
+def _free(where: str, row: Row, spec: TaskSpec) -> Question | None:
     assert spec.answer is not None  # as its kind says
     prompt, answer = spec.prompt.run(row), spec.answer.run(row)
     check_text(f"{prompt}\n{answer}", "the row")
     if not answer.strip():
         return None
-    if spec.program is not None:
-        return Question(prompt, (answer,), 0, record.where, references=(spec.program.run({**row, "completion": MARK}),))
-    references = spec.references.run(row) if spec.references is not None else [answer.strip()]
+    references = [answer.strip()] if spec.references is None else spec.references.run(row)
     references = references if isinstance(references, list) else [references]
-    texts = tuple(str(text) for text in references)
+    if spec.program is not None:
+        references = [spec.program.run({**row, "completion": MARK})]
     if wrong := [text for text in references if no_text(text)]:
         raise UserError(f"references: found {wrong[0]!r:.60}, expected texts")
-    if not texts:
+    if not references:
         raise UserError("references: the list is empty; there is no right answer")
-    return Question(prompt, (answer,), 0, record.where, references=texts)
-
-
-MARK = "\N{SYMBOL FOR SUBSTITUTE}completion\N{SYMBOL FOR SUBSTITUTE}"  # the place of the model's text in a program
+    return Question(prompt, (answer,), 0, where, references=tuple(map(str, references)))
 
 
 def number_of(value: Any, column: str) -> float:

@@ -111,7 +111,7 @@ class TaskSpec:
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with any content of the file except its title."""
-        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "title"}
+        told = {each.name: vars(self)[each.name] for each in fields(self) if each.name != "title"}
         text = json.dumps(told, sort_keys=True, default=lambda program: program.source)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -163,8 +163,7 @@ def nearest_task(name: str) -> str:
 
 def unknown_task(name: str) -> str:
     """The error message for an unknown task."""
-    near = nearest_task(name)
-    meant = f"did you mean `{near}`? There" if near else "there"
+    meant = f"did you mean `{near}`? There" if (near := nearest_task(name)) else "there"
     return f"no task `{name}`; {meant} are {', '.join(task_names())}, and files such as my.yaml"
 
 

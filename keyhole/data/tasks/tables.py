@@ -24,6 +24,7 @@ no label         rows whose label is missing, -1, - or empty (the test sets of b
                  numbers that begin at -1 or below
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -64,28 +65,25 @@ def suffix_of(path: Path) -> str:
 
 def read_rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
     """All rows of a file. left_out: counts those that are broken."""
-    with told(path):
-        yield from _rows(path, spec, left_out)
-
-
-def _rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
     suffix = suffix_of(path)
-    if _is_lines(path, spec) and "\t" not in _first_line(path):
-        return _lines(path)
-    if suffix in (".tsv", ".csv", *LINES):
-        return _cells(path, spec, left_out)
-    return _json(path) if suffix == ".json" else read_file(path)
-
-
-def _is_lines(path: Path, spec: TaskSpec) -> bool:
-    """Whether a file has one text per line: by its suffix, or because the task reads lines and names such a file."""
     named = any("line" in aliases for aliases in spec.columns.values()) and path.suffix.lower() not in PACKED
-    return suffix_of(path) in LINES or (named and suffix_of(path) == "")
-
-
-def _json(path: Path) -> Iterator[Record]:
-    value = load_json(path)
-    yield from [Record(str(path), "item", 1, value)] if isinstance(value, dict) else read_file(path)
+    with told(path):
+        encoding = "latin-1" if latin_line(path) else None
+        if suffix in LINES or (named and suffix == ""):  # one text per line, unless there are tabs
+            with open_text(path, encoding=encoding) as file:
+                has_tabs = "\t" in file.readline(MOST_ROW_BYTES)
+            if not has_tabs:
+                with open_text(path, encoding=encoding) as file:
+                    for number, line in enumerate(bounded_lines(file, path), 1):
+                        if line.strip():
+                            yield Record(str(path), "line", number, {"line": line.strip(), "file": path.name})
+                return
+        if suffix in (".tsv", ".csv", *LINES):
+            yield from _cells(path, encoding, spec, left_out)
+        elif suffix == ".json" and isinstance(value := load_json(path), dict):
+            yield Record(str(path), "item", 1, value)
+        else:
+            yield from read_file(path)
 
 
 def latin_line(path: Path) -> int | None:
@@ -109,57 +107,35 @@ def latin_line(path: Path) -> int | None:
     return latin
 
 
-def _encoding(path: Path) -> str | None:
-    return "latin-1" if latin_line(path) else None
-
-
-def _first_line(path: Path) -> str:
-    with open_text(path, encoding=_encoding(path)) as file:
-        return file.readline(MOST_ROW_BYTES)
-
-
-def _lines(path: Path) -> Iterator[Record]:
-    with open_text(path, encoding=_encoding(path)) as file:
-        for number, line in enumerate(bounded_lines(file, path), 1):
-            if line.strip():
-                yield Record(str(path), "line", number, {"line": line.strip(), "file": path.name})
-
-
-def _cells(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
-    found = read_cells(path, encoding=_encoding(path), skip_spaces=True, marks_are_letters=True)
-    rows = (cells for _, cells in found)
+def _cells(path: Path, encoding: str | None, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
+    found = read_cells(path, encoding=encoding, skip_spaces=True, marks_are_letters=True)
+    rows: Iterator[list[str]] = (cells for _, cells in found)
     first = next(rows, [])
-    names, may_go_on = _names(path, first, spec)
+    known = {alias for aliases in spec.columns.values() for alias in aliases}
+    names, may_go_on = first, False
+    if known & set(first) or not spec.header:
+        check_header(path, first)
+    else:  # no header: the first line is a row, and the task names the cells; `...` at the end: more may follow
+        may_go_on = spec.header[-1] == "..."
+        names, rows = list(spec.header[:-1] if may_go_on else spec.header), chain([first], rows)
+        if len(first) != len(names) and not (may_go_on and len(first) > len(names)):
+            raise UserError(
+                f"{path}: the first line has none of the columns {listed(sorted(known))}, and {len(first)} cells: a "
+                f"file without a header has {len(names)} ({listed(names)})"
+            )
     good = broken = 0
-    for number, cells in enumerate(chain([first] if names is not first else [], rows), 1):
+    for number, cells in enumerate(rows, 1):
         if len(cells) == len(names) or (may_go_on and len(cells) > len(names)):
             good += 1
             yield Record(str(path), "row", number, dict(zip(names, cells, strict=False)))
-        elif any(cell.strip() for cell in cells):
-            broken += 1
+        else:
+            broken += any(cell.strip() for cell in cells)
     left_out["broken"] += broken
     if broken > MOST_BROKEN * (good + broken):
         raise UserError(
             f"{path}: {broken:,} of {good + broken:,} lines do not have {len(names)} cells ({listed(names)}); is the "
             "suffix right, and is a quotation mark inside a quoted cell written twice?"
         )
-
-
-def _names(path: Path, first: list[str], spec: TaskSpec) -> tuple[list[str], bool]:
-    """The names of the cells: the first line itself, or the task's if the first line is already a row; and whether
-    rows may have further cells (`...` at the end of `header`)."""
-    known = {alias for aliases in spec.columns.values() for alias in aliases}
-    if known & set(first) or not spec.header:
-        check_header(path, first)
-        return first, False
-    may_go_on = spec.header[-1] == "..."
-    header = list(spec.header[:-1] if may_go_on else spec.header)
-    if len(first) == len(header) or (may_go_on and len(first) > len(header)):
-        return header, may_go_on
-    raise UserError(
-        f"{path}: the first line has none of the columns {listed(sorted(known))}, and {len(first)} cells: a file "
-        f"without a header has {len(header)} ({listed(header)})"
-    )
 
 
 def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
@@ -180,15 +156,8 @@ def _unlabelled(spec: TaskSpec) -> set[str]:
     """The spellings that mean that a row has no label."""
     known = {word for words in spec.labels for word in words}
     if spec.value is not None and isinstance(spec.candidates, tuple):
-        known |= {"-1"} if any(_is_negative(text) for text in spec.candidates) else set()
+        known |= {"-1"} if any(re.fullmatch(r"\s*-0*[1-9][0-9.]*\s*", text) for text in spec.candidates) else set()
     return set(NO_LABEL) - known
-
-
-def _is_negative(text: str) -> bool:
-    try:
-        return float(text) <= -1
-    except ValueError:
-        return False  # refused where questions are built
 
 
 def spelled(value: Any) -> str:
@@ -209,16 +178,14 @@ def lookup(row: Any, path: str) -> Any:
 
 def _opened(rows: list[Row], paths: tuple[str, ...]) -> list[Row]:
     for path in paths:
-        rows = [opened for row in rows for opened in _items(row, path)]
+        whole, rows = rows, []
+        for row in whole:
+            items = list(row.values()) if path == "*" else lookup(row, path)
+            if path == "*":
+                rows += items if items and all(isinstance(value, dict) for value in items) else [row]
+            else:
+                rows += [_with(row, path, item) for item in items] if isinstance(items, list) else [row]
     return rows
-
-
-def _items(row: Row, path: str) -> list[Row]:
-    if path == "*":
-        values = list(row.values())
-        return values if values and all(isinstance(value, dict) for value in values) else [row]
-    found = lookup(row, path)
-    return [_with(row, path, item) for item in found] if isinstance(found, list) else [row]
 
 
 def _with(row: Row, path: str, item: Any) -> Row:
@@ -233,23 +200,20 @@ def _pick(record: Record, spec: TaskSpec) -> Record:
         value = next((found for alias in aliases if (found := lookup(record.row, alias)) is not MISSING), MISSING)
         if value is MISSING and name not in spec.optional:
             also = f" (also called {listed(aliases[1:])})" if len(aliases) > 1 else ""
+            instead = "Rename it"
+            if all("." in alias for alias in aliases) and not any(
+                isinstance(x, dict | list) for x in record.row.values()
+            ):
+                *outer, last = aliases[0].split(".")
+                example = "".join(f'{{"{key}": ' for key in outer) + f'{{"{last}": ...' + "}" * (len(outer) + 1)
+                instead = (
+                    "It is inside an object, which the cells of a CSV or TSV cannot hold: give the rows as JSONL, JSON "
+                    f"or Parquet, with {example} in each"
+                )
             raise UserError(
                 f"{record.where}: task {spec.name} needs the column {aliases[0]}{also}; found: {listed(record.row)}. "
-                f"{_instead(record.row, aliases)}, or give its name in the data in `columns: {{{name}: ...}}` of a "
-                "task file of your own (docs/tasks.md)"
+                f"{instead}, or give its name in the data in `columns: {{{name}: ...}}` of a task file of your own "
+                "(docs/tasks.md)"
             )
         picked[name] = None if value is MISSING else value
     return replace(record, row=picked)
-
-
-def _instead(row: Row, aliases: tuple[str, ...]) -> str:
-    """What to do about a missing column: a file of cells has no objects for a dotted path to lead into."""
-    has_objects = any(isinstance(value, dict | list) for value in row.values())
-    if has_objects or not all("." in alias for alias in aliases):
-        return "Rename it"
-    *outer, last = aliases[0].split(".")
-    example = "".join(f'{{"{key}": ' for key in outer) + f'{{"{last}": ...' + "}" * (len(outer) + 1)
-    return (
-        "It is inside an object, which the cells of a CSV or TSV cannot hold: give the rows as JSONL, JSON or Parquet, "
-        f"with {example} in each"
-    )
