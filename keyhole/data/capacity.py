@@ -18,7 +18,7 @@ Padding counts too. Packed rows are padded with positions from 0 on, up to the l
 whole rows must fit; and a batch is not padded beyond L (epoch.py).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,11 +30,14 @@ from keyhole.errors import UserError
 from keyhole.model.classification import text_positions
 from keyhole.model.structure.skeleton import build, is_classifier
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 TABLE_WORDS = ("pos", "wpe")
 
 
-def context_length(config: Any) -> int | None:
+def context_length(config: "PreTrainedConfig") -> int | None:
     """The model's context length, if its HF config has one."""
     text = config.get_text_config(decoder=True)
     found = (getattr(text, name, None) for name in POSITIONS)
@@ -42,7 +45,7 @@ def context_length(config: Any) -> int | None:
     return (text_positions(_built(config)) or length) if length is not None and is_classifier(config) else length
 
 
-def has_table(config: Any, module: Any = None) -> bool:
+def has_table(config: "PreTrainedConfig", module: nn.Module | None = None) -> bool:
     """Whether the model cannot compute positions beyond context_length. `module`: the model, if it is already
     loaded."""
     text, length = config.get_text_config(decoder=True), context_length(config)
@@ -60,16 +63,16 @@ def has_table(config: Any, module: Any = None) -> bool:
     )
 
 
-def _built(config: Any) -> nn.Module:
+def _built(config: "PreTrainedConfig") -> nn.Module:
     return build(config, torch.float32)
 
 
-def embedding_rows(config: Any) -> int | None:
+def embedding_rows(config: "PreTrainedConfig") -> int | None:
     """The number of token ids in the model's embedding."""
     return getattr(config.get_text_config(decoder=True), "vocab_size", None)
 
 
-def check_max_length(max_length: int | None, config: Any, module: Any = None) -> None:
+def check_max_length(max_length: int | None, config: "PreTrainedConfig", module: nn.Module | None = None) -> None:
     """Refuses a max_length beyond the model's positions."""
     length = context_length(config)
     if max_length and length and max_length > length and has_table(config, module):
@@ -78,7 +81,7 @@ def check_max_length(max_length: int | None, config: Any, module: Any = None) ->
         )
 
 
-def check_ids(ids: Any, where: str, model: Any, config: Any) -> None:
+def check_ids(ids: "np.ndarray | list[int]", where: str, model: object, config: "PreTrainedConfig") -> None:
     """Refuses tokens that have no row in the embedding. ids: an array or a list, not empty."""
     rows, largest = embedding_rows(config), int(np.max(ids))
     if rows is not None and largest >= rows:
@@ -90,7 +93,7 @@ def check_ids(ids: Any, where: str, model: Any, config: Any) -> None:
         )
 
 
-def check_data(data: Dataset, model: Any, config: Any, module: Any = None) -> list[str]:
+def check_data(data: Dataset, model: object, config: "PreTrainedConfig", module: nn.Module | None = None) -> list[str]:
     """Refuses data beyond the model's limits; returns warnings. Ensures that the padding id is valid for the model."""
     at = int(data.ids.argmax())
     check_ids(data.ids[at], data.where[int(np.searchsorted(data.starts, at, side="right")) - 1], model, config)
@@ -110,7 +113,7 @@ def check_data(data: Dataset, model: Any, config: Any, module: Any = None) -> li
     ]
 
 
-def _too_long(data: Dataset, length: int, row: int, model: Any) -> str:
+def _too_long(data: Dataset, length: int, row: int, model: object) -> str:
     limit = data.report.max_length
     at = int(np.argmax(data.lengths))
     longest = f"{data.where[at]} has {data.lengths[at]:,} tokens"

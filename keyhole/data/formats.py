@@ -47,7 +47,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from keyhole.data.opened import Record
+from keyhole.data.opened import Record, Row
 from keyhole.data.readers import parse_json
 from keyhole.data.turns import FLAGS, OWN_VARIABLES, Turn, read_turn, wrong
 from keyhole.errors import UserError, listed
@@ -80,7 +80,7 @@ class Example:
 
     record: Record
     turns: list[Turn] | None = None
-    given: dict[str, Any] = field(default_factory=dict)
+    given: Row = field(default_factory=dict)
     prompt: str = ""
     answer: str = ""
 
@@ -171,7 +171,7 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _turns(record: Record, column: str, read: Callable[[Record, str, Any], Turn]) -> list[Turn]:
+def _turns(record: Record, column: str, read: Callable[[Record, str, object], Turn]) -> list[Turn]:
     turns = _parsed(record.row[column])
     if not isinstance(turns, list):
         raise wrong(record, column, "a list of turns", turns)
@@ -190,7 +190,7 @@ def _begun(record: Record, turns: list[Turn]) -> list[Turn]:
     return [{"role": "system", "content": system}, *turns] if system and own is None else turns
 
 
-def _sharegpt(record: Record, place: str, turn: Any) -> Turn:
+def _sharegpt(record: Record, place: str, turn: object) -> Turn:
     if isinstance(turn, dict) and "role" in turn:
         return read_turn(record, place, turn)
     if not isinstance(turn, dict) or "from" not in turn or not isinstance(turn.get("value"), str):
@@ -219,9 +219,9 @@ def _alpaca(record: Record) -> list[Turn]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
 
 
-def _given(record: Record) -> dict[str, Any]:
+def _given(record: Record) -> Row:
     """What a row gives the chat template besides its turns."""
-    found: dict[str, Any] = {}
+    found: Row = {}
     for name, kind, expected in (
         ("chat_template_kwargs", dict, "an object of variables"),
         ("tools", list, "a list of tool descriptions"),
@@ -274,7 +274,7 @@ class RowTemplate:
                 f"{record.where}: {self.key}: there is no column {column!r}; found: "
                 f"{listed(record.row) or 'none'}{meant}"
             )
-        value: Any = record.row[column]
+        value = record.row[column]
         if found := no_text(value):
             raise UserError(
                 f"{record.where}: {self.key}: column {column!r} is {found}, which is no text; correct or remove the row"
@@ -282,7 +282,7 @@ class RowTemplate:
         return json.dumps(value) if isinstance(value, bool | int | float) else str(value)
 
 
-def no_text(value: Any) -> str:
+def no_text(value: object) -> str:
     """What a value is that has no text; empty if it has one. A missing number is NaN in the files of pandas; texts of
     Hive and Impala may be bytes in Parquet."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):

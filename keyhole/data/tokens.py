@@ -3,7 +3,12 @@
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+    from transformers import BatchEncoding
 
 
 class Tokenizer(Protocol):
@@ -21,8 +26,10 @@ class Tokenizer(Protocol):
     special_tokens_map: dict[str, str]
 
     @property
-    def added_tokens_decoder(self) -> dict[int, Any]: ...
-    def __call__(self, *texts: str | list[str], **options: object) -> Any: ...
+    def backend_tokenizer(self) -> "Backend": ...
+    @property
+    def added_tokens_decoder(self) -> dict[int, "AddedToken"]: ...
+    def __call__(self, *texts: str | list[str], **options: object) -> "BatchEncoding": ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def get_vocab(self) -> dict[str, int]: ...
     def get_chat_template(self, template: None, tools: list[dict[str, str]] | None) -> str: ...
@@ -46,8 +53,9 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 def unknown_id(tokenizer: Tokenizer) -> int | None:
     """The token that stands for text that the tokenizer does not know; None if it has none of its own."""
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    own = getattr(model, "unk_token", None)  # of a tokenizer whose settings do not name it
+    own = (
+        getattr(tokenizer.backend_tokenizer.model, "unk_token", None) if tokenizer.is_fast else None
+    )  # of a tokenizer whose settings do not name it
     found = tokenizer.convert_tokens_to_ids(own) if isinstance(own, str) else tokenizer.unk_token_id
     return None if found in (tokenizer.bos_token_id, tokenizer.eos_token_id) else found
 
@@ -60,8 +68,8 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 
 def content_of(tokenizer: Tokenizer) -> str:
     """Everything of a tokenizer that the tokens of a text depend on, as text; with the versions of what tokenises."""
-    to_text = getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", None)
-    content = json.dumps(tokenizer.get_vocab(), sort_keys=True) if to_text is None else to_text()
+    fast = tokenizer.is_fast
+    content = tokenizer.backend_tokenizer.to_str() if fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     libraries = [version(name) for name in ("transformers", "tokenizers", "jinja2")]
     return "\n".join(
         [content, type(tokenizer).__name__, repr(tokenizer), str(tokenizer.special_tokens_map), *libraries]

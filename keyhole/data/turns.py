@@ -34,7 +34,7 @@ Turn = dict[str, Any]
 Call = dict[str, Any]
 
 
-def wrong(record: Record, column: str, expected: str, value: Any) -> UserError:
+def wrong(record: Record, column: str, expected: str, value: object) -> UserError:
     """The error for a value of the wrong type, with its row, its column and the beginning of the value."""
     try:
         text = repr(value) if not isinstance(value, str) else repr(value[:60])
@@ -44,7 +44,7 @@ def wrong(record: Record, column: str, expected: str, value: Any) -> UserError:
     return UserError(f"{record.where}: column {printable(column, 80)}: expected {expected}, found {found}")
 
 
-def read_turn(record: Record, place: str, turn: Any) -> Turn:
+def read_turn(record: Record, place: str, turn: object) -> Turn:
     """A valid turn, without nulls, which Parquet inserts for missing keys."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise wrong(record, place, "an object with role and content", turn)
@@ -83,11 +83,11 @@ def read_turn(record: Record, place: str, turn: Any) -> Turn:
     return {key: value for key, value in turn.items() if value is not None} | {"content": content or ""}
 
 
-def _is_text(part: Any) -> bool:
+def _is_text(part: object) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") in CONTENT_PARTS
 
 
-def _check_call(record: Record, place: str, call: Any) -> None:
+def _check_call(record: Record, place: str, call: object) -> None:
     """Refuses a call without a name, with its arguments under a name that no template reads (they would be {}), or
     with arguments that are no object: a template would write a text that no program can call with."""
     function = call.get("function", call) if isinstance(call, dict) else None
@@ -144,7 +144,7 @@ def called_names(turn: Turn) -> list[str]:
     return names
 
 
-def described_names(tools: list[Any] | None) -> list[str]:
+def described_names(tools: list[object] | None) -> list[str]:
     """The names of the functions that the column `tools` describes (if plain words, so never escaped)."""
     known = (tool for tool in tools or () if isinstance(tool, dict))
     functions = (tool.get("function", tool) for tool in known)
@@ -152,11 +152,11 @@ def described_names(tools: list[Any] | None) -> list[str]:
     return [str(name) for name in names if _is_plain(name)]
 
 
-def _is_plain(word: Any) -> bool:
+def _is_plain(word: object) -> bool:
     return isinstance(word, str) and word.isascii() and word.isidentifier()
 
 
-def document_texts(given: dict[str, Any]) -> list[str]:
+def document_texts(given: Turn) -> list[str]:
     """The longest text of each document that a row gives the template: its content, whatever the key is called."""
     documents = given.get("documents") or ()
     return [max(texts, key=len) for document in documents if (texts := _texts(document))]
@@ -181,7 +181,7 @@ def further_texts(turn: Turn) -> dict[str, list[str]]:
     return {key: texts for key, texts in found.items() if texts}
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     """The texts in a value, and its flags, which nobody reads."""
     if isinstance(value, dict | list):
         return [text for item in (value.values() if isinstance(value, dict) else value) for text in _texts(item)]

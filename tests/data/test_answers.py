@@ -179,12 +179,6 @@ def test_a_call_that_no_template_can_write_is_refused(call: Any) -> None:
         trained(chats.CALLING, talk(tool_calls=[call]))
 
 
-def test_a_call_whose_arguments_are_not_written_is_lost() -> None:
-    only_names = chats.CALLING.replace("call.function.arguments", "1")
-    assert trained(chats.CALLING, talk())[1].counts["calls"] == 0
-    assert trained(only_names, talk())[1].counts["calls"] == 1
-
-
 @pytest.mark.parametrize("role", ["model", "Assistant", "gpt"])
 def test_an_assistant_by_another_name_is_refused(role: str) -> None:
     """Its turns would be read and never trained on."""
@@ -204,14 +198,6 @@ def test_what_a_turn_says_under_keys_of_its_own_is_counted() -> None:
     assert found == ["<|im_end|>"] and lost.counts["empty"] == 1 and lost.counts["unheard"] == 1
 
 
-def test_the_id_of_a_turn_is_nothing_that_it_says() -> None:
-    """Logs of chats have one in every turn, of the assistant too."""
-    asked, said = chat("Hi", "A.")
-    assert not any(trained(chats.CHATML, [asked | {"id": "m-1"}, said | {"id": "m-2"}])[1])
-    found, lost = trained(chats.CHATML, [asked, {"role": "assistant", "content": "", "id": "m-2"}])
-    assert found == ["<|im_end|>"] and lost.counts["empty"] == 1
-
-
 def test_a_system_prompt_a_question_and_tools_that_are_not_written_are_counted() -> None:
     """A template that skips turns, or knows no tools, changes what the answer answers; white space is no text."""
     said = [{"role": "system", "content": " Be brief.\n"}, *chat("First?", "A.", "Second?", "B.")]
@@ -227,13 +213,6 @@ def test_a_system_prompt_a_question_and_tools_that_are_not_written_are_counted()
     example = normalise(Record("data.jsonl", "line", 7, row), "messages")
     for template, count in ((chats.CHATML, 1), ("{{ tools | tojson }}" + chats.CHATML, 0)):
         assert Renderer(tokenizer(template), DataSettings())([example])[0].lost.counts["tools"] == count
-
-
-def test_reasoning_in_a_part_of_the_content_is_no_text() -> None:
-    parts = [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "A."}]
-    with pytest.raises(UserError, match="expected text"):
-        trained(chats.CHATML, chat("Hi", parts))
-    assert trained(chats.CHATML, chat("Hi", parts[1:]))[0] == ["A.<|im_end|>"]
 
 
 def test_a_header_is_given_though_the_prompt_goes_on_with_a_thought() -> None:
@@ -258,19 +237,6 @@ def test_a_remark_after_the_last_answer_is_not_trained() -> None:
     assert trained(remark, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
 
 
-def test_an_empty_answer_that_is_not_written_is_counted() -> None:
-    written = "{% for m in messages if m.content %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    found, lost = trained(written + prompt, chat("Hi", "", "More?", "A."))
-    assert found == ["A.<|im_end|>"] and lost.counts["empty"] == 1
-
-
-def test_a_flag_that_nobody_reads_is_named() -> None:
-    """`mask: true` may have meant that the turn is not trained on."""
-    said = chat("Hi", "A.")
-    assert trained(chats.CHATML, [said[0], said[1] | {"mask": True, "train": 1}])[1].keys == ("mask",)
-
-
 def test_a_loop_that_only_lists_the_turns_writes_no_answer() -> None:
     """The template loops twice; what it says of an answer in the first loop is not the answer."""
     lists = (
@@ -281,13 +247,6 @@ def test_a_loop_that_only_lists_the_turns_writes_no_answer() -> None:
     assert trained(lists, chat("Hi", "A.", "More?", "B."))[0] == ["A.<|im_end|>", "B.<|im_end|>"]
 
 
-def test_a_short_name_of_a_call_is_sought_as_a_word() -> None:
-    """`a` stands in every answer; the template writes the first of two calls alone."""
-    first = chats.CALLING.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]")
-    two = [{"function": {"name": name, "arguments": {}}} for name in ("weather", "a")]
-    assert first != chats.CALLING and trained(first, talk(tool_calls=two))[1].counts["calls"] == 1
-
-
 @pytest.mark.parametrize("cities", [("Paris", "Rome"), ("Paris", "Paris")], ids=["other", "equal"])
 def test_a_second_call_of_the_same_function_is_missed(cities: tuple[str, str]) -> None:
     """Of two calls the template writes the first; the name of the function is there, but not twice."""
@@ -296,11 +255,6 @@ def test_a_second_call_of_the_same_function_is_missed(cities: tuple[str, str]) -
     found, lost = trained(first, talk(tool_calls=two))
     assert found == ["Sun.<|im_end|>"] and lost.counts["calls"] == 1
     assert trained(chats.CALLING, talk(tool_calls=two))[1].counts["calls"] == 0
-
-
-def test_a_call_whose_values_are_not_written_is_lost() -> None:
-    names = chats.CALLING.replace("'arguments': call.function.arguments", "'arguments': call.function.arguments | list")
-    assert names != chats.CALLING and trained(names, talk())[1].counts["calls"] == 1
 
 
 @pytest.mark.parametrize("arguments", [None, "", {}, []], ids=["null", "empty text", "object", "list"])
@@ -326,13 +280,6 @@ def test_results_of_tools_that_are_not_written_are_counted() -> None:
     assert len({chats.CALLING, encoding, skipping}) == 3
     lost = [trained(template, said)[1].counts["context"] for template in (chats.CALLING, encoding, skipping)]
     assert lost == [0, 0, 1]
-
-
-def test_keys_of_a_question_that_are_not_written_are_named() -> None:
-    """Also flags that a table writes as 0 or 1; who speaks, and which call is answered, few templates write."""
-    question = {"role": "user", "content": "Hi", "context": "a text", "name": "Ann"}
-    answer = {"role": "assistant", "content": "A.", "masked": 1}
-    assert trained(chats.CHATML, [question, answer])[1].keys == ("masked", "context")
 
 
 def test_a_question_inside_of_an_answer_is_refused() -> None:

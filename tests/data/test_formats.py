@@ -65,12 +65,6 @@ def test_every_layout_of_a_chat_is_the_same_chat() -> None:
     assert turns("conversations", conversations=sharegpt, system="Be kind.") == with_system
 
 
-def test_alpaca_input_follows_the_instruction() -> None:
-    """After a blank line; an input of white space is none."""
-    assert turns("alpaca", instruction="Add", input="1 2", output="3")[0] == ("user", "Add\n\n1 2")
-    assert turns("alpaca", instruction="Add", input=" ", output="3")[0] == ("user", "Add")
-
-
 def test_alpacas_history_comes_before_the_question() -> None:
     """Pairs of question and answer, also as JSON in a CSV cell; anything else is refused."""
     before = [("user", "a"), ("assistant", "b")]
@@ -90,14 +84,6 @@ def test_sharegpts_function_calls_are_calls() -> None:
         normalise(record(conversations=[call | {"value": "f()"}]), "conversations")
 
 
-def test_sharegpts_turns_keep_their_other_keys() -> None:
-    """Reasoning and tool calls beside the value are part of the turn."""
-    answer = {"from": "gpt", "value": "Hello", "reasoning": "hm", "tool_calls": [{"name": "f"}], "loss": False}
-    example = normalise(record(conversations=[{"from": "human", "value": "Hi"}, answer]), "conversations")
-    kept = {"reasoning": "hm", "tool_calls": [{"name": "f"}], "loss": False}
-    assert example.turns[1] == {"role": "assistant", "content": "Hello"} | kept
-
-
 @pytest.mark.parametrize("role", ["human", "User", "system ", "Tool"])
 def test_a_role_that_templates_do_not_know_is_refused(role: str) -> None:
     with pytest.raises(UserError, match=r"messages\[0\].role: expected (user|system|tool) .*found str"):
@@ -115,13 +101,6 @@ def test_columns_that_a_layout_does_not_use_are_known() -> None:
     unused = {name: unread(normalise(record(**row, **further), name), name) for name, row in found.items()}
     assert unused["messages"] == unused["alpaca"] == ["id", "label"]
     assert unused["prompt_completion"] == ["system", "id", "label"]
-
-
-def test_a_key_twice_in_a_cell_of_json_is_refused() -> None:
-    """As in a line of JSONL: the second value would silently win."""
-    cell = '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]'
-    with pytest.raises(UserError, match="column messages: expected a list of turns"):
-        turns("messages", messages=cell)
 
 
 def test_parts_tools_and_nulls() -> None:

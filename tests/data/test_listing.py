@@ -27,14 +27,6 @@ def test_hidden_files_of_a_directory_are_not_read(tmp_path: Path) -> None:
     assert told(str(tmp_path)) == []
 
 
-def test_a_link_that_leads_nowhere_is_named_as_such(tmp_path: Path) -> None:
-    """A part of the data that was never fetched is no note beside the tables."""
-    make(tmp_path, "a.jsonl")
-    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone")
-    (line,) = told(str(tmp_path))
-    assert "not read: b.jsonl" in line
-
-
 def test_what_is_not_read_of_a_directory_is_named(tmp_path: Path) -> None:
     make(tmp_path, "a.jsonl", "b.jsonl.zst", "README.md")
     (tmp_path / "more").mkdir()

@@ -82,23 +82,6 @@ def test_orders_are_what_they_have_always_been() -> None:
     assert order(4, 1, 0, shuffle=False).tolist() == [0, 1, 2, 3]
 
 
-def test_orders_look_random() -> None:
-    """Seeds and epochs give unrelated orders: every row lands everywhere about equally often."""
-    orders = np.array([order(10, seed, epoch) for seed in range(40) for epoch in range(40)])
-    counts = np.array([np.bincount(orders[:, place], minlength=10) for place in range(10)])
-    assert counts.min() > 100 and counts.max() < 230  # 160 expected, 12 is one standard deviation
-    assert len({tuple(x) for x in orders}) == len(orders)
-
-
-def test_the_global_generators_are_left_alone() -> None:
-    """Loading draws from no generator that anybody else uses."""
-    torch.manual_seed(0)
-    before, before_np = torch.get_rng_state(), np.random.get_state()[1].copy()
-    Loader(dataset(5), 2).next_step()
-    assert torch.equal(before, torch.get_rng_state())
-    assert np.array_equal(before_np, np.random.get_state()[1])
-
-
 def test_other_data_or_another_seed_is_refused() -> None:
     """A position in other data means nothing; the error says what to restore."""
     state = Loader(dataset(5), 2).state_dict()

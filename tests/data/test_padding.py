@@ -39,14 +39,6 @@ def test_a_number_and_null_mean_what_they_say() -> None:
     assert choose(data, 8, 100) == Padding(1) and choose(data, 8, 104) == choose(data, 8, None) == Padding(8)
 
 
-def test_long_and_packed_rows_are_padded_to_eight() -> None:
-    """Where a batch is large anyway, more padding would cost more than a shape."""
-    assert choose(rows([2, 1025]), "auto", None).multiple == 8
-    packed = rows([60, 61])
-    packed.packed = True
-    assert choose(packed, "auto", None).multiple == 8
-
-
 def test_held_out_data_share_the_widths_of_training() -> None:
     """A shorter eval set has no widths of its own, but for its last one."""
     padding = choose(rows([3, 40]), "auto", None, multiple=64)
@@ -58,15 +50,6 @@ def test_the_report_counts_padding_by_hand() -> None:
     line = describe(rows([4, 10, 6]), np.arange(3), 2, Padding(8), 8)
     assert "multiples of 8 tokens (pad_to_multiple_of=8), 2 shapes" in line
     assert "50.0% of the tokens are padding, 23.1% without" in line
-
-
-def test_the_report_counts_every_candidate() -> None:
-    """A question's candidates are rows of the batch."""
-    data = rows([4, 6, 3])
-    data.rows, data.right = [[0, 1], [2]], [0, 0]
-    assert ", 1 shape of batches per epoch; 27.8% of the tokens are padding, 27.8% without" in describe(
-        data, np.arange(2), 2, Padding(1), None
-    )
 
 
 def text_batch(width: int) -> Batch:

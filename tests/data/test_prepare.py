@@ -80,16 +80,6 @@ def test_a_long_prompt_is_cut_from_the_left_so_that_the_answer_survives(tmp_path
     assert answers(tok, talk[0]) == ["yes<|im_end|>"] and len(talk[0].input_ids) == 60
 
 
-def test_a_chat_whose_first_answer_is_whole_is_cut_at_its_end(tmp_path: Path) -> None:
-    """Question and answer stay together; what comes later is cut, and warned of."""
-    tok = tokenizer(chats.BARE)
-    path = write(tmp_path / "a.jsonl", [{"messages": chat("Q", "yes", "Q" * 50, "no")}])
-    dataset = prepare(path, tok, max_length=30)
-    assert tok.decode(dataset[0].input_ids).startswith("user:\nQ\nassistant:\nyes\nuser:\nQQQ")
-    assert answers(tok, dataset[0]) == ["yes\n"] and dataset.report.cut_trained_tokens > 0
-    assert dataset.report.lines()[-1].startswith("warning: truncated to max_length=30: 1 sample, ")
-
-
 def test_a_long_answer_leaves_the_prompt_half_of_the_row(tmp_path: Path) -> None:
     """Neither side eats the other: the prompt keeps its last half row, the answer its beginning."""
     tok = tokenizer()
@@ -135,11 +125,6 @@ def test_settings_are_checked_first(pairs: str, change: dict, message: str) -> N
     """A wrong value is named before anything is read."""
     with pytest.raises(UserError, match=message):
         prepare(pairs, tokenizer(), **change)
-
-
-def test_limit_reads_only_so_many_rows(pairs: str) -> None:
-    """The first ones."""
-    assert prepare(pairs, tokenizer(), limit=3).report.read == 3
 
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=15), max_length=st.integers(8, 30))
@@ -193,16 +178,6 @@ def test_control_tokens_of_another_model_are_named(tmp_path: Path) -> None:
     assert any(line.startswith("warning: ") and "<|fin|> (2 texts)" in line for line in report.lines())
     texts = write(tmp_path / "texts.jsonl", [{"text": "<|im_start|>user a <| b |> <|eot|>"}])
     assert prepare(texts, tokenizer()).report.foreign == {"<|eot|>": 1}
-
-
-def test_the_report_does_not_promise_an_end_token_that_is_none(pairs: str) -> None:
-    tok = tokenizer()
-    assert "with eos at the end" in prepare(pairs, tok).report.template
-    tok.eos_token = None
-    report = prepare(pairs, tok).report
-    assert "without an eos, because the tokenizer has none" in report.template
-    assert any("the model does not learn to stop" in line for line in report.losses())
-    assert not prepare(pairs, tok, train_end_token=False).report.endless
 
 
 def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:

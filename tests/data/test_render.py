@@ -79,30 +79,10 @@ def test_the_date_of_the_day_is_not_in_the_data() -> None:
     assert "Today: 26 Jul 2024" in tok.decode(tokens.ids_T.tolist())
 
 
-def test_reasoning_in_earlier_turns_is_dropped_by_the_template_and_not_searched_for() -> None:
-    """Where the template rewrites a turn, what it wrote is trained on, not what the file says."""
-    talk = chat("Hello?", "<think>hm</think>\n\nHi", "Sure?", "<think>yes</think>\n\nSure")
-    _, trained = render(tokenizer(chats.THINKING), "messages", messages=talk)
-    assert trained == ["Hi<|im_end|>", "<think>\n\n</think>\n\nSure<|im_end|>"]
-
-
 def test_a_chat_that_begins_with_an_answer() -> None:
     """There is no prefix to render, and the answer is found all the same."""
     _, trained = render(tokenizer(chats.LLAMA3), "messages", messages=chat("Hello there", "Hi", first="assistant"))
     assert trained == ["Hello there<|eot_id|>"]
-
-
-def test_a_weight_of_zero_takes_a_turn_out() -> None:
-    """The other answer is still trained."""
-    talk = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
-    _, trained = render(tokenizer(chats.CHATML), "messages", messages=talk)
-    assert trained == ["Yes.<|im_end|>"]
-
-
-def test_a_conversational_prompt_is_not_trained_on() -> None:
-    """Answers inside the prompt are context; those of the completion are trained."""
-    _, trained = render(tokenizer(chats.CHATML), "prompt_completion", prompt=TALK[:3], completion=TALK[3:])
-    assert trained == ["Yes.<|im_end|>"]
 
 
 def test_train_on_all() -> None:
@@ -138,13 +118,6 @@ def test_prompt_and_completion(bos: bool, trim_offsets: bool, prompt: str, compl
     assert ids.count(tok.eos_token_id) == 1 and tokens.end_id == tok.eos_token_id
 
 
-def test_the_prompt_is_a_prefix_of_the_whole() -> None:
-    """What precedes the trained tokens is what a prompt tokenises to at inference."""
-    tok = tokenizer(bos=True)
-    tokens, _ = render(tok, "prompt_completion", prompt="What is the answer:", completion=" yes")
-    assert tokens.ids_T[: int(tokens.trained_T.argmax())].tolist() == tok("What is the answer:").input_ids
-
-
 def test_alpaca_without_a_chat_template() -> None:
     """Instruction and input under one heading, the output under the other, eos at its end."""
     tok = tokenizer(bos=True)
@@ -152,12 +125,6 @@ def test_alpaca_without_a_chat_template() -> None:
     text = tok.decode(tokens.ids_T.tolist(), clean_up_tokenization_spaces=False)
     assert text == "<s>### Instruction:\nAdd.\n\n1 2\n\n### Response:\n3</s>\n\n"
     assert trained == ["3</s>"]
-
-
-def test_text_is_trained_as_a_whole() -> None:
-    """Everything but the first token, and the eos."""
-    tokens, _ = render(tokenizer(bos=True), "text", text="Hello there")
-    assert tokens.trained_T.tolist() == [False] + [True] * (len(tokens.ids_T) - 1)
 
 
 def test_a_tokenizer_without_offsets_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

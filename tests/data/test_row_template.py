@@ -1,8 +1,6 @@
 """Prompts from any table: what is written, and what is refused with file, row and column."""
 
-import datetime
 import json
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +77,3 @@ def test_a_prompt_without_an_answer_is_refused_with_the_setting_that_makes_one(t
     table.write_text("sentence,label\na,1\n")
     with pytest.raises(UserError, match="column completion is missing.*completion: ' {label}'"):
         prepare(str(table), build_tokenizer(), prompt="{sentence} It was")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), b"x", object()], ids=["nan", "inf", "bytes", "other"])
-def test_a_cell_that_has_no_text_is_refused(value: Any) -> None:
-    """pandas writes a missing number as NaN: it would be trained as the word NaN."""
-    with pytest.raises(UserError, match="t.csv, line 2: prompt: column 'n' is"):
-        RowTemplate("{n}", "prompt").fill(row(n=value))
-
-
-def test_dates_and_decimals_of_parquet_are_written() -> None:
-    cells = {"day": datetime.date(2025, 1, 31), "price": Decimal("1.50")}
-    assert RowTemplate("{day} {price}", "prompt").fill(row(**cells)) == "2025-01-31 1.50"

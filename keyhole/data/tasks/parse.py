@@ -7,9 +7,10 @@ Scalars are read as text: YAML's conversions (`no` is False, `1.0` a number) wou
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -31,6 +32,8 @@ from keyhole.data.tasks.spec import (
 from keyhole.data.tasks.tables import spelled
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError, listed, printable
+
+Value: TypeAlias = "str | list[Value] | dict[str, Value]"  # whatever YAML holds, read as text
 
 MOST_BYTES = 2**18
 OF_CHOICES = ("candidate", "labels", "right")
@@ -80,12 +83,12 @@ def parse_spec(text: str, name: str, source: str) -> TaskSpec:
     values: dict[str, Any] = {key: _READERS[key](value, f"task {source}: {key}") for key, value in given.items()}
     values["metrics"] = values.pop("metric")
     spec = TaskSpec(**{"name": name, "title": name, **values})
-    if fault := next((words for holds, words in _faults(spec, given) if holds), ""):
+    if fault := next((words for holds, words in _faults(spec) if holds), ""):
         raise UserError(f"task {source}: {fault}")
     return spec
 
 
-def _faults(spec: TaskSpec, given: dict[str, Any]) -> list[tuple[object, str]]:
+def _faults(spec: TaskSpec) -> list[tuple[object, str]]:
     """Rules between keys: whether each is violated, and the words for it."""
     chooses, listed_candidates = spec.kind == CHOICE, spec.candidates if isinstance(spec.candidates, tuple) else ()
     defaults = {f.name: f.default for f in fields(TaskSpec) if f.default is not MISSING}
@@ -169,92 +172,93 @@ def _names_none(text: Text, spec: TaskSpec) -> str:
 class _Loader(yaml.BaseLoader):
     """Reads every scalar as text; a repeated key is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         first: dict[str, int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             line = key.start_mark.line + 1
             if key.value in first:
                 raise ValueError(f"line {line}: {key.value} is given twice, also in line {first[key.value]}")
             first[key.value] = line
-        made: dict[Any, Any] = super().construct_mapping(node, deep=True)
-        return made
+        return dict(super().construct_mapping(node, deep=True))
 
 
-def _expect(holds: object, key: str, expected: str, value: object) -> None:
-    if not holds:
-        raise UserError(f"{key}: expected {expected}, found {value!r:.60}")
+def _wrong(key: str, expected: str, value: object) -> UserError:
+    return UserError(f"{key}: expected {expected}, found {value!r:.60}")
 
 
-def _text(value: Any, key: str) -> str:
-    _expect(isinstance(value, str) and value, key, "text", value)
-    return str(value)
+def _text(value: Value, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise _wrong(key, "text", value)
+    return value
 
 
-def _texts(value: Any, key: str) -> tuple[str, ...]:
+def _texts(value: Value, key: str) -> tuple[str, ...]:
     return tuple(_text(item, key) for item in (value if isinstance(value, list) else [value]))
 
 
-def _labels(value: Any, key: str) -> tuple[tuple[str, ...], ...]:
-    _expect(isinstance(value, list), key, "a list with the spellings of each label", value)
+def _labels(value: Value, key: str) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(value, list):
+        raise _wrong(key, "a list with the spellings of each label", value)
     return tuple(tuple(spelled(word) for word in _texts(words, key)) for words in value)
 
 
-def _mapping(value: Any, key: str) -> dict[str, Any]:
-    holds = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
-    _expect(holds, key, "names with values, such as {sentence: text}", value)
-    return dict(value)
+def _mapping(value: Value, key: str) -> dict[str, Value]:
+    if not isinstance(value, dict) or not value or not all(isinstance(name, str) for name in value):
+        raise _wrong(key, "names with values, such as {sentence: text}", value)
+    return value
 
 
-def _hub(value: Any, key: str) -> dict[str, str]:
+def _hub(value: Value, key: str) -> dict[str, str]:
     found = {name: _text(item, f"{key}.{name}") for name, item in _mapping(value, key).items()}
-    holds = "dataset" in found and found.keys() <= {"dataset", "config", *SPLITS}
-    _expect(holds, key, "dataset, config and splits (train, test, dev)", list(found))
+    if "dataset" not in found or not found.keys() <= {"dataset", "config", *SPLITS}:
+        raise _wrong(key, "dataset, config and splits (train, test, dev)", list(found))
     return found
 
 
-def _splits(value: Any, key: str) -> tuple[dict[str, tuple[str, ...]], ...]:
+def _splits(value: Value, key: str) -> tuple[dict[str, tuple[str, ...]], ...]:
     layouts = [_mapping(item, key) for item in (value if isinstance(value, list) and value else [value])]
     for layout in layouts:
-        holds = layout.keys() <= set(SPLITS) and "test" in layout
-        _expect(holds, key, "train, test and perhaps dev", list(layout))
+        if not layout.keys() <= set(SPLITS) or "test" not in layout:
+            raise _wrong(key, "train, test and perhaps dev", list(layout))
     return tuple({name: _texts(item, f"{key}.{name}") for name, item in layout.items()} for layout in layouts)
 
 
-def _metrics(value: Any, key: str) -> tuple[str, ...]:
-    found = _texts(value, key)
-    unknown = [metric for metric in found if metric not in METRICS]
-    _expect(not unknown, key, ", ".join(METRICS), unknown)
-    return found
+def _metrics(value: Value, key: str) -> tuple[str, ...]:
+    if unknown := [metric for metric in _texts(value, key) if metric not in METRICS]:
+        raise _wrong(key, ", ".join(METRICS), unknown)
+    return _texts(value, key)
 
 
-def _count(value: Any, key: str) -> int:
-    holds = isinstance(value, str) and value.isdecimal() and 1 <= int(value[:9]) <= 10**6
-    _expect(holds, key, "a whole number from 1 on", value)
+def _count(value: Value, key: str) -> int:
+    if not isinstance(value, str) or not value.isdecimal() or not 1 <= int(value[:9]) <= 10**6:
+        raise _wrong(key, "a whole number from 1 on", value)
     return int(value)
 
 
-def _flag(value: Any, key: str) -> bool:
-    _expect(value in ("true", "false"), key, "true or false", value)
-    return bool(value == "true")
+def _flag(value: Value, key: str) -> bool:
+    if value not in ("true", "false"):
+        raise _wrong(key, "true or false", value)
+    return value == "true"
 
 
-def _pattern(value: Any, key: str) -> str:
+def _pattern(value: Value, key: str) -> str:
+    text = _text(value, key)
     try:
-        re.compile(_text(value, key))
+        re.compile(text)
     except re.error as error:
         raise UserError(f"{key}: not a regular expression: {error}") from None
-    return str(value)
+    return text
 
 
-def _program(value: Any, key: str) -> Text:
+def _program(value: Value, key: str) -> Text:
     return Text(_text(value, key), key)
 
 
-def _expression(value: Any, key: str) -> Expression:
+def _expression(value: Value, key: str) -> Expression:
     return Expression(_text(value, key), key)
 
 
-_READERS = {
+_READERS: dict[str, Callable[[Value, str], object]] = {
     "title": _text,
     "columns": lambda value, key: {name: _texts(item, f"{key}.{name}") for name, item in _mapping(value, key).items()},
     "optional": _texts,

@@ -1,7 +1,6 @@
 """Labels in all their spellings, and rows that are no question."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -156,20 +155,6 @@ def test_references_are_texts(tmp_path: Path) -> None:
         build(Record("a.jsonl", "line", 3, {"x": [None]}), read_spec(str(tmp_path / "own.yaml")))
 
 
-def test_the_documentation_names_the_spellings_of_labels() -> None:
-    """Every task with labels takes numbers; docs/tasks.md says which take true and false, or nothing else."""
-    text = " ".join((Path(__file__).parents[3] / "docs" / "tasks.md").read_text().split())
-    true, numbers = (
-        set(re.split(", | and ", re.search(f"{words} in ([^.;]+)[.;]", text)[1]))
-        for words in ("true and false", "numbers only")
-    )
-    spellings = {name: read_spec(name).labels for name in LABELLED}
-    assert all(str(i) in words for labels in spellings.values() for i, words in enumerate(labels))
-    assert true == {name for name, labels in spellings.items() if any("true" in words for words in labels)}
-    without_words = {name for name, labels in spellings.items() if all(len(words) == 1 for words in labels)}
-    assert numbers == without_words | {name for name in task_names() if read_spec(name).value}
-
-
 OWN = """
 columns: {text: text, label: label}
 prompt: "{{ text }}"
@@ -177,17 +162,6 @@ candidates: [bad, mixed, good]
 labels: [[-1.0], [0.0], [1.0, "-"]]
 metric: accuracy
 """
-
-
-def test_a_listed_label_is_a_label(tmp_path: Path) -> None:
-    """-1 and - usually mean no label; where the task file lists them, they are one. 1.0 there is 1 in the data."""
-    spec = parse_spec(OWN, "my", "my.yaml")
-    left_out: Counter[str] = Counter()
-    rows = [
-        Record("a", "line", i, {"text": "x", "label": label}) for i, label in enumerate((-1, 0, "1", "-", "", None))
-    ]
-    found = [build(record, spec) for record in pick_all(rows, spec, left_out)]
-    assert [question.answer for question in found] == [0, 1, 2, 2] and left_out == {"without a label": 2}
 
 
 REGRESSION = """
@@ -220,19 +194,3 @@ def test_spaces_at_the_beginning_of_a_prompt_are_left_out() -> None:
     spec = parse_spec('columns: {a: a, b: b}\nprompt: "{{ a }}"\nanswer: "{{ b }}"\nmetric: perplexity\n', "t", "t")
     free = build(Record("x.jsonl", "line", 1, {"a": "    if x:", "b": " y"}), spec)
     assert free is not None and free.prompt == "    if x:"
-
-
-def test_candidates_that_become_the_same_are_refused() -> None:
-    """A query without a gap, or choices that differ in case only, leave no choice."""
-    row = {"premise": "It rains.", "choice1": "A dog", "choice2": "a dog", "question": "cause", "label": 0}
-    with pytest.raises(UserError, match="candidates: two of them are the same:  a dog,  a dog"):
-        build(Record("a", "line", 1, row), read_spec("copa"))
-
-
-def test_nought_is_an_answer() -> None:
-    """As a number as well as a text; an empty text is none."""
-    row = {"passage": "p", "question": "q", "spans": [], "date": None}
-    found = [
-        build(Record("a", "line", 1, row | {"number": number}), read_spec("drop")) for number in (0, "0", "", None)
-    ]
-    assert [question and question.references for question in found] == [("0",), ("0",), None, None]

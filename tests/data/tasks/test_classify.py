@@ -1,6 +1,5 @@
 """Texts as rows of tokens with a label: special tokens, types, cutting, batches."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from transformers import BertConfig, LlamaConfig
 
-from keyhole.data.run import load_data, load_tokenizer, preview_data
+from keyhole.data.run import load_data, preview_data
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.classify import Labels, TextEncoder
 from keyhole.data.tasks.question import Question
@@ -154,17 +153,6 @@ def test_positions_behind_the_padding(encoders: dict[str, Path], tmp_path: Path)
         load_data(made)
 
 
-def test_positions_behind_a_padding_with_another_id(encoders: dict[str, Path], tmp_path: Path) -> None:
-    """The first position is that after the padding's, whatever its id (rinna/japanese-roberta-base: 3)."""
-    config = encoders["roberta"] / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 3}))
-    made = settings(encoders["roberta"], tmp_path)
-    path = tmp_path / "task" / "data" / "own" / "train.jsonl"
-    path.write_text(f'{{"a": "w1", "b": "{"w2 " * 34}", "label": 1}}\n' * 5)
-    with pytest.raises(UserError, match="the 36 positions the model has"):
-        load_data(made)
-
-
 def test_cutting_leaves_no_mark_in_the_tokenizer(encoders: dict[str, Path], tmp_path: Path) -> None:
     """The model saves the tokenizer that has cut rows: the same file as one that has read nothing."""
     data = load_data(settings(encoders["bert"], tmp_path, max_length=4))
@@ -176,8 +164,3 @@ def test_cutting_leaves_no_mark_in_the_tokenizer(encoders: dict[str, Path], tmp_
 def test_the_preview_shows_labels(encoders: dict[str, Path], tmp_path: Path) -> None:
     shown = preview_data(settings(encoders["bert"], tmp_path), 1)
     assert "sample 1 of 20" in shown and "[CLS]|" in shown and ("label bad" in shown or "label good" in shown)
-
-
-def test_a_base_encoder_without_head_is_refused(encoders: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match="make it a classifier: head=classification"):
-        load_tokenizer(str(encoders["bert"]))

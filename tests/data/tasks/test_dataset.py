@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from keyhole.data.loader import Loader
 from keyhole.data.run import load_data, load_tokenizer, preview_data
 from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError
@@ -65,17 +64,6 @@ def test_candidates_come_question_by_question(tiny_model: Path, folder: Path) ->
     assert sizes == {2, 3}
 
 
-def test_a_prompt_is_the_same_in_all_its_rows(tiny_model: Path, folder: Path) -> None:
-    """Candidates differ from where the labels begin, and not before."""
-    data = load_data(settings(tiny_model, folder, task="cb", loss="candidates"))
-    for index in range(len(data.train.dataset)):
-        rows = data.train.dataset.candidates(index)
-        begins = {next(t for t, label in enumerate(row.labels) if label >= 0) for row in rows}
-        assert len(begins) == 1
-        assert len({tuple(row.input_ids[: min(begins)]) for row in rows}) == 1
-        assert data.train.dataset[index] == rows[data.train.dataset.right[index]]
-
-
 @pytest.mark.parametrize("loss", ["tokens", "candidates"])
 def test_a_resumed_loader_goes_on(tiny_model: Path, folder: Path, loss: str) -> None:
     """The state of one loader gives another the next batches, bit by bit."""
@@ -130,13 +118,6 @@ def test_free_text_ends_where_the_task_says(tiny_model: Path, folder: Path) -> N
         load_data(settings(tiny_model, folder, task="squad", loss="candidates"))
 
 
-def test_unknown_tokens_of_questions_are_reported(tiny_model: Path, folder: Path) -> None:
-    from tests.data.tasks.test_encode import bpe
-
-    report = load_data(settings(tiny_model, folder), bpe("terrible great It was")).report
-    assert any("warning" in line and "are the unknown token" in line for line in report)
-
-
 def test_the_report_tells_of_the_draw(tiny_model: Path, folder: Path) -> None:
     """Counts, files and fingerprints of train, dev and test, in the start block of a run."""
     data = load_data(settings(tiny_model, folder, loss="candidates"))
@@ -158,13 +139,6 @@ def test_the_preview_marks_the_right_candidate(tiny_model: Path, folder: Path, l
     words = "".join(first.split("|"))
     assert words.index("RIGHT") < words.index("wrong")
     assert ("good" in words.split("ids")[0]) == ("great" in words[words.index("RIGHT") : words.index("wrong")])
-
-
-def test_packing_goes_with_tokens(tiny_model: Path, folder: Path) -> None:
-    """Questions of a task share rows as samples do."""
-    data = load_data(settings(tiny_model, folder, packing=True, max_length=128, num_train=12))
-    assert data.train.dataset.packed and len(data.train.dataset) < 12
-    assert isinstance(data.train, Loader)
 
 
 def test_questions_without_a_wrong_candidate_are_not_called_too_long(tiny_model: Path, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from keyhole.data.run import load_data
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.draw import Numbers, load_task
-from keyhole.data.tasks.parse import read_spec
-from keyhole.data.tasks.spec import check_names, listed_names
+from keyhole.data.tasks.spec import check_names
 from keyhole.errors import UserError
 
 
@@ -145,16 +144,6 @@ def test_empty_texts_are_counted(tmp_path: Path) -> None:
     assert warning.endswith("dev.tsv, row 2)")
 
 
-def test_two_files_of_one_ending(tmp_path: Path) -> None:
-    """The message says it of the split that is looked for, and what it says works."""
-    for name in ("train", "a_dev", "b_dev"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"sentence": name, "label": 1}) + "\n")
-    with pytest.raises(UserError, match="task_splits: {test: a_dev.jsonl}"):
-        load_task("sst2", str(tmp_path), Numbers())
-    drawn = load_task("sst2", str(tmp_path), Numbers(), {"test": "a_dev.jsonl+b_dev.jsonl"})
-    assert [question.prompt for question in drawn["test"].questions] == ["a_dev It was", "b_dev It was"]
-
-
 @pytest.mark.parametrize("text", ["", "sentence\tlabel\n"])
 def test_why_a_file_has_no_row(tmp_path: Path, text: str) -> None:
     """An empty file, or a header without rows."""
@@ -172,43 +161,6 @@ def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
     (tmp_path / "dev_matched.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="no row that could be used; 1 without a label left out"):
         load_task("mnli", str(tmp_path), Numbers(), training=False)
-
-
-def test_a_table_of_unlabelled_rows_is_not_called_a_header(tmp_path: Path) -> None:
-    """The rows left out say why the table has none."""
-    (tmp_path / "dev.tsv").write_text("sentence\tlabel\ngood\t-1\n")
-    with pytest.raises(UserError, match="no row that could be used; 1 without a label left out$"):
-        load_task("sst2", str(tmp_path), Numbers(), training=False)
-
-
-@pytest.mark.parametrize("name", ["sst-2", "SST2", "SST_2"])
-def test_names_as_folders_have_them(folder: Path, name: str) -> None:
-    """A task is found under every name that its folder may have, also in task_splits."""
-    assert listed_names(name) == ["sst2"]
-    check_names(["sst2"], {f"{name}.train": "x"})
-    drawn = load_task(name, str(folder), Numbers(), {f"{name}.train": "train[:15]"}, training=True)
-    assert drawn["train"].name == "sst2" and drawn["train"].about.endswith("train.jsonl[:15]")
-
-
-def test_several_names_in_one_word() -> None:
-    """As `keyhole eval` takes them; one that is no task is refused by itself, with the nearest that is one."""
-    assert listed_names("sst2, RTE") == ["sst2", "rte"] and listed_names(["a.yaml,b.yaml"]) == ["a.yaml", "b.yaml"]
-    assert listed_names("my,own.yaml") == ["my,own.yaml"] and listed_names("x/a,sst2") == ["x/a,sst2"]
-
-
-def test_files_of_questions_may_be_joined_by_a_comma(tmp_path: Path) -> None:
-    """As `keyhole eval --tasks` says; a file whose own name has a comma is one."""
-    for name in ("a.jsonl", "b.csv", "a,b.csv"):
-        (tmp_path / name).touch()
-    assert listed_names(f"{tmp_path}/a.jsonl,sst2, {tmp_path}/b.csv") == [
-        f"{tmp_path}/a.jsonl",
-        "sst2",
-        f"{tmp_path}/b.csv",
-    ]
-    assert listed_names(f"{tmp_path}/a,b.csv") == [f"{tmp_path}/a,b.csv"]
-    (mistyped,) = [name for name in listed_names("stt2,rte") if name != "rte"]
-    with pytest.raises(UserError, match="no task `stt2`; did you mean `sst2`"):
-        read_spec(mistyped)
 
 
 def test_a_split_of_nothing_is_refused() -> None:
@@ -238,9 +190,3 @@ def test_splits_that_share_rows_are_refused(folder: Path, splits: dict[str, str]
     with pytest.raises(UserError, match="share rows"):
         load_task("sst2", str(folder), Numbers(), splits)
     load_task("sst2", str(folder), Numbers(), {"train": "validation[:12]", "test": "validation[-8:]"})
-
-
-def test_the_advice_for_shared_rows_names_both_splits(folder: Path) -> None:
-    """Each of the two once."""
-    with pytest.raises(UserError, match=r'{test: "[^"]*\[:80%\]", dev: "[^"]*\[80%:\]"}'):
-        load_task("sst2", str(folder), Numbers(), {"dev": "validation"})

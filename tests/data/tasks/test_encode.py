@@ -22,11 +22,6 @@ def bpe(*texts: str, bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def test_no_question_has_no_rows() -> None:
-    """As where none is to be shown (`keyhole data -n 0`): tokenizers do not take an empty list."""
-    assert Encoder(bpe("Answer: yes")).encode([]) == []
-
-
 def test_boundary_where_tokens_merge() -> None:
     """A token across prompt and candidate belongs to the candidate, and all candidates begin at the same place."""
     tokenizer = bpe("Answer: yes", "Answer: no", "Answer: ")

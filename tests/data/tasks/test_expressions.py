@@ -1,8 +1,6 @@
 """The little programs of a task file: whatever goes wrong in one is an error of the task file."""
 
-import datetime
 import math
-from decimal import Decimal
 
 import pytest
 
@@ -33,13 +31,6 @@ def test_whatever_a_text_raises_names_its_key(source: str) -> None:
         Text(source, "prompt").run(ROW)
 
 
-@pytest.mark.parametrize("source", ["review | dictsort", "review | xmlattr", "none_such", "1 +", "1 / 0"])
-def test_whatever_an_expression_raises_names_its_key(source: str) -> None:
-    """An expression fails as a text does."""
-    with pytest.raises(UserError, match="^let.a: "):
-        Expression(source, "let.a").run(ROW)
-
-
 def test_slices_are_the_marked_pieces() -> None:
     """Both ends of a span belong to it."""
     row = {"text": "Ann met Bob", "spans": [{"start": 0, "end": 2}, {"start": 8, "end": 10}]}
@@ -60,10 +51,3 @@ def test_a_value_without_a_text_is_refused(source: str, value: object) -> None:
     """Bytes (texts of Hive in Parquet), missing numbers of pandas: never as Python prints them."""
     with pytest.raises(UserError, match=r"^prompt: found (bytes|not a number|infinite|null|a list|an object)"):
         Text(source, "prompt").run({"x": value})
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(1, "1"), (True, "True"), (Decimal("1.50"), "1.50"), (datetime.date(2025, 1, 31), "2025-01-31")]
-)
-def test_numbers_booleans_and_dates_have_a_text(value: object, text: str) -> None:
-    assert Text("{{ x }}", "prompt").run({"x": value}) == text

@@ -1,6 +1,5 @@
 """Every shipped task: the same question from Hugging Face's columns and from the original download's."""
 
-import gzip
 from pathlib import Path
 
 import pytest
@@ -50,14 +49,6 @@ def test_files_that_are_labels(tmp_path: Path) -> None:
     assert len(drawn["test"].questions) == 2000 and "Latin-1" in drawn["test"].about
 
 
-def test_cola_is_judged_by_both_dev_files(tmp_path: Path) -> None:
-    """As GLUE's validation set is."""
-    for name in ("in_domain_train", "in_domain_dev", "out_of_domain_dev"):
-        (tmp_path / f"{name}.tsv").write_text(f"x\t1\t\t{name}\n")
-    found = load_task("cola", str(tmp_path), Numbers())["test"].questions
-    assert [question.prompt.split("\n")[0] for question in found] == ["in_domain_dev", "out_of_domain_dev"]
-
-
 @pytest.mark.parametrize(
     ("task", "text"),
     [
@@ -71,41 +62,6 @@ def test_a_list_in_a_cell_is_refused(task: str, text: str, tmp_path: Path) -> No
     (tmp_path / "validation.csv").write_text(text)
     with pytest.raises(UserError, match=r"row 1: .*let\..* expected a list; a CSV or TSV holds none"):
         load_task(task, str(tmp_path), Numbers(), training=False)
-
-
-def test_agnews_with_words_for_classes(tmp_path: Path) -> None:
-    """Title and description apart, classes counted from 1 or spelled out."""
-    (tmp_path / "test.csv").write_text("label,title,description\nSports,It,rains\n2,It,snows\n")
-    assert [q.answer for q in load_task("agnews", str(tmp_path), Numbers(), training=False)["test"].questions] == [1, 1]
-
-
-@pytest.mark.parametrize("task", task_names())
-def test_parquet_and_gzip(task: str, tmp_path: Path) -> None:
-    """Hugging Face's rows also come as Parquet, and text comes packed."""
-    import json
-
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    name, text = next(iter(CASES[task].files.items()))
-    stem = name.removesuffix(".jsonl")
-    for kind in ("parquet", "gzip"):
-        folder = tmp_path / kind / task
-        folder.mkdir(parents=True)
-        if kind == "parquet":
-            rows = [json.loads(line) for line in text.splitlines()]
-            parquet.write_table(pa.Table.from_pylist(rows), folder / f"{stem}-00000-of-00001.parquet")
-        else:
-            (folder / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
-        found = load_task(task, str(tmp_path / kind), Numbers(), training=False)["test"]
-        assert found.questions[0].prompt == CASES[task].prompt
-
-
-def test_the_nested_original_has_all_its_answers(tmp_path: Path) -> None:
-    """MultiRC's line of one passage is one question per answer, in order."""
-    (tmp_path / "val.jsonl").write_text(CASES["multirc"].files["val.jsonl"])
-    questions = load_task("multirc", str(tmp_path), Numbers(), training=False)["test"].questions
-    assert [(q.answer, '"Bob"' in q.prompt) for q in questions] == [(1, False), (0, True)]
 
 
 def test_several_spellings_of_an_entity_are_right(tmp_path: Path) -> None:

@@ -116,9 +116,3 @@ def test_a_prompt_cannot_run_away(prompt: str, says: str) -> None:
     spec = parse_spec(GOOD.replace('"{{ text }}\\n"', repr(prompt)), "my", "my.yaml")
     with pytest.raises(UserError, match=says):
         spec.prompt.run({"text": "a"})
-
-
-def test_the_home_of_nobody_is_a_missing_file() -> None:
-    """`~nosuchuser` stands for no directory."""
-    with pytest.raises(UserError, match="cannot be read"):
-        read_spec("~nosuchuser/x.yaml")

@@ -1,7 +1,6 @@
 """Where the files of a task are found, and what is said where they are not."""
 
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,7 +8,6 @@ from types import ModuleType
 
 import pytest
 
-from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import find_splits, read_split
 from keyhole.errors import UserError
@@ -109,13 +107,6 @@ def test_parts_of_a_file(tmp_path: Path) -> None:
     assert str(found["train"]) == "val.jsonl[:3]"
 
 
-def test_boolq_divides_its_only_file(tmp_path: Path) -> None:
-    """Without a training file the last 1,000 rows judge, as the task file says."""
-    files_of(tmp_path / "boolq", "val.jsonl")
-    found = find_splits(read_spec("boolq"), str(tmp_path))
-    assert (str(found["train"]), str(found["test"])) == ("val.jsonl[:-1000]", "val.jsonl[-1000:]")
-
-
 @pytest.mark.parametrize(
     ("names", "given", "says"),
     [
@@ -208,37 +199,6 @@ def test_more_than_all_rows_are_refused(tmp_path: Path, name: str) -> None:
     assert str(find_splits(read_spec("sst2"), str(tmp_path), {"test": "dev[:100%]"})["test"]) == "dev.jsonl[:100%]"
 
 
-@pytest.mark.parametrize("where", ["a" * 300, "~nosuchuser/x"])
-def test_an_absurd_directory_is_refused(where: str) -> None:
-    """task_data is looked for as it stands."""
-    with pytest.raises(UserError, match="no such directory"):
-        find_splits(read_spec("sst2"), where)
-
-
-def test_a_folder_called_like_a_file_and_a_pipe(tmp_path: Path) -> None:
-    """Neither is a file of rows."""
-    (tmp_path / "train.jsonl").mkdir()
-    files_of(tmp_path, "dev.jsonl")
-    assert "train" not in find_splits(read_spec("sst2"), str(tmp_path))
-    (tmp_path / "train.jsonl").rmdir()
-    os.mkfifo(tmp_path / "train.jsonl")
-    place = find_splits(read_spec("sst2"), str(tmp_path))["train"]
-    with pytest.raises(UserError, match=r"train\.jsonl: not a regular file"):
-        read_split(read_spec("sst2"), place, Counter())
-
-
-def test_a_list_in_a_column_with_a_dot(tmp_path: Path) -> None:
-    """`rows: [a.b]` opens the column of that very name."""
-    (tmp_path / "own.yaml").write_text(
-        "columns: {x: a.b, label: label}\nrows: [a.b]\nprompt: '{{ x }}'\ncandidates: [a, b]\nmetric: accuracy\n"
-    )
-    (tmp_path / "train.json").write_text(json.dumps([{"a.b": ["one", "two"], "label": 1}]))
-    (tmp_path / "dev.json").write_text("[]")
-    spec = read_spec(str(tmp_path / "own.yaml"))
-    found = read_split(spec, find_splits(spec, str(tmp_path))["train"], Counter())
-    assert [record.row["x"] for record in found] == ["one", "two"]
-
-
 @pytest.mark.parametrize(
     ("names", "advice"),
     [
@@ -288,26 +248,3 @@ def test_three_files_of_a_task_of_one_s_own(
     files_of(tmp_path / "my", *(f"{name}.jsonl" for name in names))
     found = find_splits(read_spec(str(tmp_path / "my.yaml")), str(tmp_path), given)
     assert {split: Path(place.names[0]).stem for split, place in found.items()} == expected
-
-
-def test_splits_in_a_task_file_decide(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text(OWN + "splits: {train: train, test: validation}\n")
-    files_of(tmp_path / "my", "train.jsonl", "dev.jsonl", "test.jsonl")
-    found = find_splits(read_spec(str(tmp_path / "my.yaml")), str(tmp_path))
-    assert {split: Path(place.names[0]).stem for split, place in found.items()} == {"train": "train", "test": "dev"}
-
-
-def test_a_test_file_without_labels(tmp_path: Path) -> None:
-    """The message says how to be judged by the other file, and that works."""
-    (tmp_path / "my.yaml").write_text(OWN)
-    files_of(tmp_path / "my", "train.jsonl", "dev.jsonl", "test.jsonl")
-    (tmp_path / "my" / "train.jsonl").write_text(
-        "".join(json.dumps({"sentence": f"{i}", "label": i % 2}) + "\n" for i in range(9))
-    )
-    (tmp_path / "my" / "test.jsonl").write_text(json.dumps({"sentence": "so so", "label": None}) + "\n")
-    asked = str(tmp_path / "my.yaml"), str(tmp_path), Numbers()
-    with pytest.raises(
-        UserError, match=r"test.jsonl holds no row .* without a label left out; .* \{test: validation\}"
-    ):
-        load_task(*asked)
-    assert len(load_task(*asked, {"test": "validation"})["test"].questions) == 1

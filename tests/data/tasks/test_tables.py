@@ -66,16 +66,6 @@ def test_lines_in_latin_1(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bad_byte_does_not_change_other_letters(tmp_path: Path) -> None:
-    """A file with accents in UTF-8 and one bad byte is refused, not read as Latin-1; so is UTF-16."""
-    (tmp_path / "train_5500.label").write_bytes("DESC:def What is caf\u00e9 ?\n".encode() + b"DESC:def Bad\xff ?\n")
-    with pytest.raises(UserError, match=r"train_5500\.label, line 2: not UTF-8 text, which other lines are"):
-        rows(tmp_path / "train_5500.label", "trec")
-    (tmp_path / "wide.label").write_text("DESC:def What is caf\u00e9 ?\n", encoding="utf-16")
-    with pytest.raises(UserError, match="line 1: not UTF-8 text but UTF-16"):
-        rows(tmp_path / "wide.label", "trec")
-
-
 def test_latin_1_is_reported(tmp_path: Path) -> None:
     """With the file and the line that decided it."""
     line = "DESC:def What is it ?\n"
@@ -158,12 +148,6 @@ def test_a_quoted_table_comes_back(pairs: list[tuple[str, str]]) -> None:
             path.write_bytes(out.getvalue().encode(errors="replace"))
             found = [(row["sentence"], row["label"]) for row in rows(path, "sst2")[0]]
         assert found == [(a.encode(errors="replace").decode(), b) for a, b in pairs]
-
-
-def test_old_line_ends(tmp_path: Path) -> None:
-    """A file of an old Macintosh ends its lines with a carriage return."""
-    (tmp_path / "a.tsv").write_bytes(b"sentence\tlabel\rgood\t1\rbad\t0\r")
-    assert [row["sentence"] for row in rows(tmp_path / "a.tsv", "sst2")[0]] == ["good", "bad"]
 
 
 @pytest.mark.parametrize(
