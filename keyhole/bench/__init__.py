@@ -15,7 +15,6 @@ snapshots.py                 snapshots: background checkpoints during training, 
 run.py                       a file of tables: zo, lomo, lsp, memory
 bias.py                      lsp-bias: how much of a gradient sparse projectors lose, on any model and data
 scale.py                     scale: predicted steps on 1 to 64 GPUs
-traced.py                    torch.compile without code generation, for quick runs
 
 The targets of our own runs are in benchmarks/targets.py.
 """

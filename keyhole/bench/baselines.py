@@ -81,10 +81,12 @@ class Textbook:
 
 def take_weights(model: keyhole.Model) -> nn.Module:
     """The module of a resident model, its parameters in memory of their own: keyhole's is freed, which would otherwise
-    be charged to the baseline. By way of the host, since both may not fit. Afterwards only the module can be used."""
+    be charged to the baseline. By way of the host where both do not fit. Afterwards only the module can be used."""
     model.apply_deferred()
     model.engine.wait_for_homes()
-    kept = [(t.param, t.param.data.to("cpu", copy=True)) for t in model.layout.tensors]
+    size, is_on_gpu = sum(home.nbytes for home in model.engine.homes), model.device.type == "cuda"
+    place = model.device if is_on_gpu and torch.cuda.mem_get_info(model.device)[0] > 1.1 * size else "cpu"
+    kept = [(t.param, t.param.data.to(place, copy=True)) for t in model.layout.tensors]
     for param, _ in kept:
         param.data = param.data.new_empty(0)
     for home in model.engine.homes:

@@ -32,6 +32,7 @@ def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
     """The numbers of a case, for the tables of step_tables.py."""
     device, begin_s = measure.device_of(job.device), time.perf_counter()
     rate = product_rate_of(device) if device.type == "cuda" else None
+    measure.clear_device(device)
     model = load(case, job.device, job.quick)
     batches = batches_of(case, job.quick, model.config.vocab_size)
     load_s, host_bytes = time.perf_counter() - begin_s, measure.host_memory()
@@ -68,8 +69,6 @@ def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
 
 def load(case: Case, device: str, quick: bool, graphs: bool = True) -> keyhole.Model:
     """The case's model, placed as the case says for what the case runs."""
-    if case.options.get("compile") == "keyhole_in_place":
-        from keyhole.bench import traced  # noqa: F401  (the backend that quick runs compile with)
     tokens = case.batch * shortened(case.length, quick)
     work = Workload("eval", tokens, case.micro_batches)  # of a baseline, whose memory is not planned
     if case.system != NATIVE:

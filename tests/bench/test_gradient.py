@@ -15,6 +15,7 @@ from keyhole.bench.floors import own_products_s, product_flop
 from keyhole.bench.shapes import LLAMA, llama_config
 from keyhole.bench.step_tables import Line
 from keyhole.cli import main
+from tests.traced import IN_PLACE
 
 LLAMA_7B = {"model": "Llama-7B", "system": "resident"}
 
@@ -42,7 +43,7 @@ def shortened(verb: str, directory: Path, names: list[str], **quick: Any) -> Pat
 def test_lomo_s_cases_run_on_tiny_shapes(tmp_path: Path) -> None:
     """Streamed losses are the resident ones; own products are timed where all weights are on the device."""
     names = ["7B native sgd", "7B lomo compiled", "7B lomo compiled streamed 4GiB"]
-    found, page = run("lomo", shortened("lomo", tmp_path, names), tmp_path)
+    found, page = run("lomo", shortened("lomo", tmp_path, names, compile=IN_PLACE), tmp_path)
     streamed = found[names[2]]
     assert streamed["losses"] == found[names[1]]["losses"]
     assert streamed["streamed_bytes"] == streamed["bytes_down"] > 0
@@ -52,8 +53,8 @@ def test_lomo_s_cases_run_on_tiny_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_lsp_s_cases_run_on_tiny_shapes(tmp_path: Path) -> None:
-    """The host's part of a step is in the record. Blocks are not compiled here: LOMO's cases are."""
-    records, page = run("lsp", shortened("lsp", tmp_path, [], compile=False), tmp_path)
+    """The host's part of a step is in the record."""
+    records, page = run("lsp", shortened("lsp", tmp_path, []), tmp_path)
     assert next(iter(records)) == "7B native adamw"
     on_host = records["7B lsp d=2048 cpu compiled"]
     assert all(on_host["parts"][part] > 0 for part in ("update_s", "host_wait_s"))

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
-from keyhole.bench.traced import IN_PLACE
 from keyhole.errors import UserError
 from keyhole.machine import settings
 from keyhole.machine.settings import Changes, Setting, no_stream_warning, stream_warning
 from tests.model.decoders import batch, config
+from tests.traced import IN_PLACE
 
 
 class Knob:

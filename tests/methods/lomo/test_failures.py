@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.bench.traced import IN_PLACE
 from keyhole.errors import UserError
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.update import Update
 from tests.methods.lomo.loops import load, micro_batches, weights
+from tests.traced import IN_PLACE
 
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench.traced import IN_PLACE
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.workload import Workload
@@ -15,6 +14,7 @@ from tests.matrix import in_every_run
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights
 from tests.model.decoders import LAYERS, NAMES, UNLIKE, config
 from tests.model.streaming import streamed
+from tests.traced import IN_PLACE
 
 FEW = ("gpt2", "qwen2", "mixtral", *UNLIKE)  # transposed, tied, with experts; and those unlike the six
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench.traced import IN_PLACE
 from keyhole.demo.train import settings_of, start
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.target import view_in
@@ -20,6 +19,7 @@ from tests.methods.lomo.loops import SIX, close, micro_batches, weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
 from tests.model.decoders import LAYERS, NAMES, batch, config
 from tests.model.streaming import streamed
+from tests.traced import IN_PLACE
 
 
 @in_every_run(lambda name, where, micro: name == "llama" or (name, where) in (("gpt2", "gpu"), ("mixtral", "cpu")))

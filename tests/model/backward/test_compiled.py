@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 import keyhole
-from keyhole.bench.traced import IN_PLACE
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Saved
 from tests.matrix import in_every_run
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
+from tests.traced import IN_PLACE
 
 TWO = [batch(2, 10, seed=1), batch(2, 10, seed=2)]  # of one shape: another would be compiled with symbols for sizes
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from keyhole.bench.traced import IN_PLACE
 from keyhole.model.backward.compiled_linear import TELLS, linears_offer, offers_go_to
+from tests.traced import IN_PLACE
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.bench.traced import IN_PLACE
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.reverse import Reverse
@@ -22,6 +21,7 @@ from keyhole.model.spare_memory import SpareMemory
 from keyhole.weak import weakly
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
+from tests.traced import IN_PLACE
 
 
 class Graph(Recording):
