@@ -14,11 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from keyhole.methods.settings import FROZEN_WIRES, MethodSettings, Rates
-from keyhole.methods.workload import DeviceBytes, Formulas, Room, Workload
+from keyhole.methods.workload import DeviceBytes, Formulas, Room, StepWork, Workload
 
 if TYPE_CHECKING:
     from keyhole.machine.rates import Rates as MachineRates
-    from keyhole.methods.work import StepWork
     from keyhole.model.structure.layout import Layout
 
 AUTO_RATE = "auto"  # the method searches a learning rate

@@ -8,8 +8,11 @@ For N parameters that a token uses (of experts, those it is routed to), M tokens
     touched      bytes of elementwise kernels: activations (below), and the method's own kernels on weights
     up, down     bytes over the link: a streamed unit is uploaded once per sweep, and written back once per step; expert
                  units only if some token of the step uses them: if each chooses a share p, (1 - p)^M are not used
-    launches     by the host, of three kinds (launches.py); for a layer that is computed by experts, EXPERT per expert
-                 that a pass uses (counted in the code, not fitted). nodes: kernels of a step that is one CUDA graph
+    launches     of the host, in operations of a forward pass that Python calls (machine/rates.py): a block's own, as
+                 counted (model/structure/block_counts.py); HOOK and UPDATE per tensor whose gradient is handed over and
+                 updated by our kernels; EXPERT per expert that a pass uses; GRAPH per block that runs as CUDA graphs;
+                 VISIT and UNIT per block and unit in lockstep. They decide on short batches and on models below 3B.
+    nodes        kernels of a step that is one CUDA graph
 
 The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). These kernels take
 SLOWER times as long as copies of the same bytes: a profile of `zo` on a Llama-3.5B, 2 x 4 x 1024 tokens on an H200, has
@@ -23,85 +26,30 @@ The numbers per method are in memory.py of its folder, beside its bytes; this fi
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.launches import (
-    EXPERT,
-    RECORDED,
-    STEP,
-    UNRECORDED,
-    Launches,
-    of_backward,
-    of_forward,
-    of_gradients,
-    of_lockstep,
-)
 from keyhole.methods.memory import forward_bytes, reverse_bytes
-from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.kept_blocks import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, recording_bytes, slot_count
 from keyhole.model.backward.unit_gradients import COPIES, FREE_SHARE
-from keyhole.model.forward.memory import SLOT_COUNT, launched_as_graphs
+from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
 
 FORWARD_H, FORWARD_W = 51, 9
+CALLS, PER_CALL = (73, 165), (0.48, 0.6)  # of a block's two passes, if they cannot be counted; operations per call
+UNRECORDED = 0.7  # the share of a forward pass that is left without autograd's record
+HOOK, UPDATE, TENSOR = 12, 8, 0.8  # the last: under plain autograd
+GRAPH, EXPERT = (8, 54), (10, 23)  # forward, backward
+VISIT, UNIT, STEP, PLAIN_STEP = 5.5, 14, 200, 140
 SLOWER, BACKWARD = 1.4, 2.9
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
-GRAPH = 0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """One step, in the quantities above."""
-
-    products: float = 0.0  # FLOPs
-    touched: float = 0.0
-    up: float = 0.0
-    down: float = 0.0
-    adam: float = 0.0
-    """Parameters that the CPU updates."""
-    exposed_adam: float = 0.0
-    """Those of them whose update begins after the backward pass and ends before the next forward pass, so that nothing
-    hides it."""
-    exposed_bytes: float = 0.0
-    """Bytes of the gradients of these parameters, and of their steps, each way."""
-    kernels: float = 0.0  # launches of three kinds (launches.py)
-    called: float = 0.0
-    reversed: float = 0.0
-    nodes: float = 0.0
-    host_bytes: int = 0
-    """State in host memory."""
-    saved_bytes: int = 0
-    """State in a checkpoint, beside the weights."""
-    kept_bytes: int = 0
-    """Activations that are kept on the device because there is room, beyond what the step needs."""
-    together: int = 1
-    """Passes whose rows share one product."""
-    forwards: float = 1.0
-    """Forward passes over a block per micro-batch, with recomputation."""
-    recorded: bool = False
-    """Blocks run as CUDA graphs."""
-    slots: int = SLOT_COUNT
-    """Slots that streamed units go through."""
-    updates_in_reverse: bool = False
-    """Updates by the CPU overlap with the backward pass alone."""
-    plain: bool = False
-    """torch's autograd and optimizer over the whole model."""
-    begin: "StepWork | None" = None
-    """The part of the step that ends before the backward pass begins."""
-
-    def plus(self, **more: float) -> "StepWork":
-        """A copy with these amounts added."""
-        changed = {name: getattr(self, name) + value for name, value in more.items()}
-        return replace(self, **changed)
-
-    def launching(self, more: Launches) -> "StepWork":
-        """A copy with these launches added."""
-        return self.plus(**vars(more))
+KEPT_GRAPH = (
+    0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
+)
 
 
 def trained_numel(layout: Layout) -> int:
@@ -125,7 +73,31 @@ def met_share(work: Workload, passes: int = 1) -> float:
     return float(1 - (1 - work.experts) ** (work.tokens * passes))
 
 
-def _expert_launches(layout: Layout, work: Workload) -> tuple[Launches, Launches]:
+def forward_launches(layout: Layout, unrecorded: bool = False) -> float:
+    """Of a forward pass over all blocks. unrecorded: by autograd."""
+    calls = layout.counts.forward_calls if layout.counts else CALLS[0]
+    return layout.block_count * PER_CALL[0] * calls * (UNRECORDED if unrecorded else 1.0)
+
+
+def backward_launches(layout: Layout) -> float:
+    """Of a backward pass over all blocks, without what is done with gradients."""
+    return layout.block_count * PER_CALL[1] * (layout.counts.backward_calls if layout.counts else CALLS[1])
+
+
+def tensors_of_blocks(layout: Layout) -> tuple[int, int]:
+    """(matrices, vectors) of all blocks, wherever their vectors are kept."""
+    found = [t for t in layout.tensors if t.block is not None]
+    matrices = sum(len(t.shape) > 1 for t in found)
+    return matrices, len(found) - matrices
+
+
+def update_launches(layout: Layout, of_matrix: float = UPDATE, of_vector: float = UPDATE) -> float:
+    """Of updates by our own kernels, as gradients are handed over."""
+    matrices, vectors = tensors_of_blocks(layout)
+    return of_matrix * matrices + of_vector * vectors
+
+
+def _expert_launches(layout: Layout, work: Workload) -> tuple[float, float]:
     """(forward, backward) launches of layers that are computed by experts, per pass."""
     met = 0.0 if _is_compiled(work) else met_share(work) * sum(experts.count for experts in layout.experts)
     return met * EXPERT[0], met * EXPERT[1]
@@ -180,13 +152,18 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
     """Forward passes in lockstep: every streamed unit is uploaded once, whatever the number of passes."""
     recorded = rates.gpu_bytes is not None and launched_as_graphs(layout, work.tokens)
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
-    launches = work.passes * layout.block_count * RECORDED[0] if recorded else of_lockstep(layout, work.passes)
+    if recorded:
+        launches = work.passes * layout.block_count * float(GRAPH[0])
+    else:
+        passing = forward_launches(layout, unrecorded=True) + VISIT * layout.block_count
+        launches = work.passes * passing + UNIT * len(layout.units)
     return StepWork(
         products=work.passes * forward_flops(layout, work),
         touched=work.passes * share * activation_bytes(layout, work, room),
         up=met_bytes(layout, streamed, work, room),
         recorded=recorded,
-    ).launching(kernels * launches + work.passes * _expert_launches(layout, work)[0] + Launches(called=STEP[1]))
+        launches=kernels * launches + work.passes * _expert_launches(layout, work)[0] + STEP,
+    )
 
 
 def _block_numel(layout: Layout) -> int:
@@ -212,7 +189,7 @@ def _graph_bytes(layout: Layout, work: Workload, room: Room) -> float:
     """Bytes of one block's activations between its forward and its backward pass."""
     found = layout.counts
     if found is None:
-        return GRAPH * _block_activations(layout, work, room)
+        return KEPT_GRAPH * _block_activations(layout, work, room)
     return room.formats.dtype.itemsize * work.passes * work.tokens * found.saved_frozen
 
 
@@ -289,7 +266,7 @@ def reverse_work(
         kept_bytes += _recording_bytes(layout, streamed, work, room, trains)
     recorded = may_record and launched_as_graphs(layout, work.tokens)
     begun, recomputed, reversed_ = _reverse_launches(layout, work, again, plain, trains, recorded)
-    around = Launches(called=STEP[0 if plain else 1])
+    around = PLAIN_STEP if plain else STEP
     touched = passes * (COMPILED if _is_compiled(work) else 1.0) * elements
     uploaded = _uploaded_bytes(layout, streamed, work, room)
     inputs = _inputs_in_host_memory(layout, work, room)
@@ -298,7 +275,8 @@ def reverse_work(
         touched=touched,
         up=uploaded,
         down=float(inputs),
-    ).launching(passes * begun + 0.5 * around)
+        launches=passes * begun + 0.5 * around,
+    )
     return StepWork(
         begin=begin,
         products=passes * forward * (1 + reverses * (again + 1 + weight_products)),
@@ -311,24 +289,25 @@ def reverse_work(
         recorded=recorded,
         slots=slot_count(layout),
         plain=plain,
-    ).launching(passes * (begun + reverses * (again * recomputed + reversed_)) + around)
+        launches=passes * (begun + reverses * (again * recomputed + reversed_)) + around,
+    )
 
 
 def _reverse_launches(
     layout: Layout, work: Workload, again: float, plain: bool, trains: bool, recorded: bool
-) -> tuple[Launches, Launches, Launches]:
+) -> tuple[float, float, float]:
     """Launches of a micro-batch: (its forward pass, the recomputation of all blocks, its backward pass). again: the
     share of the blocks that is recomputed, and so runs first without autograd's record."""
     if recorded:
-        forward, backward = (layout.block_count * each for each in RECORDED)
+        forward, backward = (float(layout.block_count * each) for each in GRAPH)
         begun = forward
     else:
-        forward, backward = of_forward(layout), of_backward(layout)
-        begun = (UNRECORDED * again + 1 - again) * forward
+        forward, backward = forward_launches(layout), backward_launches(layout)
+        begun = again * forward_launches(layout, unrecorded=True) + (1 - again) * forward
         if trains:
-            backward += of_gradients(layout, plain)
+            backward += sum(tensors_of_blocks(layout)) * (TENSOR if plain else HOOK)
     kernels = COMPILED_KERNELS if _is_compiled(work) and not recorded else 1.0
-    first, last = (Launches(), Launches()) if plain else _expert_launches(layout, work)  # of layers of experts
+    first, last = (0.0, 0.0) if plain else _expert_launches(layout, work)  # of layers of experts
     return kernels * begun + first, kernels * forward + first, kernels * backward + last
 
 

@@ -9,13 +9,12 @@ and a peak predicted before any weight is read. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from keyhole.machine.rates import Rates
     from keyhole.methods.settings import MethodSettings
-    from keyhole.methods.work import StepWork
     from keyhole.model.structure.layout import Layout
     from keyhole.model.weights.format import Wire
 
@@ -61,6 +60,50 @@ class DeviceBytes(Protocol):
     def total(self) -> int: ...
     @property
     def during_a_step(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One step, in the quantities of work.py."""
+
+    products: float = 0.0  # FLOPs
+    touched: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+    adam: float = 0.0
+    """Parameters that the CPU updates."""
+    exposed_adam: float = 0.0
+    """Those of them whose update begins after the backward pass and ends before the next forward pass, so that nothing
+    hides it."""
+    exposed_bytes: float = 0.0
+    """Bytes of the gradients of these parameters, and of their steps, each way."""
+    launches: float = 0.0  # of the host
+    nodes: float = 0.0
+    host_bytes: int = 0
+    """State in host memory."""
+    saved_bytes: int = 0
+    """State in a checkpoint, beside the weights."""
+    kept_bytes: int = 0
+    """Activations that are kept on the device because there is room, beyond what the step needs."""
+    together: int = 1
+    """Passes whose rows share one product."""
+    forwards: float = 1.0
+    """Forward passes over a block per micro-batch, with recomputation."""
+    recorded: bool = False
+    """Blocks run as CUDA graphs."""
+    slots: int = 3
+    """Slots that streamed units go through."""
+    updates_in_reverse: bool = False
+    """Updates by the CPU overlap with the backward pass alone."""
+    plain: bool = False
+    """torch's autograd and optimizer over the whole model."""
+    begin: StepWork | None = None
+    """The part of the step that ends before the backward pass begins."""
+
+    def plus(self, **more: float) -> StepWork:
+        """A copy with these amounts added."""
+        changed = {name: getattr(self, name) + value for name, value in more.items()}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)

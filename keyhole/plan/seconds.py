@@ -1,7 +1,7 @@
 """From the FLOPs and bytes of a step (methods/work.py) to seconds, and to what bounds the step.
 
     compute   max(products / (DUTY rate) + touched / device memory + kernels in a step's graph x NODE_S, launches)
-    launches  the host's operations of each kind (methods/launches.py) x the seconds of one
+    launches  the host's operations (methods/work.py) x the seconds of one that Python calls
     link      bytes up and down over the rates of the link (machine/rates.py)
     CPU       parameters that the CPU updates / its rate; bound by host memory where the link uses it too
     exposed   the same of updates that nothing hides: of `lsp` the embedding's, if its moments are in host memory,
@@ -61,7 +61,7 @@ What the constants were fitted to, on an H200 (files in benchmarks/records/):
 from dataclasses import dataclass
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.work import StepWork
+from keyhole.methods.workload import StepWork
 
 HIDDEN = 0.1
 AHEAD = 0.28
@@ -137,7 +137,7 @@ def _device_seconds(work: StepWork, rates: Rates, rows: int, itemsize: int) -> t
     """(seconds that the device is busy, seconds that the host needs to launch)."""
     busy = work.products / (DUTY * rates.products_at(rows * work.together, itemsize))
     busy += work.touched / rates.device_memory + work.nodes * NODE_S
-    launching = work.kernels * rates.launch + work.called * rates.called + work.reversed * rates.reversed
+    launching = work.launches * rates.called
     if rates.gpu_bytes is None:  # on a CPU calls and compute do not overlap
         return busy + launching, 0.0
     return busy, launching

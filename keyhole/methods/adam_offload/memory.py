@@ -45,8 +45,8 @@ from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.adam_offload.updates import SLOTS, chunk_of
 from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import StepWork, reverse_work
-from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.methods.work import reverse_work
+from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 from keyhole.offload.shards import part_numel

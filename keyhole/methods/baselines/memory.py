@@ -29,9 +29,8 @@ from typing import Any
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
-from keyhole.methods.launches import PLAIN
-from keyhole.methods.work import StepWork, reverse_work, trained_numel
-from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.methods.work import reverse_work, trained_numel
+from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import block_numel
 from keyhole.model.structure.layout import Layout
 
@@ -40,7 +39,7 @@ SLACK = 1.06
 LOSS_TOKENS = 1024
 CLIP_PASSES = 3  # over all gradients: read for the norm, read and written for the factor
 ADAMW_PASSES = CLIP_PASSES + 18  # torch updates all tensors with one kind of kernel after the other: seven kinds
-GALORE_KERNELS = 13, 3  # of its update per tensor, and more per projected matrix; the others' kernels take many tensors
+GALORE_LAUNCHES = 6  # of its update per tensor; the others' kernels take many tensors
 GALORE_BYTES = 100  # read and written per parameter by its update, which uses fp32 copies
 
 
@@ -117,10 +116,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     per_weight = {GALORE.name: GALORE_BYTES, ADAMW.name: ADAMW_PASSES * b}.get(work.method, (CLIP_PASSES + 3) * b)
     moments = 0 if work.method == ADAMW.name else 2 * state
     if work.method == GALORE.name:
-        own: Any = work.settings or GALORE.settings()
         tensors = [t for t in layout.tensors if t.param.requires_grad]
-        low = sum(min(shape) > own.rank for shape in _matrices(layout))
-        found = found.plus(kernels=PLAIN * (GALORE_KERNELS[0] * len(tensors) + GALORE_KERNELS[1] * low))
+        found = found.plus(launches=GALORE_LAUNCHES * len(tensors))
     return found.plus(touched=per_weight * trained + moments, saved_bytes=state)
 
 

@@ -8,10 +8,7 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             benchmarks/records/), where the bytes alone take 0.01; since it sums over whole tables, 0.056 for a 3.5B
             (plan_check_h200_2026-11-16) and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and
             writes 2 bytes more.
-launches    an update per tensor (methods/launches.py). More than that, measured in the same way:
-            adalomo SUMMED operations per matrix and per vector for its sums; apollo-mini
-            SKETCHED per matrix, for norms, the sketch and its moments, and ADAM per vector; lomo-lora has those of its
-            adapters
+launches    an update per tensor; SUMMED: the sums of adalomo; SKETCHED: norms, sketch and moments of apollo-mini
 products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss
 down        every streamed unit, once; of expert units, those that received tokens
 """
@@ -19,18 +16,16 @@ down        every streamed unit, once; of expert units, those that received toke
 import torch
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.launches import Launches, hooked, of_adapters, of_updates, tensors_of_blocks
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig, LOMOSettings
-from keyhole.methods.lora.memory import adapted_count, adapted_sides
+from keyhole.methods.lora.memory import adapted_sides, adapter_launches
 from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import StepWork, met_bytes, reverse_work, trained_numel
-from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.methods.work import UPDATE, met_bytes, reverse_work, trained_numel, update_launches
+from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
 SUMS = 7
-SUMMED = 10, 3
-SKETCHED, ADAM = 50, 4
+SUMMED, SKETCHED = (12, 4), (60, 5)  # launches of an update beyond LOMO's, per matrix and per vector
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
@@ -44,28 +39,18 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     per_weight = 2 * b + 2 * w + (4 if own.rounding == "kahan" else 0)
     if work.method == ADALOMO.name:
         per_weight += SUMS * (2 * b + w)
-    elif work.method not in (LOMO.name, LOMO_LORA.name):
-        per_weight += b + w
+    sketches = work.method not in (ADALOMO.name, LOMO.name, LOMO_LORA.name)
+    per_weight += b + w if sketches else 0
     if not found.recorded:
-        found = found.launching(of_updates(layout) + _more_launches(layout, work.method))
+        more = SUMMED if work.method == ADALOMO.name else SKETCHED if sketches else (0, 0)
+        found = found.plus(launches=update_launches(layout, *(UPDATE + each for each in more)))
     kahan = 2 * numel if own.rounding == "kahan" else 0
     found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
     if isinstance(own, LOMOLoRAConfig):
         found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
         if not found.recorded:
-            layers = adapted_count(layout, own.target_modules)
-            found = found.launching(of_adapters(layers, found.forwards, work.passes))
+            found = found.plus(launches=adapter_launches(layout, own.target_modules, found.forwards, work.passes))
     return found
-
-
-def _more_launches(layout: Layout, method: str) -> Launches:
-    """Launches of an update beyond those of LOMO's."""
-    matrices, vectors = tensors_of_blocks(layout)
-    if method == ADALOMO.name:
-        return hooked(SUMMED[0] * matrices + SUMMED[1] * vectors)
-    if method in (LOMO.name, LOMO_LORA.name):
-        return Launches()
-    return hooked(SKETCHED * matrices + ADAM * vectors)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:

@@ -19,11 +19,10 @@ from dataclasses import replace
 import torch
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.launches import of_adapters
 from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import StepWork, reverse_work
-from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.methods.work import reverse_work
+from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.freeze import is_left_out
 from keyhole.model.structure.layout import Layout
@@ -48,9 +47,10 @@ def adapted_sides(layout: Layout, targets: str | list[str] | None = None) -> int
     return sum(sum(shape) for shape in _adapted(layout, targets))
 
 
-def adapted_count(layout: Layout, targets: str | list[str] | None = None) -> int:
-    """The number of linear layers that get adapters."""
-    return len(_adapted(layout, targets))
+def adapter_launches(layout: Layout, targets: str | list[str] | None, forwards: float, passes: int) -> float:
+    """Launches of a step for the adapted layers: in `forwards` forward passes and a backward pass of each micro-batch,
+    and in their update."""
+    return (passes * (forwards * 7 + 18) + 1.3) * len(_adapted(layout, targets))
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
@@ -69,7 +69,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     numbers = own.r * sides
     found = reverse_work(layout, streamed, work, room, rates, weight_products=0.0, trains=False)
     if not found.recorded:
-        found = found.launching(of_adapters(adapted_count(layout, own.target_modules), found.forwards, work.passes))
+        found = found.plus(launches=adapter_launches(layout, own.target_modules, found.forwards, work.passes))
     b, blocks = room.formats.dtype.itemsize, layout.of_kind("block")
     unpacked = 2 * sum(room.formats.home_bytes(u) + b * u.numel for u in blocks) if room.formats.packs else 0
     elements = (1 if own.activations == "none" else 2) * FORWARD + REVERSE

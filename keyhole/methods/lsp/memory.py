@@ -40,12 +40,11 @@ from itertools import accumulate
 import torch
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.launches import of_updates, of_updates_away
 from keyhole.methods.lsp.target import Targets
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
-from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.methods.work import home_bytes, reverse_work, trained_numel, update_launches
+from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.model import Model
@@ -102,6 +101,9 @@ class Numbers:
         if self.ranks > 1:  # a unit's gradient is exchanged, and its steps are gathered
             gathered += 8 * max(self.of.values(), default=0)
         return moments, gathered + 4 * SLOTS * away + self.projector_bytes
+
+
+AWAY = 54, 36  # launches per group and per unit whose numbers the CPU updates
 
 
 def group_of(unit: Unit) -> Hashable:
@@ -226,7 +228,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     seen = sum(torch.Size(min(side, own.d) for side in t.shape).numel() for t in matrices)
     found = reverse_work(layout, streamed, work, room, rates, weight_products=seen / max(1, full))
     if not found.recorded:
-        found = found.launching(of_updates(layout))
+        found = found.plus(launches=update_launches(layout))
     b, w, sides = room.formats.dtype.itemsize, room.formats.plain.itemsize, sum(sum(t.shape) for t in matrices)
     compressed = b * (1 + own.r) * work.passes * work.tokens * sides
     left = None if room.limit_bytes is None else room.limit_bytes - plan.without_state
@@ -234,7 +236,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     total = sum(numbers.of.values())
     away = total - sum(numbers.of[unit] for unit in on_device)
     sent = [unit for unit in numbers.of if unit not in on_device]
-    found = found.launching(of_updates_away(len({numbers.groups[unit] for unit in sent}), len(sent)))
+    found = found.plus(launches=AWAY[0] * len({numbers.groups[unit] for unit in sent}) + AWAY[1] * len(sent))
     late = _first_units(layout) - on_device
     exposed = sum(numel for unit, numel in numbers.of.items() if unit in late)
     return found.plus(

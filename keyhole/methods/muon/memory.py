@@ -16,14 +16,13 @@ from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
-from keyhole.methods.launches import hooked, tensors_of_blocks
 from keyhole.methods.lomo.memory import step_work as lomo_work
 from keyhole.methods.lomo.traits import LOMO
 from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.muon.traits import MuonConfig
 from keyhole.methods.states import FORMATS
-from keyhole.methods.work import StepWork
-from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.methods.work import update_launches
+from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 
@@ -107,8 +106,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         count = tensor.shape.numel() / (short * long)
         flops += count * own.ns_steps * (4.0 * short**2 * long + 2.0 * short**3)
     found = lomo_work(layout, streamed, replace(work, method=LOMO.name, settings=own), room, rates)
-    matrices, vectors = tensors_of_blocks(layout)
-    found = found.launching(hooked((KERNELS + 3 * own.ns_steps) * matrices + ADAM * vectors))
+    found = found.plus(launches=update_launches(layout, KERNELS + 3 * own.ns_steps, ADAM))
     return found.plus(products=flops, touched=2 * state, up=state, down=state, host_bytes=state, saved_bytes=state)
 
 

@@ -18,15 +18,8 @@ on an H200 (benchmarks/records/zo_h200_2026-11-16.md).
 from dataclasses import replace
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.launches import forward_kernels
-from keyhole.methods.work import (
-    StepWork,
-    forward_work,
-    home_bytes,
-    met_bytes,
-    unpacked_bytes,
-)
-from keyhole.methods.workload import Formulas, Room, Workload
+from keyhole.methods.work import forward_work, home_bytes, met_bytes, unpacked_bytes
+from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.methods.zo.memory import device_bytes, guide_work, kept_terms
 from keyhole.methods.zo.recorded_step import ROOM, SHARE, is_short
 from keyhole.methods.zo.traits import ZOConfig
@@ -34,6 +27,7 @@ from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
 
 NOISE = 1
+KERNELS = 37  # of a block's forward pass, if they cannot be counted
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
@@ -54,7 +48,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     blocks = met_bytes(layout, [i for i in streamed if layout.units[i].kind == "block"], work, room)
     compute_s = found.products / rates.products_at(work.tokens, room.formats.dtype.itemsize)
     compute_s += found.touched / rates.device_memory
-    compute_s = max(compute_s, found.kernels * rates.launch + found.called * rates.called)
+    compute_s = max(compute_s, found.launches * rates.called)
     waits = rates.gpu_bytes is not None and rates.link_seconds(home, home) * (1 - START) > compute_s
     every = own.write_back_every or (EVERY if waits else 1)
     again = (every - 1) / 2 * (noise + 2 * at_home) * (blocks / max(1, at_home))  # recomputed updates
@@ -77,11 +71,12 @@ def _as_one_graph(
     asked = own.deferred_update
     if not (asked and has_room and is_short(layout, work.tokens, own.passes, own.rank is not None)):
         return found
-    nodes, kept = work.passes * forward_kernels(layout), int(2 * planned.homes * ALLOCATOR_SLACK)
+    of_block = layout.counts.forward_kernels if layout.counts else KERNELS
+    nodes, kept = work.passes * layout.block_count * of_block, int(2 * planned.homes * ALLOCATOR_SLACK)
     largest = room.formats.dtype.itemsize * max((unit.numel for unit in layout.units[1:]), default=0)
     copies = 2 * largest * (-(-own.passes // 2) - 1)
     kept += copies if copies <= SHARE * (room.limit_bytes - planned.total) else 0
-    return replace(found, kernels=0.0, called=0.0, nodes=nodes, kept_bytes=kept)
+    return replace(found, launches=0.0, nodes=nodes, kept_bytes=kept)
 
 
 def _low_rank_work(
@@ -105,8 +100,7 @@ def _low_rank_work(
         ahead = forward_work(layout, streamed, guide_work(layout, work, own, b), room, rates)
         share = {name: 2 * getattr(ahead, name) / own.refresh for name in ("products", "touched", "up")}
         found = found.plus(**share)
-    fewer = {name: getattr(found, name) / looks * 1.5 for name in ("kernels", "called")}
-    found = replace(found, **fewer, together=looks)
+    found = replace(found, launches=found.launches / looks * 1.5, together=looks)
     return found.plus(touched=touched, down=down, host_bytes=4 * kept, saved_bytes=4 * kept)
 
 
