@@ -87,12 +87,6 @@ class Method:
         with with_gradients():
             self._setup()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UserError(
-            f"{self.name}: a method belongs to its model, and is not copied or pickled; make another one, on a model "
-            "that you load, and give it the state: load_state_dict(copy.deepcopy(method.state_dict()))"
-        )
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model!r}, lr={self.lr:g})"
 

@@ -52,11 +52,6 @@ class TorchOptimizer(torch.optim.Optimizer):
         self.method, self.seen = method, method.lr
         self._trained = list(map(id, params))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UserError(
-            "torch_optimizer: it belongs to its method and model, and is not copied or pickled; save its state_dict()"
-        )
-
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Does nothing: the method makes its update in its own step. UserError if it would leave out gradients."""
         if any(param.grad is not None for group in self.param_groups for param in group["params"]):
