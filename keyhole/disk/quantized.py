@@ -62,7 +62,7 @@ class Form:
 
     def read(self, get: "Get") -> "torch.Tensor":
         """The weights, float32 [O, I]."""
-        return _bnb(self, get)[0] if self.kind == "bitsandbytes" else _packed_ints(self, get)[0]
+        return (_bnb if self.kind == "bitsandbytes" else _packed_ints)(self, get)[0]
 
     def levels(self, get: "Get") -> "torch.Tensor | None":
         """The file's own table of the numbers that codes stand for; None: it has none."""
@@ -93,39 +93,34 @@ def find_forms(names: "Mapping[str, tuple[int, ...]]", said: Mapping[str, Any], 
     return found
 
 
-def _bnb_form(name: str, names: Mapping[str, Any], get: "Get") -> Form:
+def _bnb_form(name: str, names: Mapping[str, tuple[int, ...]], get: "Get") -> Form:
     weight = name.partition(BNB)[0]
     if names[name][0] > LARGEST_STATE:
         raise ValueError(f"{name} is no description of a quantised weight")
     try:
         about = json.loads(bytes(get(name).tolist()))
-        shape = tuple(int(side) for side in about["shape"])
+        rows, columns = (int(side) for side in about["shape"])
         block, nested = int(about["blocksize"]), int(about.get("nested_blocksize", 1))
-        fine = len(shape) == 2 and block > 0 and nested > 0 and min(shape) > 0
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} cannot be read: {error!r:.80}") from None
     parts = {role: f"{weight}.{role}" for role in OF_BNB if f"{weight}.{role}" in names} | {"weight": weight}
-    numel = shape[0] * shape[1] if fine else 0
-    held = names[weight][0] if weight in names else 0  # numbers of 1, 2 or 4 bytes, with two codes per byte
-    fine = fine and -(-numel // 2) in (held, 2 * held, 4 * held)
-    if not fine or "absmax" not in parts or "quant_map" not in parts or names[parts["absmax"]] != (-(-numel // block),):
+    numel, held = rows * columns, names.get(weight, (0,))[0]  # numbers of 1, 2 or 4 bytes, with two codes per byte
+    fine = min(rows, columns, block, nested) > 0 and -(-numel // 2) in (held, 2 * held, 4 * held)
+    if not fine or "quant_map" not in parts or names.get(f"{weight}.absmax") != (-(-numel // block),):
         raise ValueError(f"{name} does not fit the tensors of {weight}")
     lacks = [key for key in NESTED if key not in about]
     lacks += [f"{weight}.{role}" for role in OF_BNB if role.startswith("nested_") and role not in parts]
     if 0 < len(lacks) < 4:
         raise ValueError(f"the scales of {weight} are quantised themselves, and {lacks[0]} is missing")
-    why = ""
-    if about.get("quant_type") != "nf4":
-        why = f"bitsandbytes' {about.get('quant_type')!s:.20} is no format of a wire"
-    elif block != GROUP:
-        why = f"its blocks are of {block} weights, {GROUP} are needed"
-    elif numel % block:
-        why = f"its {numel} weights are no multiple of {GROUP}"
+    why = f"its {numel} weights are no multiple of {GROUP}" if numel % block else ""
+    why = f"its blocks are of {block} weights, {GROUP} are needed" if block != GROUP else why
+    kind = about.get("quant_type")
+    why = why if kind == "nf4" else f"bitsandbytes' {kind!s:.20} is no format of a wire"
     grid = None if why else ("nf4", GROUP, "float32", False)
-    return Form("bitsandbytes", shape, parts, about, grid, why)  # type: ignore[arg-type]
+    return Form("bitsandbytes", (rows, columns), parts, about, grid, why)
 
 
-def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[str, Any]) -> Form:
+def _ints_form(stem: str, names: Mapping[str, tuple[int, ...]], method: str, said: Mapping[str, Any]) -> Form:
     parts = {role: f"{stem}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx") if f"{stem}.{role}" in names}
     bits, group = said.get("bits", said.get("w_bit", 4)), said.get("group_size", said.get("q_group_size", 128))
     sizes = (4, 8) if method == "gptq" else (4,)
@@ -134,8 +129,8 @@ def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[s
     for key, known in LAYOUTS[method].items():
         if str(said.get(key) or known[0]).lower() not in known:
             raise ValueError(f"{key} of config.json is {said[key]!r:.40}; {', '.join(known)} are read")
-    needed = ("qweight", "qzeros", "scales", *(("g_idx",) if method == "gptq" and said.get("desc_act") else ()))
-    lacks = [role for role in needed if role not in parts]
+    reordered = method == "gptq" and bool(said.get("desc_act"))
+    lacks = [role for role in ("qweight", "qzeros", "scales", *["g_idx"] * reordered) if role not in parts]
     if lacks:
         why = ", though config.json says desc_act: the groups of its inputs are not known" * (lacks[0] == "g_idx")
         raise ValueError(f"{stem} lacks {lacks[0]}{why}")
@@ -144,23 +139,20 @@ def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[s
     group = inputs if group < 1 else group
     count = names[parts["scales"]][0]
     shapes = {"scales": (count, outputs), "qzeros": (count, outputs // per), "g_idx": (inputs,)}
-    wrong = [role for role, shape in shapes.items() if role in parts and tuple(names[parts[role]]) != shape]
-    if wrong:
-        raise ValueError(f"{stem}: its {wrong[0]} has another shape than its qweight of {bits} bits needs")
+    for role, shape in shapes.items():
+        if role in parts and tuple(names[parts[role]]) != shape:
+            raise ValueError(f"{stem}: its {role} has another shape than its qweight of {bits} bits needs")
     if (groups := -(-inputs // group)) != count:
         raise ValueError(
             f"{stem} has scales of {count} groups, but group_size {group} of config.json makes {groups} of its "
             f"{inputs} inputs"
         )
-    why = ""
-    if bits != 4:
-        why = f"{method.upper()} in {bits} bits is no format of a wire, in 4 bits it is"
-    elif said.get("desc_act", False):
-        why = "its inputs are reordered (desc_act, act-order)"
-    elif group % GROUP or inputs % group:
+    why = "its inputs are reordered (desc_act, act-order)" if reordered else ""
+    if not why and (group % GROUP or inputs % group):
         why = f"its groups are of {group} weights, a multiple of {GROUP} that divides {inputs} inputs is needed"
+    why = why if bits == 4 else f"{method.upper()} in {bits} bits is no format of a wire, in 4 bits it is"
     symmetric = method == "gptq" and said.get("sym") is True
-    grid = ("int4", GROUP, "float16" if symmetric else "float32", not symmetric) if not why else None
+    grid = None if why else ("int4", GROUP, "float16" if symmetric else "float32", not symmetric)
     about = {"bits": bits, "group": group, "method": method, "v2": said.get("checkpoint_format") == "gptq_v2"}
     return Form(method.upper(), (outputs, inputs), parts, about, grid, why)
 
