@@ -83,15 +83,10 @@ def kept(
 
 def _read(path: Path) -> tuple[dict[str, Any], Arrays]:
     """The parts of an entry; an error if it is missing or damaged."""
-    with user_cache.open_entry(path) as file:
-        content = bytearray(file.read())
-    at, end = 8, len(content) - user_cache.DIGEST_BYTES
-    digest = hashlib.blake2b(memoryview(content)[: max(0, end)], digest_size=user_cache.DIGEST_BYTES)
-    if digest.digest() != content[max(0, end) :]:
-        raise ValueError("damaged")
-    length = int.from_bytes(content[:at], "little")
-    about, sizes = json.loads(content[at : at + length])
-    at, arrays = at + length, {}
+    content = user_cache.read_entry(path)
+    length = int.from_bytes(content[:8], "little")
+    about, sizes = json.loads(content[8 : 8 + length])
+    at, arrays = 8 + length, {}
     for name, count in sizes:
         arrays[name] = np.frombuffer(content, KINDS[name], count, at)
         at += arrays[name].nbytes

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
 
 from keyhole.disk.files import open_regular, remove
 
@@ -50,23 +49,18 @@ def write_entry(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         raise
 
 
-def open_entry(path: Path) -> BinaryIO:
-    """Opens an entry and marks it as the most recently used; OSError if there is none."""
-    file = os.fdopen(open_regular(path, os.O_RDONLY), "rb")
-    with suppress(OSError):
-        os.utime(file.fileno())
-    return file
-
-
-def read_entry(path: Path) -> bytes | None:
-    """The content of a small entry; None if it is missing or damaged."""
-    try:
-        with open_entry(path) as file:
-            content = file.read()
-    except OSError:
-        return None
-    body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
-    return body if hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest() == digest else None
+def read_entry(path: Path) -> bytearray:
+    """The content of an entry, which is then the most recently used one. OSError if there is none, ValueError if it is
+    damaged."""
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        with suppress(OSError):
+            os.utime(file.fileno())
+        content = bytearray(file.read())
+    end = max(0, len(content) - DIGEST_BYTES)
+    if hashlib.blake2b(memoryview(content)[:end], digest_size=DIGEST_BYTES).digest() != content[end:]:
+        raise ValueError("damaged")
+    del content[end:]
+    return content
 
 
 def trim(directory: Path, suffix: str, most_bytes: int = MOST_BYTES) -> None:

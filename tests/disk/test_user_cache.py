@@ -16,8 +16,10 @@ def test_an_entry_comes_back_and_a_changed_one_does_not(tmp_path: Path) -> None:
     content = path.read_bytes()
     for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:], b""):
         path.write_bytes(damaged)
-        assert read_entry(path) is None
-    assert read_entry(tmp_path / "absent") is None
+        with pytest.raises(ValueError, match="damaged"):
+            read_entry(path)
+    with pytest.raises(OSError):
+        read_entry(tmp_path / "absent")
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -37,7 +39,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     for i, name in enumerate(("a.kept", "b.kept", "c.kept")):
         write_entry(tmp_path / name, [b"x" * 84])  # 100 bytes with its hash
         os.utime(tmp_path / name, ns=(i, i))
-    assert read_entry(tmp_path / "a.kept") is not None
+    assert read_entry(tmp_path / "a.kept") == b"x" * 84
     trim(tmp_path, ".kept", 250)
     assert sorted(os.listdir(tmp_path)) == ["a.kept", "c.kept"]
     trim(tmp_path / "absent", ".kept", 0)
