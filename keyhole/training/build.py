@@ -31,7 +31,7 @@ from keyhole.report.story import Story
 from keyhole.training import rundir, start_block, trackers
 from keyhole.training.display import Display
 from keyhole.training.evaluation import Evaluation
-from keyhole.training.follow import Crew, Follower
+from keyhole.training.follow import Commands, Follower
 from keyhole.training.journaling import journaled, open_journal
 from keyhole.training.loop import Run
 from keyhole.training.metrics import MetricsFile
@@ -188,7 +188,7 @@ def lead(
     opened.callback(saver.close)
     opened.callback(display.close)
     saver.went_on_from(origin.choice.path, first)
-    crew = Crew(ranks, Interrupts())
+    commands = Commands(ranks, Interrupts())
     evaluation = Evaluation(
         config=config,
         root=root,
@@ -196,7 +196,7 @@ def lead(
         method=method,
         data=data,
         judge=judge,
-        crew=crew,
+        commands=commands,
         metrics=metrics,
         reports=reports,
         selection=selection,
@@ -211,7 +211,7 @@ def lead(
         here=not origin.elsewhere,
         model=model,
         method=method,
-        crew=crew,
+        commands=commands,
         metrics=metrics,
         journal=journal,
         reports=reports,

@@ -16,7 +16,7 @@ from keyhole.eval.score import Score
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.report.story import Answers
-from keyhole.training.follow import Command, Crew, take_weights
+from keyhole.training.follow import Command, Commands, take_weights
 from keyhole.training.metrics import MetricsFile
 from keyhole.training.observer import Observer, Progress, Reading
 from keyhole.training.reports import Reports
@@ -38,7 +38,7 @@ class Evaluation(Observer):
     method: Method
     data: Data
     judge: Judge
-    crew: Crew
+    commands: Commands
     metrics: MetricsFile
     reports: Reports
     selection: Selection
@@ -67,12 +67,12 @@ class Evaluation(Observer):
         run.ends = run.ends or self.selection.out_of_patience()
 
     def is_asked(self) -> bool:
-        return self.crew.is_asked
+        return self.commands.is_asked
 
     def evaluate(self, run: Progress) -> None:
         """Loss on the held-out data, and the tasks' metrics on dev. A signal aborts it, and the resumed run repeats
         it."""
-        self.crew.call(Command.EVALUATE)
+        self.commands.call(Command.EVALUATE)
         found = evaluate(self.model, self.data.eval, self.is_asked)
         answers = Answers(run.done, "the first questions of dev")
 
@@ -107,9 +107,9 @@ class Evaluation(Observer):
             return
         run.flush()
         if step != run.done:
-            self.crew.call(Command.GO_BACK, step)
+            self.commands.call(Command.GO_BACK, step)
             take_weights(self.model, self.method, self.root / f"checkpoint-{step}")
-        self.crew.call(Command.TEST)
+        self.commands.call(Command.TEST)
         found = self.judge.test_metrics(self.model, self.is_asked)
         self.gave_up = found is None
         if found is not None:

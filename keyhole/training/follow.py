@@ -54,7 +54,7 @@ class Command(IntEnum):
     STATE = 8
 
 
-class Crew:
+class Commands:
     """The ranks of a run, and the signal handlers of this rank."""
 
     def __init__(self, ranks: Ranks, interrupts: Interrupts) -> None:
@@ -100,11 +100,11 @@ class Follower:
     def go(self) -> int:
         """Executes the leader's commands until END; returns the exit code."""
         step, interrupts = self.first, Interrupts(quiet=True)
-        crew = Crew(self.model.ranks, interrupts)
-        asked = lambda: crew.is_asked  # noqa: E731
+        commands = Commands(self.model.ranks, interrupts)
+        asked = lambda: commands.is_asked  # noqa: E731
         with interrupts:
             while True:
-                command, argument = crew.listen()
+                command, argument = commands.listen()
                 if command is Command.END:
                     return argument
                 if command is Command.STEP:

@@ -23,7 +23,7 @@ from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.report.story import DONE, FAILED, STOPPED
 from keyhole.training.checks import Divergence, FirstSteps
 from keyhole.training.evaluation import Evaluation
-from keyhole.training.follow import Command, Crew, next_batches, one_update
+from keyhole.training.follow import Command, Commands, next_batches, one_update
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder, token_count
 from keyhole.training.observer import Observer, Reading
@@ -50,7 +50,7 @@ class Run:
     here: bool
     model: Model
     method: Method
-    crew: Crew
+    commands: Commands
     metrics: MetricsFile
     journal: Journaling | None
     reports: Reports
@@ -66,8 +66,8 @@ class Run:
         shown = [self.trace, self.reports, Divergence(self.display.line, self.metrics.kept)]
         self.observers = [*written, *shown, self.first_steps, self.evaluation, self.saver]
         self.recorder = Recorder(self.model.device, self.note, self.display.line, self.saver.newest_good)
-        commands = {"check": Command.CHECK, "write": Command.WRITE, "state": Command.STATE}
-        self.model.call_others = lambda what: self.crew.call(commands[what])
+        kinds = {"check": Command.CHECK, "write": Command.WRITE, "state": Command.STATE}
+        self.model.call_others = lambda what: self.commands.call(kinds[what])
 
     def go(self) -> int:
         """Runs the remaining steps and publishes the model; returns the exit code."""
@@ -79,12 +79,12 @@ class Run:
 
     def _go(self) -> int:
         try:
-            self.display.open(self.first, lambda: self.crew.interrupts.ask("a closed output"))
+            self.display.open(self.first, lambda: self.commands.interrupts.ask("a closed output"))
             self.recorder.restart_clock()
             self.evaluation.selection.start_clock()
-            with self.crew.interrupts:
+            with self.commands.interrupts:
                 code = self.loop()
-            self.crew.call(Command.END, code)
+            self.commands.call(Command.END, code)
             return code
         except NonFinite as error:
             ranks = self.model.ranks.not_finite()
@@ -116,7 +116,7 @@ class Run:
     def step(self, step: int) -> None:
         """Queues one update; its numbers are read when the device has finished it."""
         loader = self.data.train
-        self.crew.call(Command.STEP)
+        self.commands.call(Command.STEP)
         batches = next_batches(self.method, loader)
         self.first_steps.begin(batches)
         with self.trace.around(step):
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def is_interrupted(self) -> bool:
-        return self.crew.is_asked
+        return self.commands.is_asked
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -157,12 +157,12 @@ class Run:
     def flush(self) -> None:
         """Applies deferred updates; all ranks do it together if they share host memory or hold shards."""
         if self.model.engine.shared or self.model.sharded:
-            self.crew.call(Command.FLUSH)
+            self.commands.call(Command.FLUSH)
         self.method.flush()
 
     def leave(self) -> int:
         """After a signal: writes a checkpoint of the finished step, so that the run can be resumed."""
-        by = self.crew.interrupts.requested
+        by = self.commands.interrupts.requested
         path = self.save_last()
         self.display.line(f"stopped by {by} after step {self.done}; saved {path}; go on with --resume")
         self.reports.page.ended(STOPPED, f"By {by}; it can go on with --resume.")
@@ -198,7 +198,7 @@ class Run:
 
     def save_last(self) -> Path:
         """The save that ends the run. On a full disk it waits for room; a new signal, or too long a wait, gives up."""
-        step, interrupts = self.done, self.crew.interrupts
+        step, interrupts = self.done, self.commands.interrupts
         self.settle()
         before = interrupts.requested
         try:

@@ -208,7 +208,7 @@ def test_a_signal_ends_the_wait_for_room(make: Make, monkeypatch: pytest.MonkeyP
 
     def full(self: trainer.Run) -> Path:
         monkeypatch.setattr(saving, "free_bytes", lambda path: 0)
-        monkeypatch.setattr(room.time, "sleep", lambda seconds: asked.append(self.crew.interrupts.ask("SIGINT")))
+        monkeypatch.setattr(room.time, "sleep", lambda seconds: asked.append(self.commands.interrupts.ask("SIGINT")))
         return real(self)
 
     monkeypatch.setattr(trainer.Run, "save_last", full)
