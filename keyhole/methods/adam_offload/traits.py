@@ -36,5 +36,5 @@ ADAM_OFFLOAD = Traits(
     sweep="reverse",
     ranks="shards",
     through_host=(3.0, 26.0),  # gradients in 16 bits, masters in 32; state read and written
-    may_change=("schedule", "threads", "gpu_updates"),
+    may_change=("gpu_updates",),
 )

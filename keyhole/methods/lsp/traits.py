@@ -89,5 +89,5 @@ LSP = Traits(
     steps=1.2,
     wires=("fp32", "bf16", "fp16"),
     ranks="shards",
-    may_change=("optimizer_on", "threads"),
+    may_change=("optimizer_on",),
 )

@@ -160,7 +160,7 @@ ZO = Traits(
     journaled=True,
     announces="pages",
     ranks="replicas",
-    may_change=("clip", "deferred_update", "write_back_every", "fp8_steps", "merge"),
+    may_change=("clip", "fp8_steps", "merge"),
     search_steps=SEARCH_STEPS,
     search_passes=3,
 )
