@@ -13,7 +13,7 @@ instant (docs/durability.md). Saves and evaluations may take any time, because h
 that has not started yet is not counted as dead here: group.py waits for all ranks first.
 
 torchrun itself may be killed. Its store ends with it, and nothing would end the ranks any more. They notice that their
-parent process is another one (`orphaned`), and stop as after a signal: the step is finished and saved (training/follow.py).
+parent process is another one (`orphaned`), and stop as after a signal: the step is finished and saved.
 """
 
 import os
