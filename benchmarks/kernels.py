@@ -21,7 +21,7 @@ from keyhole.bench.measure import wait
 from keyhole.bench.rates import copy_rate
 from keyhole.ops.adam import host_adamw_
 from keyhole.ops.lowbit import Grid, lowbit_decode
-from keyhole.ops.noise.index import DISTRIBUTIONS
+from keyhole.ops.noise.words import DISTRIBUTIONS
 from keyhole.ops.zo.element import ZOStep
 
 BLOCK = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]

@@ -45,7 +45,7 @@ from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights import save as hf
-from keyhole.ops.noise.index import DISTRIBUTIONS
+from keyhole.ops.noise.words import DISTRIBUTIONS
 from keyhole.ops.rounding.round import ROUNDINGS
 
 Say = Callable[[str], None]

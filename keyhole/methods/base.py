@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from keyhole.model.structure.layout import Layout, Unit
 
 State = dict[str, Any]
+Saved = Mapping[str, Any]  # a state as it is loaded: a dict, or one that reads files
 METHOD, TENSORS = "method", "tensors"  # in a state: the name of its method, and the fingerprint of its model's tensors
 
 

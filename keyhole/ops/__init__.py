@@ -5,19 +5,19 @@ agree up to rounding, and repeat bit for bit). A name that ends in _ writes in p
     rounding/   random bits, rounding, and how a new weight is stored: the end of every update
     zo/         zeroth-order update and perturbation: zo_flat_, zo_packed_ (8 bits), zo_rows (of an embedding table)
     sgd.py      LOMO: SGD of one tensor from its gradient, sgd_update_; the gradient's sum of squares, sum_squares_
-    adalomo/    AdaLOMO: the same with a factored second moment, adalomo_update_
+    adalomo.py  AdaLOMO: the same with a factored second moment, adalomo_update_
     lowrank/    x (A V^T)^T without computing A V^T: narrow, widen; W + A V^T: fold_
     lsp/        LSP: sparse projectors, compress (X P), decompress_add_ (W + alpha P delta Q^T)
-    adam/       AdamW on host memory by torch's kernel, and on the device with the same bits
+    adam.py     AdamW on host memory by torch's kernel, and on the device with the same bits
     fp8.py      weights in 8 bits: fp8_encode_, fp8_decode;  lowbit.py: frozen weights in 8 or 4 bits
     loss.py     cross entropy over chunks of the vocabulary
     gather.py   rows of a table that may be in page-locked host memory
-    masked.py   memory accesses of kernels, with a mask only where needed
     autocast.py disables a caller's autocast
-    backend.py  which implementation runs, and why;  arguments.py: checks of tensors and numbers
+    backend.py  which implementation runs, and why; loads and stores with a mask only where needed
+    arguments.py  checks of tensors and numbers
 """
 
-from keyhole.ops.adalomo.matrix import adalomo_state, adalomo_update_
+from keyhole.ops.adalomo import adalomo_state, adalomo_update_
 from keyhole.ops.backend import describe, use_kernel
 from keyhole.ops.fp8 import fp8_decode, fp8_encode_
 from keyhole.ops.gather import gather_rows

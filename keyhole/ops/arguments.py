@@ -3,7 +3,7 @@
 Weights and gradients are contiguous, of one shape and device, in float32, bfloat16 or float16. Numbers that a kernel
 reads or adds to (scale, sums, flags) are one-element tensors on the same device, so that the host never waits. Numbers
 that change from step to step (rate, step) may be tensors on the device too: then one CUDA graph serves all steps.
-A caller that violates this has a bug, so these are asserts, not errors for users. noise/index.py checks indices.
+A caller that violates this has a bug, so these are asserts, not errors for users. noise/words.py checks indices.
 """
 
 from ctypes import c_float

@@ -75,3 +75,22 @@ def describe() -> str:
         return f"ops: PyTorch reference, because there is no CUDA device (Triton is {triton.__version__})"
     how = "interpreted" if INTERPRETED else "compiled"
     return f"ops: Triton {triton.__version__} kernels ({how}) on CUDA, PyTorch reference on the CPU"
+
+
+@jit()
+def load(ptr, mask, MASKED: tl.constexpr):
+    """Loads; 0 outside of the mask."""
+    if MASKED:
+        x = tl.load(ptr, mask, other=0)
+    else:
+        x = tl.load(ptr)
+    return x
+
+
+@jit()
+def store(ptr, x, mask, MASKED: tl.constexpr):
+    """Stores within the mask."""
+    if MASKED:
+        tl.store(ptr, x, mask)
+    else:
+        tl.store(ptr, x)

@@ -33,7 +33,7 @@ import torch
 
 from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.noise.index import CHUNK, WIDTH, check_index, chunks, key, span, unsigned, words_of_tile
+from keyhole.ops.noise.words import CHUNK, WIDTH, check_index, chunks, key, span, unsigned, words_of_tile
 from keyhole.ops.rounding.bits import STREAM, TILE, chunk_bits_reference, vector_bits
 from keyhole.ops.rounding.round import ROUNDINGS, round_nearest
 

@@ -35,12 +35,10 @@ from keyhole.ops.arguments import (
     is_on_device,
     number,
 )
-from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
-from keyhole.ops.masked import load, store
-from keyhole.ops.noise.index import NUM_WARPS, WIDTH, chunks, key, lanes, program_span, span, unsigned
+from keyhole.ops.backend import INTERPRETED, jit, load, on_device, store, tl, use_kernel
+from keyhole.ops.noise.words import NUM_WARPS, WIDTH, chunks, key, lanes, program_span, span, unsigned
 from keyhole.ops.rounding.bits import TILE, chunk_bits_reference, tile_bits, vector_bits
-from keyhole.ops.rounding.pairs16 import count_changed, counts_pairs, no_changes, rounded, widened
-from keyhole.ops.rounding.round import FLOAT32_MAX
+from keyhole.ops.rounding.round import FLOAT32_MAX, count_changed, counts_pairs, no_changes, rounded, widened
 from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference_
 
 _WIDTH, _TILE = tl.constexpr(WIDTH), tl.constexpr(TILE)

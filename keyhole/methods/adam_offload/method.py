@@ -37,9 +37,8 @@ On several ranks each keeps and updates a shard of the units: shards.py.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -51,6 +50,7 @@ from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_range
 from keyhole.methods.adam_offload.state import AdamState, AdamStep, fingerprint
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD, AdamOffloadConfig
 from keyhole.methods.adam_offload.updates import Updates
+from keyhole.methods.base import Saved, State
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.weight_decay import weight_decay_of
@@ -88,10 +88,9 @@ class AdamOffload(GradientMethod, Sink):
         self.state = AdamState(model.layout, rule, weight_decay_of(model.module, own), cut)
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.on_host}
         pages = [unit.index for unit in self.state.units]
-        again: dict[str, Any]
-        again = {"slices": slices, "complete": partial(make_whole, model, slices)} if slices else {}
         most = waiting_bytes(model.layout, model.dtype.itemsize)
-        self.exchange = Exchange(model.engine, pages, self.pool, masters, most_bytes=most, **again)
+        gather = partial(make_whole, model, slices)
+        self.exchange = Exchange(model.engine, pages, self.pool, masters, slices, gather, most)
         self._end = weakref.finalize(self, self.exchange.finish)
         for unit in self.state.units:
             self.state.start(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))
@@ -99,7 +98,8 @@ class AdamOffload(GradientMethod, Sink):
         if model.engine.cuda and masters and not self.updates.helps:
             arena.pin(arena.storage_of(self.state.states.arrays["master"]), model.device)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are adjacent
-        self.current: Any = None  # the AdamStep, after the first
+        self.current = self._new_step()
+        self.norm: torch.Tensor | None = None  # of the last step's gradient
         self.parts = AdamParts(model, self) if model.sharded else None
         self.as_of = model.steps  # the masters are those of the weights after so many steps of all methods
         self.taken = model.methods.changes  # and after so many changes by hand
@@ -145,9 +145,7 @@ class AdamOffload(GradientMethod, Sink):
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         self._settle()  # the forward has waited for every unit, so the last step is complete
         self.exchange.wait_s = self.updates.host_s = 0.0
-        norms_K = torch.zeros(len(self.slots), device=self.model.device)
-        numbers = self.exchange.down.numbers(len(self.slots) + 2)
-        self.current = step = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
+        self.current = step = self._new_step()
         if self.parts is not None:
             self.parts.begin()
         try:
@@ -157,6 +155,11 @@ class AdamOffload(GradientMethod, Sink):
             self._take_back(step)
             raise
         self.as_of = self.model.steps + 1
+
+    def _new_step(self) -> AdamStep:
+        norms_K = torch.zeros(len(self.slots), device=self.model.device)
+        numbers = self.exchange.down.numbers(len(self.slots) + 2)
+        return AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
 
     def _take_back(self, step: AdamStep) -> None:
         """After an error in the backward pass: drops sent gradients. If an update was submitted, it is too late."""
@@ -241,20 +244,20 @@ class AdamOffload(GradientMethod, Sink):
     @property
     def is_whole(self) -> bool:
         """Whether the last step was not applied in part."""
-        return not (self.current is not None and self.current.bad and self.current.applied)
+        return not (self.current.bad and self.current.applied)
 
     @property
     def is_settled(self) -> bool:
         """Whether no update is on its way."""
         return self.exchange.is_drained
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step. grad_norm: of the whole gradient, unclipped, on the device; host_wait_s: how long
         launches waited for host updates; gpu_updates: share of parameters that the GPU updated in the last settled
         step."""
-        if self.current is None:
+        if self.norm is None:
             return {}
-        found = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
+        found: dict[str, torch.Tensor | float] = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
         return found | {"gpu_updates": self.updates.share} if self.updates.helps else found
 
     def describe(self) -> list[str]:
@@ -268,16 +271,16 @@ class AdamOffload(GradientMethod, Sink):
             *self.dropout.describe(),
         ]
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> State:
         """The state as views, not copies."""
         self.flush()
         return self.state.state_dict() | self.dropout.state_dict()
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Saved) -> None:
         """Sets the weights to the rounded masters, whatever the last step left behind."""
         self.dropout.load_state_dict(state)
         self.exchange.drain()
-        self.current = None
+        self.current, self.norm = self._new_step(), None
         self.state.load_state_dict(state)
         for unit in self.state.units:
             self.updates.write(unit)

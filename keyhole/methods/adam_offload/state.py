@@ -13,14 +13,13 @@ beginning of that part. Every rank has the update counts of all tensors.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.methods.base import Saved, State
 from keyhole.methods.states import Piece, States
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.backward.sink import chunk
@@ -215,16 +214,16 @@ class AdamState:
             if begin < end
         ]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """State by tensor, as views; for sharded tensors, as ranges."""
-        state: dict[str, Any] = {}
+        state: State = {}
         for tensor in (tensor for tensor in self.layout.tensors if tensor.start in self.steps):
             whole = self.trained[tensor.start].unit.index not in self.cut
             state |= self.states.saved(tensor.name, tensor.shape, self.pieces(tensor), whole)
             state[f"{tensor.name}/step"] = self.steps[tensor.start]
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Saved) -> None:
         """Loads one tensor at a time."""
         for tensor in (tensor for tensor in self.layout.tensors if tensor.start in self.steps):
             if f"{tensor.name}/master" not in state:

@@ -1,6 +1,6 @@
 """AdaLOMO: LOMO with a step size for every weight, from a second moment kept as one number per row and one per column.
 
-For a matrix [R, C] with gradient g (ops/adalomo/matrix.py has the equations in full):
+For a matrix [R, C] with gradient g (ops/adalomo.py has the equations in full):
 
     row, col <- running means of g^2 over columns, over rows         R + C numbers in fp32 instead of R C
     u = g / sqrt(row x col / mean(row))                              then divided by max(1, rms(u))
@@ -29,7 +29,7 @@ from keyhole.methods.lomo.traits import ADALOMO
 from keyhole.methods.lomo.update import Tally, Update, by_tensor
 from keyhole.methods.shards import Piece
 from keyhole.model.structure.layout import FlatTensor
-from keyhole.ops.adalomo.matrix import moment_decay
+from keyhole.ops.adalomo import moment_decay
 from keyhole.ops.rounding.round import FLOAT32_MAX
 from keyhole.ranks import Ranks
 

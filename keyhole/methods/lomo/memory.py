@@ -2,7 +2,7 @@
 
 touched     the product writes the gradient of a matrix; the update reads it, and reads and writes the weight: 2 b + 2 w
             per parameter, for b bytes of compute and w at home. apollo-mini reads the gradient once more for its
-            sketch, and the weight for its norm: b + w. adalomo sums over rows and columns (ops/adalomo/matrix.py): g
+            sketch, and the weight for its norm: b + w. adalomo sums over rows and columns (ops/adalomo.py): g
             and w, then g again, 2 b + w. These kernels reach about a SUMS-th of the rate of copies: its update took
             0.03 to 0.04 s more than LOMO's for Llama-7B on an H200 (lomo_h200_2026-11-15_a and _f in
             benchmarks/records/), where the bytes alone take 0.01; since it sums over whole tables, 0.056 for a 3.5B

@@ -24,13 +24,14 @@ leaves open are the same in both: the weight of the regularisation, the optimize
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.base import Saved
 from keyhole.methods.lsp.fit import Gradient, bias, fit, norm_squared, transfer_moments
 from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.traits import LSPConfig
@@ -69,7 +70,7 @@ class Learning:
         """Newly drawn projectors for a matrix."""
         return target.draw(self.own.d, self.own.r, self.own.seed, self.device)
 
-    def restore(self, target: Target, state: Mapping[str, Any]) -> None:
+    def restore(self, target: Target, state: Saved) -> None:
         """Restores projectors from a checkpoint: positions are drawn again, numbers are loaded."""
         generation = int(state[f"{target.name}/generation"])
         target.generation = max(0, generation - 1)  # they were drawn in the generation before
@@ -136,14 +137,14 @@ class Check(Sink):
 
     def _consider(self, target: Target, grads: list[Gradient]) -> Verdict:
         """Fits the target's first projectors, or new ones if its own are no longer good. Changes nothing."""
-        how: dict[str, Any] = {"steps": self.own.fit_steps, "alpha": self.own.alpha}
+        fitted = partial(fit, grads, steps=self.own.fit_steps, alpha=self.own.alpha)
         if self._is_first(target):
-            p, q = fit(grads, *target.pair, **how)
+            p, q = fitted(*target.pair)
             return Verdict(None, mean_bias(grads, p, q), (p, q))
         before = mean_bias(grads, *target.pair)
         if before <= self.own.alpha:
             return Verdict(before, before)
-        p, q = fit(grads, *self.learning.draw(target), **how)
+        p, q = fitted(*self.learning.draw(target))
         after = mean_bias(grads, p, q)
         if self.rule.only_better and not after < before:
             return Verdict(before, before)

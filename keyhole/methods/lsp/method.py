@@ -32,8 +32,7 @@ On several ranks: shards.py.
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,9 +40,11 @@ from keyhole.disk.tensors import Ranges, range_of
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import shards
+from keyhole.methods.base import Saved, State
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.lsp.adam import MOMENTS
+from keyhole.methods.lsp.host import HostAdam
 from keyhole.methods.lsp.learn import Check, Learning
 from keyhole.methods.lsp.memory import place_moments
 from keyhole.methods.lsp.shards import SharedCheck, SharedUpdates
@@ -54,6 +55,7 @@ from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.offload.engine import Engine
 from keyhole.weak import weakly
 
 
@@ -164,12 +166,12 @@ class LSP(GradientMethod):
         """The norm of what the optimizer saw in the last step, unclipped."""
         return self.updates.norm
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: how long launches
         waited for updates on the host. For a step with a check, means over its matrices: bias_found, of projectors that
         had not seen the batch; bias, of those that the step uses (in-sample if they were fitted just now); learn_s: its
         seconds."""
-        found: dict[str, Any] = {} if self.norm is None else {"grad_norm": self.norm}
+        found: dict[str, torch.Tensor | float] = {} if self.norm is None else {"grad_norm": self.norm}
         if self.check is not None:
             found |= {"bias_found": _mean(self.check.found)} if self.check.found else {}
             found |= {"bias": _mean(self.check.biases)} if self.check.biases else {}
@@ -181,10 +183,10 @@ class LSP(GradientMethod):
         """Lines for the start block."""
         return describe_targets(list(self.targets.values()), self.settings, self.updates) + self.dropout.describe()
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> State:
         """Flushes. Saves the numbers of projectors; their positions are drawn again from the seed."""
         self.flush()
-        state: dict[str, Any] = {"step_count": self.step_count, "seed": self.settings.seed, **self.dropout.state_dict()}
+        state: State = {"step_count": self.step_count, "seed": self.settings.seed, **self.dropout.state_dict()}
         for target in self.targets.values():
             place = self.updates.place_of(target.unit)
             for key, moment in zip(MOMENTS, self.updates.moments_of(target), strict=True):
@@ -195,7 +197,7 @@ class LSP(GradientMethod):
                 state[f"{target.name}/generation"] = target.generation
         return state
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Saved) -> None:
         """Loads moments into their places here, wherever they were when they were saved."""
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()
@@ -220,7 +222,7 @@ class LSP(GradientMethod):
         begin, _ = self.updates.own_place(target)
         return Ranges(target.shape, moment.dtype, [(begin, moment)] if moment.numel() else [])
 
-    def _of_saved(self, target: Target, state: Mapping[str, Any], key: str) -> torch.Tensor:
+    def _of_saved(self, target: Target, state: Saved, key: str) -> torch.Tensor:
         if not isinstance(self.updates, SharedUpdates):
             found: torch.Tensor = state[key]
             return found
@@ -235,7 +237,7 @@ def _mean(values: dict[str, float]) -> float:
     return sum(values.values()) / len(values)
 
 
-def _end(host: Any, engine: Any, arrival: Any) -> None:
+def _end(host: HostAdam | None, engine: Engine, arrival: object) -> None:
     if host is not None:
         host.close()
     if arrival is not None and engine.arrival is arrival:  # not that of a later method

@@ -34,9 +34,10 @@ class LSPStep:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)  # of units on the device, and of groups sent to the host
     target_norms: dict[int, torch.Tensor] = field(default_factory=dict)  # of their targets, by the first element
-    host_norms: Any = None  # a tensor on the host: by the first unit sent, and at the end the global norm
-    clip: Any = None  # and skip: tensors, once the norm is known
-    skip: Any = None
+    host_norms: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """On the host: norms by the first unit sent, and at the end that of all."""
+    clip: torch.Tensor | None = None  # once the norm is known
+    skip: torch.Tensor | None = None
     submitted: int = 0  # number of jobs submitted to the worker
     outcomes: list[bool] = field(default_factory=list)  # from the worker: whether the units of a job were updated
     skips: list[torch.Tensor] = field(default_factory=list)  # of units on the device: 1.0 means not updated
@@ -60,7 +61,7 @@ class LSPStep:
 @dataclass
 class _Buffer:
     flat: torch.Tensor
-    read: Any = None  # a CUDA event after the last read on another stream
+    read: torch.cuda.Event | None = None  # after the last read on another stream
     units: set[int] = field(default_factory=set)  # units in this buffer that are not done
 
 
@@ -103,7 +104,7 @@ class GradientBuffers:
             buffer.read = None
         return buffer
 
-    def done(self, *units: int, stream: Any = None) -> None:
+    def done(self, *units: int, stream: torch.cuda.Stream | None = None) -> None:
         """Gradients of these units, of one group, will have been used when the stream reaches this point."""
         group = self.groups[units[0]]
         buffer = self.open[group]

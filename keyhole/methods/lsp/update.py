@@ -13,7 +13,7 @@ computes the same mathematics, and a state saved from one can be loaded into ano
 Clipping needs the global norm, which is known at the end of the backward pass; every unit is then *owed* its update
 until its next use. Nothing is stale either way.
 
-If a gradient is not finite, its unit stays unchanged, on the host its block (step.py: whether the run can go on); with
+If a gradient is not finite, its unit stays unchanged, on the host its block (`check`: whether the run can go on); with
 clipping the global norm decides.
 """
 
@@ -263,7 +263,8 @@ class SubspaceUpdates(GradientSink):
 
         def move() -> None:
             if on_device:
-                self.device.deltas_(page, update.targets, delta, update.step.clip, update.step.skip)
+                skip = self.decided[1] if update.step.skip is None else update.step.skip
+                self.device.deltas_(page, update.targets, delta, update.step.clip, skip)
             self._apply(update, self._all_of(page, delta), weights, numbers)
 
         with torch.no_grad():

@@ -4,7 +4,7 @@
 
 It is elementwise, so kernel and reference give the same bits, and a fold that is recomputed from a journal, on any
 device, gives the run's weights. The rounding is that of rounding/store.py: nearest, or stochastic with the bits of
-rounding/bits2d.py (a program processes a strip of 128 rows, 16 at a time), a function of (seed, step, element). A part
+rounding/bits.py (a program processes a strip of 128 rows, 16 at a time), a function of (seed, step, element). A part
 of a matrix that begins at a multiple of 128 rows gets the same bits as these rows of the whole matrix.
 
 Bytes per 16-bit weight: 2 read + 2 written; the factors are read from cache. Operations: r products and sums.
@@ -17,8 +17,8 @@ import torch
 
 from keyhole.ops.arguments import Scalar
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.noise.index import key, unsigned
-from keyhole.ops.rounding.bits2d import LANE_ROWS, LANES, STRIP_ROWS, bits2d_reference, lane_bits, strip_words
+from keyhole.ops.noise.words import key, unsigned
+from keyhole.ops.rounding.bits import LANE_ROWS, LANES, STRIP_ROWS, bits2d_reference, lane_bits, strip_words
 from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference_
 
 COLUMNS = 128

@@ -1,7 +1,7 @@
 """Decompressing in one stage, for projectors of blocks: W <- round(keep W + alpha (P delta) Q^T), in place.
 
 A tile of W needs only the numbers of delta where its row blocks and column blocks cross. A program owns a strip of 128
-rows and some columns, and processes it 16 rows (a lane of rounding/bits2d.py) at a time. It builds the two
+rows and some columns, and processes it 16 rows (a lane of rounding/bits.py) at a time. It builds the two
 block-diagonal matrices in registers and computes two products on tensor cores:
 
     [16, c_P] [c_P, c_Q] [c_Q, columns]          c: columns of the projector in which the tile's rows have entries
@@ -38,11 +38,9 @@ from keyhole.ops.arguments import Number, is_on_device
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.lsp.compress import power_of_two
 from keyhole.ops.lsp.projector import Projector
-from keyhole.ops.noise.index import key, unsigned
-from keyhole.ops.rounding.bits import vector_bits
-from keyhole.ops.rounding.bits2d import LANE_ROWS, LANES, STRIP_ROWS, some_lanes, strip_words
-from keyhole.ops.rounding.pairs16 import rounded, widened
-from keyhole.ops.rounding.round import FLOAT32_MAX
+from keyhole.ops.noise.words import key, unsigned
+from keyhole.ops.rounding.bits import LANE_ROWS, LANES, STRIP_ROWS, some_lanes, strip_words, vector_bits
+from keyhole.ops.rounding.round import FLOAT32_MAX, rounded, widened
 from keyhole.ops.rounding.store import Store
 
 COLUMNS, NUM_WARPS = 32, 1  # of a tile of W, and for it (the fastest of 15 on an H200)

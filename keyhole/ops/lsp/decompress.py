@@ -6,7 +6,7 @@ For blocks on both sides there is a kernel (blocks.py). Drawn positions (free) t
     2. row i of W:         w_i <- round(keep w_i + alpha sum_k P[i, k] E[column(i, k), :])
 
 `keep` is 1 - lr wd, 1 without weight decay. All arithmetic is float32; the rounding is that of rounding/store.py:
-nearest, or stochastic with the bits of rounding/bits2d.py. Reference and kernel differ by the rounding of the sums.
+nearest, or stochastic with the bits of rounding/bits.py. Reference and kernel differ by the rounding of the sums.
 Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r entries per row.
 """
 
@@ -16,7 +16,7 @@ from keyhole.ops.arguments import Count, Number, number
 from keyhole.ops.backend import on_device, use_kernel
 from keyhole.ops.lsp.blocks import blocks_triton_, is_one_stage
 from keyhole.ops.lsp.projector import Projector
-from keyhole.ops.rounding.bits2d import bits2d_reference
+from keyhole.ops.rounding.bits import bits2d_reference
 from keyhole.ops.rounding.store import Store, store_weight_reference_
 
 

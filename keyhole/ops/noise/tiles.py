@@ -24,20 +24,21 @@ import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.noise.gaussian import gaussian_pair, gaussian_pair_reference
-from keyhole.ops.noise.index import (
+from keyhole.ops.noise.words import (
+    MASK_32,
     NUM_WARPS,
     WIDTH,
     check_index,
     chunks,
     key,
     lanes,
+    philox_reference,
     span,
     unsigned,
     words_of_group,
     words_of_tile,
     words_reference,
 )
-from keyhole.ops.noise.philox import MASK_32, philox_reference
 
 TILE = 4 * WIDTH
 _WIDTH, _TILE = tl.constexpr(WIDTH), tl.constexpr(TILE)

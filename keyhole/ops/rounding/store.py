@@ -18,7 +18,7 @@ import torch
 
 from keyhole.ops.arguments import Count, Scalar, check_scalars, check_tensors
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.noise.index import check_index
+from keyhole.ops.noise.words import check_index
 from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, round_stochastic, stochastic_round_reference
 
 ALL_ROUNDINGS = (*ROUNDINGS, "kahan")

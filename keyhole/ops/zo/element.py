@@ -17,11 +17,16 @@ from typing import cast
 import torch
 
 from keyhole.ops.arguments import Count, Scalar, check_scalars, float32, is_on_device
-from keyhole.ops.backend import jit, tl
-from keyhole.ops.masked import store
-from keyhole.ops.noise.index import check_index, key, unsigned
-from keyhole.ops.rounding.pairs16 import count_changed, rounded, widened
-from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, stochastic_round_reference
+from keyhole.ops.backend import jit, store, tl
+from keyhole.ops.noise.words import check_index, key, unsigned
+from keyhole.ops.rounding.round import (
+    ROUNDINGS,
+    count_changed,
+    round_nearest,
+    rounded,
+    stochastic_round_reference,
+    widened,
+)
 
 BESIDE = ("minus", "next", "clean", "nothing")
 _MINUS, NEXT, _CLEAN = (tl.constexpr(1 + BESIDE.index(name)) for name in BESIDE[:3])

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from keyhole.ops.arguments import VECTOR, check_flat
-from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.masked import load
-from keyhole.ops.noise.index import NUM_WARPS, WIDTH, chunks, lanes, on_host, program_span, span
+from keyhole.ops.backend import jit, load, on_device, tl, use_kernel
 from keyhole.ops.noise.tiles import chunk_noise_reference, tile_noise
+from keyhole.ops.noise.words import NUM_WARPS, WIDTH, chunks, lanes, on_host, program_span, span
 from keyhole.ops.rounding.bits import TILE, chunk_bits_reference, tile_bits
-from keyhole.ops.rounding.pairs16 import counts_pairs, no_changes, widened
+from keyhole.ops.rounding.round import counts_pairs, no_changes, widened
 from keyhole.ops.zo.element import (
     NEXT,
     ZOStep,

@@ -30,8 +30,8 @@ from keyhole.ops.fp8 import (
     packed_bytes,
     scale_exponents,
 )
-from keyhole.ops.noise.index import NUM_WARPS, ROWS, WIDTH, lanes, program_span, span
 from keyhole.ops.noise.tiles import tile_noise
+from keyhole.ops.noise.words import NUM_WARPS, ROWS, WIDTH, lanes, program_span, span
 from keyhole.ops.rounding.bits import TILE, tile_bits, vector_bits
 from keyhole.ops.zo.element import NEXT, ZOStep, noise_words, store_perturbed
 from keyhole.ops.zo.flat import direction_sum, zo_flat_

@@ -18,8 +18,8 @@ import torch
 
 from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.noise.index import on_host
 from keyhole.ops.noise.tiles import noise_at, noise_at_reference
+from keyhole.ops.noise.words import on_host
 from keyhole.ops.rounding.bits import bits_at, bits_at_reference
 from keyhole.ops.zo.element import (
     NEXT,

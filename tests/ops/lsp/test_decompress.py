@@ -11,7 +11,7 @@ from keyhole.ops.lsp import blocks
 from keyhole.ops.lsp.compress import compress
 from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import KINDS, Projector, identity_projector, random_projector
-from keyhole.ops.rounding.bits2d import bits2d_reference
+from keyhole.ops.rounding.bits import bits2d_reference
 from keyhole.ops.rounding.round import stochastic_round_reference
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.noise.philox import MASK_32, philox, philox_reference
+from keyhole.ops.noise.words import MASK_32, philox, philox_reference
 
 PI_COUNTER, PI_KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822
 KNOWN = [

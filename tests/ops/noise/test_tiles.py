@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from keyhole.ops import draw_noise
 from keyhole.ops.backend import force
-from keyhole.ops.noise.index import CHUNK, DISTRIBUTIONS
-from keyhole.ops.noise.philox import philox_reference
 from keyhole.ops.noise.tiles import noise_at_reference
+from keyhole.ops.noise.words import CHUNK, DISTRIBUTIONS, philox_reference
 
 SEED = 0xFEDCBA9876543210
 ODD_SPANS = [(0, 4096), (4095, 2), (123_457, 3001), ((1 << 33) + 12_345, 4500), ((1 << 42) + 77, 900)]

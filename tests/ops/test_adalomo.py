@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole.ops import backend
-from keyhole.ops.adalomo.matrix import adalomo_state, adalomo_update_
+from keyhole.ops.adalomo import adalomo_state, adalomo_update_
 from keyhole.ops.backend import force
 from keyhole.ops.rounding.store import ALL_ROUNDINGS
 

@@ -7,8 +7,8 @@ For a matrix [R, C] (or E of them, [E, R, C], each with its own factors), with d
     u    = g rsqrt(row / mean(row)) rsqrt(col)                      u   /= max(1, rms(u) / clip_threshold)
     a    = lr max(eps2, rms(w))                                     w    = round(w (1 - a wd) - a u)
 
-A vector keeps its full second moment v, and u = g rsqrt(v): vector.py. The second half, from u on, is the same for
-both: step.py. rms is over the whole tensor, all E matrices together.
+A vector keeps its full second moment v = beta v + (1 - beta) (g^2 + eps1), and u = g rsqrt(v); the second half, from u
+on, is the same for both. rms is over the whole tensor, all E matrices together.
 This is the published rule (Lv et al., AdaLomo, 2023, and its code): Adafactor without momentum, with eps1 = 1e-30,
 eps2 = 1e-3, clip_threshold = 1, decoupled weight decay. It differs from the code in two points: loss scale and gradient
 clipping are one factor on the device (`scale`); and if the gradient of a tensor has an inf or nan (or a sum of squares
@@ -20,23 +20,164 @@ Rounding is that of rounding/store.py. State: 4 (R + C) bytes per matrix.
 Three passes over memory, 12 bytes per bfloat16 element: (1) g and w: sums over rows, over columns, of g^2 and of w^2;
 (2) g: sum of u^2; (3) g and w: the update. Every sum has a fixed order, tile by tile into scratch and then over the
 tiles (a seventh of a byte per element), so results repeat bit for bit; kernel and reference differ only by rounding.
-The host never waits.
+The host never waits. A vector is one program: a norm's weight or a bias has a few thousand elements, and three passes
+over them read from cache, so the cost is one launch. State: 4 bytes per element of a vector.
 Legend: E matrices, R rows, C columns.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from keyhole.ops.adalomo.step import Rule, State, if_finite, moment_reference_, moved, step_reference_, step_size
-from keyhole.ops.adalomo.vector import vector_reference_, vector_triton_
 from keyhole.ops.arguments import VECTOR, Count, Number, Scalar, check_scalars, float32, is_on_device, number
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.noise.index import NUM_WARPS, WIDTH, key, lanes, program_span, span, unsigned
-from keyhole.ops.rounding.bits import TILE, tile_bits, vector_bits
-from keyhole.ops.rounding.store import Store, store_weight
+from keyhole.ops.noise.words import NUM_WARPS, WIDTH, key, lanes, program_span, span, unsigned
+from keyhole.ops.rounding.bits import TILE, bits_at, bits_reference, tile_bits, vector_bits
+from keyhole.ops.rounding.round import FLOAT32_MAX
+from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference_
 from keyhole.ops.sgd import scale_or_one, scaled_reference
 
+_FLOAT32_MAX = tl.constexpr(FLOAT32_MAX)
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The settings of one update, and the tensors to which it adds its sums."""
+
+    lr: Number
+    weight_decay: float
+    beta: Number
+    eps1: float
+    eps2: float
+    clip_threshold: float
+    scale: Scalar
+    sum_squares: Scalar
+    bad: Scalar
+
+
+def step_reference_(w: torch.Tensor, u: torch.Tensor, total: torch.Tensor, rule: Rule, how: Store) -> None:
+    """The formulas above, in order. total: the sum of squares of the gradient."""
+    c, w_fp32, fine = how.compensation, w.to(torch.float32), total <= FLOAT32_MAX
+    u = u / (u.square().mean().sqrt() / rule.clip_threshold).clamp(min=1.0)
+    a, wd = float(rule.lr) * w_fp32.square().mean().sqrt().clamp(min=rule.eps2), rule.weight_decay
+    x = w_fp32 * (1 - a * wd) - a * u if c is None else (c - a * u) - (a * wd) * w_fp32
+    bits = bits_reference(w, how.offset, how.seed, int(how.step)) if how.is_stochastic(w.dtype) else None
+    store_weight_reference_(w, c, x, fine, bits, how)
+    if rule.sum_squares is not None:
+        rule.sum_squares.add_(total)
+    if rule.bad is not None:
+        rule.bad.bitwise_or_(~fine)
+
+
+def moment_reference_(old: torch.Tensor, mean: torch.Tensor, beta: Number, total: torch.Tensor) -> torch.Tensor:
+    """beta old + (1 - beta) mean, in place, unless the gradient is bad."""
+    beta = float(beta)
+    return old.copy_(torch.where(total <= FLOAT32_MAX, old * beta + mean * (1 - beta), old))
+
+
+@jit()
+def if_finite(total, n):
+    """n, or 0 if the gradient is bad: the end of the range to store."""
+    return tl.where(total <= _FLOAT32_MAX, n, 0)
+
+
+@jit()
+def step_size(w_squares, u_squares, n, lr, eps2, clip_threshold):
+    """a = lr max(eps2, rms(w)) and the divisor max(1, rms(u) / clip_threshold) of u."""
+    a = lr * tl.maximum(tl.sqrt(w_squares / n), eps2)
+    return a, tl.maximum(tl.sqrt(u_squares / n) / clip_threshold, 1.0)
+
+
+@jit()
+def moved(w_fp32, c_ptr, mask, u, a, wd):
+    """x of store_weight: the new weight, or Kahan's step."""
+    if c_ptr is not None:
+        x = tl.load(c_ptr, mask, 0.0).to(tl.float32) - a * u - (a * wd) * w_fp32
+    else:
+        x = w_fp32 * (1 - a * wd) - a * u
+    return x
+
+
+def vector_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
+    """The formulas above, in order."""
+    g = scaled_reference(grad, rule.scale)
+    square = g.square()
+    total = square.sum()
+    v = moment_reference_(state["v"], square + rule.eps1, rule.beta, total)
+    step_reference_(w, g * v.rsqrt(), total, rule, how)
+
+
+@jit()
+def _moment(v, g, beta, eps1):
+    """The new second moment of a vector."""
+    return beta * v + (1 - beta) * (g * g + eps1)
+
+
+@jit(do_not_specialize=["offset", "n", "step", "k0", "k1", "lr", "beta", "wd", "eps1", "eps2", "clip_threshold"])
+def _vector_kernel(
+    w_ptr, c_ptr, grad_ptr, v_ptr, scale_ptr, sum_ptr, bad_ptr, changed_ptr,
+    offset, n, step, k0, k1, lr, beta, wd, eps1, eps2, clip_threshold,
+    STOCHASTIC: tl.constexpr, SPAN: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """The whole vector, one program, three passes over it: sums of g^2 and w^2, sum of u^2, moment and update.
+    ON_DEVICE: lr, beta and step are pointers."""
+    if ON_DEVICE:
+        lr, beta, step = tl.load(lr), tl.load(beta), tl.load(step)
+    key = unsigned(step, k0, k1)
+    scale, lane = scale_or_one(scale_ptr), tl.arange(0, SPAN)
+    g_squares, w_squares, u_squares = lane * 0.0, lane * 0.0, lane * 0.0
+    for start in range(0, n, SPAN):
+        i, mask = start + lane, start + lane < n
+        g = tl.load(grad_ptr + i, mask, 0.0).to(tl.float32) * scale
+        w_fp32 = tl.load(w_ptr + i, mask, 0.0).to(tl.float32)
+        g_squares += g * g
+        w_squares += w_fp32 * w_fp32
+    total = tl.sum(g_squares)
+    stop = if_finite(total, n)
+    for start in range(0, n, SPAN):
+        i, mask = start + lane, start + lane < n
+        g = tl.load(grad_ptr + i, mask, 0.0).to(tl.float32) * scale
+        u = g * tl.rsqrt(_moment(tl.load(v_ptr + i, mask, 1.0), g, beta, eps1))
+        u_squares += u * u
+    a, divisor = step_size(tl.sum(w_squares), tl.sum(u_squares), n.to(tl.float32), lr, eps2, clip_threshold)
+    changed = lane * 0
+    for start in range(0, n, SPAN):
+        i, mask = start + lane, start + lane < n
+        g = tl.load(grad_ptr + i, mask, 0.0).to(tl.float32) * scale
+        v = _moment(tl.load(v_ptr + i, mask, 1.0), g, beta, eps1)
+        tl.store(v_ptr + i, v, i < stop)
+        u = g * tl.rsqrt(v)
+        w = tl.load(w_ptr + i, mask, 0.0)
+        at_c = c_ptr
+        if c_ptr is not None:
+            at_c = c_ptr + i
+        x = moved(w.to(tl.float32), at_c, mask, u / divisor, a, wd)
+        bits = lane
+        if STOCHASTIC:
+            bits = bits_at(offset.to(tl.int64) + i, key)
+        changed += store_weight(w_ptr + i, at_c, i < stop, mask, w, x, bits, STOCHASTIC)
+    if sum_ptr is not None:
+        tl.store(sum_ptr, tl.load(sum_ptr) + total)
+    if bad_ptr is not None:
+        tl.store(bad_ptr, 1, mask=stop == 0)
+    if changed_ptr is not None:
+        tl.store(changed_ptr, tl.load(changed_ptr) + tl.sum(changed))
+
+
+def vector_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
+    """The same by kernel."""
+    tensors = (w, how.compensation, grad, state["v"], rule.scale, rule.sum_squares, rule.bad, how.changed)
+    rates = (rule.lr, rule.beta, rule.weight_decay, rule.eps1, rule.eps2, rule.clip_threshold)
+    flags = {"STOCHASTIC": how.is_stochastic(w.dtype), "SPAN": SPAN, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    flags["ON_DEVICE"] = is_on_device(rule.lr, rule.beta, how.step)
+    with on_device(w):
+        _vector_kernel[(1,)](*tensors, how.offset, w.numel(), *key(how.seed, how.step), *rates, **flags)
+
+
 ROWS, COLUMNS = 64, 128  # of a tile of the statistics
-SPAN = 1024  # elements of a row or column state that a program holds at a time
+SPAN = 1024  # elements of a vector, or of a row or column state, that a program holds at a time
 
 _WIDTH, _TILE = tl.constexpr(WIDTH), tl.constexpr(TILE)
 
