@@ -15,7 +15,6 @@ Bytes per rank and parameter, N ranks, weights of b bytes: 12 / N of state, and 
 gradient in host memory, b / N on the device if resident. Over the network a table takes 2 b (N - 1) / N.
 """
 
-
 from typing import Any
 
 import torch
