@@ -208,6 +208,10 @@ class Exchange:
         if self.engine.gate is self:  # not a later method's
             self.engine.gate = None
 
+    def close(self) -> None:
+        """Ends the worker; jobs that have not started are dropped."""
+        self.pool.close()
+
 
 def _bytes(flat: torch.Tensor) -> int:
     return flat.numel() * flat.element_size()
