@@ -139,19 +139,16 @@ def case_of(row: Options, where: str) -> Case:
     for key, value in row.items():
         if key not in keys:
             raise UserError(f"{where}: {key!r} is not one of {', '.join(keys)}")
-        words = keys[key].metadata.get("one_of")
-        if not isinstance(value, types[key]) or (isinstance(value, bool) and types[key] is not bool):
-            raise UserError(f"{where}: {key}: {repr(value)} is not of type {_named(types[key])}")
+        kind, words = types[key], keys[key].metadata.get("one_of")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            said = kind.__name__ if isinstance(kind, type) else kind
+            raise UserError(f"{where}: {key}: {repr(value)} is not of type {said}")
         if words is not None and value not in words:
             raise UserError(f"{where}: {key}: {repr(value)} is not one of {', '.join(words)}")
     missing = [k for k, f in keys.items() if f.default is f.default_factory is MISSING and k not in row]
     if missing:
         raise UserError(f"{where}: {missing[0]!r} is missing")
     return Case(**row)
-
-
-def _named(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def select(tables: dict[str, Table], words: list[str], only: str = "") -> dict[str, Table]:

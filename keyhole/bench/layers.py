@@ -224,15 +224,4 @@ class LayerReport(Report):
             table_of(self.columns, found),
             HELD,
             table_of(held, reversed(first.values())),
-            self.ratios(found),
         ]
-
-    def ratios(self, found: list[Record]) -> str:
-        """How much slower the CPU is, part by part."""
-        parts, lines = {(r["case"]["model"], r["case"]["place"]): r["parts"] for r in found}, []
-        for model, place in parts:
-            if place == "cuda" and (model, "cpu") in parts:
-                cpu, gpu = parts[model, "cpu"], parts[model, "cuda"]
-                told = ", ".join(f"{part} {cpu[part]['s'] / gpu[part]['s']:.0f}x" for part in PARTS)
-                lines.append(f"- {model}: the CPU takes {told} of the GPU's time")
-        return "\n".join(lines)
