@@ -26,6 +26,8 @@ from keyhole.bench.report import Columns, Record, Report, number, table_of
 from keyhole.bench.steps import batches_of, load, method_of
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.base import Method
+from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.update import Update
 from keyhole.model.structure.layout import FlatTensor
 
 MOMENTS = {"SGD": 0, "AdamW": 2}  # tensors of state per parameter
@@ -73,7 +75,9 @@ def peaks_of(method: Any, model: keyhole.Model, batch: dict[str, torch.Tensor]) 
         ledger.hold(STATE, method.state())
         hooks = [param.register_post_accumulate_grad_hook(arrived) for param in model.module.parameters()]
     else:
-        _watch_sink(method, ledger)
+        ledger.hold(STATE, [x for x in method.state_dict().values() if isinstance(x, torch.Tensor)])
+    if isinstance(method, LOMO):
+        _watch_sink(method.update, ledger)
     with ledger:
         method.step(batch)
     for hook in hooks:
@@ -81,16 +85,15 @@ def peaks_of(method: Any, model: keyhole.Model, batch: dict[str, torch.Tensor]) 
     return ledger.peaks()
 
 
-def _watch_sink(method: Any, ledger: Ledger) -> None:
-    """Marks every gradient that is passed to a method that is its own sink."""
-    receive = method.gradient
+def _watch_sink(sink: Update, ledger: Ledger) -> None:
+    """Marks every gradient that is passed to it."""
+    receive = sink.gradient
 
     def gradient(tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         ledger.mark(GRADIENTS, grad)
         receive(tensor, w, grad)
 
-    method.gradient = gradient
-    ledger.hold(STATE, [x for x in method.state_dict().values() if isinstance(x, torch.Tensor)])
+    sink.gradient = gradient  # type: ignore[method-assign]
 
 
 def floors(case: Case, model: keyhole.Model, tokens: int) -> Bytes:
