@@ -35,7 +35,7 @@ import zlib
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from keyhole.checkpoint.state import MOST_STEPS
 from keyhole.disk.append import Appender
@@ -176,7 +176,7 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
 def _check(header: Header) -> None:
     """ValueError for values that no run could have written, although the checksum is right."""
     ranges = {"first": (0, MOST_STEPS), "seed": (0, 2**64 - 1), "directions": (1, MOST_DIRECTIONS)}
-    told: dict[str, Any] = vars(header)
+    told: Json = vars(header)
     for name, (low, high) in (ranges | {"memory": (0, MOST_MEMORY)}).items():
         if type(told[name]) is not int or not low <= told[name] <= high:
             raise ValueError(f"{name} is {told[name]!r}, and must be a whole number from {low} to {high}")

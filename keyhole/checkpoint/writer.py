@@ -31,6 +31,7 @@ from keyhole.checkpoint.snapshot import PAGE_WRITERS, Cancelled, CopyThreads, Sn
 from keyhole.checkpoint.state import STATE, TENSORS, State, dump
 from keyhole.disk.crc import Span, checksums
 from keyhole.disk.files import flush_all, staged
+from keyhole.disk.json_text import Json
 from keyhole.disk.tensors import Files, MethodState, Ranges, Spec, create, lay_out
 from keyhole.errors import NonFinite
 from keyhole.machine.host import host_memory
@@ -229,7 +230,7 @@ class Writing:
             write_state_parts(model, directory / TENSORS, self.tensors)
 
 
-def split_state(method_state: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+def split_state(method_state: Mapping[str, Any]) -> tuple[Tensors, Json]:
     """(tensors, the rest) of a method's state."""
     tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor | Ranges)}
     return tensors, {name: value for name, value in method_state.items() if name not in tensors}

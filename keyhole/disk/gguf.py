@@ -28,6 +28,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keyhole.disk.json_text import Json
 from keyhole.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Entry:
 class Header:
     """What a GGUF file says of itself: its metadata (None for arrays), and its tensors."""
 
-    about: dict[str, Any]
+    about: Json
     architecture: str
     entries: dict[str, Entry] = field(default_factory=dict)
 
@@ -234,7 +235,7 @@ class GGUFShard:
                 "does not; parts are called NAME-00001-of-00003.gguf and so on"
             )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """The metadata of the model's architecture, without its name: {"block_count": 30, ...}; None for arrays."""
         prefix = f"{self.header.architecture}."
         return {key.removeprefix(prefix): v for key, v in self.header.about.items() if key.startswith(prefix)}

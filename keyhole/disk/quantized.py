@@ -20,7 +20,9 @@ are exact in float32. The others are unpacked to float32, and rounded once.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from keyhole.disk.json_text import Json
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +52,7 @@ class Form:
     kind: str
     shape: tuple[int, int]
     parts: Mapping[str, str]
-    about: Mapping[str, Any]
+    about: Json
     grid: tuple[str, int, str, bool] | None = None
     why: str = ""
 
@@ -75,7 +77,7 @@ class Form:
         return _int4_codes(self, get, self.grid is not None and self.grid[-1])
 
 
-def find_forms(names: "Mapping[str, tuple[int, ...]]", said: Mapping[str, Any], get: "Get") -> dict[str, Form]:
+def find_forms(names: "Mapping[str, tuple[int, ...]]", said: Json, get: "Get") -> dict[str, Form]:
     """Name of a weight -> its form, for all weights in the files. said: quantization_config of config.json. ValueError
     for unsupported formats."""
     method = str(said.get("quant_method", "")).lower()
@@ -120,7 +122,7 @@ def _bnb_form(name: str, names: Mapping[str, tuple[int, ...]], get: "Get") -> Fo
     return Form("bitsandbytes", (rows, columns), parts, about, grid, why)
 
 
-def _ints_form(stem: str, names: Mapping[str, tuple[int, ...]], method: str, said: Mapping[str, Any]) -> Form:
+def _ints_form(stem: str, names: Mapping[str, tuple[int, ...]], method: str, said: Json) -> Form:
     parts = {role: f"{stem}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx") if f"{stem}.{role}" in names}
     bits, group = said.get("bits", said.get("w_bit", 4)), said.get("group_size", said.get("q_group_size", 128))
     sizes = (4, 8) if method == "gptq" else (4,)

@@ -262,7 +262,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     return _folded(directory, found)
 
 
-def gguf_settings(directory: Path) -> dict[str, dict[str, Any]]:
+def gguf_settings(directory: Path) -> dict[str, Json]:
     """What the GGUF files of a directory say of their model, by file; {} if its weights are in another format."""
     listed = weight_files(directory)
     files = [file for file in listed if file.endswith(SUFFIX)] if isinstance(listed, list) else []

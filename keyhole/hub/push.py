@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, verify
 from keyhole.disk.files import read_small
@@ -119,7 +118,9 @@ def push(
     with _asking(name):
         there = api.list_repo_files(name)
         stale = [file for file in there if STALE.fullmatch(file) and file not in files]
-        operations: list[Any] = [CommitOperationAdd(file, sent) for file, sent in contents.items()]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(file, sent) for file, sent in contents.items()
+        ]
         operations += [CommitOperationAdd(README, text_of_card(place, name).encode())]
         operations += [CommitOperationDelete(file) for file in stale]
         api.create_commit(name, operations, commit_message=f"Model trained with {written_by()}")

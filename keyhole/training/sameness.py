@@ -19,11 +19,11 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from keyhole.config import TrainConfig
 from keyhole.config.dump import to_dict
 from keyhole.data.run import Data
+from keyhole.disk.json_text import Json
 from keyhole.errors import UserError
 from keyhole.model.structure.source import find_directory
 from keyhole.ranks import Ranks
@@ -78,7 +78,7 @@ def _fault(lock: Path, taken: bytes) -> str | None:
     return None if os.access(lock.parent.parent, os.W_OK | os.X_OK) else "may not write to"
 
 
-def _compare(ranks: Ranks, own: dict[str, Any], text: str) -> None:
+def _compare(ranks: Ranks, own: Json, text: str) -> None:
     everyone = ranks.objects(own)
     for rank, its in enumerate(everyone):
         for key in sorted({*its, *everyone[0]}):
@@ -87,9 +87,9 @@ def _compare(ranks: Ranks, own: dict[str, Any], text: str) -> None:
                 raise UserError(f"{key} differs between ranks, {here} on rank {rank} and {there} on rank 0: {text}")
 
 
-def settings(config: TrainConfig) -> dict[str, Any]:
+def settings(config: TrainConfig) -> Json:
     """Dotted key -> value."""
-    flat: dict[str, Any] = {}
+    flat: Json = {}
     for key, value in to_dict(config).items():
         flat |= {f"{key}.{name}": its for name, its in value.items()} if isinstance(value, dict) else {key: value}
     return flat
