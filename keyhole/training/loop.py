@@ -28,9 +28,8 @@ from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder, token_count
 from keyhole.training.observer import Observer, Reading
 from keyhole.training.reports import Reports, Trace
-from keyhole.training.room import NoRoom
 from keyhole.training.rundir import RunDir
-from keyhole.training.saving import Saver
+from keyhole.training.saving import NoRoom, Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.signals import EXIT_INTERRUPTED
 

@@ -6,14 +6,19 @@ or switched off, and at the end of a run, training waits for the write.
 A checkpoint needs   weights + the method's tensors + MARGIN_BYTES   on the disk before the oldest one is deleted. If
 there is less room, the oldest is deleted first, as long as one good checkpoint remains. If there is still not enough
 room, or the write fails, a save during training is skipped with a warning and tried again after RETRY_STEPS steps
-(training is worth more than a checkpoint); the save that ends a run waits for room (room.py) and then raises. Weights
-are checked to be finite before they are written.
+(training is worth more than a checkpoint). After the last step there is no other save: it waits up to WAIT_S seconds,
+with the weights in memory, for somebody to free some space, and then raises; a signal ends the wait. Only a lack of
+room is waited for: a disk that is read-only or broken will not recover by itself. Weights are checked to be finite
+before they are written.
 
 A checkpoint gets its name when the journal is on the disk up to its step. If the journal cannot be written, a save
 during training is tried again later; the save that ends a run is made nevertheless, with a warning.
 """
 
+import errno
+import shutil
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -36,12 +41,56 @@ from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
 from keyhole.training.journaling import Journaling
 from keyhole.training.observer import Observer, Progress
-from keyhole.training.room import NoRoom, free_bytes, is_full, wait_for_room
 from keyhole.training.selection import Selection
 
 RETRY_STEPS = 10
+RETRY_S, WAIT_S, PAUSE_S = 60.0, 3600.0, 2.0  # of the save that ends a run
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # Training continues after these errors, and if there is no memory for copies.
 CANNOT_SAVE = (OSError, Cancelled, SafetensorError, torch.AcceleratorError)
+
+
+class NoRoom(UserError):
+    """The disk, or the user's share of it, is full."""
+
+
+def free_bytes(path: Path) -> int:
+    """Free space on the file system that holds (or will hold) the path."""
+    try:
+        while not path.exists():
+            path = path.parent
+        return shutil.disk_usage(path).free
+    except OSError as error:
+        raise UserError(f"output_dir: {path} cannot be reached any more: {error.strerror}") from error
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a write failed for lack of room. safetensors reports the system's error as text."""
+    return getattr(error, "errno", None) in FULL or "No space left" in str(error)
+
+
+def wait_for_room(
+    save: Callable[[], list[str]], free: Callable[[], int], say: Callable[[str], None], given_up: Callable[[], bool]
+) -> list[str]:
+    """Calls `save` until it finds room; NoRoom if nobody makes any, or if the run is asked to give up. free: the free
+    bytes of the disk."""
+    began_s, told = time.monotonic(), False
+    while True:
+        before, tried_s = free(), time.monotonic()
+        try:
+            return save()
+        except NoRoom as error:
+            if tried_s - began_s >= WAIT_S or given_up():
+                raise
+            if not told:
+                say(
+                    f"warning: the last checkpoint is NOT saved: {error}. The steps are done and the weights are in "
+                    f"memory: the save goes on by itself when there is room (for {WAIT_S / 60:.0f} minutes; a signal, "
+                    "such as Ctrl-C, gives up)"
+                )
+                told = True
+        while free() <= before and not given_up() and time.monotonic() - tried_s < min(RETRY_S, WAIT_S):
+            time.sleep(PAUSE_S)
 
 
 def describe(config: TrainConfig, writer: Writer) -> list[str]:
@@ -228,7 +277,7 @@ class Saver(Observer):
         return self._written(done)
 
     def save_last(self, step: int, given_up: Callable[[], bool]) -> Path:
-        """save_once for the end of a run: if the disk is full, waits for room until given_up() (room.py)."""
+        """save_once for the end of a run: if the disk is full, waits for room until given_up()."""
         lines = wait_for_room(partial(self.save_once, step), lambda: free_bytes(self.root), self.say, given_up)
         for line in lines[:-1]:  # its caller says where it is
             self.say(line)

@@ -12,7 +12,7 @@ import pytest
 from keyhole.checkpoint import journal
 from keyhole.errors import UserError
 from keyhole.model.model import Model
-from keyhole.training import display, room, saving, trackers
+from keyhole.training import display, saving, trackers
 from keyhole.training import loop as trainer
 from keyhole.training import metrics as run_metrics
 from keyhole.training.display import Display
@@ -147,7 +147,7 @@ def test_a_full_file_system_does_not_stop_training(
 
 def full_for_good() -> None:
     """Nobody frees any space after step 3."""
-    room.WAIT_S = 0.0
+    saving.WAIT_S = 0.0
     real = trainer.Run.step
 
     def step(self: trainer.Run, number: int) -> None:
@@ -194,7 +194,7 @@ def test_the_last_save_waits_for_room(
             (root.parent / "filler").unlink()
 
     monkeypatch.setattr(trainer.Run, "save_last", full)
-    monkeypatch.setattr(room.time, "sleep", pause)
+    monkeypatch.setattr(saving.time, "sleep", pause)
     assert train(config) == 0 and len(pauses) == 3
     out = capsys.readouterr().out
     assert out.count("the last checkpoint is NOT saved") == 1 and "the save goes on by itself when there is room" in out
@@ -208,7 +208,7 @@ def test_a_signal_ends_the_wait_for_room(make: Make, monkeypatch: pytest.MonkeyP
 
     def full(self: trainer.Run) -> Path:
         monkeypatch.setattr(saving, "free_bytes", lambda path: 0)
-        monkeypatch.setattr(room.time, "sleep", lambda seconds: asked.append(self.commands.interrupts.ask("SIGINT")))
+        monkeypatch.setattr(saving.time, "sleep", lambda seconds: asked.append(self.commands.interrupts.ask("SIGINT")))
         return real(self)
 
     monkeypatch.setattr(trainer.Run, "save_last", full)
