@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import TypeVar
 
 from keyhole.errors import UserError
@@ -40,10 +41,10 @@ class Worker:
         )
         theirs.close()
 
-    def close(self) -> int:
-        """Ends the process; its exit code."""
+    def close(self) -> None:
         self.pipe.close()
-        return self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 _lock = threading.Lock()
@@ -67,7 +68,8 @@ def bounded(function: Callable[[Item], Result], items: Sequence[Item], place: Ca
                         raise error
                     done.append(result)
             except (EOFError, ConnectionError):
-                code = _workers.pop().close()
+                code = worker.process.wait()
+                _workers.pop().close()
                 why = f"takes more than {SECONDS} s" if code == -signal.SIGXCPU else "ended its process"
                 raise UserError(f"{place(items[len(done)])} {why}, so it was stopped") from None
             except BaseException as error:
@@ -86,7 +88,8 @@ def _close() -> None:
 def serve(descriptor: int) -> None:
     """The process itself: answers until the pipe closes. After an error the rest of a batch is left."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, held_bytes + MEMORY_BYTES)
     pipe: Connection = Connection(descriptor)
     try:
         while True:

@@ -165,13 +165,6 @@ def test_a_chat_that_begins_with_an_answer_does_not_train_the_templates_system_p
     assert trained(begins, said)[0] == ["Hello.<|im_end|>", "A.<|im_end|>"]
 
 
-def test_a_call_under_its_older_name_is_a_call() -> None:
-    turn = {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": ARGUMENTS}}
-    said = [talk()[0], turn, *talk()[2:]]
-    assert trained(chats.CALLING, said)[0] == [WRITTEN, "Sun.<|im_end|>"]
-    assert trained(chats.CHATML, said)[1].counts["calls"] == 1
-
-
 @pytest.mark.parametrize("call", ["weather()", {"arguments": {}}, {"name": "weather", "parameters": ARGUMENTS}])
 def test_a_call_that_no_template_can_write_is_refused(call: Any) -> None:
     """Without a name, or with its arguments under another key: they would be trained as {}."""
@@ -255,12 +248,6 @@ def test_a_second_call_of_the_same_function_is_missed(cities: tuple[str, str]) -
     found, lost = trained(first, talk(tool_calls=two))
     assert found == ["Sun.<|im_end|>"] and lost.counts["calls"] == 1
     assert trained(chats.CALLING, talk(tool_calls=two))[1].counts["calls"] == 0
-
-
-@pytest.mark.parametrize("arguments", [None, "", {}, []], ids=["null", "empty text", "object", "list"])
-def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
-    found, lost = trained(chats.CALLING, talk(arguments=arguments))
-    assert '{"name": "weather", "arguments": {}}' in found[0] and not lost.counts["calls"]
 
 
 @pytest.mark.parametrize("arguments", ["{'city': 'Paris'}", '{"city": "Par', "[1]", [1, 2], 5], ids=str)

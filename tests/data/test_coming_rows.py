@@ -30,14 +30,6 @@ def test_coming_rows_are_those_of_the_next_steps(kind: str) -> None:
     assert content(coming) == expected and len(set(content(coming))) == len(coming)
 
 
-def test_coming_rows_need_no_later_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its order is computed only if this one's rows are too few: of millions of rows that takes seconds."""
-    loader = Loader(Dataset([np.ones(2, dtype=np.int32)] * 9, [np.ones(2, dtype=bool)] * 9), batch_size=3)
-    loader.next_step()
-    monkeypatch.setattr(loader, "order_of", lambda epoch: pytest.fail("the order of another epoch"))
-    assert sum(len(one["input_ids"]) for one in loader.coming(6, 100)) == 6
-
-
 @pytest.mark.parametrize("kind", ["rows", "packed", "questions"])
 def test_batches_of_coming_rows_are_bounded_with_their_padding(kind: str) -> None:
     """One long row among short ones makes small batches of those beside it alone."""

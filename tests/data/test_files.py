@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import os
 import sys
 import tracemalloc
 from pathlib import Path
@@ -179,33 +178,6 @@ def test_nulls_that_parquet_added_are_taken_out(tmp_path: Path) -> None:
     """A key that only another row has is no key of this one; a null column stays one."""
     table = [{"turn": {"calls": [{"a": 1}], "b": "x"}, "n": 1}, {"turn": {"calls": [{"c": 2}]}, "n": None}]
     assert rows(str(write(tmp_path / "a.parquet", table))) == table
-
-
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    """Pipes and devices are refused at once, by name or in a directory; so are names that no file can have."""
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
-    for name in (tmp_path / "pipe.jsonl", tmp_path / "zero.jsonl", "/dev/zero"):
-        with pytest.raises(UserError, match=f"{name}: not a regular file but a pipe or a device"):
-            rows(str(name))
-    with pytest.raises(UserError, match="a directory that holds no data file"):
-        rows(str(tmp_path))
-    with pytest.raises(UserError, match="cannot be read: File name too long"):
-        rows("a" * 5000 + ".jsonl")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [("[" * 100_000 + "]" * 100_000, "nested too deeply"), ("9" * 5000, "too many digits")],
-    ids=["deep", "huge integer"],
-)
-def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, name: str, value: str, message: str) -> None:
-    """Deep nesting and endless integers name the file, and the line where there is one."""
-    text = f'{{"text": {value}}}'
-    (tmp_path / name).write_text(text if name == "a.jsonl" else f"[{text}]")
-    with pytest.raises(UserError, match=rf"{name}{', line 1' if name == 'a.jsonl' else ''}: JSON.*{message}"):
-        rows(str(tmp_path / name))
 
 
 def test_a_row_of_20_megabytes_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.data.dataset import Dataset, Sample
 from keyhole.data.epoch import Padding, choose, describe
-from keyhole.data.loader import Batch, Loader, collate
+from keyhole.data.loader import Batch, collate
 from tests.training.classifiers import save_encoder
 
 
@@ -98,13 +98,3 @@ def test_padding_changes_neither_loss_nor_gradient(kind: str, tiny_model: Path, 
     for name, grad in grads.items():
         scale = max(1.0, float(grad.abs().max()))
         assert float((grad - padded_grads[name]).abs().max()) < 2e-6 * scale, name
-
-
-def test_a_loader_pads_as_it_is_told() -> None:
-    """The width of every batch of an epoch is the padding's."""
-    data = rows([3, 17, 30, 9, 22, 5])
-    padding = choose(data, "auto", None)
-    loader = Loader(data, 2, seed=1, pad_to_multiple_of=padding.multiple, pad_to_most=padding.most)
-    for _ in range(loader.steps_per_epoch):
-        (batch,) = loader.next_step()
-        assert batch["input_ids"].shape[1] == padding.width(int(batch["attention_mask"].sum(dim=1).max()))

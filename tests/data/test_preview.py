@@ -35,15 +35,6 @@ def test_runs_are_named_and_tokens_written_out(tmp_path: Path) -> None:
     assert "sample 2" not in "\n".join(lines)
 
 
-def test_colour_only_adds(tmp_path: Path) -> None:
-    """Without the escape codes the text is the same."""
-    tok = tokenizer(chats.CHATML)
-    dataset = prepare(write(tmp_path, {"messages": chat("Hello", "yes")}), tok)
-    coloured = preview(dataset, tok, 1, color=True)
-    assert coloured != preview(dataset, tok, 1)
-    assert coloured.replace("\033[32m", "").replace("\033[0m", "") == preview(dataset, tok, 1)
-
-
 def test_what_is_cut_is_shown(tmp_path: Path) -> None:
     """How many tokens, how many of them trained, and how they begin; long runs show both ends."""
     tok = tokenizer()

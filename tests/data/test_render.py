@@ -1,15 +1,13 @@
 """Templates and masks: what is trained on is exactly the answers and their ends, written out by hand."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.formats import Example, normalise
+from keyhole.data.formats import normalise
 from keyhole.data.opened import Record
 from keyhole.data.render import Renderer
 from keyhole.data.settings import DataSettings
@@ -72,19 +70,6 @@ def test_a_chat_is_tokenised_as_at_inference(template: str | None, bos: bool) ->
         assert ids[: int(tokens.trained_T.argmax())] == prompt
 
 
-def test_the_date_of_the_day_is_not_in_the_data() -> None:
-    """A template that prints today's date gets a fixed one: a run resumed tomorrow has the same tokens."""
-    tok = tokenizer(chats.LLAMA3)
-    tokens, _ = render(tok, "messages", messages=TALK)
-    assert "Today: 26 Jul 2024" in tok.decode(tokens.ids_T.tolist())
-
-
-def test_a_chat_that_begins_with_an_answer() -> None:
-    """There is no prefix to render, and the answer is found all the same."""
-    _, trained = render(tokenizer(chats.LLAMA3), "messages", messages=chat("Hello there", "Hi", first="assistant"))
-    assert trained == ["Hello there<|eot_id|>"]
-
-
 def test_train_on_all() -> None:
     """Every token but the first is trained."""
     tokens, _ = render(tokenizer(chats.CHATML), "messages", train_on="all", messages=TALK)
@@ -138,12 +123,6 @@ def test_a_tokenizer_without_offsets_gives_the_same(monkeypatch: pytest.MonkeyPa
         assert a.ids_T.tolist() == b.ids_T.tolist() and a.trained_T.tolist() == b.trained_T.tolist()
 
 
-def test_a_chat_the_template_refuses_names_the_row() -> None:
-    """The template's own words, the file, the line and the roles."""
-    with pytest.raises(UserError, match=r"data.jsonl, line 7: .*roles: user, user.*roles must alternate"):
-        render(tokenizer(chats.STRICT), "messages", messages=[TALK[0], TALK[0]])
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -174,33 +153,6 @@ def test_any_chat_trains_its_answers(contents: list[str], template: str) -> None
     for run, content in zip(trained, said, strict=True):
         expected = content + ENDS[template]
         assert expected in run and run.split(expected)[0].strip() == ""
-
-
-@given(prompt=st.text(max_size=20), completion=WORDS, bos=st.booleans())
-def test_no_text_is_lost(prompt: str, completion: str, bos: bool) -> None:
-    """The ids decode to bos, prompt, completion, eos, and what is not trained is at most the prompt."""
-    tok = tokenizer(None, bos)
-    tokens = Renderer(tok)([Example(Record("f", "line", 1, {}), prompt=prompt, answer=completion)])[0]
-    text = tok.decode(tokens.ids_T.tolist(), clean_up_tokenization_spaces=False)
-    whole = prompt + completion
-    assert text == ("<s>" if bos and not whole.startswith("<s>") else "") + whole + (
-        "" if whole.endswith("</s>") else "</s>"
-    )
-    untrained = tokens.ids_T[: int(tokens.trained_T.argmax())].tolist()
-    assert len(tok.decode(untrained).removeprefix("<s>").encode()) <= len(prompt.encode()) + 4
-
-
-def test_many_examples_at_once_are_as_one_by_one(tmp_path: Path) -> None:
-    """A batch gives what its members give alone."""
-    tok = tokenizer(chats.CHATML)
-    rows = [{"messages": chat("Hello" * n, "yes" * n)} for n in range(1, 6)]
-    examples = [
-        normalise(Record("f", "line", i, json.loads(json.dumps(row))), "messages") for i, row in enumerate(rows)
-    ]
-    together = Renderer(tok)(examples)
-    for example, tokens in zip(examples, together, strict=True):
-        alone = Renderer(tok)([example])[0]
-        assert np.array_equal(alone.ids_T, tokens.ids_T) and np.array_equal(alone.trained_T, tokens.trained_T)
 
 
 @pytest.mark.parametrize("row", [{"text": "ab \ud83d cd"}, {"messages": chat("ab \ud83d cd", "fine")}])

@@ -98,18 +98,6 @@ def test_sources_are_mixed_by_weight(tiny_model: Path, tmp_path: Path) -> None:
         load_data(settings(tiny_model, tmp_path, train_data=sources, train_weights=[0, 0, 0]))
 
 
-def test_a_source_that_gives_no_row_is_a_warning(tiny_model: Path, tmp_path: Path) -> None:
-    """A third of one sample is none; a weight of 0 means none."""
-    row = json.dumps({"prompt": "a", "completion": "b"})
-    names = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
-    for name in names:
-        Path(name).write_text(row)
-    report = load_data(settings(tiny_model, tmp_path, train_data=names, train_weights=[1, 0.3, 0])).report
-    assert [line for line in report if "gives no row" in line] == [
-        "train: warning: source 2 has the weight 0.3, but gives no row"
-    ]
-
-
 def test_columns_are_renamed(tiny_model: Path, tmp_path: Path) -> None:
     """The setting maps our names to theirs; a name that is not there is refused with those that are."""
     path = tmp_path / "a.jsonl"

@@ -126,27 +126,6 @@ def test_what_is_wrong_with_candidates_is_said(tmp_path: Path, candidates: str, 
         assert build(Record("a.jsonl", "line", 3, row), read_spec(str(tmp_path / "own.yaml"))).answer == 1
 
 
-@pytest.mark.parametrize("prompt", ["{{ x }}", "{{ x | trim }}", "{{ 'a' ~ x }}", "{{ x | replace('a', 'b') }}"])
-@pytest.mark.parametrize(("value", "found"), [(None, "null"), (["a"], "a list"), ({"a": 1}, "an object")])
-def test_what_is_no_text_is_not_written(tmp_path: Path, prompt: str, value: object, found: str) -> None:
-    """`None` and `['a']` are how Python spells a value, and were in no data."""
-    head = "columns: {x: x, label: label}\ncandidates: [a, b]\nmetric: accuracy\n"
-    (tmp_path / "own.yaml").write_text(f'{head}prompt: "{prompt}"\n')
-    with pytest.raises(UserError, match=f"a.jsonl, line 3: .*prompt: found {found}"):
-        build(Record("a.jsonl", "line", 3, {"x": value, "label": 1}), read_spec(str(tmp_path / "own.yaml")))
-
-
-def test_a_template_may_handle_what_is_no_text(tmp_path: Path) -> None:
-    """By a test, or by a filter of lists."""
-    (tmp_path / "own.yaml").write_text(
-        "columns: {x: x, y: y, n: n, label: label}\ncandidates: [a, b]\nmetric: accuracy\n"
-        "prompt: \"{% if x is not none %}{{ x }}{% endif %}{{ y | join(', ') }}, {{ 1.5 }}{{ n }}\"\n"
-    )
-    record = Record("a.jsonl", "line", 3, {"x": None, "y": ["b", "c"], "n": 1, "label": 1})
-    made = build(record, read_spec(str(tmp_path / "own.yaml")))
-    assert made.prompt == "b, c, 1.51"
-
-
 def test_references_are_texts(tmp_path: Path) -> None:
     """A list with null in it names no answer."""
     text = "columns: {x: x}\nprompt: '{{ x | length }}'\nanswer: a\nreferences: x\nmetric: exact_match\n"

@@ -136,14 +136,6 @@ def test_questions_in_two_splits_are_counted(tmp_path: Path) -> None:
     assert told == ["warning: task sst2: 10 of the 15 questions of test are also among those of train"]
 
 
-def test_empty_texts_are_counted(tmp_path: Path) -> None:
-    """With the column, and the first such row."""
-    (tmp_path / "dev.tsv").write_text("sentence\tlabel\ngood\t1\n\t0\n  \t1\n")
-    (warning,) = load_task("sst2", str(tmp_path), Numbers(), training=False)["test"].warnings
-    assert warning.startswith("2 of the 3 rows drawn from dev.tsv have an empty sentence (such as ")
-    assert warning.endswith("dev.tsv, row 2)")
-
-
 @pytest.mark.parametrize("text", ["", "sentence\tlabel\n"])
 def test_why_a_file_has_no_row(tmp_path: Path, text: str) -> None:
     """An empty file, or a header without rows."""
@@ -161,13 +153,6 @@ def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
     (tmp_path / "dev_matched.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="no row that could be used; 1 without a label left out"):
         load_task("mnli", str(tmp_path), Numbers(), training=False)
-
-
-def test_a_split_of_nothing_is_refused() -> None:
-    """A word that no task of the run answers to would change nothing, in silence."""
-    check_names(["sst2", "a/my.yaml"], {"my.train": "x", "test": "y"})
-    with pytest.raises(UserError, match="task_splits: found sts2.train, but no task sts2 is set"):
-        check_names(["sst2"], {"sts2.train": "train"})
 
 
 def test_two_tasks_of_one_name_are_refused() -> None:

@@ -109,12 +109,6 @@ def letters(max_length: int | None = None, overlong: str = "truncate") -> Encode
     return Encoder(tokenizer, max_length, overlong)
 
 
-def test_an_end_token_only_where_it_is_asked_for() -> None:
-    """A candidate ends with its last letter; an answer in free text may end with eos, which is trained."""
-    plain, ended = (letters().encode([Question("a", ("b",), 0)], end)[0][0] for end in (False, True))
-    assert ended.input_ids == [*plain.input_ids, 2] and ended.labels == [*plain.labels, 2]
-
-
 @pytest.mark.parametrize(("prompt", "answer", "left"), [("ab", "cdefghij", "abcdef"), ("abcdefgh", "ij" * 5, "fghiji")])
 def test_a_long_answer_in_free_text_loses_its_end(prompt: str, answer: str, left: str) -> None:
     """It keeps half a row at least, and what a short prompt leaves."""
@@ -129,11 +123,3 @@ def test_overlong_questions_are_dropped_or_refused() -> None:
     assert letters(6, "drop").encode([long, Question("a", ("b", "c"), 0)])[0] == []
     with pytest.raises(UserError, match="a.jsonl, line 2: 9 tokens, more than max_length=6"):
         letters(6, "error").encode([long])
-
-
-def test_prompts_alone_keep_their_end() -> None:
-    """What an answer is generated after: the prompt's own tokens, without its beginning where there is no room."""
-    encoder = letters(3)
-    short, long = encoder.prompts([Question("ab", ("c",), 0), Question("abcdef", ("g",), 0)])
-    assert [encoder.tokenizer.decode(ids).replace(" ", "") for ids in (short, long)] == ["ab", "def"]
-    assert encoder.truncated == 1

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from keyhole.data.opened import MOST_ROW_BYTES
 from keyhole.data.readers import read_file
-from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.tables import read_rows
 from keyhole.errors import UserError
@@ -66,17 +65,6 @@ def test_lines_in_latin_1(tmp_path: Path) -> None:
     ]
 
 
-def test_latin_1_is_reported(tmp_path: Path) -> None:
-    """With the file and the line that decided it."""
-    line = "DESC:def What is it ?\n"
-    (tmp_path / "trec").mkdir()
-    (tmp_path / "trec" / "train_5500.label").write_bytes((line * 9 + "HUM:ind A ma\xeetre ?\n").encode("latin-1"))
-    (tmp_path / "trec" / "TREC_10.label").write_text(line)
-    found = load_task("trec", str(tmp_path), Numbers(train=2, dev=2))
-    assert "train_5500.label is read as Latin-1, because line 10 is not UTF-8" in found["train"].about
-    assert "Latin-1" not in found["test"].about
-
-
 HEAD = b"sentence,label\n"
 LINES = (b"a" * 999 + b"\n") * (MOST_ROW_BYTES // 1000 + 9)
 TSV = b"sentence\tlabel\n" + b"".join(f"good {i * i}\t1\n".encode() for i in range(300))
@@ -124,14 +112,6 @@ def test_delimiter_and_quoting_as_the_file_has_them(tmp_path: Path, name: str, c
     (tmp_path / name).write_text(content)
     assert rows(tmp_path / name, "sst2")[0] == SPELLED
     assert [record.row for record in read_file(tmp_path / name)] == SPELLED
-
-
-@pytest.mark.parametrize("text", ['"so so', 'so "so"', '"so" "so"', '"so so"', 'so so"', '"so ""so" so'])
-def test_marks_that_do_not_quote_are_letters(tmp_path: Path, text: str) -> None:
-    """Sentences of files without quoting, whatever marks they begin and end with, come out as they went in."""
-    content = f'sentence\tlabel\n{text}\t1\nplain\t0\nends"\t1\n'
-    (tmp_path / "a.tsv").write_text(content)
-    assert [row["sentence"] for row in rows(tmp_path / "a.tsv", "sst2")[0]] == [text, "plain", 'ends"']
 
 
 @settings(max_examples=30)
