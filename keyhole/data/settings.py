@@ -12,6 +12,7 @@ from typing import Any
 
 from keyhole.data.formats import TABLE, RowTemplate, check_format
 from keyhole.data.turns import OWN_VARIABLES
+from keyhole.disk.files import read_small
 from keyhole.errors import UserError, printable
 
 OVERLONG = ("truncate", "split", "drop", "error")
@@ -108,15 +109,10 @@ class DataSettings:
         given = self.chat_template
         if given is None or "{{" in given or "{%" in given:
             return given
-        path, named = Path(os.path.expanduser(given)), f"chat_template: {printable(given, 200)}"
         try:
-            if not path.is_file():
-                found = "not a regular file" if path.exists() else "no such file"
-                raise UserError(f"{named}: {found}; give the path of a Jinja template, or its text")
-            if path.stat().st_size > MOST_TEMPLATE_BYTES:
-                raise UserError(f"{named}: larger than 1 MiB; is it a template?")
-            return path.read_text(encoding="utf-8")
+            return read_small(Path(os.path.expanduser(given)), MOST_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError:
-            raise UserError(f"{named}: not UTF-8 text; is it a template?") from None
+            raise UserError(f"chat_template: {printable(given, 200)}: not UTF-8 text; is it a template?") from None
         except OSError as error:
-            raise UserError(f"{named}: cannot be read: {error.strerror}") from None
+            what = f"{error.strerror}; give the path of a Jinja template, or its text"
+            raise UserError(f"chat_template: {printable(given, 200)}: {what}") from None

@@ -149,15 +149,15 @@ def test_the_template_of_a_setting_is_a_text_or_a_regular_file(
     (tmp_path / "large").write_bytes(b"x" * (2**20 + 1))
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     cases = {
-        "nothing": "no such file",
-        "pipe": "not a regular file",
-        "large": "larger than 1 MiB",
+        "nothing": "No such file",
+        "pipe": "it is not a regular file",
+        "large": "it has 1,048,577 bytes",
         "binary": "not UTF-8",
     }
     for name, message in cases.items():
         with pytest.raises(UserError, match=f"chat_template: .*{name}: {message}"):
             load_data(settings(tiny_model, tiny_data, chat_template=str(tmp_path / name)))
-    with pytest.raises(UserError, match="/dev/zero: not a regular file"):
+    with pytest.raises(UserError, match="/dev/zero: it is not a regular file"):
         load_data(settings(tiny_model, tiny_data, chat_template="/dev/zero"))
 
 
