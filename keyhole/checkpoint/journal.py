@@ -10,7 +10,7 @@ so 4 (1 + q) + 48 bytes per step make every step durable, and a run can be share
     record    step, seed, epoch, row u64; weight_decay f64; device u32; lr, c_1 .. c_q, memory f32; CRC-32
 
 All numbers are little endian. (epoch, row) is the position in the data after the step. lr and c are exactly the numbers
-of the update (methods/zo/estimators/; mezo's c_i is g_i/q after clipping), and all zero if a loss was not finite.
+of the update (methods/zo/estimators.py; mezo's c_i is g_i/q after clipping), and all zero if a loss was not finite.
 `memory` is the state of the estimator and of the rate search after the step; the header says how many numbers it has.
 The CRC of a record is seeded with the header's, so records of another journal are not accepted; steps are consecutive.
 Reading stops at the first record that is incomplete, changed, out of order or not finite: usually the end that a crash

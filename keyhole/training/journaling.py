@@ -35,7 +35,7 @@ class Journaling(Observer):
             return
         epoch, row = reading.position
         decay, device = self.method.settings.weight_decay, self.method.model.device.type
-        seed, split = self.method.noise["seed"], 1 + self.method.settings.count
+        seed, split = self.method.settings.seed, 1 + self.method.settings.count
         update, memory = tuple(reading.update[:split]), tuple(reading.update[split:])[: self.writer.header.memory]
         memory += (0.0,) * (self.writer.header.memory - len(memory))  # the rate search is over: nothing to remember
         fault: OSError | None = None
@@ -116,11 +116,11 @@ def open_journal(
         base=about.base or "" if origin.choice.path is None else "",
         first=0,
         source=source,
-        seed=method.noise["seed"],
+        seed=method.settings.seed,
         directions=method.settings.count,
-        distribution=method.noise["distribution"],
-        rounding=str(method.decay["rounding"]),
-        eps=method.perturbed.eps,
+        distribution=str(method.settings.distribution),
+        rounding=method.settings.rounding,
+        eps=method.estimator.eps,
         dtype=str(model.dtype).removeprefix("torch."),
         wire=wire,
         frozen=[t.name for t in model.layout.tensors if not t.param.requires_grad],

@@ -120,9 +120,9 @@ def textbook_zo(method: ZO) -> Callable[[list], torch.Tensor]:
             z = [flat[t.start : t.stop].view(t.shape) for t in tensors]
             for sign in (1, -1):
                 for t, w, noise in zip(tensors, clean, z, strict=True):
-                    t.param.data.copy_(w + sign * method.perturbed.eps * noise)
+                    t.param.data.copy_(w + sign * method.directions.eps * noise)
                 losses.append(plain_candidates_loss(model.module, batches).detach())
-            g = (losses[-2] - losses[-1]) / (2 * method.perturbed.eps)
+            g = (losses[-2] - losses[-1]) / (2 * method.directions.eps)
             change = [c + g / q * noise for c, noise in zip(change, z, strict=True)]
         for t, w, c in zip(tensors, clean, change, strict=True):
             t.param.data.copy_(w - method.lr * c)

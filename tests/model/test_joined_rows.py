@@ -191,7 +191,7 @@ def test_evaluation_keeps_its_rows() -> None:
     assert nll.shape == count.shape == (5,)
 
 
-@pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 3}, {"estimator": "grzo", "directions": 3}])
+@pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 3}, {"estimator": "fzoo", "directions": 3}])
 def test_streamed_equals_resident(options: dict) -> None:
     """To the bit, over steps whose batches are joined to several shapes."""
 

@@ -12,7 +12,7 @@ from keyhole.data.tasks.question import Question
 from keyhole.eval.generate import generate_answers
 from keyhole.eval.rows import score_rows
 from keyhole.methods.zo import update
-from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.traits import DEFAULTS
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
 from keyhole.training.validation import evaluate

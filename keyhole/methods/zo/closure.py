@@ -5,26 +5,24 @@
 This file evaluates the closure (`losses_at_looks`); the step on these losses is the method's.
 
 Zeroth-order steps need losses, not gradients, so the loss may be an accuracy, an F1, or a reward of generated text. The
-closure is called once per look of the estimator (estimators/base.py), each time with the model *seen through* perturbed
+closure is called once per look of the estimator (estimators.py), each time with the model *seen through* perturbed
 weights: units are perturbed as they arrive, streamed or resident, and the homes are not changed. The closure returns
 the losses of the step; update, journal, checkpoints and replay are those of any other step.
 
 The update of the step before is applied first, which is one more visit of every unit. Every evaluation in the closure
 is a sweep of its own: as many sweeps per step as looks, where a batch takes one. The noise is that of a step on a
-batch. Closures are not possible with an estimator that splits rows between its directions, since only batches have
-rows, nor during a search for a rate. With zo.guide the rows for the directions of a period must be given before
-(look_ahead): the closure's own are not known.
+batch. Closures are not possible during a search for a rate. With zo.guide the rows for the directions of a period must
+be given before (look_ahead): the closure's own are not known.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.zo.estimators.base import Pair
-from keyhole.methods.zo.perturbed import PerturbedWeights
+from keyhole.methods.zo.directions import Dense
+from keyhole.methods.zo.estimators import Pair
 from keyhole.model.structure.layout import Unit
 
 Closure = Callable[[], Any]
@@ -34,42 +32,26 @@ class AtLook:
     """The weights of a model at one look, as a lens (model/forward/device_weights.py). number: of the pair; side: of
     the look within the pair."""
 
-    def __init__(self, perturbed: PerturbedWeights, number: int, pair: Pair, side: int) -> None:
-        self.perturbed, self.number, self.pair, self.side = perturbed, number, pair, side
+    def __init__(self, directions: Dense, number: int, pair: Pair, side: int) -> None:
+        self.directions, self.number, self.pair, self.side = directions, number, pair, side
         self.is_used = False  # every evaluation looks up rows of the table
 
     def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
-        """The unit's perturbed weights, in memory that the next unit reuses (the spine has its own)."""
-        perturbed = self.perturbed
-        if perturbed.factors is not None and unit.index in perturbed.factors.units:  # the layers add the perturbation
-            return perturbed.model.in_compute_dtype(unit, stored)
-        both: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-        if unit.kind == "spine":
-            both = perturbed.spines[self.number]
-        else:
-            both = perturbed.plus[: unit.numel], perturbed.minus[: unit.numel]
-        how = perturbed.perturbation(self.pair)
-        perturbed.update.perturb(unit, stored, both[0], both[1], how, arrived=False)
-        return both[self.side]
+        return self.directions.weights_at(unit, stored, self.number, self.pair)[self.side]
 
     def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
-        """Perturbed rows of the table."""
         self.is_used = True
-        if not self.perturbed.model.layout.table.param.requires_grad:
-            return stale_MH
-        return self.perturbed.rows(stale_MH, ids_M, self.pair)[self.side]
+        return self.directions.rows(stale_MH, ids_M, self.pair)[self.side]
 
 
-def losses_at_looks(closure: Closure, perturbed: PerturbedWeights, pairs: Sequence[Pair]) -> torch.Tensor:
+def losses_at_looks(closure: Closure, directions: Dense, pairs: list[Pair]) -> torch.Tensor:
     """The number that the closure returns at each look. No update may be pending."""
-    model, layers, losses = perturbed.model, perturbed.layers, []
-    if layers is not None:
-        layers.perturb([perturbed.perturbation(pair) for pair in pairs])
+    model, losses = directions.model, []
+    directions.begin_looks(pairs)
     for number, pair in enumerate(pairs):
         for side in range(pair.looks):
-            look = nullcontext() if layers is None else layers.seen_at(2 * number + side)
-            lens = AtLook(perturbed, number, pair, side)
-            with model.device_weights.seen_through(lens), look:
+            lens = AtLook(directions, number, pair, side)
+            with model.device_weights.seen_through(lens), directions.seen_at(2 * number + side):
                 losses.append(_number(closure(), model.device))
             if not lens.is_used and torch.isfinite(losses[-1]):  # else there is no update
                 raise UserError(

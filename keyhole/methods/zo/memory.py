@@ -1,10 +1,9 @@
 """Device bytes of a zeroth-order step: those of its forward passes (model/forward/memory.py), with perturbed copies of
 the spine for every pair of looks.
 
-    mezo, meazo    2 q passes on all rows               q pairs          all hidden states wait: 2 q m
-    fzoo           q + 1 passes on all rows             q // 2 + 1       (q + 1) m
-    grzo           2 q passes on a q-th of the rows     q pairs          2 m, as of one direction; threads for 2 q m
-    a search       3 passes on all rows, in halves      2 pairs          3 m; threads for 6 m
+    mezo           2 q passes                           q pairs          all hidden states wait: 2 q m
+    fzoo           q + 1 passes                         q // 2 + 1       (q + 1) m
+    a search       3 passes, the rows in halves         2 pairs          3 m
 
 for m micro-batches; a unit has two perturbed copies, whatever the estimator, because pairs are run one after the
 other (in a recorded step, beside each other where there is room: work.py).
@@ -20,11 +19,10 @@ from dataclasses import replace
 
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
-from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, may_keep, tokens_per_pass
 from keyhole.methods.zo.low_rank.kept import room_for
 from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
-from keyhole.methods.zo.traits import ZOConfig
+from keyhole.methods.zo.traits import DEFAULTS, ZOConfig
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import ForwardBytes, activation_bytes, launched_as_graphs, recorded_numel
 from keyhole.model.structure.layout import Layout
@@ -40,11 +38,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     pairs = max(usual.pairs(q), 2 if work.searches else 0)
     if own.rank is not None:
         return _low_rank_bytes(layout, streamed, work, room, pairs, own)
-    planned = forward_bytes(layout, streamed, work, room, pairs)
-    if not usual.splits:
-        return planned
-    at_once = replace(work, passes=work.passes if work.searches else 2 * work.passes // usual.passes(q))
-    return replace(forward_bytes(layout, streamed, at_once, room, pairs), workspace=planned.workspace)
+    return forward_bytes(layout, streamed, work, room, pairs)
 
 
 def _low_rank_bytes(
@@ -52,8 +46,7 @@ def _low_rank_bytes(
 ) -> ForwardBytes:
     usual, q = DEFAULTS[own.estimator], own.count
     looks = max(usual.passes(q), 3 if work.searches else 0)
-    parts = q if usual.splits and not work.searches else 1  # parts of the rows, each in its own passes
-    at_once = replace(work, tokens=-(-work.tokens * looks // parts), passes=-(-work.passes // looks) * parts)
+    at_once = replace(work, tokens=work.tokens * looks, passes=-(-work.passes // looks))
     planned = forward_bytes(layout, streamed, at_once, room, pairs)
     b, formats = room.formats.dtype.itemsize, room.formats
     dense = max((u.numel for u in layout.units[1:] if u.kind != "block"), default=0)

@@ -47,9 +47,9 @@ import math
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.zo.defaults import SEARCH_STEPS as STEPS
-from keyhole.methods.zo.estimators.base import Estimator, Pair
-from keyhole.methods.zo.parts import sample_count, split
+from keyhole.methods.zo.estimators import Estimator, Pair
+from keyhole.methods.zo.looks import halved, sample_count
+from keyhole.methods.zo.traits import SEARCH_STEPS as STEPS
 from keyhole.model.batch import Batch, DeviceBatch, loss_rows
 
 CAUTION, LEAST_SHARE, REACH = 0.3, 0.1, 8.0
@@ -79,7 +79,7 @@ class RateSearch:
                 )
             self.first_pieces = None
             return batches
-        first, second = split(batches, 2)
+        first, second = halved(batches)
         self.first_pieces = len(first)
         return first + second
 

@@ -26,22 +26,22 @@ packed unit is unpacked, updated and packed.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.arguments import Applied, Decay, Noise, Perturbation
-from keyhole.methods.zo.spans import Span, cut_unit
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.write_back import SHARED_EVERY, WriteBack
 from keyhole.model.model import Model
 from keyhole.model.rank_duties import rewriting_shared, writes_home
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.format import PACKED, Codec
+from keyhole.ops.arguments import Count, Scalar
 
 
 @dataclass
@@ -49,30 +49,52 @@ class Pending:
     """An update that is known but not yet applied: [lr, c_1 .. c_q] on the device, and the step of its noise."""
 
     coef: torch.Tensor
-    step: Any  # a number; during CUDA graph capture, a tensor on the device
+    step: Count  # a number; during CUDA graph capture, a tensor on the device
+
+    def added_to(self, how: ops.ZOStep, weight_decay: float, changed: Scalar = None) -> ops.ZOStep:
+        """The settings of an op that makes this update, and what `how` says."""
+        return replace(how, coef=self.coef, update_step=self.step, weight_decay=weight_decay, changed=changed)
+
+
+@dataclass
+class Span:
+    """[begin, end) of a unit, which an update treats alike."""
+
+    begin: int
+    end: int
+    trained: bool = True
+    decays: bool = True
+
+
+def cut_unit(unit: Unit, spared: frozenset[int] = frozenset()) -> list[Span]:
+    """The spans of a unit; spared: ids of the parameters that do not decay. Padding between aligned tensors is in no
+    span: it stays 0, as after loading, and is not part of a checkpoint."""
+    spans: list[Span] = []
+    for tensor in unit.tensors:
+        begin, end = max(0, tensor.start - unit.start), min(unit.numel, tensor.stop - unit.start)
+        span = Span(begin, end, tensor.param.requires_grad, id(tensor.param) not in spared)
+        if spans and replace(span, begin=spans[-1].begin, end=begin) == spans[-1]:
+            spans[-1].end = end
+        else:
+            spans.append(span)
+    return spans
 
 
 class Update:
-    """The updates that a model's homes lack. spared: ids of the parameters that do not decay."""
+    """The updates that a model's homes lack. spared: ids of the parameters that do not decay; elsewhere: units that
+    other code updates (low_rank/)."""
 
     def __init__(
-        self,
-        model: Model,
-        noise: Noise,
-        decay: Decay,
-        spared: frozenset[int] = frozenset(),
-        every: int | None = None,
-        elsewhere: frozenset[int] = frozenset(),
+        self, model: Model, own: ZOConfig, spared: frozenset[int] = frozenset(), elsewhere: frozenset[int] = frozenset()
     ) -> None:
-        """elsewhere: units that other code updates (low_rank/)."""
         self.model: Model = weakref.proxy(model)  # which holds this object
-        self.noise, self.decay = noise, decay
-        self.spared, self.elsewhere = spared, elsewhere
+        self.noise = ops.ZOStep(0, own.seed, cast(str, own.distribution), rounding=own.rounding)
+        self.weight_decay, self.spared, self.elsewhere = own.weight_decay, spared, elsewhere
         self.codec = cast(Codec, model.formats.codec)  # read for packed units only, which have one
-        self.flush_elsewhere: Callable[[], None] | None = None  # flushes the units in `elsewhere`
+        self.flush_beside: Callable[[], None] = lambda: None  # of what other code learns of `elsewhere`
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
-        self.write_back = WriteBack(model, every)
+        self.write_back = WriteBack(model, own.write_back_every if own.deferred_update else 1)
         self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights changed by the last update
         self.own_changed: torch.Tensor | None = None  # the same for the shared units that this rank updates
         self.counted: set[int] = set()  # units that are already counted in it
@@ -82,8 +104,8 @@ class Update:
         packed = [u for u in model.layout.units if homes[u.index].dtype == PACKED and u.index not in elsewhere]
         in_spans = [u.numel for u in packed if not self.is_one_span(u)]
         self.unpacked = torch.empty(max(in_spans, default=0), device=model.device)
-        own = [spans for unit, spans in enumerate(self.trained) if unit not in elsewhere]
-        self.trained_numel = sum(s.end - s.begin for spans in own for s in spans if s.trained)
+        spans = [spans for unit, spans in enumerate(self.trained) if unit not in elsewhere]
+        self.trained_numel = sum(s.end - s.begin for of_unit in spans for s in of_unit if s.trained)
         if not self.trained_numel and not elsewhere:
             raise UserError("every parameter is frozen: there is nothing to train")
 
@@ -122,23 +144,8 @@ class Update:
         """Whether the whole unit is trained, without padding in it."""
         return self.trained[unit.index] == [Span(0, unit.numel)]
 
-    def spans(self, unit: Unit, weight_decay: float) -> list[Span]:
-        """The spans of the unit for an update with this weight decay."""
-        return (self.decaying if weight_decay else self.trained)[unit.index]
-
-    def fused(self, pending: Pending, decays: bool = True) -> Applied:
-        """The update as arguments of an op that also perturbs."""
-        applied: Applied = {**self.decay, "coef": pending.coef, "update_step": pending.step, "changed": None}
-        return applied if decays else {**applied, "weight_decay": 0.0}
-
     def perturb(
-        self,
-        unit: Unit,
-        w: torch.Tensor,
-        plus: torch.Tensor,
-        minus: torch.Tensor,
-        perturbation: Perturbation,
-        arrived: bool,
+        self, unit: Unit, w: torch.Tensor, copies: Sequence[torch.Tensor], how: ops.ZOStep, arrived: bool
     ) -> None:
         """Writes two perturbed copies. A unit that has just arrived gets its owed updates, and is written back if it is
         due. For a packed unit, the packed values are perturbed."""
@@ -146,93 +153,76 @@ class Update:
         in_spans = w.dtype == PACKED and not self.is_one_span(unit)
         for pending in owed if in_spans else owed[:-1]:
             self.apply(unit, w, pending)
-        fused: Applied = {}
-        if owed and not in_spans:
-            fused = {**self.fused(owed[-1]), "changed": self._count(unit, owed[-1])}
+        flat = w
         if in_spans:
-            self.codec.decode(w, self.unpacked[: unit.numel])
-            w = self.unpacked[: unit.numel]
-        if w.dtype == PACKED:
-            self._packed(unit, w, plus, minus, **perturbation, **fused)
-        else:
-            self._perturb_plain(unit, w, plus, minus, perturbation, fused)
-        if owed and self.write_back.is_due(unit, owed[-1].step):
+            self.codec.decode(w, flat := self.unpacked[: unit.numel])
+        self._op(unit, flat, how, owed[-1] if owed and not in_spans else None, copies)
+        if owed and self.write_back.is_due(unit, cast(int, owed[-1].step)):
             self._go_home(unit)
 
-    def _perturb_plain(
+    def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, weight_decay: float | None = None) -> None:
+        """Applies an update to a unit that is on the device, plain or packed. weight_decay: instead of this run's. (For
+        a unit that is unpacked and packed, `changed` also counts changes that packing then loses.)"""
+        if w.dtype != PACKED or self.is_one_span(unit):
+            return self._op(unit, w, self.noise, pending, None, weight_decay)
+        self.codec.decode(w, unpacked := self.unpacked[: unit.numel])
+        self._op(unit, unpacked, self.noise, pending, None, weight_decay)
+        where = {"offset": unit.start, "seed": self.noise.seed, "step": pending.step}
+        self.codec.encode_(unpacked, w, **where, rounding=self.noise.rounding)
+
+    def _op(
         self,
         unit: Unit,
         w: torch.Tensor,
-        plus: torch.Tensor,
-        minus: torch.Tensor,
-        perturbation: Perturbation,
-        fused: Applied,
+        how: ops.ZOStep,
+        pending: Pending | None,
+        copies: Sequence[torch.Tensor] | None,
+        weight_decay: float | None = None,
     ) -> None:
-        for span in self.spans(unit, fused.get("weight_decay", 0.0)):
-            w_, plus_, minus_ = w, plus, minus
-            if span.end - span.begin < unit.numel:
-                w_, plus_, minus_ = (flat[span.begin : span.end] for flat in (w, plus, minus))
+        """Updates a unit on the device, if an update is given, and then writes perturbed copies, if they are."""
+        decay = 0.0
+        if pending is not None:
+            decay = self.weight_decay if weight_decay is None else weight_decay
+            how = pending.added_to(how, decay, self._count(unit, pending))
+        spans = (self.decaying if decay else self.trained)[unit.index]
+        if w.dtype == PACKED:
+            return self._packed(unit, w, how, copies or (None, None), [span for span in spans if not span.decays])
+        for span in spans:
+            part = slice(span.begin, span.end)
+            plus, minus = (None, None) if copies is None else (copies[0][part], copies[1][part])
             if span.trained:
-                own: Applied = fused if span.decays else {**fused, "weight_decay": 0.0}
-                step = ops.ZOStep(unit.start + span.begin, **self.noise, **perturbation, **own)
-                ops.zo_flat_(w_, plus_, minus_, step)
-            else:
-                plus_.copy_(w_)
-                minus_.copy_(w_)
+                own = replace(how, offset=unit.start + span.begin, weight_decay=decay if span.decays else 0.0)
+                ops.zo_flat_(w[part], plus, minus, own)
+            elif plus is not None and minus is not None:
+                plus.copy_(w[part])
+                minus.copy_(w[part])
 
     def _packed(
         self,
         unit: Unit,
         w: torch.Tensor,
-        plus: torch.Tensor | None = None,
-        minus: torch.Tensor | None = None,
-        **how: Any,
+        how: ops.ZOStep,
+        copies: Sequence[torch.Tensor | None],
+        spared: list[Span],
     ) -> None:
         """Updates and perturbs a packed unit as if all of it decayed; then redoes the spans without decay, from their
         old values. (`changed` counts the former.)"""
-        spared = [span for span in self.spans(unit, how.get("weight_decay", 0.0)) if not span.decays]
         parts = [self.codec.parts(w, unit.numel, span.begin, span.end) for span in spared]
         before = [torch.cat(views) for views in parts]
-        self.codec.zo_(w, unit.numel, plus, minus, ops.ZOStep(unit.start, **self.noise, **how))
-        how |= {"weight_decay": 0.0, "changed": None}
+        self.codec.zo_(w, unit.numel, *copies, replace(how, offset=unit.start))
         for span, packed, views in zip(spared, before, parts, strict=True):
-            both = (None if flat is None else flat[span.begin : span.end] for flat in (plus, minus))
-            n = span.end - span.begin
-            self.codec.zo_(packed, n, *both, ops.ZOStep(unit.start + span.begin, **self.noise, **how))
+            both = (None if flat is None else flat[span.begin : span.end] for flat in copies)
+            own = replace(how, offset=unit.start + span.begin, weight_decay=0.0, changed=None)
+            self.codec.zo_(packed, span.end - span.begin, *both, own)
             for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
                 view.copy_(part)
-
-    def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: Decay | None = None) -> None:
-        """Applies an update to a unit that is on the device, plain or packed. decay: overrides this run's. (For a unit
-        that is unpacked and packed, `changed` also counts changes that packing then loses.)"""
-        changed, decay = self._count(unit, pending), decay or self.decay
-        if w.dtype != PACKED:
-            self._apply_plain(unit, w, pending, decay, changed)
-        elif self.is_one_span(unit):
-            self._packed(unit, w, coef=pending.coef, update_step=pending.step, changed=changed, **decay)
-        else:
-            unpacked = self.unpacked[: unit.numel]
-            self.codec.decode(w, unpacked)
-            self._apply_plain(unit, unpacked, pending, decay, changed)
-            where = {"offset": unit.start, "seed": self.noise["seed"], "step": pending.step}
-            self.codec.encode_(unpacked, w, **where, rounding=decay["rounding"])
-
-    def _apply_plain(
-        self, unit: Unit, w: torch.Tensor, pending: Pending, decay: Decay, changed: torch.Tensor | None
-    ) -> None:
-        for span in self.spans(unit, decay["weight_decay"]):
-            if span.trained:
-                how: Applied = {"coef": pending.coef, "update_step": pending.step, "changed": changed, **decay}
-                how = how if span.decays else {**how, "weight_decay": 0.0}
-                step = ops.ZOStep(unit.start + span.begin, **self.noise, **how)
-                ops.zo_flat_(w[span.begin : span.end], None, None, step)
 
     def apply_to_rest(self, everywhere: bool = False) -> None:
         """At the end of a sweep: applies owed updates to units that no pass has visited, or to all."""
         engine = self.model.engine
         for unit in self._own_units():
             owed = self.owed(unit)
-            if not owed or not (everywhere or self.write_back.brings(unit, owed[-1].step, len(owed))):
+            if not owed or not (everywhere or self.write_back.brings(unit, cast(int, owed[-1].step), len(owed))):
                 continue
             if not self._must_go(unit) or not writes_home(self.model, unit.index):
                 self.at_home[unit.index] = len(self.waiting)
@@ -279,8 +269,31 @@ class Update:
             with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush"):
                 self.apply_to_rest(everywhere=True)
             self._forget()
-        if self.flush_elsewhere is not None:
-            self.flush_elsewhere()
+        self.flush_beside()
+
+    # -- a recorded step (recorded_step.py) ----------------------------------------------------------------------------
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether every unit lacks exactly the last update."""
+        return len(self.waiting) == 1 and not any(self.at_home) and not self.counted
+
+    @contextmanager
+    def trial(self, static: Pending) -> Iterator[None]:
+        """A context for a sweep that is not counted: it begins as the one before it, with the numbers of the update in
+        static memory."""
+        books, pending = (self.at_home, self.counted), self.waiting[-1]
+        self.at_home, self.counted, self.waiting[-1] = [0] * len(self.at_home), set(), static
+        try:
+            yield
+        finally:
+            (self.at_home, self.counted), self.waiting[-1] = books, pending
+
+    def replayed(self, counted: set[int]) -> None:
+        """After a sweep whose kernels were replayed. counted: the units whose changes they count."""
+        self.at_home, self.counted = [1] * len(self.at_home), set(counted)
+
+    # -- journals ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _counting_all(self) -> Iterator[None]:
@@ -318,7 +331,7 @@ class Update:
                         engine.commit(unit.index)
                     else:
                         for pending, weight_decay in updates:
-                            self.apply(unit, w, pending, {**self.decay, "weight_decay": weight_decay})
+                            self.apply(unit, w, pending, weight_decay)
                         self._go_home(unit)
                     engine.release(unit.index)
                     yield unit

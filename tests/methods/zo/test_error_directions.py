@@ -58,7 +58,7 @@ def test_a_rank_above_the_components_of_the_error_has_random_columns_too() -> No
     """Two answers have one component: at rank 2 the other column is the one that was drawn."""
     zo = keyhole.ZO(load("llama"), 1e-3, **GUIDED | {"rank": 2})
     drawn = zo.factors.v.clone()
-    zo.guide.renew(zo.update, [with_two_answers()])
+    zo.guide.renew([with_two_answers()])
     for matrix in zo.factors.parts.matrices:
         before_rI, now_rI = (zo.factors.rows(v, matrix.v) for v in (drawn, zo.factors.v))
         assert not torch.equal(before_rI[0], now_rI[0]) and torch.equal(before_rI[1], now_rI[1]), matrix.tensor.name
@@ -121,7 +121,7 @@ def test_directions_are_those_of_the_plain_model(
         monkeypatch.setattr(module, "swept", lambda *args, **how: made.append(how) or swept(*args, **how))
     half = {name: x[:24] for name, x in one.items()}, {name: x[24:] for name, x in one.items()}
     half[1]["question"] = half[0]["question"].clone()
-    zo.guide.renew(zo.update, [one] if pieces == 1 else list(half))
+    zo.guide.renew([one] if pieces == 1 else list(half))
     assert len(made) == sweeps
     expected = plain_directions(keyhole.load(config("llama"), init="random", seed=3, device="cpu"), one)
     assert len(expected) == len(zo.factors.parts.matrices)
@@ -140,7 +140,7 @@ def test_directions_of_other_families(family: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(error_directions, "SOLVER_STEPS", 40)
     one = batch(seed=10)
     zo, plain = keyhole.ZO(load(family), 1e-3, **GUIDED), load(family).module
-    zo.guide.renew(zo.update, [one])
+    zo.guide.renew([one])
     inputs, hidden = {}, []
     for name, module in plain.named_modules():
         module.register_forward_pre_hook(
@@ -186,7 +186,7 @@ def test_directions_of_classifiers(name: str, pieces: int, monkeypatch: pytest.M
     model, plain = (keyhole.load(made, init="random", seed=3, device="cpu", dtype="float32") for _ in range(2))
     batches = [encoders.batch(rows=24 // pieces, seed=i, labels=made.num_labels) for i in range(pieces)]
     zo = keyhole.ZO(model, 1e-3, **GUIDED)
-    zo.guide.renew(zo.update, batches)
+    zo.guide.renew(batches)
     inputs, errors = zip(*(read_by_plain_head(plain, one) for one in batches), strict=True)
     d_NH = torch.cat(errors)
     assert len(d_NH) == 24

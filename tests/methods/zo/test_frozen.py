@@ -152,5 +152,5 @@ def test_factors_are_an_adapter_beside_the_base(name: str, folded: bool, tmp_pat
     torch.testing.assert_close(nll_B.sum(), expected, rtol=1e-5, atol=1e-4)
     again = keyhole.load(tmp_path / "out", device="cpu")
     torch.testing.assert_close(again.nll(batch(seed=9))[0], nll_B, rtol=1e-5, atol=1e-4)
-    with pytest.raises(UserError, match="merge=False"):
+    with pytest.raises(UserError, match="zo.merge: false needs"):
         keyhole.ZO(load(), merge=False)

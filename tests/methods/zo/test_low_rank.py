@@ -77,7 +77,7 @@ def test_equals_lozo(name: str, q: int) -> None:
     book, ours, before = load(name), load(name), load(name)
     lozo(book, 3, q)
     opt = keyhole.ZO(ours, 1e-2, eps=EPS, seed=SEED, directions=q, **LOW)
-    assert opt.perturbed.layers.together
+    assert opt.directions.layers.together
     for t in range(3):
         opt.step(batch(seed=t))
     for (tensor, found), expected, was in zip(ours.named_tensors(), weights(book), weights(before), strict=True):
@@ -123,14 +123,13 @@ def test_nothing_is_written_back_within_a_period() -> None:
     assert moved == [0, 0, size, 0]
 
 
-@pytest.mark.parametrize("how", [{"estimator": "fzoo", "directions": 3}, {"estimator": "grzo"}, {"estimator": "meazo"}])
-def test_every_estimator(how: dict[str, Any]) -> None:
-    """Odd numbers of looks, parts of the rows, a memory: streamed as resident, and the loss is finite."""
+def test_an_odd_number_of_looks() -> None:
+    """Streamed as resident, and the loss is finite."""
     resident = load()
     away = streamed(resident, chaos=random.Random(0))
     batches = [batch(rows=4), batch(rows=2, length=7, seed=1)]
-    expected = train(resident, 4, batches, lr=1e-4, **how, **LOW)
-    assert train(away, 4, batches, lr=1e-4, **how, **LOW) == expected
+    expected = train(resident, 4, batches, lr=1e-4, estimator="fzoo", directions=3, **LOW)
+    assert train(away, 4, batches, lr=1e-4, estimator="fzoo", directions=3, **LOW) == expected
     assert equal(weights(resident), weights(away)) and all(map(torch.isfinite, map(torch.tensor, expected)))
 
 
@@ -139,7 +138,7 @@ def test_looks_in_one_pass_equal_passes_of_their_own() -> None:
     losses = []
     for together in (True, False):
         opt = keyhole.ZO(load("opt"), 1e-3, eps=EPS, seed=SEED, directions=2, **LOW)
-        opt.perturbed.layers.together = together
+        opt.directions.layers.together = together
         losses.append([float(opt.step([batch(seed=t), batch(seed=9, length=6)])) for t in range(4)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -251,7 +250,7 @@ def test_models_without_linear_layers_of_their_own_are_refused(name: str) -> Non
 
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"refresh": 0}, {"compile": True}, {"weight_decay": 0.1}])
 def test_what_does_not_go_together_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"zo: rank|zo.rank: found 0|zo.refresh: found 0"):
+    with pytest.raises(UserError, match=r"zo.rank|zo.refresh: found 0"):
         keyhole.ZO(load(), **{"rank": 2} | wrong)
 
 

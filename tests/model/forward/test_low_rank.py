@@ -32,7 +32,7 @@ def test_one_pass_for_all_looks_equals_a_pass_each(name: str, dtype: str) -> Non
     model, plain = load(name, dtype=dtype), load(name, dtype=dtype)
     found = train(model, 3, lr=1e-2, directions=2, **LOW)
     opt = keyhole.ZO(plain, lr=1e-2, directions=2, eps=1e-2, seed=7, **LOW)
-    opt.perturbed.layers.together = False
+    opt.directions.layers.together = False
     expected = []
     for t in range(3):
         opt.lr = 1e-2 * (1 - t / 40)

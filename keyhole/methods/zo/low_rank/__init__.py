@@ -12,7 +12,7 @@ From the bottom up; a file imports only from files above it:
       error_directions.py  what in the inputs of a layer predicts it
       direction_files.py   and kept as files beside a journal
     layers.py            the layers of the model, which add the factors to what they compute
-    passes.py            one pass over the weights of a unit for all looks of a step
     state.py             factors in checkpoints and in the journal's replay
+    directions.py        the directions: one pass over the weights of a unit for all looks of a step
     saved.py             a checkpoint as a model
 """

@@ -28,15 +28,16 @@ Bytes, for n numbers in all A and vectors, m in all V, L looks, b bytes per numb
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.arguments import Applied, Noise, Perturbation
 from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.parts import Parts, find_parts, vector_at
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
@@ -54,36 +55,26 @@ class Fold:
 
 
 class Factors:
-    """The factors of one model, as numbers. noise: seed, distribution; guided: V is found from data (guide.py)."""
+    """The factors of one model, as numbers."""
 
-    def __init__(
-        self,
-        model: Model,
-        noise: Noise,
-        *,
-        rank: int,
-        refresh: int,
-        fold: bool,
-        rounding: str,
-        pairs: int,
-        merge: bool = True,
-        fold_periods: int | None = None,
-        fold_error: float = 0.0,
-        guided: bool = False,
-    ) -> None:
+    def __init__(self, model: Model, own: ZOConfig, pairs: int) -> None:
+        """own: filled, with a rank. pairs: the most pairs of looks of a step."""
+        assert own.rank is not None and own.distribution is not None
         self.model: Model = weakref.proxy(model)  # which holds this object, by its layers
-        self.noise, self.rounding = noise, rounding
-        self.rank, self.refresh, self.folds, self.merges = rank, refresh, fold, merge
-        self.parts: Parts = find_parts(model, rank)
+        self.noise: dict[str, Any] = {"seed": own.seed, "distribution": own.distribution}
+        self.rank, self.refresh, self.folds, self.merges = own.rank, own.refresh, own.fold, own.merge
+        self.rounding = own.rounding
+        self.parts: Parts = find_parts(model, own.rank)
         self.units = {unit.index for unit in model.layout.of_kind("block")}
         self.restored: set[int] = set()  # which of the other units came from a light checkpoint (state.py)
-        if fold and any(model.engine.homes[i].dtype == PACKED for i in self.units):
+        if own.fold and any(model.engine.homes[i].dtype == PACKED for i in self.units):
             raise UserError("wire: weights that are packed are not rounded anew by zo.rank; set zo.fold=false")
         device = model.device
         self.now = torch.zeros(self.parts.numel, device=device)
         wide = -(-self.parts.numel // ALIGN) * ALIGN  # aligns every look for wide memory accesses
         self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
-        self.kept = Kept(self.parts, model.dtype, None if fold else fold_periods, fold_error, guided)
+        periods = None if own.fold else own.fold_periods
+        self.kept = Kept(self.parts, model.dtype, periods, own.fold_error, own.guide is not None)
         self.fold: Fold | None = None
         self.steps, self.v = 0, self.draw_v(0)  # number of steps done; v of the period that they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
@@ -118,18 +109,17 @@ class Factors:
         finally:
             self.v.copy_(self.draw_v(self.period))
 
-    def perturb(self, perturbations: list[Perturbation]) -> None:
+    def perturb(self, perturbations: list[ops.ZOStep]) -> None:
         """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
         for p, how in enumerate(perturbations):
-            moved = ops.ZOStep(self.parts.start, **self.noise, **how)
-            ops.zo_flat_(self.now, self.looks[2 * p], self.looks[2 * p + 1], moved)
+            ops.zo_flat_(self.now, self.looks[2 * p], self.looks[2 * p + 1], replace(how, offset=self.parts.start))
 
     def update(self, pending: Pending) -> None:
         """Applies the update of a finished step."""
         assert self.fold is None or not self.fold.left, "a fold of the period before is not done"
-        how: Applied = {"coef": pending.coef, "update_step": pending.step, "changed": self.changed.zero_()}
-        ops.zo_flat_(self.now, None, None, ops.ZOStep(self.parts.start, **self.noise, **how))
-        self.steps = pending.step + 1
+        how = pending.added_to(ops.ZOStep(self.parts.start, **self.noise), 0.0, self.changed.zero_())
+        ops.zo_flat_(self.now, None, None, how)
+        self.steps = cast(int, pending.step) + 1
         if self.steps % self.refresh == 0:
             self._end_period()
 

@@ -41,7 +41,6 @@ from keyhole.methods.zo.low_rank.error_directions import predictors, principal_e
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.head_errors import class_errors, token_errors
 from keyhole.methods.zo.low_rank.parts import ALIGN
-from keyhole.methods.zo.update import Update
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.forward.evaluation import swept
 
@@ -81,11 +80,9 @@ class Guide:
         return self.files.read(period, self.factors.v, first_step=period * self.factors.refresh + 1)
 
     @torch.no_grad()
-    def renew(self, update: Update, batches: list[Batch]) -> None:
-        """Before a step: computes V, if it is due, from weights to which the update was applied. batches: those of the
-        step; a closure has none."""
-        if not self.is_due:
-            return
+    def renew(self, batches: list[Batch]) -> None:
+        """Before the first step of a period: computes V, from weights to which the update was applied. batches: those
+        of the step; a closure has none."""
         period, rows = self.factors.period, self.ahead or batches
         if not rows:
             raise UserError(
@@ -93,7 +90,6 @@ class Guide:
                 "look_ahead(batches) before a step, if rows_ahead is not None"
             )
         self.ahead = []
-        update.flush()
         v, ranks = self._find(rows, period), self.factors.model.ranks
         if ranks.several:
             v = ranks.from_leader(v.cpu).to(v.device)

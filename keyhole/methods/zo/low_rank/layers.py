@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.methods.zo.arguments import Perturbation
 from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
@@ -97,14 +96,13 @@ class FactoredLayers:
 
     # -- the looks of a step ---------------------------------------------------------------------------------------
 
-    def perturb(self, perturbations: list[Perturbation]) -> None:
-        """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
+    def check(self) -> None:
+        """UserError if the model does not use them any more."""
         if self.model.low_rank is not self:
             raise UserError(
                 "zo.rank: another method was made on this model since, and what the factors had learned was merged "
                 "into its weights: the layers do not see them any more. Make a new ZO to train on"
             )
-        self.factors.perturb(perturbations)
 
     @contextmanager
     def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:

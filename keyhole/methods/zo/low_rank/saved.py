@@ -8,15 +8,14 @@ everything folded into the weights.
 A finished run needs none of this: its output directory holds an ordinary model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from keyhole.disk.json_text import read_json
 from keyhole.disk.tensors import MethodState
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
-from keyhole.methods.zo.arguments import Noise
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.low_rank.state import from_state
@@ -68,11 +67,9 @@ class SavedFactors:
 
     def add_to(self, model: Model) -> str:
         """Attaches them to the model; returns a line that says so."""
-        noise: Noise = {"seed": self.seed, "distribution": cast(str, self.own.distribution)}
-        how: dict[str, Any] = {name: getattr(self.own, name) for name in ("rank", "refresh", "fold", "rounding")}
         try:
             with frozen_as(model.module, self.freeze):
-                factors = Factors(model, noise, **how, pairs=1)
+                factors = Factors(model, replace(self.own, seed=self.seed, fold_periods=None), pairs=1)
                 FactoredLayers(model, factors)
             from_state(factors, MethodState({}, self.directory / TENSORS), self.steps)
         except (KeyError, ValueError, RuntimeError, OSError, StopIteration) as error:

@@ -1,0 +1,259 @@
+"""Directions of full size, and the sweep of a step: every unit is updated and perturbed as it arrives, and all passes
+go through it.
+
+The textbook loop perturbs in place by +1, -2, +1, then updates: four passes over w, 16 bytes per element in 16 bit.
+Here all passes of a step, over all looks and micro-batches, run in lockstep (model/forward/lockstep.py). At each unit
+
+    one fused pass over w applies the update of step t - 1 and writes w + eps z and w - eps z: 2 bytes read, 6 written
+    for each further pair of looks, one pass over w writes its two copies
+    the passes of each look run through its copy
+
+The copies of a unit lie in memory that the next unit reuses (`copies`: one pair of them, more while pairs of looks run
+beside each other); those of the spine live through the step, since every block needs them (`spines`, two per pair). The
+chunks of the head are visited in the same way after the last block. Of the input embedding only the rows that the batch
+needs are perturbed: the pending update is applied to these rows on the fly, with the same bits as the full update of
+the table at the end of the sweep.
+
+`Dense` is also what a step asks of any directions; those of low rank (low_rank/directions.py) have other blocks.
+
+Bytes: two copies of the largest unit that is perturbed as a whole, and two of the spine per pair of looks, in the dtype
+of compute. Legend: M tokens looked up, N trained tokens, H width.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from keyhole import ops
+from keyhole.errors import UserError
+from keyhole.methods.zo.estimators import Pair
+from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.guide import Guide
+from keyhole.methods.zo.traits import ZOConfig
+from keyhole.methods.zo.update import Pending, Update
+from keyhole.model.batch import Batch
+from keyhole.model.forward.branches import Branches
+from keyhole.model.forward.low_rank import LowRank
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import Unit
+from keyhole.ops.arguments import Count
+from keyhole.ops.loss import RunningNLL
+
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+Side = tuple[range, torch.Tensor | None, torch.Tensor]
+"""(passes of a look, perturbed weights of a unit, perturbed spine)."""
+
+
+class Dense:
+    """z for every weight. pairs: the most pairs of looks of a step."""
+
+    factors: Factors | None = None  # those of low rank have some
+    guide: Guide | None = None
+    looks_at_once = False  # a pass carries the rows of all looks
+
+    def __init__(self, model: Model, update: Update, own: ZOConfig, pairs: int) -> None:
+        self.model: Model = weakref.proxy(model)  # which holds this object
+        self.update, self.eps, self.block_at_once = update, cast(float, own.eps), bool(own.compile)
+        layout, dtype, device = model.layout, model.dtype, model.device
+        largest = max((u.numel for u in layout.units[1:] if u.index not in update.elsewhere), default=0)
+        plus, minus = (torch.empty(largest, dtype=dtype, device=device) for _ in range(2))
+        self.copies: Copies = [(plus, minus)]
+        self.spines = torch.empty((pairs, 2, layout.spine.numel), dtype=dtype, device=device)
+        self.step: Count = 0  # whose directions are used; within `captured` a number on the device
+        self.branches = Branches()  # streams for looks, within `captured`
+
+    def perturbation(self, pair: Pair) -> ops.ZOStep:
+        """The step, eps and direction of a pair, as settings of ops."""
+        eps = self.eps * pair.scale
+        return replace(self.update.noise, step=self.step, eps=eps, direction=pair.direction, beside=pair.beside)
+
+    # -- a sweep ---------------------------------------------------------------------------------------------------
+
+    def run(self, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
+        """Visits every unit once: updates and perturbs it, and runs all passes through it. Returns their losses, of the
+        trained tokens, or of the rows of a classifier. steady: blocks may run as graphs of their own (Model.lockstep);
+        False while the whole step is captured."""
+        model = self.model
+        with model.sweep("train", of_all=True):
+            spine = model.layout.spine
+            w = model.engine.acquire(spine.index)
+            for p, pair, _ in looks.visits:
+                self.update.perturb(spine, w, self.spines[p].unbind(), self.perturbation(pair), arrived=p == 0)
+            hidden = self.hidden(looks, steady)
+            if model.classifies:
+                nll = [model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
+            else:
+                nll = self._visit_head(hidden, looks)
+            model.binding.bind_homes()
+            self.update.apply_to_rest()
+            self.visit_rest()
+        return nll
+
+    def hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
+        """The hidden states of all passes, after all blocks."""
+        branches, apart = self.branches, len(self.copies) >= len(looks.visits)  # every pair has copies of its own
+
+        def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
+            for pair, sides in enumerate(self._arrive(unit, looks)):
+                for side, (passes, weights, spine) in enumerate(sides):
+                    self.model.binding.bind(unit, weights, spine)
+                    branches.fork(pair, side)
+                    for index in passes:
+                        resume(index)
+                    if unit is None:
+                        branches.join()
+                if not apart:
+                    branches.join()
+            branches.join()
+
+        streams = branches.of_passes([by_look for _, _, by_look in looks.visits])
+        return self.model.lockstep(looks.passes, serve, self._rows(looks), steady, self.block_at_once, streams)
+
+    def visit_rest(self) -> None:
+        """At the end of a sweep: what units that no pass has visited lack beside updates."""
+
+    def _arrive(self, unit: Unit | None, looks: Looks) -> Iterator[Iterable[Side]]:
+        """Yields the sides of each pair; releases the unit's slot as early as possible."""
+        engine = self.model.engine
+        w = None if unit is None or not looks.visits else engine.acquire(unit.index)
+        for p, pair, by_look in looks.visits:
+            weights: Sequence[torch.Tensor | None] = (None, None)
+            if unit is not None and w is not None:
+                weights = copies = [copy[: unit.numel] for copy in self.copies[p % len(self.copies)]]
+                self.update.perturb(unit, w, copies, self.perturbation(pair), arrived=p == 0)
+                if p == len(looks.visits) - 1:
+                    engine.release(unit.index)
+            yield zip(by_look, weights, self.spines[p].unbind(), strict=False)  # a pair may have one look
+
+    def _rows(self, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """Rows of the table for a pass: both looks of a pair are computed at once; the second waits for its pass."""
+        waiting: dict[int, torch.Tensor] = {}
+        pairs = {index: (pair, by_look) for _, pair, by_look in looks.visits for index in by_look[0]}
+
+        def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
+            if index in waiting:
+                return waiting.pop(index)
+            pair, by_look = pairs[index]
+            plus_MH, minus_MH = self.rows(self.model.table_rows(ids_M), ids_M, pair)
+            if len(by_look) == 2:
+                waiting[by_look[1][index - by_look[0].start]] = minus_MH
+            return plus_MH
+
+        return rows
+
+    def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the table at both looks of a pair, from the rows at home, which get the pending update."""
+        table, update, how = self.model.layout.table, self.update, self.perturbation(pair)
+        if not table.param.requires_grad:
+            same_MH = stale_MH.to(self.model.dtype)
+            return same_MH, same_MH
+        if update.pending is not None:
+            how = update.pending.added_to(how, 0.0 if id(table.param) in update.spared else update.weight_decay)
+        return ops.zo_rows(stale_MH, ids_M, replace(how, offset=table.start), self.model.dtype)
+
+    def _visit_head(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
+        """The nll of every trained token, per pass: each chunk of the head is visited once, for all passes."""
+        running = [RunningNLL(batch.target_N) for batch in looks.passes]
+        for unit in self.model.layout.head_units:
+            for sides in self._arrive(unit, looks):
+                for passes, weights, spine in sides:
+                    self.model.binding.bind_head(unit, cast(torch.Tensor, weights), spine)  # None without a unit
+                    for index in passes:
+                        self.model.head.add_nll(running[index], hidden[index], unit.span[0])
+        return [state.nll_N() for state in running]
+
+    @contextmanager
+    def captured(self, step: Count, branches: Branches, more: Copies) -> Iterator[None]:
+        """A context in which directions are those of a step whose number is on the device, and looks have streams.
+        more: copies of a unit, for further pairs of looks."""
+        before, self.step, self.branches, self.copies = self.step, step, branches, [*self.copies, *more]
+        try:
+            yield
+        finally:
+            self.step, self.branches, self.copies = before, Branches(), self.copies[:1]
+
+    # -- one look (closure.py) -----------------------------------------------------------------------------------------
+
+    def begin_looks(self, pairs: list[Pair]) -> None:
+        """Before the evaluations of a step that sweeps once per look."""
+
+    def seen_at(self, look: int) -> AbstractContextManager[None]:
+        """A context in which every pass uses the weights at one look."""
+        return nullcontext()
+
+    def weights_at(self, unit: Unit, stored: torch.Tensor, number: int, pair: Pair) -> Sequence[torch.Tensor]:
+        """The unit's weights at both looks of a pair, in memory that the next unit reuses (the spine has its own)."""
+        copies: Sequence[torch.Tensor] = self.spines[number].unbind()
+        if unit.kind != "spine":
+            copies = [copy[: unit.numel] for copy in self.copies[0]]
+        self.update.perturb(unit, stored, copies, self.perturbation(pair), arrived=False)
+        return copies
+
+    # -- what directions have beside the weights: nothing -----------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the memory beside the weights that passes read; another one: it lies elsewhere."""
+        return 0
+
+    @property
+    def untouched(self) -> frozenset[int]:
+        """Units that a step leaves as they are."""
+        return frozenset()
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step is like others."""
+        return True
+
+    def prepare(self, batches: list[Batch]) -> None:
+        """Before a step."""
+
+    def another(self, step: int) -> AbstractContextManager[None]:
+        """A context for a step of a search, which changes nothing."""
+        return nullcontext()
+
+    def updated(self, pending: Pending) -> None:
+        """After a step, whose update is known."""
+
+    def flush(self) -> None:
+        """Afterwards the weights at home are those after the last step (for matrices with factors: after the last
+        period)."""
+        self.update.flush()
+
+    def owes(self, unit: Unit) -> bool:
+        """Whether the unit's home lacks an update."""
+        return bool(self.update.owed(unit))
+
+    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+        """Applies known updates, each with its weight decay, and yields every unit after its last update."""
+        return self.update.replay(updates)
+
+    def describe(self) -> list[str]:
+        return self.update.write_back.describe()
+
+    def news(self) -> list[str]:
+        return []
+
+    def metrics(self) -> dict[str, torch.Tensor | float]:
+        """`changed`: share of the weights that the last applied update changed."""
+        return {"changed": self.update.changed / self.update.trained_numel}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {}
+
+    def load(self, state: Mapping[str, Any], steps: int) -> None:
+        if "factors" in state:
+            raise UserError(
+                "zo.rank: the state has learned low-rank factors, which would be lost; zo.rank must be as it was"
+            )
+
+    def learned_beside(self, state: Mapping[str, Any]) -> LowRank | None:
+        """The factors of a checkpoint, if its weights lack them."""
+        return None

@@ -1,0 +1,120 @@
+"""Estimators: which losses a step evaluates, and how they become the coefficients of its update.
+
+    w <- w - lr (sum_i c_i z_i + weight_decay w)        i = 1 .. q
+
+Everything else is common: noise, streaming, the deferred update, the journal. A step evaluates its loss at *looks*,
+perturbed points near w. One pass over a unit's weights writes its copies for two looks, so looks come in pairs:
+
+    minus      w + eps z_i, w - eps z_i           next       w + eps z_i, w + eps z_{i+1}
+    clean      w + eps z_i, w                     nothing    w + eps z_i alone
+
+MeZO: both signs of each direction, 2 q forward passes
+
+    g_i = (L(w + eps z_i) - L(w - eps z_i)) / (2 eps)        c_i = g_i / q
+
+The second-order term of L cancels, so g_i is the slope along z_i up to eps^2. Averaging q directions divides the
+variance of the update by q, at q times the passes: for a fixed number of passes more directions gain little.
+
+FZOO: one side of each direction and one unperturbed pass, and a step scaled by the spread of the losses, q + 1 passes
+
+    l_i = L(w + eps z_i),  l_0 = L(w)        s = sqrt(sum_i (l_i - mean l)^2 / (q - 1))
+    c_i = (l_i - l_0) / (q s)                reported: g_i = (l_i - l_0) / eps
+
+s is about eps times the norm of the gradient, so the update is a normalised step, which has the same length on steep
+and on flat surfaces, and eps cancels: the rate is the root mean square change of a weight per step, times sqrt(q). z is
+-1 or +1 by default. If all l_i are equal, the update is zero. l_i - l_0 also contains the curvature, eps^2/2 z_i^T H
+z_i, nearly the same for every direction: it adds a random direction to the update, so eps must be small enough that
+slopes dominate.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two looks (or one) whose copies are written together. beside: see above; scale: of eps (0: unperturbed)."""
+
+    direction: int
+    beside: str = "minus"
+    scale: float = 1.0
+
+    @property
+    def looks(self) -> int:
+        """The number of looks of the pair."""
+        return 1 if self.beside == "nothing" else 2
+
+
+class Estimator:
+    """One rule."""
+
+    def __init__(self, directions: int, eps: float, clip: float | None) -> None:
+        self.directions, self.eps, self.clip = directions, eps, clip
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """The looks of a step, in the order of their losses."""
+        raise NotImplementedError  # abstract
+
+    def estimate(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The projected gradients g_1 .. g_q, and the coefficients c_1 .. c_q, on the device. losses: one per look,
+        each a mean over all rows of the step."""
+        raise NotImplementedError  # abstract
+
+    def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
+        """The rate at which the loss is expected to decrease fastest (rate_search.py). signal: |G|^2 of the gradient of
+        the whole loss; power: mean square of a projected gradient; curvature: z^T H z."""
+        raise NotImplementedError  # abstract
+
+    def length(self, power: float) -> float:
+        """The root mean square change of a weight by an update at the rate 1, for projected gradients of this mean
+        square: sqrt(sum_i E[c_i^2])."""
+        raise NotImplementedError  # abstract
+
+
+class MeZO(Estimator):
+    """Antithetic pairs."""
+
+    @property
+    def pairs(self) -> list[Pair]:
+        return [Pair(i) for i in range(self.directions)]
+
+    def estimate(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        losses_q2 = losses.view(self.directions, 2)
+        projected = (losses_q2[:, 0] - losses_q2[:, 1]) / (2 * self.eps)
+        projected = projected if self.clip is None else projected.clamp(-self.clip, self.clip)
+        return projected, projected / self.directions
+
+    def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
+        """For c_i = g_i / q: sum c_i g_i is the signal, sum c_i^2 is power / q."""
+        return self.directions * signal / (power * curvature)
+
+    def length(self, power: float) -> float:
+        return (power / self.directions) ** 0.5
+
+
+class FZOO(Estimator):
+    """One-sided directions."""
+
+    @property
+    def pairs(self) -> list[Pair]:
+        q = self.directions
+        return [Pair(0, "clean"), *(Pair(i, "next" if i + 1 < q else "nothing") for i in range(1, q, 2))]
+
+    def estimate(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        clean, moved = losses[1], torch.cat([losses[:1], losses[2:]])
+        rise, spread = moved - clean, moved.std()
+        scaled = rise / (self.directions * spread)
+        return rise / self.eps, torch.where(spread > 0, scaled, torch.zeros_like(scaled))
+
+    def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
+        """MeZO's, times the spread of slopes; the curvature in each l_i - l_0 adds to the power of the update."""
+        bent = (self.eps * curvature / 2) ** 2
+        return self.directions * signal * power**0.5 / ((power + bent) * curvature)
+
+    def length(self, power: float) -> float:
+        return self.directions**-0.5
+
+
+ESTIMATORS: dict[str, type[Estimator]] = {"mezo": MeZO, "fzoo": FZOO}

@@ -1,0 +1,204 @@
+"""Directions of low rank: one pass for all looks of a batch, if the model allows it.
+
+A dense step has one pass per look and batch, each through its own copy of a unit. Here all looks share W, and differ
+only by what is added to its product (model/forward/low_rank.py). So the rows of all looks go through a unit together,
+
+    x = [rows of look 1; rows of look 2; ..]        x W^T is one product; W is read once, and never copied
+
+and a streamed unit stays in its slot while all batches of the step pass it. What a unit lacks from the period before is
+folded in when it arrives, and only then it is written back: within a period nothing is written.
+
+Every look is a pass of its own through the same W in these cases: modules with parameters have submodules (so that they
+cannot be called look by look), the model is a classifier, its head has layers, or a module turns out to see shapes
+other than rows of tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from keyhole.methods.zo.directions import Dense
+from keyhole.methods.zo.estimators import Pair
+from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.low_rank import merge, state
+from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.guide import Guide
+from keyhole.methods.zo.low_rank.layers import FactoredLayers
+from keyhole.methods.zo.traits import ZOConfig
+from keyhole.methods.zo.update import Pending, Update
+from keyhole.model.batch import Batch, DeviceBatch, repeated
+from keyhole.model.forward.low_rank import NotByRows, Share
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import Unit
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A pass: its batch, the looks [first, first + count) that it carries, and the number that the pass of each look
+    would have in a dense step (../looks.py)."""
+
+    batch: DeviceBatch
+    first: int
+    count: int
+    numbers: list[int]
+
+    def share(self) -> Share:
+        rows, length = self.batch.inputs["input_ids"].shape
+        return Share(self.first, self.count, rows * self.count, rows * length * self.count)
+
+
+def carry(looks: Looks, together: bool) -> list[Carried]:
+    """The passes of a step."""
+    size, batches = looks.looks if together else 1, len(looks.batches)
+    return [
+        Carried(batch, first, size, [look * batches + i for look in range(first, first + size)])
+        for first in range(0, looks.looks, size)
+        for i, batch in enumerate(looks.batches)
+    ]
+
+
+class LowRank(Dense):
+    """z = U V^T / sqrt(r) for the matrices of blocks, whose units are in update.elsewhere; dense for all other
+    weights."""
+
+    factors: Factors
+    looks_at_once = True
+
+    def __init__(self, model: Model, update: Update, own: ZOConfig, pairs: int) -> None:
+        super().__init__(model, update, own, pairs)
+        self.factors = Factors(model, own, pairs)
+        update.flush_beside = partial(merge.bring_home, self.factors)
+        self.guide = None if own.guide is None else Guide(self.factors, own.guide)
+        self.layers = FactoredLayers(model, self.factors, self.guide)
+
+    # -- a sweep ---------------------------------------------------------------------------------------------------
+
+    def hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
+        if self.layers.together:
+            try:
+                return self._hidden(looks, steady)
+            except NotByRows:  # depends only on the model's code, so it is raised in the first step
+                self.layers.together = False
+        return self._hidden(looks, steady)
+
+    def _hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
+        self.begin_looks(looks.pairs)
+        passes, spines = carry(looks, self.layers.together), self.spines.flatten(0, 1)
+
+        def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
+            weights = None if unit is None else self._acquire(unit)
+            try:
+                for index, one in enumerate(passes):
+                    self.model.binding.bind(unit, weights, spines[one.first])
+                    resume(index)
+            finally:
+                if unit is not None:
+                    self.model.engine.release(unit.index)
+
+        def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
+            one = passes[index]
+            ids_M = ids_M.chunk(one.count)[0]
+            stale_MH = self.model.table_rows(ids_M)
+            if not self.model.layout.table.param.requires_grad:
+                return stale_MH.to(self.model.dtype).repeat(one.count, 1)
+            self.layers.part()
+            looked = range(one.first, one.first + one.count)
+            made = {p: self.rows(stale_MH, ids_M, looks.pairs[p]) for p in {look // 2 for look in looked}}
+            return torch.cat([made[look // 2][look % 2] for look in looked])
+
+        found: list[torch.Tensor] = [torch.empty(0)] * len(looks.passes)
+        with self.layers.carried({i: one.share() for i, one in enumerate(passes)}, self.spines):
+            batches = [repeated(one.batch, one.count) for one in passes]
+            for one, hidden in zip(passes, self.model.lockstep(batches, serve, rows, steady=steady), strict=True):
+                for number, part in zip(one.numbers, hidden.chunk(one.count), strict=True):
+                    found[number] = part
+        return found
+
+    def _acquire(self, unit: Unit) -> torch.Tensor:
+        """The unit's weights on the device, in the dtype of compute, with missing folds applied. Release it
+        afterwards."""
+        engine, awaited = self.model.engine, self.update.write_back.is_awaited(unit)
+        w = engine.acquire(unit.index, changes=awaited or self.factors.owes(unit))
+        if merge.arrive(self.factors, unit, w, awaited) or awaited:
+            engine.commit(unit.index)
+        return self.model.in_compute_dtype(unit, w)
+
+    def visit_rest(self) -> None:
+        for unit in self.model.layout.of_kind("block"):
+            if self.factors.owes(unit):
+                self._acquire(unit)
+                self.model.engine.release(unit.index)
+
+    # -- one look --------------------------------------------------------------------------------------------------
+
+    def begin_looks(self, pairs: list[Pair]) -> None:
+        self.layers.check()
+        self.factors.perturb([self.perturbation(pair) for pair in pairs])
+
+    def seen_at(self, look: int) -> AbstractContextManager[None]:
+        return self.layers.seen_at(look)
+
+    def weights_at(self, unit: Unit, stored: torch.Tensor, number: int, pair: Pair) -> Sequence[torch.Tensor]:
+        if unit.index not in self.factors.units:
+            return super().weights_at(unit, stored, number, pair)
+        weights = self.model.in_compute_dtype(unit, stored)  # the layers add the perturbation
+        return weights, weights
+
+    # -- factors beside the weights --------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self.factors.kept.version
+
+    @property
+    def untouched(self) -> frozenset[int]:
+        return frozenset(self.factors.units)
+
+    @property
+    def is_steady(self) -> bool:
+        return self.factors.is_steady
+
+    def prepare(self, batches: list[Batch]) -> None:
+        if self.guide is not None and self.guide.is_due:
+            self.flush()
+            self.guide.renew(batches)
+
+    def another(self, step: int) -> AbstractContextManager[None]:
+        return self.factors.another_v(step)
+
+    def updated(self, pending: Pending) -> None:
+        self.factors.update(pending)
+        if self.model.engine.shared:  # all ranks together, while none uploads
+            merge.bring_home(self.factors)
+
+    def owes(self, unit: Unit) -> bool:
+        return self.factors.is_behind(unit) if unit.index in self.factors.units else super().owes(unit)
+
+    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+        return state.replay(self.factors, self.guide, self.update, updates)
+
+    def describe(self) -> list[str]:
+        return self.layers.describe()
+
+    def news(self) -> list[str]:
+        return self.factors.kept.news() + ([] if self.guide is None else self.guide.news())
+
+    def metrics(self) -> dict[str, torch.Tensor | float]:
+        factors, update = self.factors, self.update
+        share = (update.changed + factors.changed) / (update.trained_numel + factors.parts.numel)
+        return {"changed": share, **({} if factors.folds else factors.kept.metrics())}
+
+    def state(self) -> dict[str, Any]:
+        return state.to_state(self.factors)
+
+    def load(self, saved: Mapping[str, Any], steps: int) -> None:
+        state.check_guide(self.factors, saved, guided=self.guide is not None)
+        state.from_state(self.factors, saved, steps)
+
+    def learned_beside(self, saved: Mapping[str, Any]) -> FactoredLayers | None:
+        factors = state.saved(self.factors, saved)
+        return None if factors is None else self.layers.with_factors(factors)
