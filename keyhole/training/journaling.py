@@ -129,6 +129,6 @@ def open_journal(
         config=about.config,
         versions=about.versions,
         run=about.run,
-        memory=method.memory.numel(),
+        memory=method.remembers,
     )
     return Journaling(continued(origin, source, path, header, sync_every), method, say)

@@ -248,6 +248,14 @@ class Dense:
         """For a checkpoint."""
         return {}
 
+    @property
+    def checksums(self) -> list[float]:
+        """Of what a replay computes again, and another machine may round otherwise: part of journals."""
+        return []
+
+    def compare(self, checksums: Sequence[float]) -> None:
+        """Warns where a replay has led to other numbers."""
+
     def load(self, state: Mapping[str, Any], steps: int) -> None:
         if "factors" in state:
             raise UserError(

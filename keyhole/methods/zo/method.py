@@ -255,19 +255,29 @@ class ZO(Method):
         return self.directions.learned_beside(state)
 
     def journal_update(self) -> torch.Tensor | None:
-        """[lr, c_1 .. c_q] of the last step, applied or not, and what a search for a rate remembers after it."""
-        return None if self.latest is None else torch.cat([self.latest.coef, self.memory])
+        """[lr, c_1 .. c_q] of the last step, applied or not, and the numbers that records hold beside it: what a search
+        for a rate remembers, and checksums."""
+        if self.latest is None:
+            return None
+        return torch.cat([self.latest.coef, self.memory, self.memory.new_tensor(self.directions.checksums)])
+
+    @property
+    def remembers(self) -> int:
+        """How many numbers a record of the journal has beside the update."""
+        return self.memory.numel() + len(self.directions.checksums)
 
     def remember(self, numbers: Sequence[float]) -> None:
-        """Sets what a search for a rate remembers, from a checkpoint or a journal record."""
+        """Sets what a search for a rate remembers, from a checkpoint or a journal record, and compares checksums."""
+        own = list(numbers[: self.memory.numel()])
+        self.directions.compare(numbers[len(own) :])
         if self.search is None:
             return
-        if len(numbers) != self.memory.numel():
+        if len(own) != self.memory.numel():
             raise UserError(
                 "learning_rate: auto finds a rate in the first steps of a run, and this run began with a number; set "
                 "learning_rate to one"
             )
-        self.memory = torch.tensor(list(numbers), dtype=torch.float32, device=self.model.device)
+        self.memory = torch.tensor(own, dtype=torch.float32, device=self.model.device)
         self.search.read(self.memory)
 
     def _load(self, state: Mapping[str, Any]) -> None:

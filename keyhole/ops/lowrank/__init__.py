@@ -2,5 +2,4 @@
 
 product.py    x (A V^T)^T without computing A V^T      fold.py    W + A V^T
 compress.py   a low-rank sum in fewer terms
-eigen.py, exact.py   eigenvectors and small products with the same bits on every device
 """

@@ -1,6 +1,7 @@
 """Earlier periods beside frozen weights, folded into sums in fewer terms: within the bound, exactly repeatable."""
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -75,14 +76,18 @@ def test_a_bound_that_cannot_be_met_keeps_the_terms() -> None:
     assert set(kept.last.ranks) == {8} and kept.last.error < 1e-5
 
 
-def test_the_decomposition_is_never_larger_than_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """48 terms beside matrices with a side of 16: eigenvectors cost the cube of 16, not of 48."""
-    sizes = []
-    cuts = kept_module.cuts
-    monkeypatch.setattr(kept_module, "cuts", lambda a, v: (sizes.append(a.shape[1]), cuts(a, v))[1])
-    method = keyhole.ZO(narrow("llama"), 1e-2, seed=SEED, rank=16, refresh=1, fold=False, fold_periods=3)
-    list(method.replay(known_updates(3)))
-    assert set(sizes) == {16} and method.factors.kept.last.before == 48 * len(method.factors.parts.matrices)
+def test_another_machine_s_sums_are_noticed() -> None:
+    """A record of the journal has a checksum of the sums; a replay whose sums differ says so."""
+    method, again = (keyhole.ZO(narrow("llama"), 1e-2, seed=SEED, **FOLDED) for _ in range(2))
+    for one in (method, again):
+        list(one.replay(known_updates(3)))
+    (checksum,) = method.directions.checksums
+    assert checksum > 0 and method.remembers == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.remember([checksum])
+    with pytest.warns(UserWarning, match="up to rounding, not to the bit"):
+        again.remember([checksum + 1])
 
 
 def test_folds_that_would_take_hours_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

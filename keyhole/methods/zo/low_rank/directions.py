@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from keyhole.errors import warn
 from keyhole.methods.zo.directions import Dense
 from keyhole.methods.zo.estimators import Pair
 from keyhole.methods.zo.looks import Looks
@@ -194,6 +195,18 @@ class LowRank(Dense):
 
     def state(self) -> dict[str, Any]:
         return state.to_state(self.factors)
+
+    @property
+    def checksums(self) -> list[float]:
+        return [self.factors.kept.checksum] if self.factors.kept.every is not None else []
+
+    def compare(self, checksums: Sequence[float]) -> None:
+        if list(checksums) != self.checksums[: len(checksums)]:
+            warn(
+                "journal: this machine rounds the sums that earlier periods are folded into (zo.fold_periods) "
+                "otherwise than the one that wrote the journal: the weights are those of the run up to rounding, "
+                "not to the bit"
+            )
 
     def load(self, saved: Mapping[str, Any], steps: int) -> None:
         state.check_guide(self.factors, saved, guided=self.guide is not None)

@@ -74,7 +74,7 @@ class Factors:
         wide = -(-self.parts.numel // ALIGN) * ALIGN  # aligns every look for wide memory accesses
         self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
         periods = None if own.fold else own.fold_periods
-        self.kept = Kept(self.parts, model.dtype, periods, own.fold_error, own.guide is not None)
+        self.kept = Kept(self.parts, model.dtype, periods, own.fold_error, own.guide is not None, model.ranks)
         self.fold: Fold | None = None
         self.steps, self.v = 0, self.draw_v(0)  # number of steps done; v of the period that they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)

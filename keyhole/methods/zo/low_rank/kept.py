@@ -17,7 +17,9 @@ fold: where a later sum is smaller, what was lost is a larger share of it, and n
 grown. A fold keeps at most min(O, I) terms. The log has the measured error and the ranks.
 
 Folds work on float32 tensors on the host: A of each period as it was learned, and the sums; passes use device copies in
-the dtype of compute. So rounding errors of 16 bits do not accumulate either. V of a period is drawn again.
+the dtype of compute. So rounding errors of 16 bits do not accumulate either. V of a period is drawn again. Another
+machine may round a fold otherwise: ranks take the leader's sums, and records of the journal have a checksum of them,
+so that a replay can say whether its sums are those of the run.
 
 On the device the terms of a matrix are the first rows of a *room*, whose other rows are zeros and add nothing. A period
 is written into the room; if it is full, a room for STEP more terms takes its place. So passes read the same addresses
@@ -29,6 +31,7 @@ period and 4 K (O + I) per sum.
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +40,8 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.parts import Matrix, Parts
-from keyhole.ops.lowrank.compress import Cut, combine, cuts, fewest, gram, together
+from keyhole.ops.lowrank.compress import compressed
+from keyhole.ranks import Ranks
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
 MOST_TERMS = 2048  # of a matrix between two folds
@@ -68,9 +72,9 @@ class Kept:
     """The kept terms of one model. periods: between two folds; None: never. guided: V cannot be drawn again."""
 
     def __init__(
-        self, parts: Parts, dtype: torch.dtype, periods: int | None, error: float, guided: bool = False
+        self, parts: Parts, dtype: torch.dtype, periods: int | None, error: float, guided: bool, ranks: Ranks
     ) -> None:
-        self.guided = guided
+        self.guided, self.ranks = guided, ranks
         self.parts, self.dtype, self.every, self.most = parts, dtype, periods, error
         check_folds(parts, periods)
         self.rooms: list[Rows] = []  # by matrix, on the device, as passes use them: the terms, then rows of zeros
@@ -82,6 +86,11 @@ class Kept:
         self.lost: list[float] = [0.0] * len(parts.matrices)  # by matrix, the energy that folds have dropped
         self.last: FoldedPeriods | None = None
         self.lines: list[str] = []
+        self.checksum = 0.0  # of the sums, in 24 bits
+
+    def emptied(self) -> "Kept":
+        """The same without any terms."""
+        return Kept(self.parts, self.dtype, self.every, self.most, self.guided, self.ranks)
 
     def __bool__(self) -> bool:
         return bool(self.rooms)
@@ -137,32 +146,30 @@ class Kept:
 
     @torch.no_grad()
     def fold(self, steps: int) -> None:
-        """Folds everything into one sum per matrix, some matrices at a time."""
-        before, device = self.counts, self.rooms[0][0].device
-        sides = [min(matrix.inputs, matrix.outputs) for matrix in self.parts.matrices]
-        k, every = max(map(min, before, sides)), range(len(before))
-        size, sums, errors = together(k, device), [], []
-        for begin in every[::size]:
-            group = every[begin : begin + size]
-            grams = (torch.stack([gram(fewest(*self.learned(i))[side], k) for i in group]) for side in (0, 1))
-            for i, cut in zip(group, cuts(*grams), strict=True):
-                rows, lost = self._cut(i, cut)
-                self.lost[i] += lost * lost
-                errors.append(math.sqrt(self.lost[i]) / cut.norm if cut.norm else 0.0)
-                sums.append(rows)
+        """Folds everything into one sum per matrix."""
+        before, device = sum(self.counts), self.rooms[0][0].device
+        sums, self.lost, errors = self.ranks.from_leader(self._folded)
         self._hold(sums, device)
-        self.sums, self.periods, self.vs = sums, [], []
-        self.last = FoldedPeriods(steps, sum(before), tuple(len(a) for a, _ in sums), max(errors))
+        self._set_sums(sums)
+        self.periods, self.vs = [], []
+        self.last = FoldedPeriods(steps, before, tuple(len(a) for a, _ in sums), max(errors))
         self.lines.append(self.last.line(self.most))
 
-    def _cut(self, index: int, cut: Cut) -> tuple[Rows, float]:
-        """The terms of a matrix that the bound requires, on the host, and the norm that is lost."""
-        most = self.most * cut.norm
-        m, lost = cut.rank_within(math.sqrt(max(0.0, most * most - self.lost[index])))
-        (a_KO, v_KI), m = fewest(*self.learned(index)), max(1, m)
-        scale = _scale(self.parts.matrices[index], self.parts.rank)
-        a_mO, v_mI = combine(cut.by_a_kk[:m], a_KO, 1 / scale), combine(cut.by_v_kk[:m], v_KI, scale)
-        return (a_mO.cpu(), v_mI.cpu()), lost
+    def _folded(self) -> tuple[list[Rows], list[float], list[float]]:
+        """By matrix: the terms that the bound requires, the energy that is lost so far, and its share of the norm."""
+        sums, losses, errors = [], [], []
+        for index, (matrix, lost) in enumerate(zip(self.parts.matrices, self.lost, strict=True)):
+            a_mO, v_mI, own, norm = compressed(*self.learned(index), self.most, lost, _scale(matrix, self.parts.rank))
+            losses.append(lost + own * own)
+            errors.append(math.sqrt(losses[-1]) / norm if norm else 0.0)
+            sums.append((a_mO, v_mI))
+        return sums, losses, errors
+
+    def _set_sums(self, sums: list[Rows]) -> None:
+        self.sums, checksum = sums, 0
+        for rows in itertools.chain.from_iterable(sums):
+            checksum = zlib.crc32(rows.numpy().data, checksum)
+        self.checksum = float(checksum & 0xFFFFFF)  # exact in float32
 
     def metrics(self) -> dict[str, float]:
         """Numbers for the log of every step."""
@@ -193,13 +200,14 @@ class Kept:
         if "folds" not in state:
             return
         steps, before, error, *self.lost = state["folds"].tolist()
-        self.sums = []
+        sums = []
         for i, matrix in enumerate(self.parts.matrices):
             a_mO, v_mI = (state[f"sum.{i}.{name}"].to("cpu", torch.float32) for name in "av")
             if len(a_mO) != len(v_mI) or (a_mO.shape[1], v_mI.shape[1]) != (matrix.outputs, matrix.inputs):
                 raise ValueError(f"a sum of {tuple(a_mO.shape)} and {tuple(v_mI.shape)} for {matrix.tensor.name}")
-            self.sums.append((a_mO, v_mI))
-        self._hold(self.sums, device)
+            sums.append((a_mO.contiguous(), v_mI.contiguous()))
+        self._hold(sums, device)
+        self._set_sums(sums)
         self.last = FoldedPeriods(int(steps), int(before), tuple(len(a) for a, _ in self.sums), error)
 
 

@@ -25,7 +25,6 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.factors import Factors, Fold
 from keyhole.methods.zo.low_rank.guide import Guide
-from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.merge import arrive, fold_into
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.structure.layout import Unit
@@ -87,9 +86,8 @@ def from_state(factors: Factors, state: Mapping[str, Any], steps: int, homes: bo
     factors.now.copy_(state["factors"])
     if not factors.folds and homes:
         _take_homes(factors, state)
-    kept = factors.kept
     factors.fold, factors.steps = None, steps
-    factors.kept = Kept(factors.parts, kept.dtype, kept.every, kept.most, kept.guided)
+    factors.kept = factors.kept.emptied()
     factors.kept.take_sums(state, factors.now.device)
     periods = state["kept"] if "kept" in state else ()
     if len(periods) > steps // factors.refresh:
