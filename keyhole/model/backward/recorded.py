@@ -280,17 +280,14 @@ class RecordedBlocks(Recorder):
         own, memory, ran, mark = self.own[block], sink.memory(self.units_of[block]), self.ran.get(here), sink.mark()
         kept = ran.kept if ran is not None and not read else []
 
-        def graph_of(values: Values) -> BlockGraph:
-            return kept[0] if kept else visit.graph_of(values, partial(run_again, block))
-
         of_grads = ("gradient", turn)
         key: tuple[Hashable, ...] = (kind, self.sources_of(read), self.sources_of(grads))
-        graph = graph_of(visit.values)
+        graph = visit.graph_of(visit.values, partial(run_again, block))
         if graph.reaches(self.all - {id(param) for param in own}):
             self.recordings[key] = None
             return None
         before, self.offers = [flat.clone() for flat in memory], []
-        expected = graph.gradients(grads, own, keep=bool(kept))
+        expected = graph.gradients(grads, own)
         offers, self.offers = self.offers, None
         del graph  # its nodes of parameters belong to the ordinary stream, and would be those of the captured graph
         after, noted, one = [flat.clone() for flat in memory], sink.mark(), None
@@ -304,7 +301,8 @@ class RecordedBlocks(Recorder):
 
             def run() -> tuple[Values, Values]:
                 sink.rewind(mark)
-                of_inputs, of_parameters = graph_of(static[0]).gradients(static[1], own, keep=bool(kept))
+                made = kept[0] if kept else visit.graph_of(static[0], partial(run_again, block))
+                of_inputs, of_parameters = made.gradients(static[1], own, keep=bool(kept))
                 return copy_into(places, of_inputs), copy_into(more, of_parameters)
 
             self._rehearse(run)
