@@ -31,7 +31,7 @@ from typing import Any
 from keyhole.machine.rates import Rates
 from keyhole.methods.memory import forward_bytes, reverse_bytes
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
-from keyhole.model.backward.kept_blocks import SHARE as KEPT
+from keyhole.model.backward.activation_store import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, recording_bytes, slot_count
 from keyhole.model.backward.unit_gradients import COPIES, FREE_SHARE
 from keyhole.model.forward.memory import launched_as_graphs

@@ -7,32 +7,32 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+Values = list[Any]
+Result = tuple[Any, list[dict[Any, Any]]]
+"""What a block returns, and what it writes into each of its mappings."""
+
 
 @dataclass
 class BlockGraph:
-    """inputs: the leaves, in the order in which gradients of inputs are returned; output: what the block returned."""
+    """The autograd graph of one run of a block, cut off from the rest of the model. inputs: its leaves."""
 
     inputs: list[torch.Tensor]
-    output: Any
+    result: Result
 
-    def gradients(
-        self, grads: list[Any], parameters: list[nn.Parameter], keep: bool = False
-    ) -> tuple[list[Any], list[Any]]:
+    def gradients(self, grads: Values, parameters: list[nn.Parameter], keep: bool = False) -> tuple[Values, Values]:
         """Gradients of the inputs and of parameters (None: none), from those of the floating-point outputs. keep: the
         graph can be used again."""
-        outputs = [v for v in tree_flatten(self.output)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad and g is not None]
-        if not pairs:
+        ends, of_ends = with_gradients(floats(self.result), grads)
+        if not ends:
             return [None] * len(self.inputs), [None] * len(parameters)
-        ends, wanted = [y for y, _ in pairs], [*self.inputs, *parameters]
-        found = torch.autograd.grad(ends, wanted, [g for _, g in pairs], allow_unused=True, retain_graph=keep)
+        wanted = [*self.inputs, *parameters]
+        found = torch.autograd.grad(ends, wanted, of_ends, allow_unused=True, retain_graph=keep)
         return list(found[: len(self.inputs)]), list(found[len(self.inputs) :])
 
     def reaches(self, tensors: set[int]) -> bool:
         """Whether any of these tensors (ids) would get a gradient."""
-        outputs = [v for v in tree_flatten(self.output)[0] if isinstance(v, torch.Tensor)]
         seen: set[Any] = {None}
-        left: list[Any] = [y.grad_fn for y in outputs]
+        left: Values = [y.grad_fn for y in floats(self.result)]
         while left:
             node = left.pop()
             if node not in seen:
@@ -41,3 +41,23 @@ class BlockGraph:
                     return True
                 left += [before for before, _ in node.next_functions]
         return False
+
+
+def floats(value: Any) -> list[torch.Tensor]:
+    """Its floating-point tensors, in order: those that may have gradients."""
+    return [v for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
+
+
+def with_gradients(outputs: Values, grads: Values) -> tuple[Values, Values]:
+    """Those outputs, or edges of outputs, that have a graph and a gradient; and the gradients."""
+    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y is not None and g is not None]
+    pairs = [(y, g) for y, g in pairs if not isinstance(y, torch.Tensor) or y.requires_grad]
+    return [y for y, _ in pairs], [g for _, g in pairs]
+
+
+def differentiate(ends: Values, grads: Values, keep: bool = False) -> None:
+    """The backward pass from these ends. keep: it may be made again."""
+    if ends:
+        torch.autograd.backward(ends, grads, retain_graph=keep)
+    ends.clear()
+    grads.clear()

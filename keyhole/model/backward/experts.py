@@ -121,12 +121,12 @@ class ExpertGradients:
             self.model.engine.commit(unit.index)
 
     @torch.no_grad()
-    def finish_block(self, tensors: list[FlatTensor]) -> None:
+    def finish_block(self, block: int) -> None:
         """Called after the last gradient of the block: hands over the remaining sums, and zero for experts that
-        received no token, if that changes them. tensors: the stacks of the block."""
+        received no token, if that changes them."""
         if self.by_expert:
-            for stack in tensors:
-                for expert in range(stack.experts) if stack.param.requires_grad else ():
+            for stack in (t for t in self.model.layout.tensors if t.block == block and t.param.requires_grad):
+                for expert in range(stack.experts):
                     self._finish_expert(stack, expert)
         self.received.clear()
         assert not self.sums, "a gradient was not handed over"

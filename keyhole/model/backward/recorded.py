@@ -34,13 +34,12 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
 
-from keyhole.model.backward.block_graph import BlockGraph
-from keyhole.model.backward.kept_blocks import KeptBlocks
+from keyhole.model.backward.activation_store import KeptBlocks
+from keyhole.model.backward.block_graph import BlockGraph, Result
 from keyhole.model.backward.memory import recording_bytes
-from keyhole.model.backward.sink import RecordableSink, Sink
-from keyhole.model.backward.tape import Visit, pass_on
+from keyhole.model.backward.sink import HandOver, RecordableSink, Sink
+from keyhole.model.backward.tape import KeptInputs, pass_on
 from keyhole.model.backward.unit_gradients import UnitGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.graphs import SMALL_FLOP
@@ -145,41 +144,41 @@ class RecordedBlocks(Recorder):
             self.longest_passes = longest if self.fits[tokens] else self.longest_passes
         return self.fits[tokens]
 
-    def _takes(self, visit: Visit) -> bool:
+    def _takes(self, visit: KeptInputs) -> bool:
         return bool(self.tokens) and visit.is_plain and not self.repeats and visit.block not in self.hooked
 
-    def _addresses(self, visit: Visit) -> tuple[int, ...]:
+    def _addresses(self, visit: KeptInputs) -> tuple[int, ...]:
         return tuple([param.data_ptr() for param in self.parameters[visit.block]])
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def first_run(self, visit: Visit, values: Values) -> Any:
-        """The output of a block, and what it wrote into mappings. Valid until the next forward of the same pass."""
+    def first_run(self, visit: KeptInputs) -> Result:
+        """The first run of a visit. Its output is valid until the next forward of the same pass."""
         turn, block = here = (visit.index, visit.block)
         self.repeats = self.repeats or here in self.visited
         self.visited.add(here)
         self.ran.pop(here, None)
         if not self._takes(visit):
-            return visit.first_run(values)
-        shapes = signature_of(values)
+            return visit.run_first()
+        values, shapes = visit.values, signature_of(visit.values)
         kind = ("forward", turn, block, shapes, self._addresses(visit))
         key = (kind, self.sources_of(values))
         if shapes is None or not self.is_due(kind) or not self.has_room(key):
-            return visit.first_run(values)
+            return visit.run_first()
         if key not in self.recordings:
             result = self._record_forward(visit, kind, values)
         else:
             self.copy_in(turn, values)
             one = self.recordings[key]
-            result = visit.run(values) if one is None else one.replay()
-            if one is not None:
-                self.ran[here] = one
+            if one is None:
+                return visit.run_first()
+            self.ran[here], result = one, one.replay()
         return result, []
 
-    def _record_forward(self, visit: Visit, kind: tuple, values: Values) -> Any:
+    def _record_forward(self, visit: KeptInputs, kind: tuple, values: Values) -> Any:
         """Runs a block eagerly, and captures it: if there is room, together with its autograd graph."""
         turn, block = here = (visit.index, visit.block)
-        expected = result = visit.run(values)
+        expected = result = visit.run_first()[0]
         places = self.places_for(("output", turn), block, len(self.parameters), tensors_of(expected))
         static = self.copy_in(turn, values)
         key = (kind, self.sources_of(values))  # only now: if memory had to grow, inputs have lost their place
@@ -189,8 +188,8 @@ class RecordedBlocks(Recorder):
             values, kept = [v.data if isinstance(v, torch.Tensor) else v for v in static], list[BlockGraph]()
 
             def run() -> Any:
-                kept[:] = [visit.graph_of(values, partial(self.run_whole, block))]
-                return copy_into(places, kept[0].output)
+                kept[:] = [visit.graph(values, partial(self.run_whole, block))]
+                return copy_into(places, kept[0].result[0])
 
             self._rehearse(run)
             pool = self._kept_pool((turn, kind[3]), block)
@@ -200,8 +199,8 @@ class RecordedBlocks(Recorder):
             else:
                 one.kept = kept
         if self.recordings[key] is None:
-            self._rehearse(lambda: visit.run(static))
-            result = self.verified(key, self.capture(lambda: copy_into(places, visit.run(static))), expected)
+            self._rehearse(lambda: visit.run_first(static))
+            result = self.verified(key, self.capture(lambda: copy_into(places, visit.run_first(static)[0])), expected)
         if (one := self.recordings[key]) is not None:
             self.ran[here] = one
         return result
@@ -226,17 +225,14 @@ class RecordedBlocks(Recorder):
 
     def reverse(
         self,
-        visit: Visit,
-        sink: Sink,
+        visit: KeptInputs,
+        gradients: HandOver,
         grads: Values,
         run_again: RunAgain,
-        stored: dict[int, torch.Tensor],
-        complete: Callable[[nn.Parameter], None],
     ) -> bool:
-        """The backward pass of the visit from the gradients of its outputs, if it is recorded. stored: by id, the
-        weights of the block's parameters; complete: called after something was added to param.grad."""
-        block, turn = visit.block, visit.index
-        if not self._takes(visit) or visit.has_graph or not isinstance(sink, RecordableSink):
+        """The backward pass of the visit from the gradients of its outputs, if it is recorded."""
+        block, turn, sink = visit.block, visit.index, gradients.sink
+        if not self._takes(visit) or not isinstance(sink, RecordableSink):
             return False
         ran = self.ran.get((turn, block))
         kept = [] if ran is None else ran.kept
@@ -260,11 +256,11 @@ class RecordedBlocks(Recorder):
             self.copy_in(turn, read)
             self.copy_in(("gradient", turn), grads)
             found = one.replay()
-            sink.replayed([(tensor, stored[id(tensor.param)]) for tensor in one.offers])
+            sink.replayed([(tensor, gradients.stored[id(tensor.param)]) for tensor in one.offers])
         for param, grad in zip(self.own[block], found[1], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
-                complete(param)
+                gradients.accumulated(param)
         for origin, grad in zip(visit.origins.values(), found[0], strict=True):
             if grad is not None:
                 below = isinstance(origin, tuple) and origin[0].block == block - 1  # used before it is overwritten
@@ -272,7 +268,7 @@ class RecordedBlocks(Recorder):
         return True
 
     def _record_reverse(
-        self, visit: Visit, sink: RecordableSink, kind: tuple, read: Values, grads: Values, run_again: RunAgain
+        self, visit: KeptInputs, sink: RecordableSink, kind: tuple, read: Values, grads: Values, run_again: RunAgain
     ) -> tuple[Values, Values] | None:
         """Runs a backward pass eagerly, and captures it. None: it reaches parameters outside of the block, and nothing
         was done."""
@@ -282,7 +278,7 @@ class RecordedBlocks(Recorder):
 
         of_grads = ("gradient", turn)
         key: tuple[Hashable, ...] = (kind, self.sources_of(read), self.sources_of(grads))
-        graph = visit.graph_of(visit.values, partial(run_again, block))
+        graph = visit.graph(visit.values, partial(run_again, block))
         if graph.reaches(self.all - {id(param) for param in own}):
             self.recordings[key] = None
             return None
@@ -301,7 +297,7 @@ class RecordedBlocks(Recorder):
 
             def run() -> tuple[Values, Values]:
                 sink.rewind(mark)
-                made = kept[0] if kept else visit.graph_of(static[0], partial(run_again, block))
+                made = kept[0] if kept else visit.graph(static[0], partial(run_again, block))
                 of_inputs, of_parameters = made.gradients(static[1], own, keep=bool(kept))
                 return copy_into(places, of_inputs), copy_into(more, of_parameters)
 

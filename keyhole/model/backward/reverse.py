@@ -3,7 +3,7 @@
     forward    units arrive in order, all micro-batches run through each; block inputs are kept (tape.py)
     head       logits in chunks of the vocabulary: once for the loss, once more for gradients (vocabulary.py)
     reverse    units arrive in reverse order; a block is recomputed, differentiated for every micro-batch, and its
-               complete gradients are handed to a *sink* (hand_over.py, sink.py) before the next block is loaded
+               complete gradients are handed to a *sink* (sink.py) before the next block is loaded
     embedding  its gradient is a few rows, scattered into one chunk of the table at a time
     spine      norms and other small tensors that are used in many places, at the end
 
@@ -27,25 +27,21 @@ import torch
 from torch import nn
 
 from keyhole.machine.settings import expandable_segments, no_stream_warning
-from keyhole.model.backward.activation_store import ActivationStore
+from keyhole.model.backward.activation_store import ActivationStore, KeptBlocks
 from keyhole.model.backward.attention import exact_attention
-from keyhole.model.backward.compiled import Compiled
-from keyhole.model.backward.compiled_linear import offers_go_to
+from keyhole.model.backward.compiled import Compiled, offers_go_to
 from keyhole.model.backward.experts import ExpertGradients
-from keyhole.model.backward.hand_over import HandOver
-from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.refusals import check_hooks, check_loss, check_model, check_reached, refused_losses
-from keyhole.model.backward.sink import Sink, chunk
-from keyhole.model.backward.tape import Tape, is_training
+from keyhole.model.backward.sink import HandOver, Sink
+from keyhole.model.backward.tape import Keeping, KeptInputs, Tape, is_training
 from keyhole.model.backward.unit_gradients import has_room
-from keyhole.model.backward.vocabulary import TakesRows, VocabularyGradients
+from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.batch import DeviceBatch
-from keyhole.model.forward.binding import rows_view
 from keyhole.model.model import Model
 from keyhole.model.spare_memory import SpareMemory
-from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.homes import view
 from keyhole.weak import weakly
 
@@ -57,7 +53,7 @@ class Reverse:
 
     activations: what is kept between the two (tape.py). fused: linear layers offer their gradients as factors.
     compiled: blocks run through torch.compile, with this backend (True: inductor). second_run: makes the object that
-    recomputes a block, if fused.
+    recomputes a block, if fused. deterministic: attention gives the same bits every time (attention.py).
     """
 
     def __init__(
@@ -68,63 +64,56 @@ class Reverse:
         fused: bool = True,
         compiled: bool | str = False,
         second_run: Callable[[nn.Module], Recompute] = Recompute,
+        deterministic: bool = True,
     ) -> None:
-        self.blocks = model.blocks
+        self.model, self.layout, self.activations, self.fused = model, model.layout, activations, fused
+        self.deterministic = deterministic
         own = [u for u in model.layout.of_kind("block") if u.expert is None]
-        self.units_of = {i: [u for u in own if u.block == i] for i in range(len(self.blocks))}
+        self.units_of = {i: [u for u in own if u.block == i] for i in range(len(model.blocks))}
         self.most_units = max(map(len, self.units_of.values()), default=0)
         check_model(model, activations, self.units_of)
         if model.device.type == "cuda":  # activations of many sizes fragment the allocator's memory
             expandable_segments(model.changes)
-        self.model, self.layout, self.activations, self.fused = model, model.layout, activations, fused
+        keeps_all, spare = activations == "none", SpareMemory(model.placed, model.device)
         backend = compiled if isinstance(compiled, str) else "inductor"
-        self.compiled = Compiled(backend, model.changes, keep=activations == "none") if compiled else None
-        runs_again = fused and activations != "none" and not compiled
-        self.recompute = [second_run(block) for block in self.blocks] if runs_again else None
-        spare = SpareMemory(model.placed, model.device)
+        self.compiled = Compiled(backend, model.changes, keep=keeps_all) if compiled else None
+        runs_again = fused and not (compiled or keeps_all)
+        self.recompute = [second_run(block) for block in model.blocks] if runs_again else None
         self.kept = KeptBlocks(model, spare) if activations == "auto" and not compiled else None
-        keeps_all = self.compiled is not None and activations == "none"
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
-        records = fused and (activations in ("block", "auto") or keeps_all) and model.reverse_graphs
-        records = records and model.graphs is not None and not model.sharded and not model.layout.experts
-        self.recorded: RecordedBlocks | None = None
-        if records and has_room(model, spare):
-            room = KeptBlocks(model, spare) if keeps_all else self.kept
-            if room is not None:
-                no_stream_warning(model.changes)
-            compiles = self.compiled is not None
-            self.recorded = RecordedBlocks(model, self.units_of, weakly(self._run_whole), spare, compiles, room)
-        self.tape: Tape = None  # type: ignore[assignment]
+        self.recorded = self._recorder(spare, KeptBlocks(model, spare) if compiled and keeps_all else self.kept)
+        self.tape, self.keeping = Tape(Keeping(self.store)), Keeping(self.store)
         self.hidden: list[Any] = []
         self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
         self._longest = 0  # tokens of a row in this step
         self.gradients = HandOver(self.layout.tensors)
         self.experts = ExpertGradients(self) if self.layout.experts else None
-        self._stacks: dict[int | None, list[FlatTensor]] = {}  # stacks of experts, by block
-        for tensor in self.layout.tensors:
-            if tensor.experts:
-                self._stacks.setdefault(tensor.block, []).append(tensor)
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
                 tensor.param.register_post_accumulate_grad_hook(weakly(self.gradients.accumulated))
 
+    def _recorder(self, spare: SpareMemory, room: KeptBlocks | None) -> RecordedBlocks | None:
+        """What records small blocks as CUDA graphs, if they may be. room: says where there is room for activations."""
+        model, keeps = self.model, ("block", "auto", *(["none"] if self.compiled is not None else []))
+        possible = self.fused and self.activations in keeps and model.reverse_graphs and model.graphs is not None
+        if not possible or model.sharded or model.layout.experts or not has_room(model, spare):
+            return None
+        if room is not None:
+            no_stream_warning(model.changes)
+        return RecordedBlocks(model, self.units_of, weakly(self._run_whole), spare, self.compiled is not None, room)
+
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def sweep(self, reverses: int = 1, surveys: int = 0) -> Iterator[None]:
-        """A context for one step: a forward pass and `reverses` backward passes; in the last of them a table of several
-        chunks is first surveyed `surveys` times."""
+    def sweep(self, reverses: int = 1) -> Iterator[None]:
+        """A context for one step: a forward pass and `reverses` backward passes."""
         check_hooks(self.model)
         self.model.check_idle()
-        blocks = [u.index for u in self.layout.of_kind("block")]
-        head = [u.index for u in self.layout.head_units]
-        table = [u.index for u in self.layout.of_kind("table")]
-        turns = [1] * (reverses - 1) + [1 + surveys]
-        of_head, of_table = (turns if len(units) > 1 else [1] * reverses for units in (head, table))
-        rounds = [head * h + blocks[::-1] + table * t for h, t in zip(of_head, of_table, strict=True)]
-        order = blocks + head + [page for one in rounds for page in one]
+        of = self.layout.of_kind("block"), self.layout.head_units, self.layout.of_kind("table")
+        blocks, head, table = ([unit.index for unit in units] for units in of)
+        order = blocks + head + (head + blocks[::-1] + table) * reverses
         with self.model.engine.sweep(f"train with {reverses}", order):
             try:
                 self.model.expert_gradients = self.experts
@@ -145,7 +134,8 @@ class Reverse:
         pass of a micro-batch is resumed. loss_count, weight: see vocabulary.py."""
         model, may_draw = self.model, is_training(self.model.module)
         alone = len(batches) == 1 and not may_draw and not self.layout.experts  # experts are announced by passes
-        self.tape = self._new_tape(batches, alone, may_draw)
+        self.keeping = self._keeping(batches, alone, may_draw)
+        self.tape = Tape(self.keeping)
         self.spine = model.acquire_weights(self.layout.spine)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
@@ -169,48 +159,47 @@ class Reverse:
         if self.compiled is not None:  # with one micro-batch, the product that a linear layer offers is complete
             self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
         conductor_of: Any = model  # a pass runs
-        recording = self.tape.recording(self.blocks, lambda: conductor_of.conductor.current.index)
+        recording = self.tape.recording(model.blocks, lambda: conductor_of.conductor.current.index)
         self._longest = max(one.inputs["input_ids"].shape[-1] for one in batches)
-        with torch.enable_grad(), recording, exact_attention(model.device, self._longest):
+        with torch.enable_grad(), recording, self._attention():
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
             release(None)
         self.vocabulary.drop_rows()
         model.binding.bind(None, None, self.spine)
         return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
 
-    def _new_tape(self, batches: list[DeviceBatch], alone: bool, may_draw: bool) -> Tape:
-        """A tape whose visits are recorded as CUDA graphs, compiled, kept, or none of these. alone: there is one pass,
-        on this thread; may_draw: a block may draw random numbers."""
-        tokens = [one.inputs["input_ids"].numel() for one in batches]
-        if self.recorded is not None and not self.recorded.spare.covers(tokens):
-            self.recorded.end()
-            self.recorded = None
-        first_run = None if self.recorded is None else self.recorded.first_run
-        small = self.recorded is not None and self.recorded.begin(batches)
-        if self.compiled is not None:
-            if small and alone:
-                return Tape("block", self.store, None, first_run, through=self.compiled.without_tape, may_draw=may_draw)
-            return Tape(self.activations, self.store, self.compiled, may_draw=may_draw)
-        first_kept = math.inf
+    def _attention(self) -> AbstractContextManager[None]:
+        return exact_attention(self.model.device, self._longest) if self.deterministic else nullcontext()
+
+    def _keeping(self, batches: list[DeviceBatch], alone: bool, may_draw: bool) -> Keeping:
+        """What this step keeps. alone: there is one pass, on this thread; may_draw: a block may draw random numbers."""
+        tokens, recorded = [one.inputs["input_ids"].numel() for one in batches], self.recorded
+        if recorded is not None and not recorded.spare.covers(tokens):
+            recorded.end()
+            self.recorded = recorded = None
+        small = recorded is not None and recorded.begin(batches) and (self.compiled is None or alone)
+        first_run = None if recorded is None or not small else recorded.first_run
+        first_kept = 0 if self.activations == "none" else math.inf
         if self.kept is not None and not small:
             first_kept = self.kept.first_kept(sum(tokens))
-        return Tape(self.activations, self.store, None, first_run, first_kept, may_draw=may_draw)
+        return Keeping(self.store, first_kept, self.compiled, first_run, may_draw)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
-        if self.recorded is not None and (self.compiled is None or self.tape.through is not None):
-            sink = self.recorded.front_of(sink)
-        self.gradients.begin(sink, self.recorded)
+        recorded = None if self.keeping.first_run is None else self.recorded
+        if recorded is not None:
+            sink = recorded.front_of(sink)
+        self.gradients.begin(sink, None if recorded is None else recorded.note_offer)
         self.last = last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
-        self._reverse_end(self.vocabulary.reverse_head(self._turns(self.layout.head_units)))
-        with exact_attention(self.model.device, self._longest):
-            self._reverse_blocks()
-        self.vocabulary.reverse_embedding(self._turns(self.layout.of_kind("table")))
-        self._reverse_spine()
+        self._reverse_end(self.vocabulary.reverse_head(sink))
+        with self._attention():
+            self._reverse_blocks(recorded)
+        self.vocabulary.reverse_embedding(sink)
+        self._reverse_spine(sink)
 
     def _reverse_end(self, grads: list[Any]) -> None:
         """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
@@ -221,7 +210,9 @@ class Reverse:
         for i, grad_NH in enumerate(grads):
             torch.autograd.backward(self.hidden[i], grad_NH, retain_graph=True)
             if goes:
-                self.tape.hold_grads(i)
+                for stop in self.tape.stops:
+                    if i in stop:
+                        stop[i].collect()
                 self.hidden[i] = grads[i] = None
         if self.last:
             self.vocabulary.drop_hidden()
@@ -236,7 +227,7 @@ class Reverse:
         table is also handed over in the chunks that its units hold."""
         engine, units = self.model.engine, self.layout.units
         gradients = self.gradients
-        gradients.begin(sink, self.recorded)
+        gradients.begin(sink)
         gradients.stored |= {id(t.param): t.param.data for t in self.layout.tensors}
         gradients.is_final = True
         if in_chunks:
@@ -254,7 +245,7 @@ class Reverse:
         finally:
             gradients.end()
 
-    def _reverse_blocks(self) -> None:
+    def _reverse_blocks(self, recorded: RecordedBlocks | None) -> None:
         gradients, stops = self.gradients, self.tape.stops
         to_come = Counter(block for stop in stops for block in {visit.block for visit in stop.values()})
         visits_of = Counter(visit.block for stop in stops for visit in stop.values())
@@ -271,11 +262,12 @@ class Reverse:
                 gradients.is_final = to_come[block] == 0 and visit is visits[-1]
                 offering = nullcontext() if self.compiled is None else self.compiled.offering()
                 with offers_go_to(gradients.offer_at), offering:
-                    grads = visit.take_output_grads()
-                    how = gradients.sink, grads, self._run_again, gradients.stored, gradients.accumulated
-                    if self.recorded is None or not self.recorded.reverse(visit, *how):
+                    grads = visit.take_grads()
+                    if recorded is None or not isinstance(visit, KeptInputs):
                         visit.reverse(grads, partial(self._run_again, block), self.last)
-                    del grads, how
+                    elif not recorded.reverse(visit, gradients, grads, self._run_again):
+                        visit.reverse(grads, partial(self._run_again, block), self.last)
+                    del grads
             self._release_block(block, done=to_come[block] == 0)
             if self.last:
                 stops.pop()
@@ -312,7 +304,7 @@ class Reverse:
     def _release_block(self, block: int, done: bool) -> None:
         """done: no further gradient of the block will come."""
         if done and self.experts is not None:
-            self.experts.finish_block(self._stacks.get(block, []))
+            self.experts.finish_block(block)
         for unit in self.units_of[block]:
             if done:
                 for tensor in unit.tensors:
@@ -324,30 +316,8 @@ class Reverse:
             self.model.engine.release(unit.index)
         self.gradients.leave_block()
 
-    def _turns(self, units: list[Unit]) -> list[TakesRows]:
-        """The functions that receive the chunks of a table, one visit of all chunks each: surveys, if there are several
-        chunks and the sink needs surveys, then the hand-over."""
-        surveys = self.gradients.sink.surveys if len(units) > 1 else 0
-        return [*(partial(self._survey_rows, turn) for turn in range(surveys)), self._hand_over_rows]
-
     @torch.no_grad()
-    def _hand_over_rows(self, unit: Unit, stored: torch.Tensor, grad_RH: torch.Tensor | None) -> None:
-        """Hands a chunk of a table to the sink under a name of its own, and releases the unit."""
-        if grad_RH is not None:
-            self.gradients.sink.gradient(chunk(unit), rows_view(unit, stored), grad_RH.contiguous())
-            if self.gradients.sink.finished(unit):
-                self.model.engine.commit(unit.index)
-        self.model.engine.release(unit.index)
-
-    @torch.no_grad()
-    def _survey_rows(self, turn: int, unit: Unit, stored: torch.Tensor, grad_RH: torch.Tensor | None) -> None:
-        """Passes a chunk of a table to the sink's survey, and releases the unit."""
-        if grad_RH is not None:
-            self.gradients.sink.survey(chunk(unit), rows_view(unit, stored), grad_RH.contiguous(), turn)
-        self.model.engine.release(unit.index)
-
-    @torch.no_grad()
-    def _reverse_spine(self) -> None:
+    def _reverse_spine(self, sink: Sink) -> None:
         engine, unit = self.model.engine, self.layout.spine
         stored = engine.acquire(unit.index, changes=self.trains)
         reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
@@ -359,14 +329,14 @@ class Reverse:
                 grad, tensor.param.grad = tensor.param.grad, None
                 w = view(stored, tensor, unit.start)
                 found.append((tensor, w, torch.zeros_like(w) if grad is None else grad))
-        self.gradients.sink.gradients_together(found)
-        if self.gradients.sink.finished(unit):
+        sink.gradients_together(found)
+        if sink.finished(unit):
             engine.commit(unit.index)
         engine.release(unit.index)
 
     def _forget(self) -> None:
         """Drops graphs and gradients, also after an error."""
-        self.tape, self.hidden = None, []  # type: ignore[assignment]
+        self.tape, self.hidden = Tape(self.keeping), []
         self.vocabulary.forget()
         self.gradients.end()
         if self.recorded is not None:

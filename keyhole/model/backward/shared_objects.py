@@ -33,9 +33,8 @@ KNOWN = torch.Tensor | None | bool | int | float | str | torch.dtype | torch.dev
 def copied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     """A copy with a store of its own: classes that keep their entries in an attribute share it with a plain copy."""
     found = copy.copy(mapping)
-    stores = {name: x for name, x in getattr(found, "__dict__", {}).items() if isinstance(x, MutableMapping)}
-    for name, store in stores.items():
-        found.__dict__[name] = copy.copy(store)
+    attributes = vars(found) if hasattr(found, "__dict__") else {}
+    attributes.update({name: copy.copy(x) for name, x in attributes.items() if isinstance(x, MutableMapping)})
     return found
 
 
@@ -55,7 +54,8 @@ def emptied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
 def held_tensors(objects: list[Any]) -> list[torch.Tensor]:
     """Tensors that may have gradients (not masks or positions) in the attributes of these objects, and in lists and
     dicts there."""
-    leaves = (leaf for value in objects for leaf in tree_flatten(dict(getattr(value, "__dict__", {})))[0])
+    attributes = [dict(vars(value)) for value in objects if hasattr(value, "__dict__")]
+    leaves = (leaf for one in attributes for leaf in tree_flatten(one)[0])
     return [x for x in leaves if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())]
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from keyhole.model.backward.sink import Found, RecordableSink, Sink, SinkPolicy
+from keyhole.model.backward.sink import NOTHING, Found, RecordableSink, Sink, SinkPolicy
 from keyhole.model.model import Model
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
@@ -73,11 +73,7 @@ class UnitGradients(RecordableSink):
             begins[unit.block] = unit.start
         self.begin_of = {t.start: t.start - begins[u.block] for u in layout.of_kind("block") for t in u.tensors}
         self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # tensors of the current block, their weights
-        self.sink = Sink()  # set during a backward pass
-
-    @property
-    def surveys(self) -> int:
-        return self.sink.surveys
+        self.sink: Sink = NOTHING  # unless a backward pass is running
 
     def in_front_of(self, sink: Sink) -> "UnitGradients":
         """Sets the sink that receives the gradients from now on."""
@@ -88,7 +84,7 @@ class UnitGradients(RecordableSink):
     def leave(self) -> None:
         """The backward pass is over: drops the sink, which holds a reference to the Reverse."""
         self.received.clear()
-        self.sink = Sink()
+        self.sink = NOTHING
 
     def view(self, tensor: FlatTensor) -> torch.Tensor:
         """The tensor's place in the buffer."""
@@ -144,9 +140,6 @@ class UnitGradients(RecordableSink):
 
     def _is_fixed(self, grad: torch.Tensor) -> bool:
         return grad._base is self.buffer or self.recorded.is_static(grad)
-
-    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
-        self.sink.survey(tensor, w, grad, turn)
 
     def finished(self, unit: Unit) -> bool:
         """Hands over the gradients received for the unit."""

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.forward.head import HEAD_TOKENS
@@ -32,9 +33,8 @@ from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
 KEPT_BYTES = 64 * 2**20  # of logits, in float32
-
-TakesRows = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
-"""(unit, its stored memory, grad_RH): receives the gradient of a chunk, if there is one, and releases the unit."""
+RowsGrad = Callable[[Unit, torch.Tensor], torch.Tensor | None]
+"""(unit, its stored memory) -> grad_RH: the gradient of a chunk, if there is one."""
 
 
 @dataclass
@@ -157,9 +157,9 @@ class VocabularyGradients:
         for embedded in self.embedded:
             embedded.rows_MH.grad = None
 
-    def reverse_head(self, turns: list[TakesRows]) -> list[torch.Tensor]:
-        """Gradients of the hidden states, [N, H] per pass. Gradients of an untied head are handed over on the way, and
-        computed again for each further one of the turns. For a classifier: gradients of the logits."""
+    def reverse_head(self, sink: Sink) -> list[torch.Tensor]:
+        """Gradients of the hidden states, [N, H] per pass. Gradients of an untied head are handed over on the way. For
+        a classifier: gradients of the logits."""
         if self.model.classifies:
             passes = zip(self.hidden, self.labels, self.scales, strict=True)
             return [self.model.head.nll_grad(*one).to(one[0].dtype) for one in passes]
@@ -167,8 +167,8 @@ class VocabularyGradients:
         bias_grad_V = None if bias is None else bias.new_zeros(units[-1].span[1])  # bias is bound to one chunk now
         trained = units[0].tensors[0].param.requires_grad and not self.layout.tied
         total: list[Any] = [None] * len(self.hidden)
-        for unit in units:
-            stored = self.model.engine.acquire(unit.index, changes=trained)
+
+        def rows_grad(unit: Unit, stored: torch.Tensor) -> torch.Tensor | None:
             weight_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored))
             dw_RH = db_R = None
             for p in range(len(self.hidden)):
@@ -177,17 +177,27 @@ class VocabularyGradients:
                 dw_RH, db_R = _add(dw_RH, dw), _add(db_R, db)
             if bias_grad_V is not None:
                 bias_grad_V[slice(*unit.span)] += db_R
-            turns[0 if trained else -1](unit, stored, dw_RH)
-        for hand_over in turns[1:] if trained else ():
-            for unit in units:
-                stored = self.model.engine.acquire(unit.index)
-                hand_over(unit, stored, self._head_rows_grad(unit, stored))
+            return dw_RH
+
+        self._hand_over(units, rows_grad, sink, trained)
         if bias is not None and bias.requires_grad:
             self.model.binding.enter_block(None)  # binds the whole bias again: its gradient must have its size
             bias.grad = bias_grad_V
         for p, hidden_NH in enumerate(self.hidden):  # one by one: those in float32 are twice as large
             total[p] = total[p].to(hidden_NH.dtype)
         return total
+
+    @torch.no_grad()
+    def _hand_over(self, units: list[Unit], rows_grad: RowsGrad, sink: Sink, changes: bool = True) -> None:
+        """Hands the gradient of each chunk of a table to the sink, under a name of its own."""
+        engine = self.model.engine
+        for unit in units:
+            stored = engine.acquire(unit.index, changes=changes)
+            if (grad_RH := rows_grad(unit, stored)) is not None:
+                sink.gradient(chunk(unit), rows_view(unit, stored), grad_RH.contiguous())
+                if sink.finished(unit):
+                    engine.commit(unit.index)
+            engine.release(unit.index)
 
     def hidden_grads(self) -> list[torch.Tensor]:
         """Gradients of the hidden states alone, [N, H] per pass: for methods that reverse nothing but the head."""
@@ -235,16 +245,17 @@ class VocabularyGradients:
         return torch.cat(dx) if dx else None, dw, db
 
     @torch.no_grad()
-    def reverse_embedding(self, turns: list[TakesRows]) -> None:
-        """Gradients of the table, chunk by chunk, after the first block's; computed again for each of the turns."""
+    def reverse_embedding(self, sink: Sink) -> None:
+        """Hands over gradients of the table, chunk by chunk, after the first block's."""
         if not self.layout.table.param.requires_grad:
             return
         looked_up = self._looked_up()
-        for hand_over in turns:
-            for unit in self.layout.of_kind("table"):
-                stored = self.model.engine.acquire(unit.index)
-                head_RH = self._head_rows_grad(unit, stored) if self.layout.tied else None
-                hand_over(unit, stored, _add(head_RH, self._embedding_grad(unit, looked_up)))
+
+        def rows_grad(unit: Unit, stored: torch.Tensor) -> torch.Tensor | None:
+            head_RH = self._head_rows_grad(unit, stored) if self.layout.tied else None
+            return _add(head_RH, self._embedding_grad(unit, looked_up))
+
+        self._hand_over(self.layout.of_kind("table"), rows_grad, sink)
 
     def _looked_up(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """([M] ids, [M, H] gradients) of all lookups of all passes; None: none has a gradient. Padding has the id -1:

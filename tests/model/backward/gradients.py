@@ -21,17 +21,12 @@ def load(name: str = "llama", **changes: Any) -> keyhole.Model:
 class Collect(Sink):
     """A sink that keeps every gradient by the name of its tensor. accepts: whether it takes offers of linear layers."""
 
-    def __init__(self, accepts: bool = True, accumulates: bool = False, surveys: int = 0) -> None:
-        self.accepts, self.accumulates, self.shows = accepts, accumulates, surveys
+    def __init__(self, accepts: bool = True, accumulates: bool = False) -> None:
+        self.accepts, self.accumulates = accepts, accumulates
         self.policy = SinkPolicy(accumulates=accumulates)
-        self.surveyed: list[tuple[str, int, torch.Tensor]] = []
         self.found: Gradients = {}
         self.offers = 0
         self.finished_units: list[str] = []
-
-    @property
-    def surveys(self) -> int:
-        return self.shows
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         self.offers += 1
@@ -40,10 +35,6 @@ class Collect(Sink):
             assert self.accumulates or tensor.name not in self.found, f"{tensor.name} was handed over twice"
             self.found[tensor.name] = before + dy_MO.t() @ x_MI
         return self.accepts
-
-    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
-        assert tensor.name not in self.found and w.shape == grad.shape == tensor.shape
-        self.surveyed.append((tensor.name, turn, grad.clone()))
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         assert tensor.name not in self.found and w.shape == grad.shape == tensor.shape

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(autouse=True)
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations may be kept whatever else is on the GPU: other processes of these tests, for one."""
-    monkeypatch.setattr("keyhole.model.backward.kept_blocks.SPARE", 0.0)
+    monkeypatch.setattr("keyhole.model.backward.activation_store.SPARE", 0.0)
 
 
 METHODS: dict[str, Callable[[Any], Any]] = {

@@ -290,7 +290,7 @@ def test_no_reverse_outlives_the_forward_whose_activations_it_reads() -> None:
         assert reverses - {0} <= forwards, f"step {step}"
         assert all(kind[-1] in forwards | {0} for kind in recorded.seen if kind[0] == "reverse")
     assert drops[5:7] == [1, 2] and drops[-1] == 2
-    assert len(reverses - {0}) == 2 * len(method.reverse.blocks)  # of both lengths
+    assert len(reverses - {0}) == 2 * len(model.blocks)  # of both lengths
 
 
 class Failing(Imitated):

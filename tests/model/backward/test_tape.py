@@ -13,9 +13,13 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore
-from keyhole.model.backward.tape import Tape
+from keyhole.model.backward.tape import Keeping, Tape
 
 CPU = torch.device("cpu")
+
+
+def tape_of(activations: str, to_host: bool = False) -> Tape:
+    return Tape(Keeping(ActivationStore(CPU, to_host), first_kept=0 if activations == "none" else 9))
 
 
 class Block(nn.Module):
@@ -47,7 +51,7 @@ def plain(call: Callable[[nn.Module], Any]) -> Any:
 def reverse(tape: Tape, last: bool = True) -> None:
     for stop in reversed(tape.stops):
         for visit in stop.values():
-            visit.reverse(visit.take_output_grads(), plain, last)
+            visit.reverse(visit.take_grads(), plain, last)
 
 
 def grads(blocks: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
@@ -66,7 +70,7 @@ def test_any_chain_has_the_gradients_of_one_walk(order: list[int], activations: 
     blocks, x = [Block(seed) for seed in range(3)], torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
     chain(blocks, order, x).backward()
     expected = grads(blocks, x)
-    tape = Tape(activations, ActivationStore(CPU, to_host=True))
+    tape = tape_of(activations)
     with tape.recording(blocks, lambda: 0):
         loss = chain(blocks, order, x)
     assert [next(iter(stop.values())).block for stop in tape.stops] == order
@@ -81,7 +85,7 @@ def test_any_chain_has_the_gradients_of_one_walk(order: list[int], activations: 
 def test_passes_meet_at_a_stop() -> None:
     """Two passes through the same blocks make one stop per block, in whatever order they come."""
     blocks, passes = [Block(0), Block(1)], iter((0, 1, 1, 0))
-    tape = Tape("block", ActivationStore(CPU, to_host=False))
+    tape = tape_of("block")
     x = torch.ones(1, 4, requires_grad=True)
     with tape.recording(blocks, lambda: next(passes)):
         for block in (blocks[0], blocks[0], blocks[1], blocks[1]):
@@ -98,7 +102,7 @@ def test_the_second_run_draws_the_same_random_numbers(activations: str) -> None:
     chain(blocks, [0], x).backward()
     expected = grads(blocks, x)
     torch.manual_seed(3)
-    tape = Tape(activations, ActivationStore(CPU, to_host=False))
+    tape = tape_of(activations)
     with tape.recording(blocks, lambda: 0):
         loss = chain(blocks, [0], x)
     state = torch.get_rng_state()
@@ -179,7 +183,7 @@ def test_a_mapping_of_any_class_carries_gradients_between_blocks(activations: st
 
     run().backward()
     expected = grads(blocks, x)
-    tape = Tape(activations, ActivationStore(CPU, to_host=False))
+    tape = tape_of(activations)
     with tape.recording(blocks, lambda: 0):
         loss = run()
     loss.backward()
@@ -193,7 +197,7 @@ def test_a_mapping_whose_copies_share_its_entries_is_refused() -> None:
     writes = Sharing(0, lambda at, y: None, lambda at: at.get("y"))
     shared, y = Chest(), torch.ones(1, 4)
     shared["y"] = y
-    tape = Tape("block", ActivationStore(CPU, to_host=False))
+    tape = tape_of("block")
     with (
         tape.recording([writes], lambda: 0),
         pytest.raises(UserError, match="a mapping .Chest. that shares its entries"),
@@ -208,7 +212,7 @@ def test_tensors_in_an_object_that_is_no_mapping_are_refused(activations: str) -
     writes = Sharing(0, lambda at, y: setattr(at, "y", [y]), lambda at: None)
     reads = Sharing(0, lambda at, y: None, lambda at: None)
     x = torch.ones(1, 4, requires_grad=True)
-    tape = Tape(activations, ActivationStore(CPU, to_host=False))
+    tape = tape_of(activations)
     with tape.recording([writes, reads], lambda: 0):
         reads(x, SimpleNamespace(mask=torch.ones(4)))
         with pytest.raises(UserError, match="hand tensors to each other in an object .SimpleNamespace."):
@@ -219,7 +223,7 @@ def test_tensors_in_an_object_that_is_no_mapping_are_refused(activations: str) -
 def test_a_mask_that_a_block_leaves_in_an_object_is_no_loss(activations: str) -> None:
     """Booleans and whole numbers have no gradients."""
     counts = Sharing(0, lambda at, y: setattr(at, "used", [y > 0, y.argmax()]), lambda at: None)
-    tape = Tape(activations, ActivationStore(CPU, to_host=False))
+    tape = tape_of(activations)
     left = SimpleNamespace()
     with tape.recording([counts], lambda: 0):
         counts(torch.ones(1, 4, requires_grad=True), left)

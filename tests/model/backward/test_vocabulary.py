@@ -8,7 +8,7 @@ from keyhole.model.backward import vocabulary as vocabulary_module
 from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.structure import layout as layout_module
 from tests.matrix import in_every_run
-from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, joined, load
+from tests.model.backward.gradients import assert_same, by_autograd, collected, joined, load
 from tests.model.decoders import batch, hf_nll
 
 BATCHES = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
@@ -37,25 +37,11 @@ def test_more_tokens_than_logits_are_made_for_at_a_time(rows: int, monkeypatch: 
     assert_same(joined(collected(model, BATCHES).found), by_autograd(model, BATCHES))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_chunks_are_surveyed_before_they_are_handed_over(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as the sink asks, turn by turn, with the gradient that it is handed then."""
-    monkeypatch.setattr(layout_module, "CHUNK_ROWS", 40)
-    model = load("llama", tie_word_embeddings=tied)
-    sink = collected(model, BATCHES, Collect(surveys=2))
-    chunks = [name for name in sink.found if "[" in name]
-    assert len(chunks) == 3 * (1 if tied else 2)
-    assert sorted((name, turn) for name, turn, _ in sink.surveyed) == [(n, t) for n in sorted(chunks) for t in (0, 1)]
-    for name, _, grad in sink.surveyed:
-        torch.testing.assert_close(grad, sink.found[name])
-    assert_same(joined(sink.found), by_autograd(model, BATCHES))
-
-
 @in_every_run(lambda rows, tied: (rows == 40) == tied)
 @pytest.mark.parametrize("rows", [40, 1000])
 @pytest.mark.parametrize("name, tied", [("llama", True), ("phi", False)])
 def test_kept_logits_give_the_same_bits(name: str, tied: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that update chunks while others wait for their gradients, reversed once, twice, and after surveys."""
+    """Steps that update chunks while others wait for their gradients, reversed once and twice."""
     monkeypatch.setattr(layout_module, "CHUNK_ROWS", rows)
     found = []
     for limit in (0, 2**20):
