@@ -47,7 +47,7 @@ def find_leak(model: Any) -> tuple[float, float] | None:
     """(leak, effect of concatenation) in nats if packed samples of this decoder see each other; None: they do not."""
     tokens = min(_text_config(model).vocab_size, model.layout.table.shape[0])
     batches = [to_device(batch, model.device) for batch in _probes(tokens)]
-    found = [x_N.double().cpu() for x_N in nll_by_token(model, batches, learn=False)]
+    found = [x_N.double().cpu() for x_N in nll_by_token(model, batches)]
     alone, packed, packed_2, joined, joined_2 = found[0], *found[1].chunk(2), *found[3].chunk(2)
     swapped_2, swapped = found[2].chunk(2)
     other_shapes = OTHER_SHAPES if model.dtype in (torch.float32, torch.float64) else OTHER_SHAPES_16_BIT

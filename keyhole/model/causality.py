@@ -40,7 +40,7 @@ def is_causal(model: Any, padded: bool) -> bool:
     """Whether a position of this decoder depends on the tokens of its row up to its own alone. padded: in rows with
     padding, and thus a mask."""
     try:
-        first, second = (x_N.double() for x_N in nll_by_token(model, _probes(model, padded), learn=False))
+        first, second = (x_N.double() for x_N in nll_by_token(model, _probes(model, padded)))
     except Exception:
         return False
     as_is, before = first.chunk(2)

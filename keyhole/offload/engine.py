@@ -14,12 +14,15 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
     compute    (the caller's stream) waits for: the upload
     download   waits for: the kernels before commit;                              then copies slot -> home
 
-The engine predicts the order of pages: it is the order of the last sweep of the same name. As soon as a slot is free,
-the engine prefetches the next page, also across the end of a sweep into the next one. A wrong prediction costs a wait,
+The caller says in which order it will visit pages. As soon as a slot is free, the engine prefetches the next page, also
+across the end of a sweep to its beginning: most sweeps are like the one before. A visit in another order costs a wait,
 never a wrong value. If the caller learns only during a sweep which pages it needs (experts), it calls `expect`.
 
-A free slot keeps its page until the memory is needed (slots.py). Other code may write homes, or may have to be notified
-when homes change (protocols.py). The caller acquires and commits resident pages too, so that this code sees them.
+A free slot keeps its page until the memory is needed (slots.py). The caller acquires and commits resident pages too, so
+that other readers and writers of homes see them. A *gate* rewrites homes on the host (adam_offload/exchange.py):
+prefetch stops, without waiting, at a page that is not ready; acquire waits for the page. A *watch* needs the homes as
+they were at one moment while training goes on (checkpoint/snapshot): the engine calls it before a home changes, where
+it may block the host until it has what it needs, and again afterwards.
 
 Pages may differ in dtype and length. Bytes: slot_count x the largest streamed page, on the device. Per sweep each page
 crosses the link once H2D and, if it was committed, once D2H. On a CPU device the same logic runs with plain copies.
@@ -29,15 +32,42 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from keyhole.errors import UserError
-from keyhole.offload.lending import lend
-from keyhole.offload.protocols import Gate, Watch
-from keyhole.offload.slots import POISON, FreeSlots, Slot, page_bytes
-from keyhole.offload.stalls import Stalls
-from keyhole.offload.timeline import Timeline
+from keyhole.offload.slots import POISON, FreeSlots, Slot, lend, page_bytes
+from keyhole.offload.timeline import Stalls, Timeline
+
+
+class Gate(Protocol):
+    """Rewrites homes on the host, and notifies the engine's watch (engine.before_change, engine.changed)."""
+
+    def ready(self, page: int) -> bool:
+        """Whether the home holds the page's current weights. Never waits."""
+
+    def wait(self, page: int) -> None:
+        """Blocks until it does. Kernels launched afterwards on the compute stream may read the home."""
+
+    def drain(self) -> None:
+        """Blocks until all homes hold their current weights, for kernels and for the host."""
+
+    def close(self) -> None:
+        """Ends the work; the engine asks for no page afterwards."""
+
+
+class Watch(Protocol):
+    """Is notified when homes change."""
+
+    def before_change(self, page: int) -> None:
+        """Work that changes the home is about to be enqueued. May block."""
+
+    def waits_for(self, page: int) -> bool:
+        """Whether the home still lacks the change that the watch needs: the page must go home at its next use."""
+
+    def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
+        """That work was enqueued on this stream (None: it is complete)."""
 
 
 class Engine:
@@ -71,10 +101,9 @@ class Engine:
         self.free = FreeSlots(self.slots)
         self.ahead: deque[Slot] = deque()  # prefetched slots, in the order in which they will be acquired
         self.held: dict[int, Slot] = {}
-        self.orders: dict[str, list[int]] = {}
-        self.order: list[int] = []
-        self.visited: list[int] = []
-        self.cursor = self.bytes_up = self.bytes_down = 0
+        self.order: list[int] = []  # of the streamed pages of this sweep
+        self.visited: list[int] = []  # the streamed pages that were acquired in it
+        self.cursor = self.bytes_up = self.bytes_down = 0  # cursor: the next place in the order
         self.timeline = Timeline(enabled=False)
         self.gate: Gate | None = None
         self.watch: Watch | None = None
@@ -89,12 +118,11 @@ class Engine:
             self.home_written = {page: torch.cuda.Event() for page in streamed}
 
     @contextmanager
-    def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
-        """One pass over pages. `guess` is the expected order if no sweep of this name was seen before. learn=False:
-        this sweep does not set the expected order of the next one. of_all: every process that shares homes makes this
-        sweep and starts no other collective during it (gather.py)."""
-        self.order = self.orders.get(name) or [page for page in guess if page in self.streamed]
-        self.cursor, self.visited = 0, []
+    def sweep(self, name: str, order: list[int], of_all: bool = False) -> Iterator[None]:
+        """One pass over pages, in this order. of_all: every process that shares homes makes this sweep and starts no
+        other collective during it (gather.py)."""
+        self.order, self.cursor = [page for page in order if page in self.streamed], 0
+        self.visited = []
         self.stalls.begin(name)
         if self.cuda:
             self.compute = torch.cuda.current_stream(self.device)  # once per sweep: this call costs more than a wait
@@ -110,8 +138,6 @@ class Engine:
             raise
         finally:
             self._left()
-        if self.visited and learn:
-            self.orders[name] = self.visited
 
     def expect(self, among: set[int], pages: list[int]) -> None:
         """Corrects the expected order: the next pages of the set `among` are exactly `pages`, in this order."""
@@ -146,11 +172,10 @@ class Engine:
         slot = self.ahead.popleft()
         self.held[page] = slot
         self.visited.append(page)
-        if self.order[self.cursor : self.cursor + 1] == [page]:
-            self.cursor += 1
-        elif page in self.order:  # a page may occur several times: prefer an occurrence after the cursor
-            begin = self.cursor if page in self.order[self.cursor :] else 0
-            self.cursor = self.order.index(page, begin) + 1
+        for place in range(self.cursor, self.cursor + len(self.order)):  # the next of its occurrences, round the end
+            if self.order[place % len(self.order)] == page:
+                self.cursor = place % len(self.order) + 1
+                break
         self._prefetch()
         slot.intact = slot.intact and not changes and self.arrival is None and self.gate is None
         if self.cuda:

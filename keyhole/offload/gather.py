@@ -19,8 +19,7 @@ may visit different pages: their tokens reach other experts, a rank has no batch
 numbers of evaluations between two steps, and in a flush each visits only its own pages. So gathers do not follow the
 visits. In every sweep that all ranks make (`of_all`) they follow an agreed list of pages, the *lap*:
 
-    lap     the shared pages that the first rank of the machine with a batch visited in the first such sweep, in that
-            order
+    lap     the shared pages in the order of the sweep, which is the same on all ranks
     turn    of a page: the number of its next gather in the lap, if that gather is still to come. The upload is then
             this gather. Gathers that this rank skipped come first, into the same slot, because other ranks need them
     else    (already gathered, not in the lap, or the sweep is not `of_all`) the page is uploaded whole
@@ -48,8 +47,7 @@ from typing import Any
 import torch
 
 from keyhole.offload.engine import Engine
-from keyhole.offload.lending import lend
-from keyhole.offload.slots import Slot, page_bytes
+from keyhole.offload.slots import Slot, lend, page_bytes
 from keyhole.ranks import Ranks
 
 ALIGN = 512  # bytes
@@ -138,31 +136,20 @@ class GatheringEngine(Engine):
         self.places = {page: place for place, page in enumerate(lap)}
 
     @contextmanager
-    def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
-        self.gathering = of_all and bool(self.lap)
+    def sweep(self, name: str, order: list[int], of_all: bool = False) -> Iterator[None]:
+        self.gathering = of_all and self.gathers
+        lap = [page for page in order if page in self.shared - self.chosen]
+        if self.gathering and lap != self.lap:
+            pages = [page for page in order if page in self.streamed]
+            self._drop_ahead()
+            self._agree(lap, len(set(lap) & set(pages[: self.slot_count])))
         try:
-            with super().sweep(name, guess, learn, of_all):
+            with super().sweep(name, order, of_all):
                 yield
             if self.gathering:
                 self._end_lap()
-            elif of_all and self.gathers:
-                self._find_lap()
         finally:
             self.gathering = False
-
-    def _find_lap(self) -> None:
-        """Runs after the first `of_all` sweep, and again after later ones while the ranks of some machine have visited
-        nothing: all machines agree on their laps together, because all ranks exchange their visits here."""
-        visits = list(dict.fromkeys(self.visited))
-        common = self.shared - self.chosen
-        lap = [page for page in visits if page in common]
-        own = lap, len(set(lap) & set(visits[: self.slot_count]))
-        said = self.ranks.objects((self.ranks.machine, self.ranks.local_rank, own))
-        firsts: dict[str, Any] = {}
-        for machine, _, its in sorted(said, key=lambda one: one[1]):
-            firsts[machine] = firsts.get(machine) or (its if its[0] else None)
-        if all(firsts.values()):
-            self._agree(*firsts[self.ranks.machine])
 
     def _turn(self, page: int) -> int | None:
         """The number of the page's gather, if it is still to come; else None."""

@@ -58,9 +58,9 @@ class ShardedEngine(Engine):
         self.rewritten: set[int] = set()  # pages that a gate rewrites in this sweep, the same on every rank
 
     @contextmanager
-    def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
+    def sweep(self, name: str, order: list[int], of_all: bool = False) -> Iterator[None]:
         self.rewritten.clear()
-        with super().sweep(name, guess, learn, of_all):
+        with super().sweep(name, order, of_all):
             yield
 
     def before_change(self, page: int) -> None:

@@ -7,6 +7,15 @@ page until the next acquire or the end of the sweep. A gap in `compute` is a wai
 holds the methods' other D2H copies (downlink.py). A step that is replayed as one CUDA graph has no spans.
 
 Open the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing).
+
+`Stalls` measures the share of a sweep that the GPU spent waiting for pages. The compute stream waits for uploads
+(engine.py). Two timing events, before and after each wait, measure its length:
+
+    share = sum of (after - before) / (last after - first before)
+
+Measuring adds no wait: the host reads events after the GPU has passed them, at the beginning of a later sweep. The host
+may be several sweeps ahead; at most AT_ONCE sweeps are measured at a time. Cost: two events per page, in the FIRST
+sweeps and in every NTH sweep after that.
 """
 
 import json
@@ -19,6 +28,8 @@ from typing import Any
 import torch
 
 NOTHING = nullcontext()
+AT_ONCE = 3
+FIRST, NTH = 4, 8
 LANES = ("upload", "compute", "write-back", "gradients")
 
 
@@ -114,3 +125,41 @@ class Timeline:
             for i, lane in enumerate(LANES)
         ]
         path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
+
+
+class Stalls:
+    """Measures the waits in sweeps of this name; None: measures nothing."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+        self.sweeps: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []  # not read yet, oldest first
+        self.measures, self.count = False, 0
+
+    def begin(self, name: str) -> None:
+        """Called at the beginning of every sweep: decides whether this one is measured."""
+        self.sweeps = [pairs for pairs in self.sweeps if pairs]
+        due = name == self.name and (self.count < FIRST or self.count % NTH == 0)
+        self.measures = due and len(self.sweeps) < AT_ONCE
+        self.count += name == self.name
+        if self.measures:
+            self.sweeps.append([])
+
+    def wait(self, stream: "torch.cuda.Stream") -> AbstractContextManager[None]:
+        """A context in which a wait is enqueued on the stream."""
+        return self._measured(stream) if self.measures else NOTHING
+
+    @contextmanager
+    def _measured(self, stream: "torch.cuda.Stream") -> Iterator[None]:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        yield
+        after.record(stream)
+        self.sweeps[-1].append((before, after))
+
+    def take(self) -> float | None:
+        """The share of the oldest sweep that has not been read; None while the GPU has not finished it."""
+        if not self.sweeps or not self.sweeps[0] or not self.sweeps[0][-1][1].query():
+            return None
+        pairs = self.sweeps.pop(0)
+        sweep_ms = pairs[0][0].elapsed_time(pairs[-1][1])
+        return sum(before.elapsed_time(after) for before, after in pairs) / sweep_ms if sweep_ms > 0 else 0.0

@@ -45,7 +45,7 @@ def test_streamed_equals_resident(name: str) -> None:
         other_tokens, other_scores = greedy(other, one["input_ids"])
         assert torch.equal(other_tokens, tokens) and torch.equal(other_scores, scores)
         assert torch.equal(other.nll(one)[0], nll_B)  # generating left nothing behind
-    visited = set(cut.engine.orders["evaluate"])
+    visited = set(cut.engine.visited)
     assert visited == {unit.index for unit in cut.layout.of_kind("block") + cut.layout.head_units}
 
 

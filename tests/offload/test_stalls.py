@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keyhole.offload.stalls import AT_ONCE, FIRST, NTH, Stalls
+from keyhole.offload.timeline import AT_ONCE, FIRST, NTH, Stalls
 
 
 class Clock:

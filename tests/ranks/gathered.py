@@ -115,7 +115,7 @@ def random_sweeps(ranks: Ranks, device: str, seed: int = 7) -> int:
 
 def dying_train(words: list[str]) -> int:
     """`keyhole train` in which rank 1 is killed within the third sweep that gathers."""
-    real, sweeps = GatheringEngine.acquire, []
+    real, decide, sweeps = GatheringEngine.acquire, GatheringEngine.decide, []
 
     def acquire(self: GatheringEngine, page: int, changes: bool = True) -> torch.Tensor:
         if self.gathering and len(self.visited) == 1:
@@ -124,5 +124,5 @@ def dying_train(words: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, page, changes)
 
-    GatheringEngine.acquire = acquire
+    GatheringEngine.acquire, GatheringEngine.decide = acquire, lambda self, way: decide(self, "always")
     return train(words)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.config.schema import OffloadConfig
 from keyhole.errors import UserError
 from keyhole.offload.gather import GatheringEngine
 from keyhole.ranks import Ranks
@@ -53,7 +52,7 @@ def test_gathered_uploads_have_the_bits_of_whole_ones(tmp_path: Path, machines: 
 
 def test_a_rank_that_dies_between_gathers_ends_the_others(make: Make, tmp_path: Path) -> None:
     """kill -9 in the middle of a sweep: the leader, which waits for its part, names it."""
-    settings = ENDLESS | {"placement": "stream", "offload": OffloadConfig(gather="always")}
+    settings = ENDLESS | {"placement": "stream"}
     launch = Launch(2, dying_train, [written(tmp_path, make("out", **settings))])
     assert launch.end() == [1, -signal.SIGKILL], launch.printed
     said = launch.printed[0]
@@ -95,9 +94,8 @@ class InCrowd(Ranks):
 
 
 @pytest.mark.parametrize("idle", [{2}, {0, 1}, {0, 2, 3}], ids=str)
-def test_machines_agree_on_laps_together(idle: set[int]) -> None:
-    """Ranks that had no batch in the first sweep, on one machine or both: afterwards all ask each other the same, and
-    every rank has gathered."""
+def test_ranks_without_a_batch_gather_all_the_same(idle: set[int]) -> None:
+    """In the first sweep, on one machine or both: no rank waits for them, and nobody asks anything."""
     crowd, homes = Crowd(), [torch.arange(700.0) + 1000 * page for page in range(5)]
 
     def live(rank: int) -> int:

@@ -36,7 +36,7 @@ import torch
 from keyhole.offload import arena
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
-from keyhole.offload.lending import lend
+from keyhole.offload.slots import lend
 from keyhole.offload.workers import DeviceJob, Job, Workers
 
 Span = tuple[int, int]  # [begin, end) of a page

@@ -32,7 +32,7 @@ import torch
 from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.state import PART, AdamState, AdamStep, Part
 from keyhole.model.structure.layout import Unit
-from keyhole.offload.lending import lend
+from keyhole.offload.slots import lend
 from keyhole.offload.workers import Job
 from keyhole.ops.adam import CHUNK_PER_THREAD, adamw_, squares_of_host
 from keyhole.ops.backend import use_kernel

@@ -41,7 +41,7 @@ from keyhole.methods.lsp.target import ALL, Share, Target, Targets
 from keyhole.methods.states import States
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
-from keyhole.offload.lending import lend
+from keyhole.offload.slots import lend
 from keyhole.offload.workers import Workers, default_threads
 
 

@@ -309,7 +309,7 @@ class SubspaceUpdates(GradientSink):
         units, engine = self.model.layout.units, self.model.engine
         pages = [page for page in sorted(self.owed) if wanted(units[page])]
         if pages:
-            with engine.sweep("owed", pages, learn=False):
+            with engine.sweep("owed", pages):
                 for page in pages:
                     engine.acquire(page)
                     engine.release(page)

@@ -266,7 +266,7 @@ class Update:
         """Applies all owed updates; none is waiting afterwards."""
         if self.waiting:
             self._count_anew()
-            with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush"):
+            with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush", experts=True):
                 self.apply_to_rest(everywhere=True)
             self._forget()
         self.flush_beside()
@@ -320,7 +320,7 @@ class Update:
         self.defer(updates[-1][0])
         self._count_anew()
         try:
-            with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush"):
+            with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush", experts=True):
                 for unit in self.model.layout.units:
                     apart = unit.index in self.elsewhere
                     if not writes_home(self.model, unit.index) or (apart and update_elsewhere is None):

@@ -31,7 +31,7 @@ units, while none uploads. That costs 1 / K of the model up and down per flush a
 
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
-from keyhole.offload.stalls import Stalls
+from keyhole.offload.timeline import Stalls
 
 EVERY = 4
 SHARED_EVERY = 8

@@ -233,7 +233,7 @@ class Reverse:
         if in_chunks:
             gradients.cut_into_chunks(units)
         try:
-            with engine.sweep("walk", [], learn=False):
+            with engine.sweep("walk", []):
                 for unit in units:
                     engine.acquire(unit.index)
                 with refused_losses():

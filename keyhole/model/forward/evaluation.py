@@ -31,10 +31,9 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
     return [(sum_by_row(nll_N, b), count_by_row(b)) for nll_N, b in zip(found, batches, strict=True)]
 
 
-def nll_by_token(model: Any, batches: list[DeviceBatch], learn: bool = True) -> list[torch.Tensor]:
-    """The NLL of each target, per batch, at the weights as they are at home, without updates that wait. learn: see
-    Engine.sweep."""
-    states = swept(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine), learn)
+def nll_by_token(model: Any, batches: list[DeviceBatch]) -> list[torch.Tensor]:
+    """The NLL of each target, per batch, at the weights as they are at home, without updates that wait."""
+    states = swept(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine))
     return [state.nll_N() for state in states]
 
 
@@ -56,7 +55,7 @@ def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[An
     return swept(model, batches, result)
 
 
-def swept(model: Any, batches: list[DeviceBatch], result: Result, learn: bool = True, head: bool = True) -> list[Any]:
+def swept(model: Any, batches: list[DeviceBatch], result: Result, head: bool = True) -> list[Any]:
     """Like `evaluated`, without deferred updates: at the weights that are at home. head: the result visits the head."""
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
@@ -66,7 +65,7 @@ def swept(model: Any, batches: list[DeviceBatch], result: Result, learn: bool = 
         if unit:
             model.engine.release(unit.index)
 
-    with model.sweep("evaluate" if head else "blocks", learn, head=head):
+    with model.sweep("evaluate" if head else "blocks", head=head):
         spine = model.acquire_weights(model.layout.spine)
         hidden = model.lockstep(batches, serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
         return result(hidden, spine)

@@ -80,7 +80,7 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
     if model.is_plain:
         model.engine.wait_for_homes()  # a method may still be updating them
         return model.module(**sent, use_cache=False).logits
-    with model.sweep("logits", learn=False), Generation(model) as conductor, model.conducted_by(conductor):
+    with model.sweep("logits"), Generation(model) as conductor, model.conducted_by(conductor):
         return model.module(**sent, use_cache=False).logits
 
 
@@ -98,7 +98,7 @@ def generate(
     if model.is_plain:
         model.engine.wait_for_homes()  # a method may still be writing them
         return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
-    with model.sweep("generate", learn=False), Generation(model) as conductor, model.conducted_by(conductor):
+    with model.sweep("generate"), Generation(model) as conductor, model.conducted_by(conductor):
         return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
 
 

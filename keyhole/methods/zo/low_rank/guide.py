@@ -118,7 +118,7 @@ class Guide:
             if inputs.keeps:
                 inputs.solve()
             else:
-                swept(model, sent, lambda hidden, spine: [], learn=False, head=False)
+                swept(model, sent, lambda hidden, spine: [], head=False)
             self._note(len(factors.parts.matrices) - len(inputs.solved))
             return inputs.found
         finally:

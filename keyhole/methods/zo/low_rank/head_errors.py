@@ -28,9 +28,9 @@ def token_errors(
 ) -> list[torch.Tensor]:
     """[N, H] float32, per batch. positions: the N distinct ones, and which of them each trained token has."""
     head = VocabularyGradients(model)
-    swept(model, sent, lambda hidden, spine: [head.loss(hidden, sent, spine, loss_count=1)], learn=False)
+    swept(model, sent, lambda hidden, spine: [head.loss(hidden, sent, spine, loss_count=1)])
     units = [unit.index for unit in model.layout.head_units]
-    with model.engine.sweep("guide", units, learn=False):
+    with model.engine.sweep("guide", units):
         try:
             head.spine = model.acquire_weights(model.layout.spine)
             head.restart(1.0)
@@ -69,7 +69,7 @@ def class_errors(model: Model, sent: list[DeviceBatch], most: int) -> tuple[list
     hooks = [block.register_forward_pre_hook(enter) for block in model.blocks]
     hooks.append(model.blocks[-1].register_forward_hook(leave))
     try:
-        found = swept(model, sent, errors, learn=False)
+        found = swept(model, sent, errors)
     finally:
         for hook in hooks:
             hook.remove()

@@ -79,7 +79,7 @@ def bring_home(factors: Factors) -> None:
     units = [unit for unit in model.layout.of_kind("block") if unit.index in left or unit in wanted]
     if not units:
         return
-    with torch.no_grad(), rewriting_shared(model), model.sweep("flush", learn=False):
+    with torch.no_grad(), rewriting_shared(model), model.sweep("flush", experts=True):
         for unit in units:
             if not writes_home(model, unit.index):
                 left.discard(unit.index)
@@ -98,7 +98,7 @@ def settle(factors: Factors) -> None:
         return
     bring_home(factors)
     index = {id(matrix): i for i, matrix in enumerate(factors.parts.matrices)}
-    with rewriting_shared(model), model.sweep("flush", learn=False):
+    with rewriting_shared(model), model.sweep("flush", experts=True):
         for unit in model.layout.of_kind("block"):
             if not writes_home(model, unit.index):
                 continue
