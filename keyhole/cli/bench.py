@@ -57,7 +57,7 @@ def zo(
 ) -> None:
     """Zeroth-order: textbook, resident and streamed steps.
 
-    Tables: judged, sizes, ablation, wire (AMP), batches, compiled, lengths, short, budgets, giant, bloom.
+    Tables: judged, sizes, ablation, wire (AMP), batches, compiled, lengths, short, low-rank, budgets, giant, bloom.
     """
     how: dict[str, object]
     how = {"cases": cases, "models": models, "host_memory": host_memory, "table": table, "steps": steps}
