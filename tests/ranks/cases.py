@@ -94,7 +94,7 @@ def results(case: Case, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
     """Losses, norms and this rank's parts of the weights after three steps; the last has one micro-batch, which leaves
     ranks without work."""
     fit.UNIT_BYTES, usual = 4096 if case.cut else fit.UNIT_BYTES, fit.UNIT_BYTES
-    work = keyhole.Workload(case.method.name)
+    work = keyhole.Workload(case.method.row.name)
     where = {"init": "random", "device": device, "dtype": "float32", "workload": work} | case.how
     model = keyhole.load(config(case.family), ranks=ranks, seed=1, **where)
     fit.UNIT_BYTES = usual
