@@ -149,7 +149,7 @@ def test_a_loss_of_ones_own_updates_by_expert() -> None:
 def test_experts_on_a_gpu(name: str, method: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """With streams delayed at random, streamed experts train to the bits of the resident model."""
     monkeypatch.setattr(fit, "UNIT_BYTES", 4)
-    options = {"init": "random", "device": "cuda", "dtype": "bfloat16", "workload": Workload(method=method.name)}
+    options = {"init": "random", "device": "cuda", "dtype": "bfloat16", "workload": Workload(method=method.row.name)}
     resident = keyhole.load(config(name), **options)
     other = keyhole.load(config(name), placement="stream", chaos=random.Random(2), **options)
     assert other.layout.has_expert_units and not resident.layout.has_expert_units
