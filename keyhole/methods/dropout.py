@@ -46,23 +46,27 @@ class ModelDropout:
     """Dropout of a model during the steps of one method. wanted=False: evaluation mode always."""
 
     def __init__(self, model: Model, seed: int, wanted: bool = True) -> None:
-        self.module, self.device, self.seed, self.wanted = model.module, model.device, seed, wanted
+        self.module, self.device, self.seed = model.module, model.device, seed
         self.rates = dropout_rates(model.module)
-        impossible = [name for name, rate in self.rates.items() if not rate <= 1]
-        if wanted and impossible:
-            raise UserError(
-                f"model: {impossible[0]} is {str(self.rates[impossible[0]])[:40]}; a share from 0 to 1 is needed: "
-                "change it in the model's config.json, or set model_dropout=false"
-            )
-        skipped = [name for name in self.rates if "layerdrop" in name]
-        if wanted and skipped:
-            raise UserError(
-                f"model: {skipped[0]}={self.rates[skipped[0]]:g} leaves out whole blocks at random, which is not done "
-                "here; set layerdrop to 0 in the model's config.json, or model_dropout=false"
-            )
-        self.active = wanted and bool(self.rates)
+        for name, rate in self.rates.items() if wanted else ():
+            if not rate <= 1:
+                raise UserError(
+                    f"model: {name} is {str(rate)[:40]}; a share from 0 to 1 is needed: change it in the model's "
+                    "config.json, or set model_dropout=false"
+                )
+            if "layerdrop" in name:
+                raise UserError(
+                    f"model: {name}={rate:g} leaves out whole blocks at random, which is not done here; set layerdrop "
+                    "to 0 in the model's config.json, or model_dropout=false"
+                )
+        self.of_model = wanted and bool(self.rates)
+        self.parts: list[nn.Module] = []  # further dropout, of adapters
         self.steps = 0
         self.states: dict[int, GeneratorStates] = {}  # of passes that do not have the turn
+
+    @property
+    def active(self) -> bool:
+        return self.of_model or bool(self.parts)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -70,13 +74,15 @@ class ModelDropout:
         if not self.active:
             yield
             return
-        before = [part.training for part in self.module.modules()]
-        self.module.train()
+        modules = [part for root in ([self.module] if self.of_model else self.parts) for part in root.modules()]
+        before = [part.training for part in modules]
+        for part in modules:
+            part.training = True
         try:
             with self.counted():
                 yield
         finally:
-            for part, training in zip(self.module.modules(), before, strict=True):
+            for part, training in zip(modules, before, strict=True):
                 part.training = training
 
     @contextmanager
@@ -124,11 +130,12 @@ class ModelDropout:
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
-        if not self.rates:
-            return []
-        rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items())
-        how = "drawn from (seed, step, micro-batch)" if self.active else "off (model_dropout=false)"
-        return [f"dropout of the model: {rates}; {how}"]
+        lines = ["dropout of the adapters: drawn from (seed, step, micro-batch)"] if self.parts else []
+        if self.rates:
+            rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items())
+            how = "drawn from (seed, step, micro-batch)" if self.of_model else "off (model_dropout=false)"
+            lines.insert(0, f"dropout of the model: {rates}; {how}")
+        return lines
 
     def state_dict(self) -> dict[str, int]:
         return {KEY: self.steps} if self.active else {}

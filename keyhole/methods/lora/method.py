@@ -21,12 +21,10 @@ of the adapters are summed in the order of ranks, and every rank makes the same 
 Dropout of the adapters' inputs is drawn like the model's own (methods/dropout.py), from (seed, step, micro-batch).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from keyhole.disk.weights_hash import tensors_hash
 from keyhole.errors import UserError
@@ -41,7 +39,6 @@ from keyhole.methods.shards import sum_gradients
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
-from keyhole.model.model import Model
 
 
 class LoRA(GradientMethod, ByTorch):
@@ -56,13 +53,13 @@ class LoRA(GradientMethod, ByTorch):
         self.step_count = 0
         self._base: str | None = None
         self._base_as_of = 0  # changes by hand
-        self.dropout = AdapterDropout(model, own.seed, own.model_dropout)  # before adapters, which have their own
+        self.dropout = ModelDropout(model, own.seed, own.model_dropout)  # before adapters, which have their own
         how: dict[str, Any] = {"r": own.r, "alpha": own.alpha, "dropout": own.dropout}
         with whole_or_none(model):
             adapted = adapt(model, own.seed, **how, target_modules=own.target_modules, freezes=True)
             self.config, self.layers, self.params = adapted.config, adapted.layers, adapted.params
             if own.dropout:
-                self.dropout.add(self.layers.values())
+                self.dropout.parts = [layer.lora_dropout for layer in self.layers.values()]
             for param in self.params.values():
                 param.data = param.data.to(model.device)
             self._addon = Adapters(self.params, self.config, self.layers if own.merge else None, model.original)
@@ -142,36 +139,3 @@ class LoRA(GradientMethod, ByTorch):
             self._base_as_of = changes
             self._base = tensors_hash((t.name, self.model.home(t)) for t in self.model.layout.tensors)
         return self._base
-
-
-class AdapterDropout(ModelDropout):
-    """The model's own dropout and that of the adapters' inputs; training mode during a step."""
-
-    def __init__(self, model: Model, seed: int, wanted: bool) -> None:
-        super().__init__(model, seed, wanted)
-        self.of_model, self.parts = self.active, list[nn.Module]()
-
-    def add(self, layers: Iterable[Any]) -> None:
-        """Adds layers whose adapters have dropout on their inputs."""
-        self.parts, self.active = [layer.lora_dropout for layer in layers], True
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        if self.of_model or not self.active:  # training mode for the whole module, or for nothing
-            with super().step():
-                yield
-            return
-        for part in self.parts:
-            part.train()
-        try:
-            with self.counted():
-                yield
-        finally:
-            for part in self.parts:
-                part.eval()
-
-    def describe(self) -> list[str]:
-        active, self.active = self.active, self.of_model
-        lines = super().describe()
-        self.active = active
-        return lines + (["dropout of the adapters: drawn from (seed, step, micro-batch)"] if self.parts else [])
