@@ -164,7 +164,8 @@ def memory(method: type, ranks: Ranks, steps_watched: int = 0) -> dict[str, int]
         with watched as profiler:
             shape = {"num_hidden_layers": 24 if steps_watched else 6, "num_attention_heads": 4}
             shape |= {"hidden_size": 64, "intermediate_size": 256}
-            made = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload(method.row.name)}
+            made = {"init": "random", "device": "cpu", "dtype": "float32"}
+            made["workload"] = keyhole.Workload(method.row.name)
             model = keyhole.load(config("llama", **shape), ranks=ranks, **made)
             made_of_it = method(model, 1e-3, **({"threads": 1} if method is OFFLOAD else {}))
             for step in range(steps_watched or 1):
