@@ -38,8 +38,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from keyhole.checkpoint.state import MOST_STEPS
-from keyhole.disk.append import Appender
-from keyhole.disk.files import open_regular, replacing, try_place
+from keyhole.disk.files import Appender, open_regular, replacing, try_place
 from keyhole.disk.json_text import Json
 from keyhole.errors import UserError
 from keyhole.methods import METHODS

@@ -19,7 +19,7 @@ def report(
     Example: keyhole report out/lomo out/zo -o compared.html
     """
     from keyhole.disk.files import write_text
-    from keyhole.disk.result_file import check_result_file
+    from keyhole.disk.json_text import check_result_file
     from keyhole.errors import UserError
     from keyhole.report.compared import make_page, name_runs, table
     from keyhole.report.view import find_runs, read_view

@@ -1,14 +1,12 @@
 """Files that survive a crash, and weight files in published formats. Nothing here depends on models or training.
 
-files.py          durable writes: temporary names, flushes, renames; links are not followed
-append.py         appends records to a file, and keeps them in memory while the disk is full
+files.py          durable writes: temporary names, flushes, renames, appends; links are not followed
 crc.py            the checksum of a file from the checksums of its pieces
 tensors.py        safetensors files, tensor by tensor
 weight_files.py   the weight files of a model directory: safetensors, .bin or GGUF
 gguf.py           GGUF files
 quantized.py      bitsandbytes, GPTQ and AWQ in safetensors
-json_text.py      JSON that every program can read, and small JSON files of unknown origin
-result_file.py    result files that the user names (--json, --page)
+json_text.py      JSON that every program can read, small JSON files of unknown origin, result files (--json, --page)
 user_cache.py     the user's cache directory
 weights_hash.py   a hash that identifies the weights of a model directory
 """

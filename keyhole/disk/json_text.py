@@ -1,4 +1,4 @@
-"""JSON that every program can read, and JSON files of unknown origin.
+"""JSON that every program can read, JSON files of unknown origin, and result files that the user names.
 
 Python writes `NaN` and `Infinity`, which are not JSON: jq, JavaScript, Go and most parsers refuse the whole file for
 one of them. A perplexity is infinite from a loss of 710 on, and a diverged run has many such numbers. All files and
@@ -7,10 +7,14 @@ outputs that other programs may read are made here; readers of keyhole take null
 
 import json
 import math
+import os
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from keyhole.disk.files import write_text
 from keyhole.errors import UserError
 from keyhole.machine.collector import no_collector
 
@@ -19,6 +23,9 @@ Json = dict[str, Any]
 
 WORDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a yes or no", type(None): "null"}
 LIMIT_BYTES = 2**28  # the index of a model with a million tensors has 100 MB
+HEAD_BYTES = 2**16
+RESULT = re.compile(rb'\{\s*(?:"(?:model|dtype|device)": "[^\n]*",\s*)*"results": ')
+PAGE = re.compile(rb'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" ')
 
 
 def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
@@ -55,3 +62,39 @@ def read_json(path: Path, what: str, limit_bytes: int = LIMIT_BYTES) -> Json:
     except (OSError, ValueError) as error:  # bad JSON and bad UTF-8 are ValueErrors
         raise UserError(f"{what}: {path} cannot be read, it may be damaged or incomplete: {error}") from error
     return found
+
+
+def check_result_file(option: str, path: Path) -> None:
+    """Before hours of work: UserError if a file that the user named (--json, --page) cannot be written, or holds
+    something else than an earlier result: `--json train.jsonl` is a slip of the hand, and must not cost the data. The
+    beginning of a file tells. Anything that is no ordinary file is refused: a result is written under another name and
+    renamed, which would replace a pipe, a device (/dev/null, for root) or a link by a file."""
+    if path.is_dir():
+        raise UserError(f"{option}: {path} is a directory; name a file in it")
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+        replaces = os.path.lexists(path) and not _is_earlier(path)
+    except OSError as error:
+        raise UserError(f"{option}: {path} cannot be written: {error.strerror or error}") from error
+    if replaces:
+        what = "exists and is no earlier result" if path.is_file() else "is a pipe or a device"
+        what = "is a link" if path.is_symlink() else what
+        raise UserError(f"{option}: {path} {what}, and would be replaced; name another file, or move this one away")
+
+
+def _is_earlier(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    return not head or any(kind.match(head) for kind in (RESULT, PAGE))
+
+
+def write_result(option: str, path: Path, text: str, shown: str) -> None:
+    """Writes the file. shown: the text that is shown if that fails."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"{option}: {path} cannot be written: {why}; what it would have held:\n{shown}") from error

@@ -22,7 +22,7 @@ from keyhole.data.tasks.spec import (
     task_names,
     unknown_task,
 )
-from keyhole.disk.result_file import check_result_file
+from keyhole.disk.json_text import check_result_file
 from keyhole.errors import UserError
 
 

@@ -23,8 +23,7 @@ from keyhole.data.prepare import prepare
 from keyhole.data.tasks.draw import Numbers, load_task, warning_lines
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
-from keyhole.disk.json_text import json_text
-from keyhole.disk.result_file import write_result
+from keyhole.disk.json_text import json_text, write_result
 from keyhole.errors import UserError
 from keyhole.eval.asked import asked_names, is_library_task
 from keyhole.eval.choices import ClassScore

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from keyhole.disk.json_text import json_text
-from keyhole.disk.result_file import check_result_file, write_result
+from keyhole.disk.json_text import check_result_file, json_text, write_result
 from keyhole.errors import UserError
 from keyhole.harness import require
 

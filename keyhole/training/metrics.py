@@ -31,8 +31,7 @@ from typing import Any
 
 import torch
 
-from keyhole.disk.append import Appender
-from keyhole.disk.files import open_regular, replacing
+from keyhole.disk.files import Appender, open_regular, replacing
 from keyhole.disk.json_text import json_text
 from keyhole.errors import NonFinite
 from keyhole.machine.host import read_text

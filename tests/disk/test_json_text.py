@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ from keyhole.compare.file import read_comparison
 from keyhole.compare.result import Result, read_result, write_result
 from keyhole.compare.table import Cell, to_json
 from keyhole.config import TrainConfig
-from keyhole.disk.json_text import json_text, read_json
+from keyhole.disk.json_text import check_result_file, json_text, read_json
+from keyhole.disk.json_text import write_result as write_file
 from keyhole.errors import UserError
+from keyhole.pages.frame import page
 from keyhole.report.story import Story, read_story, write_story
 from keyhole.training.selection import Selection
 from tests.compare.comparisons import write
@@ -139,3 +142,42 @@ def test_garbage_is_not_collected_at_the_recursion_limit(tmp_path: Path, monkeyp
         gc.set_threshold(*before)
         gc.collect()
     assert not failed
+
+
+def test_a_place_is_tried_before_the_work(tmp_path: Path) -> None:
+    """A directory, no directory, one in which nothing can be made; a good place is left as it was."""
+    with pytest.raises(UserError, match="--json: .* is a directory"):
+        check_result_file("--json", tmp_path)
+    with pytest.raises(UserError, match="--json: .*r.json cannot be written: No such file"):
+        check_result_file("--json", tmp_path / "none" / "r.json")
+    with pytest.raises(UserError, match="cannot be written"):
+        check_result_file("--json", Path("/proc/r.json"))
+    check_result_file("--json", tmp_path / "r.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_results_are_not_lost_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"(?s)cannot be written: .*would have held:\n\| a table \|"):
+        write_file("--json", Path("/proc/r.json"), "{}", "| a table |")
+    write_file("--json", tmp_path / "r.json", "{}", "| a table |")
+    assert (tmp_path / "r.json").read_text() == "{}"
+
+
+def test_a_file_that_is_no_earlier_result_is_not_replaced(tmp_path: Path) -> None:
+    """Rows, a config, somebody's page, a pipe; an empty file and an earlier result are."""
+    kept = tmp_path / "kept"
+    for text in ('{"prompt": "a"}\n', '{\n "model_type": "llama"\n}', '[{"results": 1}]', "<!doctype html><p>mine"):
+        kept.write_text(text)
+        with pytest.raises(UserError, match="--json: .* is no earlier result"):
+            check_result_file("--json", kept)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a pipe or a device"):
+        check_result_file("--json", tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")  # as /dev/stdout is, where the output goes to a file
+    with pytest.raises(UserError, match="is a link"):
+        check_result_file("--json", tmp_path / "link")
+    earlier = json.dumps({"model": "m", "dtype": "float32", "device": "cpu", "results": []}, indent=1)
+    for text in ("", earlier, json.dumps({"results": {}}, indent=1), page("Runs", [])):
+        (tmp_path / "r").write_text(text)
+        check_result_file("--json", tmp_path / "r")
