@@ -101,22 +101,6 @@ def test_tensors_without_a_gradient_change_no_neighbour(place: str, monkeypatch:
     assert same(*found)
 
 
-def test_the_share_of_the_gpu_is_of_the_last_step_also_after_a_flush() -> None:
-    """A checkpoint flushes twice, and the next step finds nothing more to count: it stays what it was."""
-    model = load()
-    for tensor in model.layout.tensors:
-        tensor.param.requires_grad_("k_proj" not in tensor.name)  # what is not trained is no part of the share
-    method = AdamOffload(model, gpu_updates=True, **HOW)
-    by_lane_alone(method)
-    method.step(batch())
-    for _ in range(2):
-        method.flush()
-        assert method.metrics()["gpu_updates"] == 1.0
-    method.step(batch())
-    assert method.metrics()["gpu_updates"] == 1.0
-    method.close()
-
-
 def test_the_plan_counts_what_the_lane_takes() -> None:
     """Also where the spine is the largest unit."""
     for shape in ({}, {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "max_position_embeddings": 4096}):

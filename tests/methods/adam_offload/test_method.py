@@ -111,21 +111,6 @@ def test_every_order_and_placement_gives_the_same_bits(clip: float | None, dtype
     assert same(expected, trained(streamed(base), max_grad_norm=clip, schedule="monolithic"))
 
 
-def test_monolithic_sends_weights_back_beside_the_updates_of_others() -> None:
-    """ZeRO-Offload's order: updates begin when all gradients are out, and the first weights return before the last
-    update; the step ends when all have."""
-    method, events = AdamOffload(load(), schedule="monolithic", **HOW), []
-    update, send_back, finished = method.state.update, method.exchange.send_back, method.finished
-    method.finished = lambda unit: (events.append("gradient"), finished(unit))[1]
-    method.state.update = lambda *args, **how: (events.append("update"), update(*args, **how))
-    method.exchange.send_back = lambda *args: (events.append("back"), send_back(*args))
-    method.step(micro(0))
-    last = {name: len(events) - events[::-1].index(name) for name in ("gradient", "update", "back")}
-    assert last["gradient"] <= events.index("update") < events.index("back") < last["update"]
-    assert events.count("back") == len(method.state.units)
-    method.close()
-
-
 def test_a_table_of_several_chunks_is_treated_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of rows, tied and not, streamed and resident."""
     monkeypatch.setattr("keyhole.model.structure.layout.CHUNK_ROWS", 64)
@@ -179,28 +164,6 @@ def test_state_is_views_of_12_bytes_a_parameter() -> None:
     assert sum(t.numel() * t.element_size() for t in tensors) == 12 * sum(t.shape.numel() for t in model.layout.tensors)
 
 
-def test_frozen_units_have_no_state() -> None:
-    """Page-locking takes all of the arrays at once: they hold what is trained, and state is found in its place."""
-    found = []
-    for frozen in ("layers.0.", "embed_tokens"):
-        models = [load(dtype="bfloat16") for _ in range(2)]
-        for model in models:
-            for tensor in model.layout.tensors:
-                tensor.param.requires_grad_(frozen not in tensor.name)
-        first, second = (AdamOffload(model, **HOW) for model in models)
-        layout, units = models[0].layout, [u for u in models[0].layout.units if u.tensors[-1].param.requires_grad]
-        arrays = first.state.states.arrays.values()
-        assert {flat.numel() for flat in arrays} == {sum(u.numel for u in units)} != {layout.numel}
-        first.step(batch())
-        state = first.state_dict()
-        assert not any(frozen in key for key in state)
-        for name, tensor in models[0].named_tensors():
-            assert f"{name}/master" not in state or torch.equal(tensor, state[f"{name}/master"].bfloat16())
-        second.load_state_dict(state)
-        found.append(same(weights(models[0]), weights(models[1])))
-    assert all(found)
-
-
 def test_frozen_tensors_stay_and_unused_ones_get_no_decay() -> None:
     """As in torch: no gradient, no update, not even weight decay."""
     for place in (lambda m: m, streamed):
@@ -242,15 +205,6 @@ def test_generation_waits_for_updates() -> None:
     model.generate(batch()["input_ids"], max_new_tokens=1)
     assert all(method.exchange.ready(unit.index) for unit in model.layout.units)
     method.close()
-
-
-def test_host_memory_is_checked_before_anything_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says how much is missing."""
-    from keyhole.machine.host import HostMemory
-
-    monkeypatch.setattr("keyhole.methods.adam_offload.memory.host_memory", lambda: HostMemory(2**30, 1000, None))
-    with pytest.raises(UserError, match="16 bytes per parameter.*missing"):
-        AdamOffload(load())
 
 
 def test_bad_settings_are_refused() -> None:

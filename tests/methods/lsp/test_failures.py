@@ -81,22 +81,6 @@ def test_a_failing_worker_ends_the_run() -> None:
             opt.step(batch())
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"d": 8, "r": 9}, "r <= d"),
-        ({"kind": "dense"}, "blocks"),
-        ({"others": "some"}, "adam . frozen"),
-        ({"optimizer_on": "tpu"}, "auto . gpu . cpu"),
-        ({"activations": "none"}, "block . host"),
-    ],
-)
-def test_bad_settings_are_refused(options: dict[str, Any], says: str) -> None:
-    """With what to set instead."""
-    with pytest.raises(UserError, match=says):
-        LSP(load(), **options)
-
-
 def test_what_cannot_be_done_is_refused() -> None:
     """A bare module, float16, a state of another seed, too little host memory."""
     opt = LSP(load(), **SMALL)

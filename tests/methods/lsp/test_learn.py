@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.errors import UserError
 from keyhole.methods.lsp.fit import bias
 from keyhole.methods.lsp.learn import slices_of
 from keyhole.methods.lsp.method import LSP
@@ -96,12 +95,6 @@ def test_the_log_tells_what_a_check_found_from_what_was_fitted() -> None:
     assert not {"bias", "bias_found", "learn_s"} & opt.metrics().keys()
     opt.step(micro_batches(2, 1))
     assert 0 < opt.metrics()["bias"] < opt.metrics()["bias_found"]
-
-
-def test_an_unknown_preset_is_refused() -> None:
-    """With those that are known."""
-    with pytest.raises(UserError, match="lsp.preset: found 'papers', expected default . paper"):
-        LSP(load(), preset="papers")
 
 
 @given(real=st.lists(st.booleans(), max_size=40), count=st.integers(1, 5))

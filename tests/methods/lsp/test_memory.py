@@ -1,6 +1,5 @@
 """LSP's share of the device: planned against measured, what the optimizer sees, and which moments stay."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -86,47 +85,3 @@ def test_what_is_chosen_fits_and_nothing_more_would(numels: list[int], left: int
         for unit in numbers.of:
             one_by_one |= {unit} if bytes_of(one_by_one | {unit}) <= left else set()
         assert chosen == one_by_one
-
-
-def step_s(
-    on_device: set[int], u: float, *, f: float, b: float, link: float, layers: int = 32, steps: int = 8
-) -> float:
-    """Seconds of a step in the long run: a device that does layers in order, one host worker, most urgent job first."""
-    now = begun = free = 0.0
-    ready = dict.fromkeys(range(layers), 0.0)
-    for _ in range(steps):
-        begun = now
-        for layer in range(layers):
-            now = max(now, ready[layer]) + f
-        jobs = []
-        for layer in reversed(range(layers)):
-            now += b
-            if layer not in on_device:
-                jobs.append((now + link, layer))
-        while jobs:
-            able = [job for job in jobs if job[0] <= free] or [min(jobs)]
-            job = min(able, key=lambda job: job[1])
-            jobs.remove(job)
-            free = max(free, job[0]) + u
-            ready[job[1]] = free + link
-    return now - begun
-
-
-@pytest.mark.parametrize("u", [0.006, 0.0142])
-def test_the_first_layers_are_the_ones_to_keep(u: float) -> None:
-    """With the times of a 7B step: no other eight layers on the device give a shorter step."""
-    how = {"f": 0.0026, "b": 0.008, "link": 0.0022}
-
-    def run(units: Iterable[int]) -> float:
-        return step_s(set(units), u, **how)
-
-    first = run(range(8))
-    assert all(first <= run(other) + 1e-9 for other in (range(24, 32), range(0, 32, 4), range(12, 20), range(1, 9)))
-    assert first < run([])
-
-
-def test_the_steps_that_were_predicted() -> None:
-    """The arithmetic at the top of methods/lsp/memory.py: bound by the host at 14.2 ms a layer, by the device at 8."""
-    how = {"f": 0.0026, "b": 0.008, "link": 0.0022}
-    assert step_s(set(range(8)), 0.0142, **how) == pytest.approx(24 * 0.0142 + 0.015, rel=0.05)
-    assert step_s({0}, 0.008, **how) < 32 * 0.0106 + 0.02

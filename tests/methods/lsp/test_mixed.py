@@ -1,7 +1,6 @@
 """LSP with the moments of some units on the device and of others on the host: the same training, wherever they are."""
 
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.workload import Workload
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import weights
-from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
+from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, train
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
@@ -68,16 +67,6 @@ def test_where_moments_are_changes_nothing(placed_by: Any, here: set[int]) -> No
     placed_by(here.__contains__)
     losses, found, state = trained()
     assert losses == expected[0] and same(found, expected[1]) and same(state, expected[2])
-
-
-@pytest.mark.parametrize("micro, clip", [(3, None), (1, 0.5)])
-def test_in_the_whole_space_it_is_adamw(placed_by: Any, micro: int, clip: float | None) -> None:
-    """d as large as the matrices, every other unit on the host: torch's AdamW, accumulated and clipped."""
-    placed_by(lambda unit: unit % 2 == 0)
-    model = load()
-    train(LSP(model, d=256, weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip, eps=EPS), 4, micro)
-    expected = torch_adamw("llama", 4, micro, clip)
-    assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
 WHOLE, CUT = {"slot_count": 2}, {"slot_count": 9, "max_unit_numel": 4000}
@@ -129,18 +118,6 @@ def test_resident_units_are_updated_while_the_backward_pass_goes_on(monkeypatch:
     assert len(units) > SLOTS and not {unit.index for unit in units} & set(method.updates.owed)
 
 
-@pytest.mark.parametrize("where", ["gpu", "cpu"])
-def test_blocks_cut_into_several_units(where: str) -> None:
-    """Gradients of the units of a block come in any order, and none is gathered over another."""
-    whole, cut = load(), streamed(load(), slot_count=9, max_unit_numel=4000)
-    assert len(cut.layout.of_kind("block")) > cut.layout.block_count
-    found = []
-    for model in (whole, cut):
-        train(LSP(model, optimizer_on=where, **SMALL), 3, 2)
-        found.append(weights(model))
-    assert same(*found)
-
-
 @in_every_run(lambda clip: clip is None)
 @pytest.mark.parametrize("clip", [None, 0.7])
 def test_stopped_and_resumed_with_moments_elsewhere(placed_by: Any, clip: float | None) -> None:
@@ -186,25 +163,6 @@ def test_a_gradient_that_is_not_finite_on_one_side_only(placed_by: Any) -> None:
     opt.step(batch())
     with pytest.raises(UserError, match="last checkpoint"):
         opt.flush()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("clip", [None, 0.7])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_streamed_equals_resident_on_a_gpu(placed_by: Any, name: str, clip: float | None) -> None:
-    """Moments of the first units on the GPU, of the rest on the CPU; streams delayed at random, slots poisoned."""
-    placed_by(lambda unit: unit < 3)
-    runs = []
-    for seed in range(3):
-        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
-        model = keyhole.load(config(name), init="random", device="cuda", dtype="bfloat16", **engine)
-        opt = LSP(model, max_grad_norm=clip, **SMALL)
-        runs.append((train(opt, 5, 2), {k: v.cpu() for k, v in weights(model).items()}))
-        opt.close()
-        model.close()
-    for losses, found in runs[1:]:
-        assert losses == runs[0][0] and same(found, runs[0][1])
 
 
 @pytest.mark.gpu
