@@ -3,7 +3,7 @@
     FWD         the block's forward, with a graph
     BWD         its backward: gradients of its input and of its weights
     UPD torch   torch's fused AdamW on fp32 weights, gradients and moments
-    UPD         keyhole's AdamW with fp32 master and moments, bf16 gradient in and bf16 weight out (ops/adam/), as
+    UPD         keyhole's AdamW with fp32 master and moments, bf16 gradient in and bf16 weight out (ops/adam.py), as
                 adam-offload uses it
 
 The parts run one after the other, round by round. The block is in bf16, or in fp32 on a CPU without bf16

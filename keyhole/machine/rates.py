@@ -5,7 +5,7 @@
     device_memory   bytes/s that elementwise kernels read and write
     up, down, both  bytes/s of page-locked copies over the link: each way alone, and each way while both run
     host_memory     bytes/s that the CPU's threads read and write in host memory
-    adam            parameters/s of AdamW on fp32 state in host memory (28 bytes each: ops/adam/host.py)
+    adam            parameters/s of AdamW on fp32 state in host memory (28 bytes each: ops/adam.py)
     launch          seconds of the host for one operation in place, called from Python without autograd: the least that
                     a kernel costs; an optimizer's operations, and a CUDA graph
     called          the same for an operation in the forward pass of a block: its modules, Python code and autograd's

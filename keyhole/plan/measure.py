@@ -7,7 +7,7 @@
                     steps then uploaded at 53 (benchmarks/records/plan_check_h200_2026-11-17_e.json)
     host_memory     a copy of 256 MiB by all threads; or the bytes of AdamW, if it moved more: a copy also reads what it
                     overwrites
-    adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
+    adam            the CPU's own kernel (ops/adam.py) on 32 Mi parameters, more than caches hold
     launch          200 additions of one number in place, launched as fast as the host can
     called          the forward pass of a tiny Llama block with autograd, divided by its operations: what Python,
                     modules and autograd's record cost differs from host to host, and is most of a small batch's time
@@ -47,7 +47,7 @@ ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05
 WARM_UP_S, BURST_S = 0.03, 0.05
 LAUNCHES = 200
-ADAM_BYTES = 28  # per parameter (ops/adam/host.py)
+ADAM_BYTES = 28  # per parameter (ops/adam.py)
 
 
 def measure(device: torch.device) -> Rates:

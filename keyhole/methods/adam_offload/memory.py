@@ -1,8 +1,8 @@
 """Bytes of adam-offload, and whether host memory has room for them.
 
 On the device: a reverse sweep, the gradients of two blocks, one being computed and one waiting for the link
-(offload/downlink.py; at most WAITING, 10 ms of a link of 55 GB/s), the buffers of the lane (lane.py), and the landing
-buffer for masters. On the host, per trained parameter (weights of b bytes):
+(offload/downlink.py; at most WAITING, 10 ms of a link of 55 GB/s), the buffers of the lane (updates.py), and the
+landing buffer for masters. On the host, per trained parameter (weights of b bytes):
 
     12      fp32 master and two moments
     b       for a resident unit: page-locked memory for its outgoing gradient and its incoming weights

@@ -1,18 +1,18 @@
 """AdamW whose master weights and moments live in host memory, updated there while the GPU works.
 
-The rule is torch's AdamW, exactly, on fp32 masters (ops/adam/host.py). Bytes per parameter:
+The rule is torch's AdamW, exactly, on fp32 masters (ops/adam.py). Bytes per parameter:
 
     host     12 (master, two moments) + 2 (16-bit weight, or the gradient in its place: exchange.py) = 14
     device   2 if the model is resident; about two blocks if it is streamed. Gradients: one block's, temporarily.
     link     2 down (gradient), 4 up (master; the GPU rounds it) per step; streamed 4 up (forward and backward). More
-             for parameters that the GPU updates: gpu_updates.py
+             for parameters that the GPU updates: updates.py
 
 One step, layer by layer (schedule: layerwise):
 
     reverse     the sweep (model/backward/reverse.py) computes the complete gradient of each tensor, over all
                 micro-batches; it is copied to the host on its own stream while the blocks below are differentiated
     update      a worker updates a unit as soon as its gradients have arrived, first the unit that the next forward
-                pass needs first; the GPU, whose link is idle, updates some too (gpu_updates.py), with the same bits
+                pass needs first; the GPU, whose link is idle, updates some too (updates.py), with the same bits
     return      the worker sends a resident unit's weights back; a streamed unit's are already at home
     forward     the next forward pass waits at each unit only for the weights of that unit
 

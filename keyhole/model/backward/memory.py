@@ -15,7 +15,7 @@ For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, wi
                  block, of all micro-batches: its outputs, those of the norm before and
                  after its weight, the norm's input in fp32, the gradients in fp32
     workspace    reserved by cuBLAS
-    updates      adam-offload: buffers of its lane (methods/adam_offload/lane.py), and master weights being uploaded
+    updates      adam-offload: buffers of its lane (methods/adam_offload/updates.py), and master weights being uploaded
 
 What autograd saves of a block is counted (model/structure/block_counts.py). In the backward pass of its MLP there
 are also, with a gated one, gradients of the product, of the gate and of up (u = 2 matrices that widen), and two of
