@@ -36,6 +36,22 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
+@pytest.fixture(autouse=True)
+def as_it_was_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test on a GPU begins without the memory of those before it, and leaves no limit of the allocator behind."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    if torch.cuda.get_per_process_memory_fraction() != 1.0:
+        gc.collect()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def build_tokenizer():
     """One token a byte, and the special ones above."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

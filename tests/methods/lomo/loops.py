@@ -15,7 +15,7 @@ SIX = ["llama", "opt", "gpt2", "gpt_neox", "qwen2", "mixtral"]
 
 
 def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
+    return keyhole.load(config(name), init="random", **{"device": "cpu"} | options)
 
 
 def rate(t: int) -> float:
