@@ -127,6 +127,9 @@ class RunConfig:
     model_dropout: bool = True
     """Apply the dropout in the model's config, as Hugging Face's Trainer does (zo never applies dropout)."""
 
+    deterministic: bool = True
+    """Attention whose gradient has the same bits every time; false = torch's fastest (4 % of a step), and no promise about bits."""  # noqa: E501
+
     max_length: Annotated[int, Limit(2, MOST)] | None = 1024
     """Longest sample in tokens; null = no limit."""
     overlong: Literal["truncate", "split", "drop", "error"] = "truncate"

@@ -64,6 +64,7 @@ class MethodSettings:
     weight_decay_on: Literal["matrices", "all"] = "matrices"
     max_grad_norm: Positive | None = None
     model_dropout: bool = True
+    deterministic: bool = True
     seed: Seed = 0
 
     @property

@@ -67,7 +67,12 @@ def device_line(asked_device: str | None, device: torch.device) -> str:
 def machine_lines(asked_device: str | None, model: Model, method: Method) -> list[str]:
     """Device, dtype and placement with their reasons, the method's decisions, and kernels."""
     device = device_line(asked_device, model.device)
-    return [device, *model.describe(), *method.describe(), *_frozen_head(model, method), ops.describe()]
+    fast = (
+        []
+        if method.settings.deterministic
+        else ["deterministic=false: torch's fastest attention; bits are not promised"]
+    )
+    return [device, *model.describe(), *method.describe(), *fast, *_frozen_head(model, method), ops.describe()]
 
 
 def _frozen_head(model: Model, method: Method) -> list[str]:

@@ -79,7 +79,13 @@ class AdamOffload(GradientMethod, Sink):
         model.methods.attach(self)
         cut, slices = own_ranges(model)
         check_host_state(model.layout, model.engine.on_host, model.dtype.itemsize, loaded=True, cut=cut)
-        self.reverse = Reverse(model, activations=own.activations, fused=not own.compile, compiled=own.compile)
+        self.reverse = Reverse(
+            model,
+            activations=own.activations,
+            fused=not own.compile,
+            compiled=own.compile,
+            deterministic=own.deterministic,
+        )
         self.dropout = ModelDropout(model, own.seed, own.model_dropout)
         helps = model.engine.cuda if own.gpu_updates is None else own.gpu_updates
         helped = own.schedule == "layerwise" and helps

@@ -91,7 +91,8 @@ class TorchMethod(ByTorch):
 
     def _differentiate(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
         """Adds the gradients of one micro-batch; returns its part of the loss."""
-        with exact_attention(self.model.device, batch.inputs["input_ids"].shape[-1]):
+        longest = batch.inputs["input_ids"].shape[-1]
+        with exact_attention(self.model.device, longest) if self.settings.deterministic else nullcontext():
             return self._differentiated(batch, loss_count)
 
     def _differentiated(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:

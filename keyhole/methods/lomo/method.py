@@ -61,7 +61,13 @@ class LOMO(GradientMethod):
         if model.sharded:
             shards.check(own)
         model.methods.attach(self)
-        self.reverse = Reverse(model, activations=own.activations, fused=own.fused, compiled=own.compile)
+        self.reverse = Reverse(
+            model,
+            activations=own.activations,
+            fused=own.fused,
+            compiled=own.compile,
+            deterministic=own.deterministic,
+        )
         self.dropout = ModelDropout(model, own.seed, own.model_dropout)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
         cuda = model.device.type == "cuda"

@@ -64,7 +64,9 @@ class LoRA(GradientMethod, ByTorch):
                 param.data = param.data.to(model.device)
             self._addon = Adapters(self.params, self.config, self.layers if own.merge else None, model.original)
             model.methods.attach(self)
-            self.reverse = Reverse(model, activations=own.activations, second_run=AdapterRecompute)
+            self.reverse = Reverse(
+                model, activations=own.activations, second_run=AdapterRecompute, deterministic=own.deterministic
+            )
             groups = parameter_groups(list(self.params.values()), weight_decay_of(model.module, own))
             self.optimizer = torch.optim.AdamW(groups, lr=self.lr)
 

@@ -75,7 +75,9 @@ class LSP(GradientMethod):
         self.learning = Learning(own, model.device)
         self.units = find_targets(model, own)
         self.targets = {target.tensor.start: target for members in self.units.values() for target in members}
-        self.reverse = Reverse(model, activations=own.activations, compiled=own.compile)
+        self.reverse = Reverse(
+            model, activations=own.activations, compiled=own.compile, deterministic=own.deterministic
+        )
         self.dropout = ModelDropout(model, own.seed, own.model_dropout)
         asked = model, self.units, place_moments(model, self.units, own), own, weight_decay_of(model.module, own)
         self.updates = SharedUpdates(*asked) if model.sharded else SubspaceUpdates(*asked, self.reverse.recorded)

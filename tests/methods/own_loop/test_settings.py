@@ -50,3 +50,11 @@ def test_settings_cannot_be_changed_once_a_method_is_made() -> None:
     method.lr = 0.5
     with pytest.raises(TypeError, match="momentum"):
         keyhole.LOMO(load("llama"), 1e-3, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["lomo", "lsp", "adam-offload"])
+def test_the_bits_of_attention_are_a_choice(name: str) -> None:
+    """Exact by default; a user may have torch's fastest."""
+    own = {"d": 16, "r": 2} if name == "lsp" else {}
+    for exact in (True, False):
+        assert METHODS[name].load()(load("llama"), 1e-3, deterministic=exact, **own).reverse.deterministic is exact
