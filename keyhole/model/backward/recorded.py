@@ -192,6 +192,7 @@ class RecordedBlocks(Recorder):
                 return copy_into(places, kept[0].result[0])
 
             self._rehearse(run)
+            kept.clear()  # else nodes of its parameters, of the ordinary stream, would be those of the captured graph
             pool = self._kept_pool((turn, kind[3]), block)
             result = self.verified(key, self.capture(run, pool, "kept graphs"), expected)
             if (one := self.recordings[key]) is None:  # a pool goes with its last graph
