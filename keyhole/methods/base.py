@@ -66,14 +66,15 @@ class Method:
     """Whether parameters may be frozen between its steps: it trains what gets a gradient."""
     _torch_optimizer: TorchOptimizer | None = None
 
-    def __init__(self, model: Model, lr: float | str | None = None, **settings: Any) -> None:
+    def __init__(self, model: Model | None = None, lr: float | str | None = None, **settings: Any) -> None:
         from keyhole.model.model import Model  # rows are read without torch
         from keyhole.ops.autocast import with_gradients
 
         row = self.row
         if not isinstance(model, Model):
+            found = "nothing" if model is None else f"a {type(model).__name__}"
             raise UserError(
-                f"{row.name}: found a {type(model).__name__}, expected the model that keyhole.load returns: "
+                f"{row.name}: found {found}, expected the model that keyhole.load returns: "
                 f'keyhole.{type(self).__name__}(keyhole.load("path-or-hub-id"), lr=...)'
             )
         check_values(row.settings, settings, row.section)
