@@ -189,7 +189,7 @@ BY_THE_CPU = ("tests/ranks/", "tests/crash/", "tests/ops/")
 @pytest.fixture(autouse=True)
 def quick_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """From the first model in bfloat16 to the end of the test, products by tests/bf16.py, where the CPU has none."""
-    loading = sys.modules.get("keyhole.loading.model")
+    loading = sys.modules.get("keyhole.loading.prepare")
     if loading is None or HAS_BF16 or any(part in str(request.path) for part in BY_THE_CPU):
         yield
         return

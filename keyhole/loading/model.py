@@ -1,10 +1,10 @@
 """From a Hugging Face directory to a `Model`, without a second copy of the weights.
 
-    1. Find the files, and build the module without its weights (source.py).
-    2. Lay it out flat (model/structure/layout.py), and decide where every unit lives (plan/placement.py).
-    3. Reserve memory of exactly that size, with the engine that moves it (homes.py).
-    4. Fill it from the weight files, shard after shard (model/weights/read.py); page-lock the host part.
-    5. Add what the directory holds beside the weights: an adapter, low-rank factors.
+    1. Find the files, build the module without its weights, lay it out flat, and decide where every unit lives
+       (prepare.py).
+    2. Reserve memory of exactly that size, with the engine that moves it (homes.py).
+    3. Fill it from the weight files, shard after shard (model/weights/read.py); page-lock the host part.
+    4. Add what the directory holds beside the weights: an adapter, low-rank factors.
 
 Peak host memory: the weights that live on the host, plus one shard of the file mapping.
 """
@@ -23,29 +23,22 @@ import torch._dynamo  # for transformers; its first import keeps its callers' fr
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.loading.device import choose_device
 from keyhole.loading.homes import make_engine
-from keyhole.loading.source import check_source, find_source
+from keyhole.loading.prepare import Prepared, check_source, choose_device, find_source
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
-from keyhole.methods.base import Skeleton
 from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
-from keyhole.model.structure.find import find_blocks
-from keyhole.model.structure.freeze import freeze as freeze_parameters
-from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.source import has_adapter
-from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.saved_files import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.gather import WAYS, GatheringEngine
 from keyhole.ops.autocast import with_gradients
-from keyhole.plan.dtype import choose_dtype, warn_if_slow
-from keyhole.plan.placement import place
+from keyhole.plan.dtype import warn_if_slow
 from keyhole.ranks import Ranks
 
 ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
@@ -104,82 +97,76 @@ def load(
     _check_work(workload)
     with _changes() as changes:
         changes.set(matmul_precision(), "high" if tf32 else "highest")
-        device = choose_device(device)
-        source = find_source(model, trust_remote_code, head, num_labels)
-        ranks = ranks or Ranks()
-        workload = _shared_work(workload or Workload(), ranks)
-        choice = choose_dtype(dtype, source.config, device, workload.method)
-        warn_if_slow(choice, device)
-        stored = source.find_weights(wire, factors=adapter and init == "pretrained")
-        module = source.build_module(choice.dtype, seed, expert_units)
-        freeze_parameters(module, freeze)
-        files = stored.directory if init == "pretrained" else None
-        formats, said = choose_format(module, files, choice.dtype, stored.wire)
-        layout, placed = place(module, placement, gpu_memory, formats, device, workload)
-        _check_shapes(module, layout, workload)
-        placed.reasons[:0] = [str(choice), *said, *stored.notes(choice.dtype)]
+        device, ranks, is_read = choose_device(device), ranks or Ranks(), init == "pretrained"
+        work = _shared_work(workload or Workload(), ranks)
+        found = find_source(
+            model,
+            wire=wire,
+            head=head,
+            num_labels=num_labels,
+            trust_remote_code=trust_remote_code,
+            factors=adapter and is_read,
+        )
+        outline = found.outline(dtype, device, work.method, freeze, expert_units, seed)
+        warn_if_slow(outline.choice, device)
+        ready = outline.place(placement, gpu_memory, device, work, from_files=is_read)
+        module, layout, formats, placed = ready.module, ready.layout, ready.formats, ready.placed
         _limit_memory(changes, placed.budget_bytes, device)
-        engine = make_engine(layout, placed, formats, device, workload, ranks, gather, engine_options)
+        engine = make_engine(layout, placed, formats, device, work, ranks, gather, engine_options)
         _move_buffers(module, device)
-        tokenizer = source.read_tokenizer() if tokenizer is None else tokenizer
-        about = {"tokenizer": tokenizer, "source": source.name, "placed": placed, "changes": changes}
-        about |= {"ranks": ranks, "graphs": graphs, "reverse_graphs": reverse_graphs}
-        loaded = Model(module, layout, engine, formats, **about)
-        light = stored.beside is not None and stored.beside.is_light
-        _fill(loaded, stored.directory, choice.dtype, seed, init, fresh_head=head is not None, given_head=light)
+        loaded = Model(
+            module,
+            layout,
+            engine,
+            formats,
+            tokenizer=found.read_tokenizer() if tokenizer is None else tokenizer,
+            source=found.name,
+            placed=placed,
+            graphs=graphs,
+            reverse_graphs=reverse_graphs,
+            changes=changes,
+            ranks=ranks,
+        )
+        if is_read:
+            _fill(loaded, ready, seed, fresh_head=head is not None)
+        else:
+            _pin(loaded, touch=True)
+            fill_random(loaded, _std(loaded), seed)
+            loaded.drawn = True
         ranks.barrier()  # shared homes are filled
         if isinstance(engine, GatheringEngine):
             placed.reasons.append(engine.decide(gather))
         loaded.binding.bind_homes()
-        if adapter and source.directory is not None:
-            _add_adapter(loaded, source.directory)
-        if stored.beside is not None:
-            placed.reasons.append(stored.beside.add_to(loaded))
+        if adapter and found.directory is not None and has_adapter(found.directory):
+            saved = SavedAdapter(loaded, found.directory / "adapter")
+            placed.adapter = saved.path
+            placed.reasons.append(str(saved))
+        if found.beside is not None:
+            placed.reasons.append(found.beside.add_to(loaded))
         return loaded
 
 
-def _fill(
-    loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str, fresh_head: bool, given_head: bool
-) -> None:
-    """Fills the homes with weights: from files, or initialised by the seed. given_head: a head that is not in the files
-    comes later, with the factors of a light checkpoint."""
-    std = getattr(loaded.config, "initializer_range", None) or 0.02
-    if init == "random":
-        _pin(loaded, touch=True)
-        fill_random(loaded, std, seed)
-        loaded.drawn = True
-        return
-    if weights is None:
+def _fill(loaded: Model, ready: Prepared, seed: int, fresh_head: bool) -> None:
+    """Fills the homes with weights from files. A head that they lack is initialised by the seed, or comes later, with
+    the factors of a light checkpoint."""
+    source = ready.source
+    if source.weights is None:
         raise UserError('a config object has no weights: pass init="random", or a model directory')
-    fresh = fill_from(loaded, weights, dtype, fresh_head=fresh_head or given_head)
-    if given_head:
-        _pin(loaded, touch=False)
-        return
-    fill_random(loaded, std, seed, only=fresh)
-    loaded.drawn, loaded.drawn_head = bool(fresh), fresh
-    if fresh:
-        assert loaded.placed is not None
-        names, labels = ", ".join(tensor.name for tensor in fresh), loaded.config.num_labels
-        loaded.placed.reasons.append(
-            f"head: {names} are not in the files, or not for {counted(labels, 'label')}: drawn from seed {seed}"
-        )
+    given_head = source.beside is not None and source.beside.is_light
+    fresh = fill_from(loaded, source.weights, ready.choice.dtype, fresh_head=fresh_head or given_head)
+    if not given_head:
+        fill_random(loaded, _std(loaded), seed, only=fresh)
+        loaded.drawn, loaded.drawn_head = bool(fresh), fresh
+        if fresh:
+            names, labels = ", ".join(tensor.name for tensor in fresh), loaded.config.num_labels
+            ready.placed.reasons.append(
+                f"head: {names} are not in the files, or not for {counted(labels, 'label')}: drawn from seed {seed}"
+            )
     _pin(loaded, touch=False)
 
 
-def _check_shapes(module: nn.Module, layout: Layout, workload: Workload) -> None:
-    """Lets the method refuse the model's shapes before weights are read, if its settings are known here."""
-    if workload.settings is not None and workload.method in METHODS:
-        skeleton = Skeleton(module, layout, find_blocks(module))
-        METHODS[workload.method].load().check_shapes(skeleton, workload.settings)
-
-
-def _add_adapter(loaded: Model, directory: Path) -> None:
-    """Attaches the adapter in a directory, if there is one."""
-    if has_adapter(directory):
-        assert loaded.placed is not None
-        saved = SavedAdapter(loaded, directory / "adapter")
-        loaded.placed.adapter = saved.path
-        loaded.placed.reasons.append(str(saved))
+def _std(loaded: Model) -> float:
+    return getattr(loaded.config, "initializer_range", None) or 0.02
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.run import Data
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
+from keyhole.loading.prepare import find_source
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Skeleton
@@ -37,13 +38,9 @@ from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.find import find_blocks
-from keyhole.model.structure.freeze import freeze
-from keyhole.model.structure.skeleton import build, read_config
-from keyhole.model.weights.published import choose_format, forget_what_is_read
 from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
-from keyhole.plan.dtype import AUTO, choose_dtype
-from keyhole.plan.placement import place
+from keyhole.plan.dtype import AUTO
 from keyhole.ranks import Ranks
 from keyhole.training import start_block
 from keyhole.training.schedule import Schedule
@@ -163,25 +160,17 @@ def _tokens(batches: Loader | EvalBatches) -> int:
 def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[list[str]]:
     """The lines of the start block about model and machine, from the model's config and the headers of its weight
     files; no weight is read, and nothing is downloaded."""
-    source = weights_source(config, choice)
+    name, device = weights_source(config, choice), choose_device(config.device)
     labels = None if config.head is None else len(data.labels)
-    hf_config, device = read_config(source, head=config.head, num_labels=labels), choose_device(config.device)
-    check_loss(hf_config)
-    chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
-    directory = Path(source) if Path(source).is_dir() else None
-    forget_what_is_read(hf_config, directory)
-    module = build(hf_config, chosen.dtype, expert_units=config.expert_units)
-    freeze(module, config.freeze)
-    formats, said = choose_format(module, directory, chosen.dtype, config.wire)
-    layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))
-    where = [start_block.device_line(config.device, device), str(chosen), *said]
+    source = find_source(name, wire=config.wire, head=config.head, num_labels=labels, download=False)
+    check_loss(source.config)
+    outline = source.outline(config.dtype or AUTO, device, config.method, config.freeze, config.expert_units)
+    ready = outline.place(config.placement, config.gpu_memory, device, workload(config, data))
     weights = ["weights: on the hub, not checked"]
-    if Path(source).is_dir():
-        weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
-    row = METHODS[config.method]
-    own = own_settings(config)
-    skeleton = Skeleton(module, layout, find_blocks(module))
-    row.load().check_shapes(skeleton, own)
-    row.load().outline(skeleton, own)
-    model = [*start_block.model_lines(module, layout, chosen.dtype, row.from_original(own)), *weights]
-    return [model, [*where, *placed.reasons, ops.describe()]]
+    if source.directory is not None:
+        weights = check_weights(ready.module, ready.layout, source.directory, fresh_head=config.head is not None)
+    row, own = METHODS[config.method], own_settings(config)
+    row.load().outline(Skeleton(ready.module, ready.layout, find_blocks(ready.module)), own)
+    model = start_block.model_lines(ready.module, ready.layout, ready.choice.dtype, row.from_original(own))
+    where = [start_block.device_line(config.device, device), *ready.placed.reasons, ops.describe()]
+    return [[*model, *weights], where]

@@ -18,6 +18,7 @@ import torch
 from keyhole.config.fields import own_settings
 from keyhole.limits import fits
 from keyhole.loading import choose_device
+from keyhole.loading.prepare import find_source
 from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
@@ -28,10 +29,7 @@ from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
-from keyhole.model.structure.freeze import freeze
-from keyhole.model.structure.skeleton import build, read_config
-from keyhole.model.weights.published import forget_what_is_read
-from keyhole.plan.dtype import AUTO, NAMES, choose_dtype
+from keyhole.plan.dtype import AUTO, NAMES
 from keyhole.plan.kept_rates import known, rates_of
 from keyhole.plan.profiles import PROFILES
 from keyhole.plan.seconds import StepSeconds, step_seconds
@@ -59,12 +57,10 @@ class Found:
 def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> Found:
     """Reads the model's config, and determines the machine."""
     config, named = request.config, request.names_method
-    hf_config = read_config(config.model)
-    forget_what_is_read(hf_config)
+    source = find_source(config.model, download=False)
     rates, device, gpu_bytes, ram_bytes = _machine(request, say)
-    choice = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
-    module = build(hf_config, choice.dtype, expert_units=config.expert_units)
-    freeze(module, config.freeze)
+    outline = source.outline(config.dtype or AUTO, device, config.method, config.freeze, config.expert_units)
+    choice, module = outline.choice, outline.module
     # steps of AdamW that learn what the config's steps of its method learn
     steps: float = config.max_steps or DEFAULT["max_steps"]
     steps = steps / METHODS[config.method].steps if named and config.max_steps else steps

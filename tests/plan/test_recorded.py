@@ -1,5 +1,6 @@
 """The planner against peaks and seconds that were measured on an H200 (benchmarks/records/), and what its parts say."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -30,11 +31,18 @@ BF16 = torch.bfloat16
 H200 = profile("h200")
 
 
-@pytest.mark.parametrize(("name", "only"), [("zo_h200_2026-11-15_h", "GiB 1x2048"), ("lomo_h200_2026-11-16", "7B")])
+@pytest.mark.parametrize(
+    ("name", "only"),
+    [("zo_h200_2026-11-15_e", "4x2048"), ("zo_h200_2026-11-15_h", "13B .*1x2048"), ("lomo_h200_2026-11-16", "7B")],
+)
 def test_planned_as_measured(name: str, only: str) -> None:
     """Within 10 % of memory and 15 % of time. Two kinds of cases are not compared in host memory, because their process
-    still held what a case before had left: page-locked inputs, or (lomo, eager) the compiler."""
-    lines = [line for line in recorded(RECORDS / f"{name}.json") if only in line.case.name]
+    still held what a case before had left: page-locked inputs, or (lomo, eager) the compiler. Cases of zo with four
+    samples are those of the record before OPT's ReLU became a part of a product, as it no longer is: 10 % of their
+    memory."""
+    lines = [line for line in recorded(RECORDS / f"{name}.json") if re.search(only, line.case.name)]
+    if name.endswith("_e"):
+        lines = [line for line in lines if not line.case.options.get("compile")]
     assert lines
     for line in lines:
         held = "inputs on the GPU" in line.case.name or (

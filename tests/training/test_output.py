@@ -20,7 +20,7 @@ from keyhole.checkpoint import select
 from keyhole.checkpoint.journal import Writer
 from keyhole.config import load_config
 from keyhole.errors import UserError
-from keyhole.loading import source
+from keyhole.loading import prepare
 from keyhole.training.start import train
 from tests.training.runs import Make, metrics, same, weights
 
@@ -31,7 +31,7 @@ def test_output_directory(make: Make, tiny_data: Path, monkeypatch: pytest.Monke
     is that of the data, not read a second time."""
     config = make(save_steps=2, eval_data=str(tiny_data), report_to="tensorboard")
     with monkeypatch.context() as within:
-        within.setattr(source, "read_tokenizer", lambda *args: pytest.fail("it was read for the data"))
+        within.setattr(prepare, "read_tokenizer", lambda *args: pytest.fail("it was read for the data"))
         assert train(config) == 0
     root = Path(config.output_dir)
     assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]

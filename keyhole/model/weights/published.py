@@ -89,12 +89,12 @@ def _grid(stored: Stored | None, shape: torch.Size) -> Grid | None:
 
 
 def forget_what_is_read(config: Any, directory: Path | None = None) -> None:
-    """Calls forget_quantization if keyhole reads weights of this kind: as the files in a directory are, or by what the
-    config says."""
+    """Calls forget_quantization if keyhole reads weights of this kind: as the files in a directory are, or, if there
+    are none, by what the config says."""
     said = getattr(config, "quantization_config", None) or {}
     method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
     known = str(getattr(method, "value", method)).lower() in READ
-    if (known and directory is None) or forms_in(directory):
+    if (known and (directory is None or not has_weights(directory))) or forms_in(directory):
         forget_quantization(config)
 
 
