@@ -22,7 +22,7 @@ def report(
     from keyhole.disk.json_text import check_result_file
     from keyhole.errors import UserError
     from keyhole.report.compared import make_page, name_runs, table
-    from keyhole.report.view import find_runs, read_view
+    from keyhole.report.story import find_runs, read_view
 
     path = Path(output)
     check_result_file("--output", path)

@@ -30,9 +30,10 @@ from keyhole.data.run import Data
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
 from keyhole.disk.json_text import json_text
+from keyhole.disk.typed_json import finite
 from keyhole.methods import METHODS
 from keyhole.methods.traits import AUTO_RATE
-from keyhole.report.entries import Entry, finite, is_test, read_metrics
+from keyhole.report.entries import Entry, is_test, read_metrics
 from keyhole.training.selection import Selection, value_of
 from keyhole.training.validation import Judge, common_metric
 

@@ -15,10 +15,10 @@ from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import Group, Trial
 from keyhole.compare.result import Result, finite_tests
 from keyhole.config.data import data_settings
+from keyhole.disk.typed_json import finite
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.loading import load
 from keyhole.methods.workload import Workload
-from keyhole.report.entries import finite
 from keyhole.training.validation import Judge, common_metric
 
 Failed = Callable[[Result, Exception], Result]

@@ -15,8 +15,7 @@ from keyhole.demo.budget import Squeezed
 from keyhole.demo.train import Result
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.pages.chart import Series, chart, noisy
-from keyhole.pages.frame import header, machine_text, page
-from keyhole.pages.style import COLOURS
+from keyhole.pages.frame import COLOURS, header, machine_text, page
 
 COLUMNS = ("method", "steps", "accuracy", "held-out loss", "seconds", "host memory", "GPU memory", "moved")
 EXAMPLES = 4

@@ -1,5 +1,4 @@
-"""What all HTML pages of keyhole share: style sheet (style.py), frame (frame.py), charts (chart.py), and labels that do
-not overlap (labels.py).
+"""What all HTML pages of keyhole share: frame, elements and style sheet (frame.py), and charts (chart.py).
 
 Every page is one HTML file with inline SVG, without scripts or external files.
 """

@@ -12,7 +12,7 @@ the longest curve is LOG_FROM times the shortest, x is logarithmic, so that a me
 beside one that takes an hour.
 
 Labels do not overlap: names are in a column right of the plot, in the order of the curves' ends, and the chart grows
-with their number; ticks keep a minimum distance. Text sizes are those of style.py. Colours are CSS classes of the page
+with their number; ticks keep a minimum distance. Text sizes are those of frame.py. Colours are CSS classes of the page
 (`c0` strokes, `f0` fills), so a chart follows the light and dark themes.
 """
 
@@ -20,15 +20,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import Any
-
-from keyhole.pages.labels import NAME_HEIGHT, apart
 
 WIDTH, HEIGHT = 560, 310
 LEFT, TOP, BOTTOM = 86, 14, 46
 LETTER = 10.0  # upper bound of the mean width of a character in a name
 LOG_FROM = 20.0
 MOST_NAME = 16
+NAME_HEIGHT = 19.0  # of a line of text
 TICK_GAP = 52.0  # minimum distance between the centres of two numbers under the plot
 
 
@@ -62,6 +60,19 @@ def noisy(name: str, colour: int, x: Sequence[float], y: Sequence[float | None])
     kept = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
     values = [b for _, b in kept]
     return Series(name, colour, [a for a, _ in kept], smooth(values, max(1, len(values) // 30)), faint=values)
+
+
+def apart(heights: list[float], top: float, bottom: float, gap: float = NAME_HEIGHT) -> list[float]:
+    """Sorted heights of names beside a plot, moved as little as needed to be `gap` apart (less where room lacks)."""
+    gap = min(gap, (bottom - top) / max(1, len(heights) - 1))
+    placed: list[float] = []
+    for y in heights:
+        placed.append(max(y, placed[-1] + gap if placed else top))
+    lowest = bottom
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], lowest)
+        lowest = placed[i] - gap
+    return placed
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -139,11 +150,11 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
 
 
 def _finite(each: Series) -> Series:
-    columns = [column for column in (each.x, each.y, each.low, each.high, each.faint) if column]
-    rows = [row for row in zip(*columns, strict=True) if all(map(math.isfinite, row))]
-    names = [name for name in ("x", "y", "low", "high", "faint") if getattr(each, name)]
-    finite: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(names)}
-    return replace(each, **finite)
+    """Without the points of which a number is not finite."""
+    columns = (each.x, each.y, each.low, each.high, each.faint)
+    good = [i for i in range(len(each.x)) if all(math.isfinite(column[i]) for column in columns if column)]
+    x, y, low, high, faint = ([column[i] for i in good] if column else [] for column in columns)
+    return replace(each, x=x, y=y, low=low, high=high, faint=faint)
 
 
 def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:

@@ -11,14 +11,18 @@ from collections.abc import Sequence
 from html import escape
 
 from keyhole.machine.sizes import GIB
-from keyhole.pages.frame import colour_of, header, page
-from keyhole.pages.labels import apart
+from keyhole.pages.chart import apart
+from keyhole.pages.frame import colour_of, header, page, section, table, td, th, tr
 from keyhole.plan.recommend import reason, settings_of
 from keyhole.plan.table import Question, Row
 
 WIDTH, HEIGHT = 560, 380
 LEFT, RIGHT, TOP, BOTTOM = 86, 130, 26, 48
-LEFT_COLUMN = " class='left'"
+HEAD = (
+    ("method", "", ""), ("placement", "", ""), ("wire", "", ""), ("GPU", "GiB", ""), ("host", "GiB", ""),
+    ("disk", "GiB", ""), ("step", "s", ""), ("pace", "tokens/s", ""), ("time", "hours", ""), ("bound by", "", ""),
+    ("parts", "", "left"), ("fits", "", "left"),
+)  # fmt: skip
 EXTRA = """.plan{max-width:680px}.hollow{fill:var(--card);stroke-width:2}.no td,.no th{color:var(--soft)}
 .take th,.take td{font-weight:700}.take th{color:var(--glow)}.budget{stroke:var(--glow);stroke-dasharray:5 4}
 .parts{display:flex;height:8px;width:110px;border-radius:3px;overflow:hidden;background:var(--line)}
@@ -33,11 +37,19 @@ def make_page(title: str, rows: Sequence[Row], chosen: Row | None, question: Que
         lead = f"<b>{escape(settings_of(chosen, question))}</b>: {escape(reason(chosen, rows, question))}."
     parts = [
         header("keyhole plan", title, lead, about),
-        f"<section><h3>GPU memory and pace</h3><figure class='plan'>{_chart(rows, colours, question, chosen)}</figure>"
-        "<p class='note'>A dot per placement of a method in the dtype of compute; hollow: does not fit.</p></section>",
-        f"<section><h3>Every row</h3>{_table(rows, chosen, colours)}<p class='note'>Hours: to learn what "
-        f"{question.steps:,.0f} steps of AdamW learn, by a rule of thumb per method (docs/plan.md). Bars: seconds of "
-        "compute, link and CPU, which overlap.</p></section>",
+        section(
+            "GPU memory and pace",
+            f"<figure class='plan'>{_chart(rows, colours, question, chosen)}</figure>",
+            "A dot per placement of a method in the dtype of compute; hollow: does not fit.",
+            level=3,
+        ),
+        section(
+            "Every row",
+            table([th(name, kind, unit) for name, unit, kind in HEAD], [_line(r, r is chosen, colours) for r in rows]),
+            f"Hours: to learn what {question.steps:,.0f} steps of AdamW learn, by a rule of thumb per method "
+            "(docs/plan.md). Bars: seconds of compute, link and CPU, which overlap.",
+            level=3,
+        ),
     ]
     return page(title, parts, EXTRA)
 
@@ -124,34 +136,15 @@ def _said(row: Row) -> str:
     return f"{row.method}, {row.placement}: {row.gpu_bytes / GIB:.1f} GiB, {row.step_seconds:.3g} s per step{fits}"
 
 
-def _table(rows: Sequence[Row], chosen: Row | None, colours: dict[str, int]) -> str:
-    head = "".join(
-        f"<th{LEFT_COLUMN if name in ('parts', 'fits') else ''}>{name}<small>{unit}</small></th>"
-        for name, unit in (
-            ("method", ""), ("placement", ""), ("wire", ""), ("GPU", "GiB"), ("host", "GiB"), ("disk", "GiB"),
-            ("step", "s"), ("pace", "tokens/s"), ("time", "hours"), ("bound by", ""), ("parts", ""), ("fits", ""),
-        )
-    )  # fmt: skip
-    return (
-        f"<div class='scroll'><table class='small'><thead><tr>{head}</tr></thead>"
-        f"<tbody>{''.join(_line(row, row is chosen, colours) for row in rows)}</tbody></table></div>"
-    )
-
-
 def _line(row: Row, take: bool, colours: dict[str, int]) -> str:
-    kind = " class='take'" if take else "" if row.fits else " class='no'"
-    cells = [
+    texts = [
         row.placement, row.stored, f"{row.gpu_bytes / GIB:.2f}", f"{row.host_bytes / GIB:.1f}",
         f"{row.disk_bytes / GIB:.0f}", f"{row.step_seconds:.3g}", f"{row.tokens_per_second:,.0f}", f"{row.hours:.2g}",
         row.bound_by,
     ]  # fmt: skip
-    shown = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-    dot = f"<span class='dot b{colours[row.method]}'></span>"
-    fits = "yes" if row.fits else f"lacks {row.missing}"
-    return (
-        f"<tr{kind}><th scope='row'>{dot}{escape(row.method)}</th>{shown}<td>{_bar(row)}</td>"
-        f"<td{LEFT_COLUMN}>{escape(fits)}</td></tr>"
-    )
+    fits = td("yes" if row.fits else f"lacks {row.missing}", "left")
+    cells = [*map(td, texts), f"<td>{_bar(row)}</td>", fits]
+    return tr(row.method, cells, colours[row.method], "take" if take else "" if row.fits else "no")
 
 
 def _bar(row: Row) -> str:

@@ -6,23 +6,24 @@ Runs are named by their directories, with as much of the path as is needed to di
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from keyhole.machine.text import duration, printable
-from keyhole.pages.chart import Series, chart, noisy
-from keyhole.pages.frame import choice, colour_of, header, page
-from keyhole.report.page import EXACT, LABELS, is_plain, shown_metrics, unit_of
+from keyhole.machine.text import counted, duration, printable
+from keyhole.pages.chart import chart
+from keyhole.pages.frame import charts, choice, colour_of, header, page, section, td, th, tr
+from keyhole.pages.frame import table as html_table
+from keyhole.report.page import LABELS, Along, both_ways, shown_metrics
 from keyhole.report.parts import STYLE
-from keyhole.report.view import METRICS, PAGE, View
+from keyhole.report.story import METRICS, PAGE, View
 
 COLUMNS = ("run", "method", "model", "state", "steps", "loss", "dev", "test", "tokens/s", "GPU GiB", "time")
 LEFT = {0, 1, 2, 3}  # columns of text
 MOST_CHARTS, MOST_VALUE = 8, 120
 UNTOLD = {"output_dir"}
+NO_METRICS = ("eval_tokens", "eval_rows", "eval_questions")
 
 
 def name_runs(directories: Sequence[Path]) -> list[str]:
@@ -91,12 +92,13 @@ def make_page(views: Sequence[View], place: Path) -> str:
     """The page. place: its directory, for links to the runs' own pages."""
     colours = colour_of(view.name for view in views)
     methods = ", ".join(dict.fromkeys(view.story.method for view in views if view.story.method))
-    count = f"{len(views)} {'run' if len(views) == 1 else 'runs'}"
+    count = counted(len(views), "run")
     title = f"{count} side by side" if len(views) > 1 else views[0].title
+    panels = [(a.choice, _charts(views, colours, a)) for a in both_ways([view.curves for view in views])]
     parts = [
         header("keyhole report", title, _lead(views), [methods] if methods else []),
         _table(views, colours, place),
-        _curves(views, colours),
+        section("Curves", choice("along", panels)),
         _differences(views, colours),
     ]
     return page(f"keyhole report: {count}", parts, STYLE)
@@ -111,106 +113,51 @@ def _lead(views: Sequence[View]) -> str:
 
 
 def _table(views: Sequence[View], colours: dict[str, int], place: Path) -> str:
-    rows = []
-    kept = _kept([cells(view) for view in views])
-    for view in views:
-        found = cells(view)
-        own = view.directory / PAGE
-        shown = escape(printable(found[0], 200))
+    rows = [[printable(text, 200) for text in cells(view)] for view in views]
+    kept, lines = _kept(rows), []
+    for view, texts in zip(views, rows, strict=True):
+        own, link = view.directory / PAGE, ""
         if own.is_file():
-            link = os.path.relpath(own.absolute(), place.absolute())
-            shown = f"<a href='{escape(quote(os.fsencode(Path(link).as_posix())))}'>{shown}</a>"
-        marks = "".join(
-            f"<td class='left'>{escape(printable(found[i], 200))}</td>" if i in LEFT else f"<td>{escape(found[i])}</td>"
-            for i in kept[1:]
-        )
-        dot = f"<span class='dot b{colours[view.name]}'></span>"
-        rows.append(f"<tr><th scope='row'>{dot}{shown}</th>{marks}</tr>")
+            link = quote(os.fsencode(Path(os.path.relpath(own.absolute(), place.absolute())).as_posix()))
+        marks = [td(texts[i], "left" if i in LEFT else "") for i in kept[1:]]
+        lines.append(tr(texts[0], marks, colours[view.name], link=link))
     notes = "".join(f"<p class='note'>{escape(line)}</p>" for line in lacks(views))
-    head = "".join(f"<th{' class=left' if i in LEFT else ''}>{COLUMNS[i]}</th>" for i in kept)
-    return (
-        f"<section><div class='scroll'><table class='small'><thead><tr>{head}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>{notes}</section>"
-    )
+    head = [th(COLUMNS[i], "left" if i in LEFT else "") for i in kept]
+    return f"<section>{html_table(head, lines)}{notes}</section>"
 
 
-def _curves(views: Sequence[View], colours: dict[str, int]) -> str:
-    size, unit = unit_of(max((view.curves.seconds for view in views), default=0.0))
-    panels = []
-    for label, over_time in (("over steps", False), ("over time", True)):
-        scale = (lambda x: [value / size for value in x]) if over_time else (lambda x: x)
-        along = f"{unit} of training" if over_time else "step"
-        panels.append((label, _charts(views, colours, over_time, scale, along)))
-    return f"<section><h2>Curves</h2>{choice('along', panels)}</section>"
-
-
-def _charts(
-    views: Sequence[View],
-    colours: dict[str, int],
-    over_time: bool,
-    scale: Callable[[list[float]], list[float]],
-    along: str,
-) -> str:
-    def of_steps(name: str) -> list[Series]:
-        found = [(view, *view.curves.mean(name, over_time)) for view in views]
-        draw = Series if name in EXACT else noisy
-        return [draw(_end(view.name), colours[view.name], scale(x), y) for view, x, y in found if x]
-
-    def of_evaluations(name: str) -> list[Series]:
-        found = [(view, *view.curves.evaluation(name, over_time)) for view in views]
-        factor = 1.0 if is_plain(name) else 100.0
-        return [
-            Series(_end(view.name), colours[view.name], scale(x), [factor * value for value in y], dots=True)
-            for view, x, y in found
-            if x
-        ]
-
+def _charts(views: Sequence[View], colours: dict[str, int], along: Along) -> str:
     evaluated = dict.fromkeys(name for view in views for name in view.curves.evaluated)
     stepped = dict.fromkeys(name for view in views for name in view.curves.names)
-    figures = [("loss", of_steps("loss"))]
-    figures += [(f"dev {name.removeprefix('eval_')}", of_evaluations(name)) for name in evaluated if _is_metric(name)]
+    metrics = [name for name in evaluated if name.startswith("eval_") and name not in NO_METRICS]
     first = [name for name in ("learning_rate", "tokens_per_second", "gpu_gib") if name in stepped]
     rest = [name for name in stepped if name not in (*first, "loss", "host_gib")]
-    figures += [(LABELS.get(name, name.replace("_", " ")), of_steps(name)) for name in (*first, *rest)]
-    drawn = [chart(lines, f"{label} by {along}", along, label[:40]) for label, lines in figures if lines][:MOST_CHARTS]
-    return "<div class='charts'>" + "".join(f"<figure>{each}</figure>" for each in drawn) + "</div>"
-
-
-def _is_metric(name: str) -> bool:
-    return name.startswith("eval_") and name not in ("eval_tokens", "eval_rows", "eval_questions")
-
-
-def _end(name: str) -> str:
-    """Shortens a long name to its end, which distinguishes runs."""
-    return name if len(name) <= 16 else f"…{name[-15:]}"
+    figures = [("loss", "loss", Along.of_steps)]
+    figures += [(f"dev {name.removeprefix('eval_')}", name, Along.of_evaluations) for name in metrics]
+    figures += [(LABELS.get(name, name.replace("_", " ")), name, Along.of_steps) for name in (*first, *rest)]
+    drawn = []
+    for label, number, draw in figures:
+        ends = [(view, view.name if len(view.name) <= 16 else f"…{view.name[-15:]}") for view in views]
+        lines = [line for view, end in ends for line in draw(along, view.curves, number, end, colours[view.name])]
+        drawn += [chart(lines, f"{label} by {along.label}", along.label, label[:40])] if lines else []
+    return charts(drawn[:MOST_CHARTS])
 
 
 def _differences(views: Sequence[View], colours: dict[str, int]) -> str:
-    """The settings that differ between the runs."""
-    flat = [_flat(view.settings) for view in views]
+    """The settings that differ between the runs; those of one level of sections are dotted."""
+    flat: list[dict[str, object]] = []
+    for view in views:
+        flat.append({})
+        for key, value in view.settings.items():
+            inner = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
+            flat[-1] |= inner if isinstance(value, dict) else {str(key): value}
     keys = [key for key in dict.fromkeys(key for each in flat for key in each) if key not in UNTOLD]
     differ = [key for key in keys if len({repr(each.get(key)) for each in flat}) > 1]
     if not differ or len(views) < 2:
         return ""
-    head = "".join(f"<th class='left'>{escape(printable(key, 60))}</th>" for key in differ)
-    rows = "".join(
-        f"<tr><th scope='row'><span class='dot b{colours[view.name]}'></span>{escape(printable(view.name, 200))}</th>"
-        + "".join(f"<td class='left'>{escape(printable(each.get(key, '-'), MOST_VALUE))}</td>" for key in differ)
-        + "</tr>"
-        for view, each in zip(views, flat, strict=True)
-    )
-    return (
-        f"<section><h2>Settings that differ</h2><div class='scroll'><table class='small'><thead><tr><th>run</th>{head}"
-        f"</tr></thead><tbody>{rows}</tbody></table></div></section>"
-    )
-
-
-def _flat(settings: dict[Any, Any]) -> dict[str, Any]:
-    """Dotted key -> value, for a config with one level of sections; of the methods' sections only the one in use."""
-    made: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            made |= {f"{key}.{name}": each for name, each in value.items()}
-        else:
-            made[str(key)] = value
-    return made
+    rows = []
+    for view, each in zip(views, flat, strict=True):
+        texts = [td(printable(each.get(key, "-"), MOST_VALUE), "left") for key in differ]
+        rows.append(tr(printable(view.name, 200), texts, colours[view.name]))
+    head = [th("run"), *(th(printable(key, 60), "left") for key in differ)]
+    return section("Settings that differ", html_table(head, rows))

@@ -10,9 +10,10 @@ saves; a resumed run continues it.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
-from keyhole.report.entries import Entry, finite, is_test
+from keyhole.disk.typed_json import finite
+from keyhole.report.entries import Entry, entries, is_test
 
 MOST = 300
 MOST_NAMES, LONGEST_NAME = 200, 80
@@ -127,23 +128,26 @@ class Curves:
     @property
     def pace(self) -> float | None:
         """Tokens per second of the last steps, without the first step of the run."""
-        rows = self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
+        rows = self._late
         seconds = sum(each for _, each in rows)
         return sum(tokens for tokens, _ in rows) / seconds if seconds > 0 else None
 
     @property
     def step_seconds(self) -> float | None:
         """Seconds per step of the last steps, without the first step of the run."""
-        rows = self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
-        return sum(each for _, each in rows) / len(rows) if rows else None
+        return sum(each for _, each in self._late) / len(self._late) if self._late else None
 
-    def last(self, kind: str) -> dict[str, Any]:
+    @property
+    def _late(self) -> list[tuple[float, float]]:
+        return self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
+
+    def last(self, kind: str) -> dict[str, float]:
         """The numbers of the last evaluation ("eval"), or of the last test ("test")."""
         if kind == "test":
             return self.tests[max(self.tests)] if self.tests else {}
         return self.evaluations[-1][2] if self.evaluations else {}
 
-    def result(self, kind: str) -> tuple[int, dict[str, Any]]:
+    def result(self, kind: str) -> tuple[int, dict[str, float]]:
         """Step and numbers of the last test, or of the evaluation at that step, whose weights are the run's result;
         without a test, of the last evaluation."""
         tested = max(self.tests, default=None)
@@ -151,3 +155,14 @@ class Curves:
             return tested or 0, self.last(kind)
         rows = [row for row in self.evaluations if row[0] == tested] or self.evaluations
         return (rows[-1][0], rows[-1][2]) if rows else (0, {})
+
+
+def read_curves(path: Path) -> tuple[Curves, int]:
+    """The curves of a metrics file, and the number of lines that are left out."""
+    curves, unreadable = Curves(), 0
+    for entry in entries(path):
+        if entry is None:
+            unreadable += 1
+        else:
+            curves.add(entry)
+    return curves, unreadable

@@ -1,13 +1,12 @@
 """The entries of run/metrics.jsonl, one JSON object per line; training/metrics.py describes their content."""
 
 import json
-import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keyhole.machine.host import read_text
-
 Entry = dict[str, Any]
+MOST_METRICS, MOST_LINE = 2**31, 2**16  # bytes
 
 
 def is_test(entry: Entry) -> bool:
@@ -16,35 +15,33 @@ def is_test(entry: Entry) -> bool:
 
 
 def read_metrics(path: Path) -> list[Entry]:
-    """The entries of a metrics file; an incomplete line, as a killed run leaves it, is skipped."""
+    """The entries of a metrics file; none if it cannot be read."""
     return read_lines(path)[0]
 
 
 def read_lines(path: Path) -> tuple[list[Entry], int]:
-    """The entries of a metrics file, and the number of invalid lines before its last."""
-    entries, unreadable = [], 0
-    lines = read_text(path).splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            entries.append(entry)
-        elif number < len(lines):
-            unreadable += 1
-    return entries, unreadable
-
-
-LARGEST = 1e100  # larger values cannot be measurements, and their squares overflow
-
-
-def finite(value: Any) -> float | None:
-    """The value as a number; None if it is not a number, not finite, or too large."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
+    """The entries of a metrics file, and the number of lines that are left out."""
     try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) and abs(number) <= LARGEST else None
+        found = list(entries(path))
+    except OSError:
+        return [], 0
+    return [entry for entry in found if entry is not None], found.count(None)
+
+
+def entries(path: Path) -> Iterator[Entry | None]:
+    """The entries, read line by line; None for a line that is invalid or too long. A last line without its end, as a
+    run leaves it that is writing or was killed, is passed over if it is no entry."""
+    if path.stat().st_size > MOST_METRICS:
+        raise OSError(f"it has {path.stat().st_size:,} bytes, more than any run writes")
+    with path.open("rb") as file:
+        while line := file.readline(MOST_LINE):
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            while len(line) == MOST_LINE and not line.endswith(b"\n"):  # the rest of a line that is too long
+                entry, line = None, file.readline(MOST_LINE)
+            if isinstance(entry, dict) and type(entry.get("step")) is int and 0 <= entry["step"] < 2**53:
+                yield entry
+            elif line.endswith(b"\n") and line.strip():
+                yield None

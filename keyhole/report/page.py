@@ -6,17 +6,16 @@ machine. During the run, a browser reloads the page automatically. All text from
 """
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from keyhole.machine.text import duration
 from keyhole.pages.chart import Series, chart, noisy
-from keyhole.pages.frame import choice, header, page
+from keyhole.pages.frame import charts, choice, header, page, section
 from keyhole.report.curves import Curves
-from keyhole.report.parts import STYLE, answers, data, decisions, environment, events, memory_and_pace
-from keyhole.report.step_time import step_time
-from keyhole.report.story import DONE, FAILED, RUNNING, STOPPED
-from keyhole.report.view import View
+from keyhole.report.parts import STYLE, answers, data, decisions, environment, events, memory_and_pace, step_time
+from keyhole.report.story import DONE, FAILED, RUNNING, STOPPED, View
 
 REFRESH_S = 30
 TRAIN, EVAL = 0, 1  # colours
@@ -105,71 +104,74 @@ def is_plain(name: str) -> bool:
     return name.endswith(PLAIN)
 
 
-def unit_of(seconds: float) -> tuple[float, str]:
-    """Seconds per unit, and the unit's name, for an axis of this length."""
-    return next((size, name) for most, size, name in UNITS if seconds < most)
-
-
 UNITS = ((180.0, 1.0, "seconds"), (3 * 3600.0, 60.0, "minutes"), (float("inf"), 3600.0, "hours"))
+
+
+@dataclass(frozen=True)
+class Along:
+    """What charts have to the right: steps, or time in a unit of so many seconds."""
+
+    choice: str
+    label: str
+    unit_s: float | None = None
+
+    def of_steps(self, curves: Curves, number: str, name: str, colour: int) -> list[Series]:
+        """The curve of a number of steps; none if no step has it."""
+        x, y = curves.mean(number, self.unit_s is not None)
+        draw = Series if number in EXACT else noisy
+        return [draw(name, colour, self._scaled(x), y)] if x else []
+
+    def of_evaluations(self, curves: Curves, number: str, name: str, colour: int) -> list[Series]:
+        """The curve of a number of evaluations; none if no evaluation has it."""
+        x, y = curves.evaluation(number, self.unit_s is not None)
+        y = y if is_plain(number) else [100 * value for value in y]
+        return [Series(name, colour, self._scaled(x), y, dots=True)] if x else []
+
+    def _scaled(self, x: list[float]) -> list[float]:
+        return x if self.unit_s is None else [value / self.unit_s for value in x]
+
+
+def both_ways(curves: Sequence[Curves]) -> list[Along]:
+    """Over steps, and over time in a unit that suits the longest of the runs."""
+    seconds = max((each.seconds for each in curves), default=0.0)
+    size, unit = next((size, name) for most, size, name in UNITS if seconds < most)
+    return [Along("over steps", "step"), Along("over time", f"{unit} of training", size)]
 
 
 def _curves(curves: Curves, by_candidates: bool) -> str:
     if not curves.points:
-        return "<section><h2>Curves</h2><p class='note'>No step is done yet.</p></section>"
-    panels = []
-    size, unit = unit_of(curves.seconds)
-    for label, over_time in (("over steps", False), ("over time", True)):
-        scale = (lambda x: [value / size for value in x]) if over_time else (lambda x: x)
-        along = f"{unit} of training" if over_time else "step"
-        panels.append((label, _charts(curves, over_time, scale, along, by_candidates)))
+        return section("Curves", "<p class='note'>No step is done yet.</p>")
+    panels = [(along.choice, _charts(curves, along, by_candidates)) for along in both_ways([curves])]
     width = "" if curves.width == 1 else f" A point stands for {curves.width} steps."
-    return (
-        f"<section><h2>Curves</h2>{choice('along', panels)}<p class='note'>Faint: as measured. Strong: running mean "
-        f"(the learning rate: as set).{width} Time is that of the training steps, without evaluations and "
-        "saves.</p></section>"
+    return section(
+        "Curves",
+        choice("along", panels),
+        f"Faint: as measured. Strong: running mean (the learning rate: as set).{width} Time is that of the training "
+        "steps, without evaluations and saves.",
     )
 
 
-def _charts(
-    curves: Curves, over_time: bool, scale: Callable[[list[float]], list[float]], along: str, by_candidates: bool
-) -> str:
-    def line(name: str, label: str) -> Series:
-        x, y = curves.mean(name, over_time)
-        return Series(label, TRAIN, scale(x), y) if name in EXACT else noisy(label, TRAIN, scale(x), y)
-
-    evaluated = curves.evaluation("eval_loss", over_time)
-    loss = [line("loss", "train" if evaluated[0] else "")]
-    held_out = [Series("eval", EVAL, scale(evaluated[0]), evaluated[1], dots=True)] if evaluated[0] else []
+def _charts(curves: Curves, along: Along, by_candidates: bool) -> str:
+    held_out = along.of_evaluations(curves, "eval_loss", "eval", EVAL)
+    loss = along.of_steps(curves, "loss", "train" if held_out else "", TRAIN)
+    drawn: list[tuple[str, list[Series], str]]
     if by_candidates:  # two quantities: cross-entropy per question, and NLL per token of the right answers
-        figures = [chart(loss, f"loss over candidates by {along}", along, "loss over candidates")]
-        figures += [chart(held_out, f"loss per token by {along}", along, "loss per token")] if held_out else []
+        drawn = [("loss over candidates", loss, "loss over candidates")]
+        drawn += [("loss per token", held_out, "loss per token")] if held_out else []
     else:
-        figures = [chart(loss + held_out, f"loss by {along}", along, "loss")]
-    figures += _metric_charts(curves, over_time, scale, along)
+        drawn = [("loss", loss + held_out, "loss")]
+    left_out = {"eval_loss", "eval_tokens", "eval_rows", "eval_questions", "perplexity"}
+    names = [name for name in curves.evaluated if name not in left_out][:24]
+    for plain in (False, True):  # those in percent on one chart, the others on another
+        own = [name for name in names if is_plain(name) is plain]
+        found = [along.of_evaluations(curves, n, n.removeprefix("eval_"), i % 12) for i, n in enumerate(own)]
+        drawn += [("dev metrics", sum(found, []), "dev" if plain else "dev, times 100")] if own else []
     extra = [name for name in curves.names if name not in SHOWN_FIRST][:MOST_EXTRA]
     for name in ("learning_rate", *extra, "tokens_per_second", "gpu_gib", "host_gib"):
         if name in curves.names:
             label = LABELS.get(name, name.replace("_", " "))
-            figures.append(chart([line(name, "")], f"{label} by {along}", along, label[:40]))
-    return "<div class='charts'>" + "".join(f"<figure>{each}</figure>" for each in figures) + "</div>"
-
-
-def _metric_charts(
-    curves: Curves, over_time: bool, scale: Callable[[list[float]], list[float]], along: str
-) -> list[str]:
-    """Metrics of the dev questions: those in percent on one chart, the others on another."""
-    left_out = {"eval_loss", "eval_tokens", "eval_rows", "eval_questions", "perplexity"}
-    names = [name for name in curves.evaluated if name not in left_out][:24]
-    drawn = []
-    for plain in (False, True):
-        lines: list[Series] = []
-        for name in (name for name in names if is_plain(name) is plain):
-            x, y = curves.evaluation(name, over_time)
-            y = y if plain else [100 * value for value in y]
-            lines.append(Series(name.removeprefix("eval_"), len(lines) % 12, scale(x), y, dots=True))
-        if lines:
-            drawn.append(chart(lines, f"dev metrics by {along}", along, "dev" if plain else "dev, times 100"))
-    return drawn
+            drawn.append((label, along.of_steps(curves, name, "", TRAIN), label[:40]))
+    return charts(chart(lines, f"{title} by {along.label}", along.label, label) for title, lines, label in drawn)
 
 
 def now() -> str:

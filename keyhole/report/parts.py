@@ -1,17 +1,27 @@
-"""Sections of a run's page: memory and pace, the data, answers, decisions, events, the environment."""
+"""Sections of a run's page: memory and pace, where the time of a step goes, the data, answers, decisions, events, the
+environment.
 
+The time of a step is drawn from its trace, a lane each for upload, compute, write-back, and copies of gradients to the
+CPU. A span is the copy or the computation of one unit. Lanes work in parallel, so the lane without gaps bounds the
+step. The share of a lane is its busy time over the time of the step; overlapping spans of a lane count once. If there
+are more than MOST spans, neighbours are joined: a drawing of 700 units would not show more.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from itertools import groupby
-from typing import Any
 
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.machine.text import printable
-from keyhole.pages.frame import machine_text
-from keyhole.pages.style import COLOURS
+from keyhole.pages.frame import COLOURS, details, machine_text, section, table, th
 from keyhole.report.curves import Curves
-from keyhole.report.story import Answers, Sample, Story
-from keyhole.report.view import View
+from keyhole.report.story import Answers, Planned, Span, Story, View
 
+WIDTH, LEFT, RIGHT, LANE, TOP, BOTTOM = 860, 108, 76, 34, 8, 46
+LANES = ("upload", "compute", "write-back", "gradients")
+MOST = 400  # spans of a lane
+CROSSED = (("up_bytes", "up"), ("down_bytes", "down"))
 STYLE = """
 .progress{display:block;height:6px;border-radius:3px;background:var(--line);margin:18px 0 0;overflow:hidden}
 .progress span{display:block;height:100%;background:var(--glow)}
@@ -49,78 +59,147 @@ def size(count: float) -> str:
 def memory_and_pace(story: Story, curves: Curves) -> str:
     """Planned beside measured: memory of the device by its parts, host memory, seconds of a step."""
     plan, measured = story.planned, story.measured
-    device: list[tuple[str, Any, Any]] = []
-    device += [("GPU, planned", plan.get("device_bytes"), plan.get("parts"))] if story.device == "cuda" else []
-    device += [("GPU, measured", measured.get("device_bytes"), None)] if story.device == "cuda" else []
-    host: list[tuple[str, Any, Any]]
-    host = [("host, planned", plan.get("host_bytes"), None), ("host, measured", measured.get("host_bytes"), None)]
-    blocks = [_bars([row for row in rows if row[1]]) for rows in (device, host)]
-    pace = _pace(story, curves)
-    if not any(blocks) and not pace:
-        return ""
-    return (
-        f"<section><h2>Planned and measured</h2>{''.join(blocks)}{pace}<p class='note'>Host memory is what the process "
-        "holds while it trains, Python and libraries included.</p></section>"
+    device: list[tuple[str, float | None, dict[str, float]]]
+    device = [("GPU, planned", plan.device_bytes, plan.parts), ("GPU, measured", measured.get("device_bytes"), {})]
+    host: list[tuple[str, float | None, dict[str, float]]]
+    host = [("host, planned", plan.host_bytes, {}), ("host, measured", measured.get("host_bytes"), {})]
+    blocks = [
+        _bars([(name, count, parts) for name, count, parts in rows if count])
+        for rows in (device if story.device == "cuda" else [], host)
+    ]
+    return section(
+        "Planned and measured",
+        "".join(blocks) + _pace(plan, measured, curves),
+        "Host memory is what the process holds while it trains, Python and libraries included.",
     )
 
 
-def _bars(rows: list[tuple[str, float, dict[str, float] | None]]) -> str:
+def _bars(rows: list[tuple[str, float, dict[str, float]]]) -> str:
     if not rows:
         return ""
     most = max(count for _, count, _ in rows)
     lines, legend = [], ""
     for name, count, parts in rows:
-        spans, shown = "", {part: each for part, each in (parts or {}).items() if each > 0}
-        whole = sum(shown.values())
+        spans, shown = "", {part: each for part, each in parts.items() if each > 0}
+        scale = 100 * count / most / max(sum(shown.values()), 1e-9)
         for i, (part, each) in enumerate(shown.items()):
-            width = 100 * count / most * each / whole
-            spans += (
-                f"<span class='b{i % len(COLOURS)}' style='width:{width:.2f}%' title='{escape(part)}: {size(each)}'>"
-                "</span>"
-            )
-            legend += f"<li><span class='dot b{i % len(COLOURS)}'></span>{escape(part)} {size(each)}</li>"
+            width = scale * each
+            colour = f"b{i % len(COLOURS)}"
+            spans += f"<span class='{colour}' style='width:{width:.2f}%' title='{escape(part)}: {size(each)}'></span>"
+            legend += f"<li><span class='dot {colour}'></span>{escape(part)} {size(each)}</li>"
         spans = spans or f"<span style='width:{100 * count / most:.2f}%;background:var(--soft)'></span>"
         lines.append(f"<span>{escape(name)}</span><span class='stack'>{spans}</span><b>{size(count)}</b>")
     return f"<div class='sizes'>{''.join(lines)}</div>" + (f"<ul class='legend'>{legend}</ul>" if legend else "")
 
 
-def _pace(story: Story, curves: Curves) -> str:
-    plan, measured = story.planned, curves.step_seconds
-    seconds = plan.get("seconds") or {}
-    if not measured:
+def _pace(plan: Planned, measured: dict[str, float], curves: Curves) -> str:
+    if not curves.step_seconds:
         return ""
-    said = f"<p>A step takes <b>{measured:.3g} s</b>"
+    said = f"<p>A step takes <b>{curves.step_seconds:.3g} s</b>"
     said += f", {curves.pace:,.0f} tokens per second" if curves.pace else ""
-    if seconds.get("total"):
-        parts = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items() if name != "total" and value)
-        said += f"; planned <b>{seconds['total']:.3g} s</b>, bound by {escape(plan.get('bound_by', ''))} ({parts})"
-        said += f"; {escape(plan['source'])}" if plan.get("source") else ""
-    crossed = [f"{size(story.measured[name])} {way}" for name, way in CROSSED if story.measured.get(name)]
+    if plan.seconds.get("total"):
+        parts = ", ".join(f"{name} {value:.3g} s" for name, value in plan.seconds.items() if name != "total" and value)
+        said += f"; planned <b>{plan.seconds['total']:.3g} s</b>, bound by {escape(plan.bound_by)} ({escape(parts)})"
+        said += f"; {escape(plan.source)}" if plan.source else ""
+    crossed = [f"{size(measured[name])} {way}" for name, way in CROSSED if measured.get(name)]
     said += f". Over the link per step: {' and '.join(crossed)}" if crossed else ""
     return said + ".</p>"
 
 
-CROSSED = (("up_bytes", "up"), ("down_bytes", "down"))
+def step_time(story: Story) -> str:
+    """Where the time of a step goes; empty if no step was traced."""
+    if not story.spans:
+        return ""
+    lanes = [*LANES, *dict.fromkeys(lane for lane, *_ in story.spans if lane not in LANES)][:6]
+    own = {lane: sorted((begin, ms) for name, _, begin, ms in story.spans if name == lane) for lane in lanes}
+    own = {lane: spans for lane, spans in own.items() if spans}
+    end = max(begin + ms for spans in own.values() for begin, ms in spans)
+    start = min(0.0, *(spans[0][0] for spans in own.values()))
+    step_ms = 1e3 * story.traced_s or end - start
+    shares = {lane: busy(spans) / max(step_ms, 1e-9) for lane, spans in own.items()}
+    told = ", ".join(f"{lane} {100 * min(1.0, share):.0f} %" for lane, share in shares.items())
+    gap = "A gap in compute is a wait for an upload, or work outside of the units." if len(own) > 1 else ""
+    return section(
+        "Where the time of a step goes",
+        f"<figure class='trace'>{_drawing(own, shares, start, end)}<figcaption>Step {story.traced_step:,}, "
+        f"{1e-3 * step_ms:.3g} s, as traced. Busy: {escape(told)} of the step. {gap}</figcaption></figure>",
+    )
+
+
+def busy(spans: Sequence[tuple[float, float]]) -> float:
+    """The time that sorted spans cover; overlaps count once."""
+    total, reached = 0.0, float("-inf")
+    for begin, duration in spans:
+        end = begin + duration
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def fewer(spans: Sequence[tuple[float, float]], most: int = MOST) -> list[tuple[float, float]]:
+    """Sorted spans, with neighbours joined (smallest gaps first) until there are at most `most`."""
+    ends = [begin + duration for begin, duration in spans]
+    by_gap = sorted(range(1, len(spans)), key=lambda i: spans[i][0] - ends[i - 1])
+    joined = set(by_gap[: max(0, len(spans) - most)])  # with the one before
+    made: list[tuple[float, float]] = []
+    for i, (begin, duration) in enumerate(spans):
+        if i in joined:
+            first, length = made[-1]
+            made[-1] = first, max(first + length, ends[i]) - first
+        else:
+            made.append((begin, duration))
+    return made
+
+
+def _drawing(lanes: dict[str, list[tuple[float, float]]], shares: dict[str, float], start: float, end: float) -> str:
+    height = TOP + LANE * len(lanes) + BOTTOM
+    scale = (WIDTH - LEFT - RIGHT) / max(end - start, 1e-9)
+    parts = []
+    for row, (lane, spans) in enumerate(lanes.items()):
+        y = TOP + LANE * row
+        parts.append(f'<text class="axis" x="{LEFT - 10}" y="{y + 21}" text-anchor="end">{escape(lane[:12])}</text>')
+        parts.append(f'<rect class="lane" x="{LEFT}" y="{y + 4}" width="{WIDTH - LEFT - RIGHT}" height="{LANE - 8}"/>')
+        for begin, duration in fewer(spans):
+            x, width = LEFT + (begin - start) * scale, max(duration * scale, 0.6)
+            parts.append(
+                f'<rect class="f{row}" x="{x:.1f}" y="{y + 4}" width="{width:.1f}" height="{LANE - 8}">'
+                f"<title>{escape(lane)}: {duration:.2f} ms</title></rect>"
+            )
+        share = f"{100 * min(1.0, shares[lane]):.0f} %"
+        parts.append(f'<text class="axis" x="{WIDTH - RIGHT + 10}" y="{y + 21}">{share}</text>')
+    bottom = TOP + LANE * len(lanes)
+    for i in range(5):
+        at = start + (end - start) * i / 4
+        x_text = f"{LEFT + (at - start) * scale:.1f}"
+        parts.append(f'<line class="grid" x1="{x_text}" x2="{x_text}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(f'<text class="tick" x="{x_text}" y="{bottom + 18}" text-anchor="middle">{_tick(at)}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text class="axis" x="{middle}" y="{height - 6}" text-anchor="middle">milliseconds</text>')
+    label = "upload, compute and write-back during one step"
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _tick(at_ms: float) -> str:
+    """Three digits, or all of a whole number: `1,014`, not `1.01e+03`."""
+    return f"{at_ms:,.0f}" if at_ms >= 999.5 else f"{at_ms:.3g}"
+
+
+def spans_of(rows: Sequence[Span]) -> list[Span]:
+    """Spans as saved: rounded to a microsecond."""
+    return [(lane, label, round(begin, 3), round(duration, 3)) for lane, label, begin, duration in rows]
 
 
 def data(story: Story) -> str:
     """Rows of the data, with trained tokens marked."""
-    if not story.samples:
-        return ""
-    shown = "".join(_sample(sample) for sample in story.samples)
-    return (
-        f"<section><h2>The data</h2>{shown}<p class='note'>The first rows, token by token. Marked: trained on; the "
-        "rest is only read.</p></section>"
-    )
-
-
-def _sample(sample: Sample) -> str:
-    runs = "".join(
-        "".join(f"<span{' class=on' if trained else ''}>{escape(word)}</span>" for word in words)
-        for trained, words in sample.runs
-    )
-    head = " · ".join(escape(printable(text, 300)) for text in (sample.where, sample.about) if text)
-    return f"<div class='sample'><h4>{head}</h4><div class='tokens'>{runs}</div></div>"
+    shown = ""
+    for sample in story.samples:
+        runs = "".join(
+            "".join(f"<span{' class=on' if trained else ''}>{escape(word)}</span>" for word in words)
+            for trained, words in sample.runs
+        )
+        head = " · ".join(escape(printable(text, 300)) for text in (sample.where, sample.about) if text)
+        shown += f"<div class='sample'><h4>{head}</h4><div class='tokens'>{runs}</div></div>"
+    return section("The data", shown, "The first rows, token by token. Marked: trained on; the rest is only read.")
 
 
 def answers(story: Story) -> str:
@@ -128,59 +207,48 @@ def answers(story: Story) -> str:
     if not story.answers:
         return ""
     *earlier, last = story.answers
-    folded = "".join(
-        f"<details><summary>after step {each.step:,}</summary>{_answer_table(each)}</details>"
-        for each in reversed(earlier)
-    )
+    folded = "".join(details(f"after step {each.step:,}", _answer_table(each)) for each in reversed(earlier))
     about = f": {escape(last.about)}" if last.about else ""
-    tables = f"<p>After step {last.step:,}{about}.</p>{_answer_table(last)}{folded}"
-    return f"<section><h2>Sample answers</h2>{tables}</section>"
+    return section("Sample answers", f"<p>After step {last.step:,}{about}.</p>{_answer_table(last)}{folded}")
 
 
 def _answer_table(found: Answers) -> str:
     marks = {True: "<span class='yes'>right</span>", False: "<span class='no'>wrong</span>", None: ""}
-    rows = "".join(
+    head = [th("prompt"), th("the model", "left"), th("the data", "left"), th("")]
+    rows = [
         f"<tr><td data-of='prompt'>{escape(row.prompt)}</td><td data-of='the model'>{escape(row.said)}</td>"
         f"<td data-of='the data'>{escape(row.expected)}</td><td>{marks[row.right]}</td></tr>"
         for row in found.rows
-    )
-    return (
-        "<div class='scroll'><table class='small answers'><thead><tr><th>prompt</th><th class='left'>the model</th>"
-        f"<th class='left'>the data</th><th></th></tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+    ]
+    return table(head, rows, "small answers")
 
 
 def decisions(story: Story) -> str:
     """The start block. A line `key: text` is a row; indented lines belong to the line before."""
     lines = [line[2:] if line.startswith("  ") else line for line in story.lines[1:]]
-    if not lines:
-        return ""
-    rows = []
+    rows = ""
     for inner, group in groupby(lines, key=lambda line: line.startswith(" ")):
         if inner:
             text = "\n".join(group)
-            rows.append(f"<dt></dt><dd><details><summary>each</summary><pre>{escape(text)}</pre></details></dd>")
+            rows += f"<dt></dt><dd>{details('each', f'<pre>{escape(text)}</pre>')}</dd>"
             continue
         for line in group:
             key, colon, text = line.partition(": ")
             key, text = (key, text) if colon and len(key) <= 24 else ("", line)
-            rows.append(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>")
-    return f"<section><h2>What was decided, and why</h2><dl class='why'>{''.join(rows)}</dl></section>"
+            rows += f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>"
+    return section("What was decided, and why", f"<dl class='why'>{rows}</dl>" if rows else "")
 
 
 def events(story: Story) -> str:
     """The printed lines of the run."""
-    if not story.events:
-        return ""
-    text = "\n".join(story.events)
-    return f"<section><h2>What happened</h2><pre class='log'>{escape(text)}</pre></section>"
+    text = escape("\n".join(story.events))
+    return section("What happened", f"<pre class='log'>{text}</pre>" if text else "")
 
 
 def environment(view: View) -> str:
     """Machine and settings."""
-    try:
+    machine = ""
+    with suppress(KeyError, TypeError, AttributeError):  # not written by machine/probe.py
         machine = machine_text(view.environment) if view.environment else ""
-    except (KeyError, TypeError, AttributeError):  # not written by machine/probe.py
-        machine = ""
-    config = f"<details><summary>config.yaml</summary><pre>{escape(view.config)}</pre></details>" if view.config else ""
-    return f"<section><h2>Settings and machine</h2>{config}{machine}</section>" if config or machine else ""
+    config = details("config.yaml", f"<pre>{escape(view.config)}</pre>") if view.config else ""
+    return section("Settings and machine", config + machine)

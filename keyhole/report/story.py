@@ -1,4 +1,4 @@
-"""run/report.json: the contents of a run's page besides the metrics. The page is made of it and of metrics.jsonl.
+"""run/report.json: the contents of a run's page besides the metrics; and all that a page needs, from a run's files.
 
     lines       the start block: decisions and their reasons
     planned     planned bytes on the device by part, host bytes, seconds of a step; measured: the measured ones
@@ -8,23 +8,36 @@
     events      the printed lines, except those of steps
     state       running, done, stopped or failed; outcome has details
 
-The file may be untrusted: on reading, a value of the wrong type is left out, and texts and lists are cut at a limit.
+Files may be untrusted: they are read up to a size, what is of a wrong type is left out, and texts and lists are cut.
+Missing information is left out of the page: a run without run/report.json still gets one.
 """
 
 import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import yaml
+
+from keyhole import assets
 from keyhole.disk.files import read_small, write_text
 from keyhole.disk.json_text import json_text
-from keyhole.report.entries import finite
+from keyhole.disk.typed_json import decode
+from keyhole.errors import UserError
+from keyhole.limits import Limit, NotNegative
+from keyhole.machine.text import printable
+from keyhole.report.curves import Curves, read_curves
 
 FORMAT = 1
-MOST_BYTES = 32 * 2**20
-MOST_TEXT, MOST_LINES, MOST_EVENTS, MOST_SPANS, MOST_ANSWERS = 4000, 2000, 60, 4000, 6
+MOST_STORY, MOST_SMALL = 2**25, 2**22  # bytes
+MOST, MOST_EVENTS, MOST_ANSWERS = 4000, 60, 6  # characters of a text and items of a list, lines, evaluations
+METRICS, STORY, PAGE = "metrics.jsonl", "report.json", "report.html"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
-Span = tuple[str, str, float, float]
+Number = Annotated[int, Limit(0, 2**53)]
+Span = tuple[str, str, float, NotNegative]
 
 
 @dataclass
@@ -41,7 +54,7 @@ class Answer:
 class Answers:
     """The answers of one evaluation; about: how they were made."""
 
-    step: int
+    step: Number
     about: str
     rows: list[Answer] = field(default_factory=list)
 
@@ -53,6 +66,18 @@ class Sample:
     where: str
     about: str
     runs: list[tuple[bool, list[str]]] = field(default_factory=list)
+
+
+@dataclass
+class Planned:
+    """What was planned: bytes on the device by part, host bytes, seconds of a step by what takes them."""
+
+    device_bytes: NotNegative = 0.0
+    parts: dict[str, NotNegative] = field(default_factory=dict)
+    host_bytes: NotNegative = 0.0
+    seconds: dict[str, NotNegative] = field(default_factory=dict)
+    bound_by: str = ""
+    source: str = ""
 
 
 @dataclass
@@ -68,20 +93,20 @@ class Story:
     outcome: str = ""
     began: str = ""
     updated: str = ""
-    total: int = 0
+    total: Number = 0
     lines: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
-    planned: dict[str, Any] = field(default_factory=dict)
-    measured: dict[str, float] = field(default_factory=dict)
-    traced_step: int = 0
-    traced_s: float = 0.0  # seconds of that step
+    planned: Planned = field(default_factory=Planned)
+    measured: dict[str, NotNegative] = field(default_factory=dict)
+    traced_step: Number = 0
+    traced_s: NotNegative = 0.0  # seconds of that step
     spans: list[Span] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     answers: list[Answers] = field(default_factory=list)
 
     def happened(self, line: str) -> None:
         """Adds a printed line; only the last ones are kept."""
-        self.events = [*self.events[1 - MOST_EVENTS :], line[:MOST_TEXT]]
+        self.events = [*self.events[1 - MOST_EVENTS :], line[:MOST]]
 
     def answered(self, answers: Answers) -> None:
         """Adds the answers of an evaluation; the first and the newest evaluations are kept."""
@@ -100,79 +125,88 @@ def write_story(path: Path, story: Story) -> None:
 
 def read_story(path: Path) -> Story | None:
     """The content of the file; None if it is missing or invalid."""
+    found = _object(path, MOST_STORY)
+    story: Story | None = decode(found, Story, MOST) if found.get("format") == FORMAT else None
+    return story
+
+
+@dataclass
+class View:
+    """One run. directory: its run/. unreadable: the lines of its metrics that are left out."""
+
+    name: str
+    directory: Path
+    story: Story
+    curves: Curves
+    environment: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    unreadable: int = 0
+
+    @property
+    def by_candidates(self) -> bool:
+        """Whether the loss of training is one over candidates; that of evaluations is always one per token."""
+        return self.settings.get("loss") == "candidates"
+
+    @property
+    def title(self) -> str:
+        """`zo on opt-13b`; of a model directory, only its name."""
+        model = "demo" if self.story.model == str(assets.MODEL) else self.story.model
+        is_path = os.path.isabs(model) or model.startswith(("./", "../", "~"))
+        model = os.path.basename(os.path.normpath(model)) if is_path else model
+        return f"{self.story.method} on {model}" if self.story.method else self.name
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run/ directories of these paths, without duplicates, in order: a path is that of a run (output_dir, or its
+    run/), or holds several, one level below or in runs/."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        here = [place for place in (path / "run", path) if os.path.isfile(place / METRICS)][:1]
+        if not here:  # os.path: Path.is_file raises if a directory may not be searched
+            try:
+                below = [each for each in sorted(path.iterdir()) if each.is_dir()] if path.is_dir() else []
+            except OSError as error:
+                raise UserError(f"{printable(path)} cannot be read: {error.strerror}") from error
+            with suppress(OSError):
+                below += sorted(each for each in (path / "runs").iterdir() if each.is_dir())
+            here = [each / "run" for each in below if os.path.isfile(each / "run" / METRICS)]
+        if not here:
+            raise UserError(
+                f"{printable(path)}: no run is here; name the output_dir of a run (it has run/{METRICS}), or a "
+                "directory that holds several"
+            )
+        found |= dict.fromkeys(here)
+    return list(found)
+
+
+def read_view(directory: Path, name: str | None = None) -> View:
+    """A run from its run/ directory."""
     try:
-        found = json.loads(read_small(path, MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        return None
-    made = Story()
-    for name in ("run", "title", "method", "model", "device", "state", "outcome", "began", "updated"):
-        setattr(made, name, _text(found.get(name), getattr(made, name)))
-    made.total, made.traced_step = _whole(found.get("total")), _whole(found.get("traced_step"))
-    made.traced_s = max(0.0, finite(found.get("traced_s")) or 0.0)
-    made.lines = [_text(line) for line in _list(found.get("lines"), MOST_LINES)]
-    made.events = [_text(line) for line in _list(found.get("events"), MOST_EVENTS)]
-    made.planned = _planned(_dict(found.get("planned")))
-    made.measured = _numbers(_dict(found.get("measured")))
-    made.spans = [span for row in _list(found.get("spans"), MOST_SPANS) if (span := _span(row)) is not None]
-    made.samples = [_sample(_dict(row)) for row in _list(found.get("samples"), 10)]
-    made.answers = [_answers(_dict(row)) for row in _list(found.get("answers"), MOST_ANSWERS)]
-    return made
+        curves, unreadable = read_curves(directory / METRICS)
+    except OSError as error:
+        raise UserError(f"{printable(directory / METRICS)} cannot be read: {error.strerror or error}") from error
+    config, settings = "", None
+    with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
+        config = read_small(directory / "config.yaml", MOST_SMALL).decode("utf-8", "replace")
+        if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(config)):  # expands when it is shown
+            settings = yaml.safe_load(config)
+    settings = settings if isinstance(settings, dict) else {}
+    story = read_story(directory / STORY)
+    if story is None:
+        method, model = (printable(settings.get(key, ""), 200) for key in ("method", "model"))
+        asked = settings.get("max_steps")
+        total = asked if isinstance(asked, int) and 0 < asked < 2**53 else curves.last_step
+        state = DONE if curves.last_step >= total else ""
+        story = Story(method=method, model=model, title=f"{method} on {model}", total=total, state=state)
+    environment = _object(directory / "env.json", MOST_SMALL)
+    name = name or directory.absolute().parent.name
+    return View(name, directory, story, curves, environment, config, settings, unreadable)
 
 
-def _text(value: Any, otherwise: str = "") -> str:
-    return value[:MOST_TEXT] if isinstance(value, str) else otherwise
-
-
-def _whole(value: Any) -> int:
-    number = finite(value)
-    return min(int(number), 2**53) if number is not None and number >= 0 else 0
-
-
-def _list(value: Any, most: int) -> list[Any]:
-    return value[:most] if isinstance(value, list) else []
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _numbers(value: dict[str, Any]) -> dict[str, float]:
-    return {_text(name): n for name, each in list(value.items())[:50] if (n := finite(each)) is not None and n >= 0}
-
-
-def _planned(value: dict[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = _numbers(value)
-    parts = {name: _numbers(_dict(value.get(name))) for name in ("parts", "seconds")}
-    texts = {name: _text(value.get(name)) for name in ("bound_by", "source")}
-    return kept | {name: each for name, each in (parts | texts).items() if each}
-
-
-def _span(row: Any) -> Span | None:
-    if not isinstance(row, list) or len(row) != 4:
-        return None
-    begin, duration = finite(row[2]), finite(row[3])
-    if begin is None or duration is None or duration < 0:
-        return None
-    return _text(row[0]), _text(row[1]), begin, duration
-
-
-def _sample(row: dict[str, Any]) -> Sample:
-    runs = [(bool(run[0]), run[1]) for run in _list(row.get("runs"), 200) if isinstance(run, list) and len(run) == 2]
-    shown = [(trained, [_text(word) for word in _list(words, 1000)]) for trained, words in runs]
-    return Sample(_text(row.get("where")), _text(row.get("about")), shown)
-
-
-def _answers(row: dict[str, Any]) -> Answers:
-    found = [_dict(each) for each in _list(row.get("rows"), 20)]
-    rows = [
-        Answer(
-            _text(each.get("prompt")),
-            _text(each.get("said")),
-            _text(each.get("expected")),
-            each["right"] if isinstance(each.get("right"), bool) else None,
-        )
-        for each in found
-    ]
-    return Answers(_whole(row.get("step")), _text(row.get("about")), rows)
+def _object(path: Path, most_bytes: int) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is none."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_small(path, most_bytes))
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -19,11 +19,12 @@ from statistics import fmean
 
 import torch
 
+from keyhole.disk.typed_json import finite
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
-from keyhole.report.entries import Entry, finite
+from keyhole.report.entries import Entry
 from keyhole.training.metrics import memory_gib
 from keyhole.training.observer import Observer, Progress, Reading
 from keyhole.training.planning import pace_line

@@ -11,7 +11,7 @@ is written before the first step and the last one when the run ends, also after 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,8 @@ from keyhole.offload.timeline import Timeline
 from keyhole.report.curves import Curves
 from keyhole.report.entries import Entry
 from keyhole.report.page import make_page, now
-from keyhole.report.step_time import spans_of
-from keyhole.report.story import FAILED, RUNNING, Sample, Story, read_story, write_story
-from keyhole.report.view import PAGE, STORY, View
+from keyhole.report.parts import spans_of
+from keyhole.report.story import FAILED, PAGE, RUNNING, STORY, Planned, Sample, Story, View, read_story, write_story
 from keyhole.training.display import Display
 from keyhole.training.metrics import resident_bytes
 from keyhole.training.observer import Observer, Reading
@@ -152,22 +151,23 @@ def begin_view(
     return View(name, directory.run, story, curves, machine, to_yaml(config), settings)
 
 
-def planned(model: Model, method: str, tokens: float | None = None) -> dict[str, Any]:
+def planned(model: Model, method: str, tokens: float | None = None) -> Planned:
     """The planned bytes by part, host bytes, and seconds of a step with this number of tokens."""
-    found: dict[str, Any] = {}
-    if model.device.type == "cuda" and METHODS[method].streams:
+    made = Planned()
+    if not METHODS[method].streams:
+        return made
+    if model.device.type == "cuda":
         assert model.placed is not None
-        parts = model.placed.device_bytes
-        found["device_bytes"] = parts.total
-        found["parts"] = {each.name: getattr(parts, each.name) for each in fields(parts) if getattr(parts, each.name)}
+        made.device_bytes = model.placed.device_bytes.total
+        made.parts = {name: count for name, count in asdict(model.placed.device_bytes).items() if count}
     prediction = predict(model, method, tokens)
-    if prediction is not None and METHODS[method].streams:
-        found["host_bytes"] = prediction.host_bytes
+    if prediction is not None:
+        made.host_bytes = prediction.host_bytes
     if prediction is not None and prediction.seconds is not None:
         step = prediction.seconds
-        found["seconds"] = {"total": step.total, "compute": step.compute, "link": step.link, "CPU": step.cpu}
-        found |= {"bound_by": step.bound_by, "source": prediction.source}
-    return found
+        made.seconds = {"total": step.total, "compute": step.compute, "link": step.link, "CPU": step.cpu}
+        made.bound_by, made.source = step.bound_by, prediction.source
+    return made
 
 
 def add_samples(story: Story, data: Data, tokenizer: Any) -> None:

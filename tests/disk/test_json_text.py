@@ -21,7 +21,7 @@ from keyhole.disk.json_text import check_result_file, json_text, read_json
 from keyhole.disk.json_text import write_result as write_file
 from keyhole.errors import UserError
 from keyhole.pages.frame import page
-from keyhole.report.story import Story, read_story, write_story
+from keyhole.report.story import Planned, Story, read_story, write_story
 from keyhole.training.selection import Selection
 from tests.compare.comparisons import write
 
@@ -88,7 +88,9 @@ def test_results_of_a_comparison_are_json(tmp_path: Path) -> None:
 
 def test_the_story_of_a_run_is_json(tmp_path: Path) -> None:
     """A plan without an end, a pace of nothing."""
-    write_story(tmp_path / "report.json", Story(planned={"seconds": {"link": math.inf}}, measured={"pace": math.nan}))
+    write_story(
+        tmp_path / "report.json", Story(planned=Planned(seconds={"link": math.inf}), measured={"pace": math.nan})
+    )
     parsed((tmp_path / "report.json").read_text())
     assert read_story(tmp_path / "report.json").measured == {}
 

@@ -25,8 +25,7 @@ from keyhole.plan.table import Question, rows
 from keyhole.report import compared
 from keyhole.report import page as run_page
 from keyhole.report.curves import Curves
-from keyhole.report.story import Answer, Answers, Sample, Story
-from keyhole.report.view import View
+from keyhole.report.story import Answer, Answers, Planned, Sample, Story, View
 
 LONG = "meta-llama/Llama-3.1-70B-Instruct-with-a-name-that-goes-on"
 ENVIRONMENT = {
@@ -60,8 +59,8 @@ def story() -> Story:
     return Story(
         "id", "", "zo", LONG, "cuda", "running", "", "2026-11-16 08:00", "2026-11-16 09:00", 100_000,
         [*lines, f"  train: /a/very/long/path/{'that/goes/on/' * 12}train.jsonl"], ["warning: " + "w" * 400],
-        {"device_bytes": 8e9, "parts": {"homes": 3e9, "slots": 2e9, "activations": 2.5e9}, "host_bytes": 1.4e11,
-         "seconds": {"total": 0.47, "compute": 0.2, "link": 0.45, "CPU": 0.0}, "bound_by": "link", "source": "s"},
+        Planned(8e9, {"homes": 3e9, "slots": 2e9, "activations": 2.5e9}, 1.4e11,
+                {"total": 0.47, "compute": 0.2, "link": 0.45, "CPU": 0.0}, "link", "s"),
         {"device_bytes": 7.6e9, "host_bytes": 1.39e11, "up_bytes": 1.3e11, "down_bytes": 1.3e11}, 3, 0.46, spans,
         [Sample("train.jsonl, line 1", "9 tokens", [(False, words), (True, [" red", "<|end|>"])])],
         [Answers(10, "greedy", rows), Answers(20, "greedy", rows)],

@@ -22,8 +22,7 @@ from keyhole.report import compared
 from keyhole.report import page as run_page
 from keyhole.report.compared import cells, name_runs, table
 from keyhole.report.curves import Curves
-from keyhole.report.story import Story, write_story
-from keyhole.report.view import View, find_runs, read_view
+from keyhole.report.story import Story, View, find_runs, read_view, write_story
 
 EVIL = "<script>alert(1)</script>\"'&"
 NAMES = st.sampled_from(

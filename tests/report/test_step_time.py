@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from keyhole.report.step_time import busy, fewer, step_time
+from keyhole.report.parts import busy, fewer, step_time
 from keyhole.report.story import Story
 
 spans = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10)), min_size=1, max_size=40).map(sorted)

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
-from keyhole.report.story import MOST_ANSWERS, Answer, Answers, Sample, Story, read_story, write_story
-from keyhole.report.view import View
+from keyhole.report.story import MOST_ANSWERS, Answer, Answers, Planned, Sample, Story, View, read_story, write_story
 
 WHOLE = Story(
     run="1", title="t", method="zo", model="m", device="cuda", state="done", outcome="o", began="b", updated="u",
-    total=7, lines=["a: b"], events=["e"], planned={"device_bytes": 3.0, "parts": {"homes": 1.0}, "bound_by": "link"},
+    total=7, lines=["a: b"], events=["e"], planned=Planned(3.0, {"homes": 1.0}, bound_by="link"),
     measured={"host_bytes": 5.0}, traced_step=3, traced_s=0.5, spans=[("upload", "page 1", 0.0, 1.0)],
     samples=[Sample("w", "a", [(True, ["x", "y"])])], answers=[Answers(4, "g", [Answer("p", "s", "e", True)])],
 )  # fmt: skip

@@ -17,8 +17,7 @@ from keyhole.data.dataset import Dataset
 from keyhole.errors import NonFinite
 from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
-from keyhole.report.story import Story, read_story
-from keyhole.report.view import View, read_view
+from keyhole.report.story import Story, View, read_story, read_view
 from keyhole.training import loop, model_and_method, reports
 from keyhole.training.reports import EVERY_S, RunPage
 from keyhole.training.sample_answers import generated
@@ -168,7 +167,7 @@ def test_a_step_is_traced_on_a_gpu(make: Make, method: str, monkeypatch: pytest.
     told = story(config)
     assert {lane for lane, *_ in told.spans} >= {"upload", "compute"} and told.traced_step == 3
     assert all(ms >= 0 and begin + ms <= 1e3 * told.traced_s * 3 for _, _, begin, ms in told.spans)
-    assert told.planned["device_bytes"] > 0 and told.measured["device_bytes"] > 0
+    assert told.planned.device_bytes > 0 and told.measured["device_bytes"] > 0
     assert "GPU, planned" in page(config) and "GPU, measured" in page(config)
 
 
