@@ -2,7 +2,7 @@
 
 All token ids are in one int32 array and all masks in one bool array, with the start of every sample beside them; lists
 of Python ints would take 40 bytes per token. A *row* is one row of a batch: one sample, or several samples packed into
-max_length tokens (model/best_fit.py). Rows are built on access:
+max_length tokens (model/rows.py). Rows are built on access:
 
     row.input_ids      the ids of its samples, one after another
     row.labels         the id where trained, -100 elsewhere and at the first token of every sample, so that

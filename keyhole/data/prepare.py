@@ -33,7 +33,7 @@ from keyhole.data.sources import layout_of, with_columns
 from keyhole.data.tokens import Tokenizer, content_of, pad_token_id, unknown_id
 from keyhole.errors import UserError, listed
 from keyhole.machine.progress import tell
-from keyhole.model.best_fit import pack
+from keyhole.model.rows import pack
 
 LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24

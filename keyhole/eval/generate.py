@@ -27,7 +27,7 @@ from keyhole.data.tasks.question import Question
 from keyhole.errors import NonFinite
 from keyhole.eval.rows import BATCH_TOKENS, not_finite
 from keyhole.model.model import Model
-from keyhole.model.rank_duties import generation_ranks
+from keyhole.ranks import Ranks
 
 MOST_ROWS = 64
 PLAIN = {"do_sample": False, "num_beams": 1}  # greedy; the model's own generation_config.json is then put aside
@@ -76,12 +76,13 @@ def continue_prompts(
     (default: greedy, regardless of the model's own settings); apart: see answer_prompts."""
     settings = PLAIN if settings is None else settings
     answers = [""] * len(prompts)
-    own = generation_ranks(model).share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
+    ranks = Ranks() if model.sharded else model.ranks  # each visit is a collective, and lengths of answers are unknown
+    own = ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
     for batch in watch(own):
         texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop, settings=settings, apart=apart)
         for i, text in zip(batch, texts, strict=True):
             answers[i] = text
-    for theirs in generation_ranks(model).objects({i: answers[i] for batch in own for i in batch}):
+    for theirs in ranks.objects({i: answers[i] for batch in own for i in batch}):
         for i, text in theirs.items():
             answers[i] = text
     return answers

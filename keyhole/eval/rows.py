@@ -19,7 +19,6 @@ from keyhole.data.dataset import Sample
 from keyhole.data.loader import collate
 from keyhole.errors import NonFinite
 from keyhole.model.model import Model
-from keyhole.model.rank_duties import evaluation_share
 from keyhole.model.weights.finite import first_bad_tensor
 
 BATCH_TOKENS = 4096
@@ -82,10 +81,11 @@ def evaluated(
     batches = plan_batches(lengths, batch_tokens)
     together = passes if model.engine.streamed else 1
     groups = [batches[i : i + together] for i in range(0, len(batches), together)]
-    own, spare = evaluation_share(model, groups)
+    own = model.ranks.share(groups)
     for group in watch(own):
         yield from zip(group, run(group), strict=True)
-    for group in spare:
+    most = -(-len(groups) // model.ranks.size)
+    for group in groups[:1] * (most - len(own)) if model.sharded else ():  # visits are collectives of all ranks
         run(group)
 
 

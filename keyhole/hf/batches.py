@@ -7,7 +7,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
-from keyhole.model.shared_rows import IGNORED
+from keyhole.model.rows import IGNORED
 
 # Redundant for packed samples: position_ids say the same
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

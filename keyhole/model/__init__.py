@@ -8,19 +8,9 @@ model.py     Model, which ties these together
 batch.py     a batch on its way to the device
 objective.py     the loss of a batch: over tokens, or over candidates
 classification.py   models that classify a text
-attached.py  the methods that train a model: the interface to them, and updates that they have deferred
-by_hand.py   what a caller changes in the module between steps
-rank_duties.py   what one of several ranks does for a model
+attached.py  the methods that train a model: what they have deferred, and what a caller changes by hand
 recorder.py      CUDA graphs: key, room, capture, verify, replay
 spare_memory.py  device memory for what makes steps faster and need not be, such as CUDA graphs
-
-Rows that are computed together:
-
-row_rules.py     which rows of a model may be
-packing.py   samples packed into one row: how a model is told
-best_fit.py  which samples go into which row
-apart.py     tests that packed samples do not attend to each other
-shared_rows.py   candidates that differ in their last token share a row
-joined_rows.py   short rows of candidates are put behind each other in one row
-causality.py     tests that a position depends on the tokens before it alone, without which no rows are shared or joined
+rows.py      rows that are computed together: shared, joined or packed
+row_rules.py     which of it a model allows, tested on the model itself
 """

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError, warn
-from keyhole.model.joined_rows import join
 from keyhole.model.objective import PER_ROW, Candidates, check_candidates, places
-from keyhole.model.packing import is_packed, separate
-from keyhole.model.shared_rows import IGNORED, find_shared, is_on_host
+from keyhole.model.rows import IGNORED, find_shared, is_on_host, is_packed, join, separate
 
 Batch = Mapping[str, torch.Tensor]
 PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -31,7 +29,7 @@ PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 @dataclass
 class DeviceBatch:
     """Inputs of the decoder, and for the N trained tokens their positions, targets and rows of the batch. Inputs may
-    have fewer rows than the batch (shared_rows.py); a position then has several targets."""
+    have fewer rows than the batch (rows.py); a position then has several targets."""
 
     inputs: dict[str, torch.Tensor]
     index_N: torch.Tensor  # into the flattened [B * T] positions
@@ -173,8 +171,8 @@ def hides_tokens(mask: torch.Tensor | None) -> bool:
 
 def to_device(batch: Batch, device: torch.device, shares: bool = False, most: int = 0) -> DeviceBatch:
     """Copies a checked batch to the device. shares: rows that differ in their last token become one
-    (shared_rows.py), for passes without a backward pass; most: rows may also be joined to rows of as many tokens
-    (joined_rows.py)."""
+    (rows.py), for passes without a backward pass; most: rows may also be joined to rows of as many tokens
+    (rows.py)."""
     labels_BT = batch["labels"].long()  # collators also return 32 bits
     next_BT = torch.full_like(labels_BT, IGNORED)
     next_BT[:, :-1] = labels_BT[:, 1:]

@@ -9,9 +9,7 @@
     binding   what the module's parameters point to at the moment (model/forward/binding.py)
     head      batches -> hidden states -> logits (model/forward/head.py), or -> logits of classes (classification.py)
     device_weights    a unit's weights on the device, in the dtype of compute (model/forward/device_weights.py)
-    methods   the methods that train it, and the updates that they have deferred (model/attached.py)
-    low_rank  factors that are trained beside the weights of linear layers (model/forward/low_rank.py), if any
-    by_hand   what a caller has changed in the module between steps (model/by_hand.py)
+    methods   the methods that train it, what they have deferred, and what a caller has changed (model/attached.py)
     row_rules     which rows may be computed together (model/row_rules.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
@@ -19,7 +17,7 @@ Between sweeps every parameter points to its home, so the module can be read or 
 (model/forward/lockstep.py), or a `Generation` (model/forward/generate.py), which loads each unit when its one pass
 enters it. Without a conductor a resident model behaves like any PyTorch module.
 This file says what a model consists of and what its callers may use; what a method here passes on is explained where it
-is done. What one of several ranks does for a model is in model/rank_duties.py.
+is done.
 Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
@@ -35,9 +33,8 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
-from keyhole.model.attached import Addon, Attached, AttachedMethods, Placed
+from keyhole.model.attached import Addon, Attached, AttachedMethods
 from keyhole.model.batch import Batch, DeviceBatch, as_list
-from keyhole.model.by_hand import ByHand
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward import generate as generation
@@ -51,8 +48,8 @@ from keyhole.model.forward.lockstep import Lockstep, Serve
 from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
-from keyhole.model.rank_duties import writes_home
 from keyhole.model.row_rules import RowRules
+from keyhole.model.spare_memory import Placed
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.skeleton import is_classifier
@@ -104,22 +101,22 @@ class Model:
         self.embedding: nn.Embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
-        self.methods = AttachedMethods(self)
-        self.addon: Addon | None = None
-        self.low_rank: LowRank | None = None  # factors trained beside the weights of linear layers
         self.factored: set[int] = set()  # ids of modules whose forward asks for them
         self._lockstep = Lockstep()
         self._lockstep.expect = weakly(self.expect)
         self.patches, self.changes = Patches(), changes or Changes()
         self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
         self._put_back.atexit = False  # nothing to restore when the process ends
-        foreign = frozenset(page for page in engine.shared if not writes_home(self, page))
+        foreign = frozenset(page for page in engine.shared if page % self.ranks.local_size != self.ranks.local_rank)
         self.homes = Homes(layout, engine.homes, formats, self.device, foreign, engine.parts())
         self.sharded = bool(engine.parts())
-        self.by_hand, self.row_rules = ByHand(module, layout, self.homes), RowRules(self)
         self.call_others: Callable[[str], None] = lambda what: None  # leader: makes the other ranks write their parts
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self.device_weights = DeviceWeights(engine, self.binding, formats)
+        self.methods = AttachedMethods(module, self.device_weights, self.ranks, placed)
+        tests = not self.classifies and not self.sharded
+        table_rows = layout.table.shape[0]
+        self.row_rules = RowRules(module, weakly(self._nll_by_token), table_rows, self.device, self.dtype, tests)
         self._stack_pages: dict[str, set[int]] = {}  # pages of each stack of experts that is cut, by its name
         for unit in layout.units:
             if unit.expert is not None:
@@ -163,7 +160,7 @@ class Model:
 
     def send(self, batches: list[Batch], shares: bool = False, joins: bool = False) -> list[DeviceBatch]:
         """Checked batches, copied to the device. For passes without a backward pass: shares: candidates may share a row
-        (shared_rows.py); joins: short rows may be joined (joined_rows.py)."""
+        (rows.py); joins: short rows may be joined."""
         shares, most = self.row_rules.of(batches, shares, joins)
         sent = [self.head.to_device(one, self.device, shares, most) for one in batches]
         self.row_rules.check_packed(batches, sent)
@@ -172,6 +169,9 @@ class Model:
     def check_packing(self, length: int | None = None) -> None:
         """UserError if samples packed into a row of `length` tokens would attend to each other; tested once."""
         self.row_rules.check_packing(length)
+
+    def _nll_by_token(self, batches: list[DeviceBatch]) -> list[torch.Tensor]:
+        return evaluation.nll_by_token(self, batches)
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
         """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them; for a
@@ -183,11 +183,11 @@ class Model:
         """A context in which the conductor decides what the module's parameters point to."""
         self.check_idle()
         padding_idx, self.embedding.padding_idx = self.embedding.padding_idx, None
-        self.conductor = conductor
+        self.conductor, self.methods.in_pass = conductor, True
         try:
             yield
         finally:
-            self.conductor = None
+            self.conductor, self.methods.in_pass = None, False
             self.embedding.padding_idx = padding_idx
             self.embedding._parameters["weight"] = self.layout.table.param
             self.binding.bind_homes()
@@ -299,10 +299,19 @@ class Model:
     @property
     def is_plain(self) -> bool:
         """Whether every unit is on the device in the dtype of compute, so that the module works without a conductor."""
-        plain = not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
-        return plain and self.lens is None
+        return self.device_weights.is_plain
 
     # -- methods ---------------------------------------------------------------------------------------------------
+
+    @property
+    def addon(self) -> Addon | None:
+        """Trained weights beside the model's own, which are saved with it."""
+        return self.methods.addon
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """Factors that are trained beside the weights of linear layers."""
+        return self.methods.low_rank
 
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
         """Afterwards the weights at home are those after the last step of every method; with before_step_of, of every
@@ -315,6 +324,22 @@ class Model:
     def steps(self) -> int:
         """The steps of all methods since the model was loaded."""
         return self.methods.steps
+
+    @contextmanager
+    def rewriting_shared(self) -> Iterator[None]:
+        """A context in which homes that ranks share are rewritten, each by its one writer, while no rank uploads them.
+        Entered by all ranks."""
+        if not self.engine.shared:
+            yield
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.engine.invalidate(everywhere=True)
+        self.ranks.barrier()
+        yield
+        self.engine.wait_for_homes()
+        self.ranks.barrier()
+        self.engine.invalidate(everywhere=True)
 
     # -- reading and saving ----------------------------------------------------------------------------------------
 

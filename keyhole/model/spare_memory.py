@@ -13,10 +13,31 @@ this included.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
-from keyhole.model.attached import Placed
+
+class Placed(Protocol):
+    """The plan by which a model was placed (plan/placement.py)."""
+
+    reasons: list[str]
+    device_bytes: Any  # and work: of keyhole.plan, a later layer
+    budget_bytes: int | None
+    limit_bytes: int | None
+    workspace_bytes: int
+    work: Any
+    adapter: Any
+    is_for_another_method: bool
+
+    def evaluation_passes(self, layout: Any, most: int) -> int:
+        """How many batches of the planned size may go through the model together."""
+
+    def check_method(self, method: str) -> None:
+        """Refuses a method that cannot train this model; warns if the plan was made for another one."""
+
+    def warn_if_larger(self, tokens: int) -> None:
+        """Warns once of a batch with more tokens than the plan was made for."""
 
 
 def left_of(placed: Placed | None, free_bytes: int, reserved_bytes: int, held_bytes: int = 0) -> int:

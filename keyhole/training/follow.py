@@ -27,7 +27,6 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
-from keyhole.model.rank_duties import rewriting_shared
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save_parts import bad_tensor, write_parts, write_state_parts
 from keyhole.ranks import Ranks
@@ -149,7 +148,7 @@ def take_weights(model: Model, method: Method, path: Path) -> None:
     method.flush()
     model.engine.wait_for_homes()
     if not METHODS[method.name].keeps_base and not method.light:
-        with rewriting_shared(model):
+        with model.rewriting_shared():
             fill_from(model, path, model.dtype)
         model.engine.invalidate()
     if model.addon is not None or model.low_rank is not None:

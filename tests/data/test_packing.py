@@ -9,8 +9,7 @@ import keyhole
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import collate
 from keyhole.errors import UserError
-from keyhole.model.apart import keeps_apart
-from keyhole.model.best_fit import pack
+from keyhole.model.rows import pack
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
 from tests.model.decoders import DECODERS
@@ -64,7 +63,7 @@ def test_models_that_keep_samples_apart_are_accepted(name: str, dtype: str) -> N
     """Rounding is not taken for a leak, also with experts."""
     model = build(name, dtype)
     model.check_packing()
-    assert keeps_apart(model)
+    assert model.row_rules.keeps_apart()
 
 
 @in_every_run(lambda name, dtype: (dtype == "bfloat16") == (name in ("opt", "falcon_h1")))
@@ -76,7 +75,7 @@ def test_models_that_leak_are_refused(name: str, dtype: str) -> None:
     cls = type(model.module).__name__
     with pytest.raises(UserError, match=f"packing is not supported by {cls}: .*packing=false"):
         model.check_packing()
-    assert not keeps_apart(model)
+    assert not model.row_rules.keeps_apart()
 
 
 @pytest.mark.parametrize("share", [0.03, 0.003])

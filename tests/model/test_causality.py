@@ -8,7 +8,6 @@ import torch
 
 import keyhole
 from keyhole.methods.zo.method import ZO
-from keyhole.model.causality import is_causal
 from keyhole.model.forward.evaluation import nll_by_row
 from tests.families.tiny import tiny_config
 from tests.model.candidates import plain_candidates_loss
@@ -19,6 +18,10 @@ from tests.model.test_shared_rows import of_one_token
 
 def decoder(name: str = "llama", dtype: str = "float32") -> keyhole.Model:
     return keyhole.load(config(name), init="random", device="cpu", dtype=dtype)
+
+
+def is_causal(model: keyhole.Model, padded: bool) -> bool:
+    return model.row_rules.is_causal(padded)
 
 
 def changed(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> keyhole.Model:

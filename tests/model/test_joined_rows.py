@@ -9,7 +9,7 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.zo.method import ZO
 from keyhole.model.batch import to_device
-from keyhole.model.joined_rows import WIDTHS, _rounded, join
+from keyhole.model.rows import WIDTHS, _rounded, join
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
 from tests.model.candidates import candidate_batch, plain_candidates_loss, ragged

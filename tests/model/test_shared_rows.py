@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.methods.zo.method import ZO
 from keyhole.model.batch import to_device
-from keyhole.model.shared_rows import find_shared
+from keyhole.model.rows import find_shared
 from tests.model.candidates import candidate_batch, plain_candidates_loss
 from tests.model.decoders import VOCAB, config
 

@@ -29,7 +29,7 @@ already have been updated; if any was, the run stops at once, since the weights 
 makes every gradient non-finite, and then nothing has changed.)
 
 The masters were made from the weights. If another method or the caller's own code changes the weights, the masters take
-over the new values before the next step (`_follow`). The model notices such changes (model/by_hand.py), except one
+over the new values before the next step (`_follow`). The model notices such changes (model/attached.py), except one
 through `.data`, which torch does not count: that one is found by comparing a fingerprint of the weights with the one of
 the last flush, or of the time when the masters were made or loaded.
 

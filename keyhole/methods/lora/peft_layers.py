@@ -103,7 +103,7 @@ def whole_or_none(model: Model) -> Iterator[None]:
                 model.module.set_submodule(name, layer.base_layer)
         for param, flag in trained:
             param.requires_grad_(flag)
-        model.addon = None
+        model.methods.addon = None
         raise
 
 

@@ -46,7 +46,7 @@ class SavedAdapter:
             param.requires_grad_(False)
         for param in trained:
             param.requires_grad_(True)
-        model.addon = self
+        model.methods.addon = self
 
     def _fill(self, device: torch.device) -> None:
         file, shard = self.file, open_shard(self.file)

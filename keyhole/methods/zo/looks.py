@@ -56,8 +56,7 @@ def look_at(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks)
 
 
 def send_options(batches: list[Batch]) -> dict[str, bool]:
-    """Options of Model.send: candidates may share rows (model/shared_rows.py), and their rows be joined
-    (model/joined_rows.py)."""
+    """Options of Model.send: candidates may share rows or be joined (model/rows.py)."""
     by_candidates = any(PER_ROW[0] in batch for batch in batches)
     return {"shares": by_candidates, "joins": by_candidates}
 

@@ -38,7 +38,6 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.write_back import SHARED_EVERY, WriteBack
 from keyhole.model.model import Model
-from keyhole.model.rank_duties import rewriting_shared, writes_home
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.format import PACKED, Codec
 from keyhole.ops.arguments import Count, Scalar
@@ -224,7 +223,7 @@ class Update:
             owed = self.owed(unit)
             if not owed or not (everywhere or self.write_back.brings(unit, cast(int, owed[-1].step), len(owed))):
                 continue
-            if not self._must_go(unit) or not writes_home(self.model, unit.index):
+            if not self._must_go(unit) or unit.index in self.model.homes.foreign:
                 self.at_home[unit.index] = len(self.waiting)
                 continue
             w = engine.acquire(unit.index)
@@ -266,7 +265,7 @@ class Update:
         """Applies all owed updates; none is waiting afterwards."""
         if self.waiting:
             self._count_anew()
-            with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush", experts=True):
+            with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush", experts=True):
                 self.apply_to_rest(everywhere=True)
             self._forget()
         self.flush_beside()
@@ -320,10 +319,10 @@ class Update:
         self.defer(updates[-1][0])
         self._count_anew()
         try:
-            with rewriting_shared(self.model), self._counting_all(), self.model.sweep("flush", experts=True):
+            with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush", experts=True):
                 for unit in self.model.layout.units:
                     apart = unit.index in self.elsewhere
-                    if not writes_home(self.model, unit.index) or (apart and update_elsewhere is None):
+                    if unit.index in self.model.homes.foreign or (apart and update_elsewhere is None):
                         continue
                     w = engine.acquire(unit.index)
                     if apart and update_elsewhere is not None:

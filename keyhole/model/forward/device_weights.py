@@ -48,6 +48,12 @@ class DeviceWeights:
         self.lens: Lens | None = None  # set within `seen_through`
         self._scratch: dict[str, torch.Tensor] = {}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every unit is on the device in the dtype of compute, so that the module works without a conductor."""
+        plain = not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
+        return plain and self.lens is None
+
     def acquire(self, unit: Unit, place: int = 0) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute, for reading. Release the unit afterwards."""
         stored = self.engine.acquire(unit.index, changes=False)

@@ -130,10 +130,12 @@ class LowRank(Protocol):
 class Factored(Protocol):
     """The part of a model that this file needs. factored: ids of modules whose forward asks for factors."""
 
-    low_rank: LowRank | None
     factored: set[int]
     patches: Patches
     tiles: dict[int, RowTiles]
+
+    @property
+    def low_rank(self) -> LowRank | None: ...
 
 
 class _Asks:

@@ -160,5 +160,5 @@ def test_the_plan_counts_kept_terms_to_the_end_of_the_run() -> None:
         most = 2 * kept_terms(model.layout, own, steps)
         assert held <= most and (held == most or every is not None)
         assert factor_bytes(model.layout, own, 1, 2, steps) - factor_bytes(model.layout, own, 1, 2, 0) == most
-        model.low_rank = None
+        model.methods.low_rank = None
     assert most == 2 * sum(kept_module.room_for(20 + min(20, *side)) * sum(side) for side in sides.values())

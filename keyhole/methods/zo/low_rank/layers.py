@@ -51,7 +51,7 @@ class FactoredLayers:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
         self.in_spine: dict[int, dict[str, FlatTensor]] = {}  # by module and name of the parameter
         self._install(model)
-        model.low_rank = self
+        model.methods.low_rank = self
 
     def _install(self, model: Model) -> None:
         """Makes the module's forward ask for the factors: in linear layers, in blocks before the first trained weight,

@@ -17,7 +17,6 @@ from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.factors import Factors, Fold
 from keyhole.methods.zo.low_rank.parts import Matrix, vector_at
-from keyhole.model.rank_duties import rewriting_shared, writes_home
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
@@ -79,9 +78,9 @@ def bring_home(factors: Factors) -> None:
     units = [unit for unit in model.layout.of_kind("block") if unit.index in left or unit in wanted]
     if not units:
         return
-    with torch.no_grad(), rewriting_shared(model), model.sweep("flush", experts=True):
+    with torch.no_grad(), model.rewriting_shared(), model.sweep("flush", experts=True):
         for unit in units:
-            if not writes_home(model, unit.index):
+            if unit.index in model.homes.foreign:
                 left.discard(unit.index)
                 continue
             arrive(factors, unit, model.engine.acquire(unit.index), awaited=True)
@@ -94,13 +93,13 @@ def settle(factors: Factors) -> None:
     """Merges everything that was learned into the weights at home, also within a period, and ends."""
     model = factors.model
     if factors.steps == 0:
-        model.low_rank = None
+        model.methods.low_rank = None
         return
     bring_home(factors)
     index = {id(matrix): i for i, matrix in enumerate(factors.parts.matrices)}
-    with rewriting_shared(model), model.sweep("flush", experts=True):
+    with model.rewriting_shared(), model.sweep("flush", experts=True):
         for unit in model.layout.of_kind("block"):
-            if not writes_home(model, unit.index):
+            if unit.index in model.homes.foreign:
                 continue
             w = model.engine.acquire(unit.index)
             if w.dtype == PACKED:
@@ -113,7 +112,7 @@ def settle(factors: Factors) -> None:
                     _add(factors, matrix, _inside(unit, w, matrix), a, v, factors.steps, first)
             model.engine.commit(unit.index)
             model.engine.release(unit.index)
-    model.low_rank = None
+    model.methods.low_rank = None
 
 
 def _inside(unit: Unit, w: torch.Tensor, matrix: Matrix) -> torch.Tensor:

@@ -73,7 +73,7 @@ class SavedFactors:
                 FactoredLayers(model, factors)
             from_state(factors, MethodState({}, self.directory / TENSORS), self.steps)
         except (KeyError, ValueError, RuntimeError, OSError, StopIteration) as error:
-            model.low_rank = None
+            model.methods.low_rank = None
             raise UserError(f"model: {self.directory / TENSORS} does not fit this model: {error}") from error
         beside = "" if self.original is None else f", beside the weights of {self.original}"
         return f"factors: of rank {self.own.rank} after {self.steps} steps, from {self.directory / TENSORS}{beside}"
