@@ -254,13 +254,12 @@ def test_streamed_equals_resident_on_a_gpu(name: str, seed: int) -> None:
 
 
 def test_a_dropped_model_leaves_nothing() -> None:
-    """Its memory and the threads of its passes go with it."""
+    """Its memory and whatever runs its passes go with it."""
     gc.collect()
     before = set(threading.enumerate())
     model = load(placement="stream")
     model.nll([batch(), batch()])
     model.generate(batch()["input_ids"], max_new_tokens=2)
-    assert len(set(threading.enumerate()) - before) == 2
     gone = weakref.ref(model.module.get_input_embeddings())
     del model
     gc.collect()

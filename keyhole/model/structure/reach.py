@@ -3,8 +3,8 @@
 A published model may hold more than a language model: a vision tower, projectors, attention to an encoder. A batch of
 tokens never uses these parts, so they cannot be trained; but a method that perturbs all weights would change them at
 random. So the module's own forward is run once on a row of tokens, as soon as the module is built (skeleton.py), and
-every parameter that it reads is recorded. The others are marked and frozen; those that are read are marked with the
-order in which they are, by which a plan knows what comes before the blocks.
+every parameter is recorded that an operation takes, or that belongs to a module that is called (PyTorch's recurrent
+layers keep their own list of them). The others are marked and frozen.
 
 At that time matrices are *constants*: one zero, expanded to a shape. An operation on a large constant is run on the
 meta device, for its shape alone (once for the same shapes: blocks are alike), and returns a constant of that shape; all
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -128,17 +127,14 @@ def is_unreached(param: nn.Parameter) -> bool:
     return getattr(param, "keyhole_unreached", False)
 
 
-def _never_reached(module: nn.Module, reached: dict[int, int]) -> Iterator[nn.Parameter]:
+def _never_reached(module: nn.Module, reached: set[int]) -> Iterator[nn.Parameter]:
     """Parameters of parts of which none was used, unless the part is an expert."""
-
-    def any_reached(part: nn.Module) -> bool:
-        return any(id(p) in reached for p in part.parameters())
 
     def walk(part: nn.Module, inside_list: bool) -> Iterator[nn.Parameter]:
         yield from (p for p in part._parameters.values() if p is not None and id(p) not in reached)
         is_list = isinstance(part, nn.ModuleList)
         for child in part.children():
-            if any_reached(child):
+            if any(id(p) in reached for p in child.parameters()):
                 yield from walk(child, inside_list or is_list)
             elif not (is_list and inside_list):
                 yield from child.parameters()
@@ -157,7 +153,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module: Any = module
-        self.reached: dict[int, int] = {}  # id of a parameter -> how many were used before
+        self.reached: set[int] = set()  # ids of parameters
         self.readers: set[int] = set()  # ids of modules that read a matrix of a submodule without calling it
         self.changed: set[int] = set()  # ids of parameters
         self.owners: dict[int, list[nn.Module]] = {}  # of each parameter; a tied one has two
@@ -175,7 +171,7 @@ class _Watch(TorchDispatchMode):
         has_cache = "use_cache" in takes or any(one.kind == one.VAR_KEYWORD for one in takes.values())
         without_cache = {"use_cache": False} if has_cache else {}
         try:
-            with torch.no_grad(), warnings.catch_warnings(), self._noting(), self:
+            with torch.no_grad(), warnings.catch_warnings(), self._entering(), self:
                 warnings.simplefilter("ignore")  # a small model's products are computed, in any dtype
                 self.module(input_ids=ids, **without_cache)
         except Exception as error:  # raised by the family's own code
@@ -183,38 +179,30 @@ class _Watch(TorchDispatchMode):
         return ""
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """A context that records parameters that are read from a module, or owned by a module that is called (PyTorch's
-        recurrent layers keep their own list of them)."""
-        fetch = nn.Module.__getattr__
-
-        def note(part: nn.Module, name: str) -> Any:
-            value = fetch(part, name)
-            if isinstance(value, nn.Parameter):
-                self._reach(value)
-            return value
+    def _entering(self) -> Iterator[None]:
+        """A context that knows which modules are being called."""
 
         def enter(part: nn.Module, args: tuple) -> None:
             self.entered.append(part)
-            for param in (p for p in part._parameters.values() if p is not None):
-                self._reach(param)
+            self.reached.update(id(param) for param in part._parameters.values() if param is not None)
 
         def leave(part: nn.Module, args: tuple, output: Any) -> None:
             self.entered.pop()
 
-        hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-        nn.Module.__getattr__ = note  # type: ignore[method-assign]
+        parts = list(self.module.modules())
+        hooks = [
+            hook
+            for part in parts
+            for hook in (part.register_forward_pre_hook(enter, prepend=True), part.register_forward_hook(leave))
+        ]
         try:
             yield
         finally:
-            nn.Module.__getattr__ = fetch  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 
-    def _reach(self, param: nn.Parameter) -> None:
-        self.reached.setdefault(id(param), len(self.reached))
-
-    def _note_use(self, param: Any) -> None:
+    def _note_use(self, param: nn.Parameter) -> None:
+        self.reached.add(id(param))
         owners = self.owners.get(id(param), [])
         if owners and not any(part is owner for part in self.entered for owner in owners):
             around = (part for part in reversed(self.entered) if owners[0] in set(part.modules()))
