@@ -48,7 +48,9 @@ def _is_inside(filename: str) -> bool:
 
 
 class UserError(ValueError):
-    """Something in the input, the config or the machine that the user can change."""
+    """Something in the input, the config or the machine that the user can change. code: of a command that it ends."""
+
+    code = 2
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(str(message)))

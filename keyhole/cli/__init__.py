@@ -1,4 +1,9 @@
-"""The command line: `keyhole VERB ...`. A verb is a file here, and a line in the table below.
+"""The command line: `keyhole VERB ...`. A verb is a function here, and a line in the table below.
+
+    train.py    train, data             plan.py       plan
+    models.py   eval, chat, replay      pages.py      compare, report, push, demo
+    bench.py    bench                   config.py     config, env
+    arguments.py  what the verbs share: CONFIG, key=value, options with several values
 
 The command line computes nothing: a verb reads its arguments, calls the library and prints. Its imports are inside the
 function, so that `keyhole --help` starts without torch. Exit codes:
@@ -7,25 +12,32 @@ function, so that `keyhole --help` starts without torch. Exit codes:
     2    a mistake of the user, or a limit of the machine (memory): one message on stderr, no traceback
     1    a bug in keyhole: a traceback, and a request for the output of `keyhole env`
     130  interrupted, or the reader of the output has gone (training saves first)
+
+Ctrl-C outside of the training loop ends the command at once. Inside of an import, KeyboardInterrupt is not safe:
+libraries catch it, and leave a half-imported module behind, which fails later with an error that looks like a bug
+(torch does so with numpy). So a Ctrl-C that comes during an import ends the process on the spot. Nothing is lost by
+that: files are complete before they get their names (disk/files.py), and during training other handlers are in force
+(training/signals.py).
 """
 
 import errno
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import typer
 
 import keyhole
-from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, plan, push, replay, report, train
-from keyhole.cli import eval as eval_
-from keyhole.cli.ctrl_c import safe_imports
+from keyhole.cli import arguments, bench, config, models, pages, plan, train
 from keyhole.errors import UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.text import printable, printable_lines
@@ -34,6 +46,7 @@ from keyhole.training.display import open_missing_streams
 from keyhole.training.signals import EXIT_INTERRUPTED
 
 SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "report", "push", "bench", "demo")  # not for ranks
+IMPORTERS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's class, found through typer
 
 app = typer.Typer(
@@ -46,17 +59,17 @@ app = typer.Typer(
 )
 app.command(cls=train.TrainCommand)(train.train)
 app.command(cls=arguments.SettingsCommand)(plan.plan)
-app.command(cls=arguments.SettingsCommand)(data.data)
-app.command(cls=eval_.EvalCommand)(eval_.eval)
-app.command(cls=arguments.SettingsCommand)(chat.chat)
-app.command(cls=arguments.SettingsCommand)(compare.compare)
-app.command(cls=arguments.SettingsCommand)(replay.replay)
-app.command()(report.report)
-app.command()(push.push)
-app.command()(env.env)
+app.command(cls=arguments.SettingsCommand)(train.data)
+app.command(cls=models.EvalCommand)(models.eval)
+app.command(cls=arguments.SettingsCommand)(models.chat)
+app.command(cls=arguments.SettingsCommand)(pages.compare)
+app.command(cls=arguments.SettingsCommand)(models.replay)
+app.command()(pages.report)
+app.command()(pages.push)
+app.command()(config.env)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
-app.command()(demo.demo)
+app.command()(pages.demo)
 
 
 @app.callback(invoke_without_command=True)
@@ -75,7 +88,7 @@ def main(args: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if args is None else args
         if words and words[0] in SOLITARY:
             refuse_several(f"keyhole {words[0]}")
-        with _clean_logs(), safe_imports():
+        with _clean_logs(), _safe_imports():
             code = _run(words)
             sys.stdout.flush()
         return code
@@ -87,7 +100,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except UserError as error:
         print(f"keyhole: {printable_lines(error)}", file=sys.stderr)
-        return getattr(error, "code", 2)
+        return error.code
     except KeyboardInterrupt:
         print("keyhole: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -95,26 +108,11 @@ def main(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
         return EXIT_INTERRUPTED
     except Exception as error:
-        if isinstance(error, PermissionError) and error.filename:  # even looking for a file may not be allowed
-            told = f"{printable(error.filename)}: {error.strerror}; ask for access to it, or name another path"
+        if (told := _limit_met(error)) is not None:
             print(f"keyhole: {told}", file=sys.stderr)
             return 2
-        if isinstance(error, FileNotFoundError) and _lacks_current_directory():
-            print("keyhole: the current directory was removed; change to another one", file=sys.stderr)
-            return 2
-        if (lacks := out_of_memory(error)) is not None:
-            print(f"keyhole: {printable_lines(lacks)}; what was saved before is intact", file=sys.stderr)
-            return 2
-        if (limit := _limit_met(error)) is not None:
-            told = f"{limit} ({printable(f'{type(error).__name__}: {error}', 300)})"
-            print(f"keyhole: {told}; what was saved before is intact", file=sys.stderr)
-            return 2
-        print(printable_lines(traceback.format_exc()), file=sys.stderr)
-        print(
-            "keyhole: this is our mistake, not yours. Please report it with the text above and the output of "
-            "`keyhole env`.",
-            file=sys.stderr,
-        )
+        ours = "this is our mistake, not yours. Please report it with the text above and the output of `keyhole env`."
+        print(f"{printable_lines(traceback.format_exc())}\nkeyhole: {ours}", file=sys.stderr)
         return 1
 
 
@@ -130,23 +128,52 @@ def _run(words: Sequence[str]) -> int:
         return stop.exit_code
 
 
-def _lacks_current_directory() -> bool:
+def _limit_met(error: Exception) -> str | None:
+    """Which limit of the user's shell, files or machine made the command fail, and what to do; None: it is a bug."""
+    if isinstance(error, PermissionError) and error.filename:  # even looking for a file may not be allowed
+        return f"{printable(error.filename)}: {error.strerror}; ask for access to it, or name another path"
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the current directory was removed; change to another one"
+    lacks = out_of_memory(error)
+    each: BaseException | None = error
+    while lacks is None and each is not None:
+        if isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE):
+            lacks = f"too many files are open: raise `ulimit -n` ({each})"
+        elif isinstance(each, RuntimeError) and "can't start new thread" in str(each):
+            lacks = (
+                f"no more threads are allowed: raise `ulimit -u` and `ulimit -v`, or the container's limits ({each})"
+            )
+        each = each.__cause__ or each.__context__
+    return None if lacks is None else f"{printable_lines(lacks)}; what was saved before is intact"
+
+
+@contextmanager
+def _safe_imports() -> Iterator[None]:
+    """A context in which Ctrl-C leaves no module half-imported. Handlers other than Python's own stay."""
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _hear)
     try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _limit_met(error: BaseException | None) -> str | None:
-    """Which limit of the user's shell or of the machine made the process fail, and what to do; None if none did."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return "too many files are open: raise `ulimit -n`"
-        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-            return "the system allows no more threads: raise `ulimit -u` and `ulimit -v`, or the container's limits"
-        error = error.__cause__ or error.__context__
-    return None
+def _hear(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename in IMPORTERS:
+            with suppress(Exception):  # the import may have been one of a print
+                sys.stdout.flush()
+            with suppress(OSError):
+                os.write(2, b"keyhole: interrupted\n")
+            os._exit(EXIT_INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 @contextmanager
@@ -172,8 +199,7 @@ def _open_streams() -> None:
     """Replaces closed standard streams by /dev/null; makes streams escape characters that the locale lacks."""
     open_missing_streams()
     for name in ("stdin", "stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
+        if vars(sys)[name] is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-        elif name == "stdout" and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

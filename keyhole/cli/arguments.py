@@ -39,6 +39,9 @@ PlacementSettings = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings: device, dtype, wire, placement, gpu_memory."),
 ]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval), confined.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file; zo.eps=1e-3."),

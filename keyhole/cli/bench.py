@@ -26,18 +26,47 @@ Table = Annotated[
 Only = Annotated[str, typer.Option(metavar="TEXT", help="Only cases with this in their name.")]
 
 
-def _command(verb: str, **options: object) -> str:
+def _command(context: typer.Context) -> str:
     """The command line that reproduces a report, without unset options."""
-    words = ["keyhole", *verb.split()]
-    for name, value in options.items():
-        if value not in (None, "", False):
+    words = ["keyhole", "bench", str(context.info_name)]
+    for name in (str(param.name) for param in context.command.params):
+        value = context.params.get(name)
+        if name not in ("out", "help") and value not in (None, "", False):
             words.append(f"--{name.replace('_', '-')}")
             words += [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)
 
 
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdigit() and 0 < int(word) < 10**6 for word in words):
+        raise UserError(f"{option}: {text!r} is no list of numbers above 0, such as 16,32")
+    return tuple(int(word) for word in words)
+
+
+def _tables(context: typer.Context, **which: Any) -> None:
+    """Runs the file of tables of a verb, and prints them. which: cases and models of it."""
+    from keyhole.bench.process import make_job
+    from keyhole.bench.run import bench_tables
+
+    said = context.params
+    job = make_job(said["device"], said["quick"], said.get("warm_up", 1), said.get("steps", 1), said["time_limit"])
+    out, file = Path(said["out"]), Path(said["table"]) if said["table"] else None
+    shipped, command = f"{context.info_name}.yaml", _command(context)
+    report = bench_tables(shipped, job, out=out, command=command, file=file, say=typer.echo, **which)
+    typer.echo("\n" + report.markdown() + "\nwrote " + " and ".join(map(str, report.paths)))
+    if differing := report.differing():
+        typer.echo(f"keyhole: losses differ where they must not: {', '.join(differing)}", err=True)
+        raise typer.Exit(1)
+
+
 @app.command()
 def zo(
+    context: typer.Context,
     cases: Annotated[
         str, typer.Option(metavar="NAMES", help="Tables, `all`, or patterns of case names; with commas.")
     ] = "judged",
@@ -59,32 +88,13 @@ def zo(
 
     Tables: judged, sizes, ablation, wire (AMP), batches, compiled, lengths, short, low-rank, budgets, giant, bloom.
     """
-    how: dict[str, object]
-    how = {"cases": cases, "models": models, "host_memory": host_memory, "table": table, "steps": steps}
-    how |= {"warm_up": warm_up, "quick": quick, "time_limit": time_limit}
-    _tables("zo.yaml", how, device, out, words=_words(cases), models=_words(models), host=host_memory)
+    _tables(context, words=_words(cases), models=_words(models), host=host_memory)
 
 
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
-
-
-def _tables(shipped: str, how: dict[str, Any], device: str | None, out: str, **which: Any) -> None:
-    """Runs a file of tables, and prints them. how: what is told of the command line."""
-    from keyhole.bench.process import make_job
-    from keyhole.bench.run import bench_tables
-
-    job = make_job(device, how["quick"], how.get("warm_up", 1), how.get("steps", 1), how["time_limit"])
-    file, command = Path(how["table"]) if how["table"] else None, _command(f"bench {Path(shipped).stem}", **how)
-    report = bench_tables(shipped, job, out=Path(out), command=command, file=file, say=typer.echo, **which)
-    typer.echo("\n" + report.markdown() + "\nwrote " + " and ".join(map(str, report.paths)))
-    if differing := report.differing():
-        typer.echo(f"keyhole: losses differ where they must not: {', '.join(differing)}", err=True)
-        raise typer.Exit(1)
-
-
-@app.command()
-def lomo(
+@app.command("lsp", help="LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW.")
+@app.command("lomo", help="LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW.")
+def steps_of_shapes(
+    context: typer.Context,
     only: Only = "",
     table: Table = None,
     out: Out = "benchmarks/records",
@@ -94,29 +104,13 @@ def lomo(
     time_limit: TimeLimit = None,
     device: Device = None,
 ) -> None:
-    """LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW."""
-    how = {"only": only, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
-    _tables("lomo.yaml", how, device, out, only=only)
-
-
-@app.command()
-def lsp(
-    only: Only = "",
-    table: Table = None,
-    out: Out = "benchmarks/records",
-    quick: Quick = False,
-    steps: Steps = 5,
-    warm_up: WarmUp = 2,
-    time_limit: TimeLimit = None,
-    device: Device = None,
-) -> None:
-    """LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."""
-    how = {"only": only, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
-    _tables("lsp.yaml", how, device, out, only=only)
+    """Steps of the methods with gradients: the cases of the table that has the verb's name."""
+    _tables(context, only=only)
 
 
 @app.command()
 def memory(
+    context: typer.Context,
     only: Only = "",
     table: Table = None,
     out: Out = "benchmarks/records",
@@ -125,12 +119,12 @@ def memory(
     device: Device = None,
 ) -> None:
     """Weights, gradients, state and activations of a step: AdamW, SGD and LOMO, with and without checkpointing."""
-    how = {"only": only, "table": table, "quick": quick, "time_limit": time_limit}
-    _tables("memory.yaml", how, device, out, only=only)
+    _tables(context, only=only)
 
 
 @app.command()
 def layers(
+    context: typer.Context,
     models: Annotated[str, typer.Option(metavar="NAMES", help="OPT-13B, Llama-7B, ..., with commas.")] = (
         "Llama-7B,GPT2-1.3B"
     ),
@@ -151,11 +145,7 @@ def layers(
     job = make_job(device, quick, warm_up, steps, time_limit)
     names = [known(name) and name for name in _words(models)]
     places = ("cuda", "cpu") if job.device == "cuda" else ("cpu",)
-    how: dict[str, object]
-    how = {"batch": batch, "length": length, "steps": steps, "warm_up": warm_up, "quick": quick, "device": device}
-    report = LayerReport(
-        "layers", Path(out), _command("bench layers", models=models, **how, time_limit=time_limit), quick
-    )
+    report = LayerReport("layers", Path(out), _command(context), quick)
     cases = [Layer(name, place, batch, length) for place in places for name in names]
     run("keyhole.bench.layers:measure_layer", cases, job, report, typer.echo)
     typer.echo("\n" + report.markdown())
@@ -163,6 +153,7 @@ def layers(
 
 @app.command()
 def snapshots(
+    context: typer.Context,
     sizes: Annotated[str, typer.Option(metavar="NAMES", help="Models, with commas.")] = "1.3B,2.7B,6.7B",
     out: Out = "benchmarks/records",
     scratch: Annotated[
@@ -180,11 +171,9 @@ def snapshots(
     from keyhole.bench.process import make_job, run
     from keyhole.bench.snapshots import SnapshotReport, cases_of
 
-    how: dict[str, object]
-    how = {"batch": batch, "every": every, "periods": periods, "replay_steps": replay_steps, "quick": quick}
     job = make_job(device, quick, 0, 0, time_limit)
     cases = cases_of(_words(sizes), batch, every, periods, replay_steps, scratch)
-    report = SnapshotReport("snapshots", Path(out), _command("bench snapshots", sizes=sizes, **how), quick)
+    report = SnapshotReport("snapshots", Path(out), _command(context), quick)
     run("keyhole.bench.snapshots:measure_saving", cases, job, report, typer.echo)
     typer.echo("\n" + report.markdown())
 
@@ -213,6 +202,7 @@ def scale(
 
 @app.command("lsp-bias")
 def lsp_bias(
+    context: typer.Context,
     model: Annotated[str, typer.Option(metavar="DIR", help="Hugging Face directory or hub id.")] = "demo",
     data: Annotated[str, typer.Option(metavar="FILE", help="Training data of any format that `train` reads.")] = "demo",
     d: Annotated[str, typer.Option(metavar="NUMBERS", help="Sizes of the subspace, with commas.")] = "16,32,48",
@@ -233,14 +223,11 @@ def lsp_bias(
     from keyhole.bench.bias import Sampling, bench_bias
     from keyhole.loading import choose_device
 
-    where: dict[str, Any]
-    where = {"model": model, "data": data, "batch": batch, "micro_batch": micro_batch, "length": length}
-    where |= {"calibration": calibration, "held_out": held_out, "matrices": matrices}
-    how = {"d": d, "r": r, "kinds": kinds, "quick": quick, "time_limit": time_limit}
+    where = {"batch": batch, "micro_batch": micro_batch, "length": length, "matrices": matrices}
     report = bench_bias(
-        Sampling(**where, device=choose_device(device).type),
+        Sampling(model, data, **where, calibration=calibration, held_out=held_out, device=choose_device(device).type),
         out=Path(out),
-        command=_command("bench lsp-bias", **where, **how),
+        command=_command(context),
         sizes=(_numbers("--d", d), _numbers("--r", r)),
         kinds=tuple(_words(kinds)),
         quick=quick,
@@ -248,10 +235,3 @@ def lsp_bias(
         say=typer.echo,
     )
     typer.echo("\n" + report.markdown())
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdigit() and 0 < int(word) < 10**6 for word in words):
-        raise UserError(f"{option}: {text!r} is no list of numbers above 0, such as 16,32")
-    return tuple(int(word) for word in words)

@@ -2,15 +2,21 @@
 
 import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from keyhole.cli.arguments import note
+from keyhole.errors import UserError
 from keyhole.machine.collector import imports
 from keyhole.machine.sizes import GIB
 
+if TYPE_CHECKING:
+    from keyhole.plan.table import Row
+    from keyhole.training.planning import Found
+
 QUIET_S = 5.0
+NOTHING = "  nothing that is known here: more memory is needed"
 
 
 def plan(
@@ -57,34 +63,26 @@ def plan(
         found = ask(request, note)
         table = rows(found.question)
         chosen = recommended(table)
-        lines = [] if as_json else [*found.lines, *_table(table, chosen), *_end(found, table, chosen)]
+        if as_json:
+            lines = [json_text([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1)]
+        else:
+            lines = [*found.lines, *_table(table, chosen), *_end(found, table, chosen)]
     finally:
         late.cancel()
-    if as_json:
-        lines = [json_text([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1)]
-    for line in lines:
-        typer.echo(line)
+    typer.echo("\n".join(lines))
     if page is not None:  # last: a page that cannot be written does not take the table with it
-        _write_page(Path(page), found, table, chosen)
+        from keyhole.disk.files import write_text
+        from keyhole.plan.page import make_page
+
+        try:
+            write_text(Path(page), make_page(found.title, table, chosen, found.question, found.lines))
+        except OSError as error:
+            raise UserError(f"--page: {page} cannot be written: {error.strerror or error}") from error
         if not as_json:
             typer.echo(f"page: {page}")
 
 
-def _write_page(path: Path, found: Any, table: list[Any], chosen: Any) -> None:
-    from keyhole.disk.files import replacing
-    from keyhole.errors import UserError
-    from keyhole.plan.page import make_page
-
-    text = make_page(found.title, table, chosen, found.question, found.lines)
-    try:
-        with replacing(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UserError(f"--page: {path} cannot be written: {error.strerror or error}") from error
-
-
-NOTHING = "  nothing that is known here: more memory is needed"
-HEAD = (
+HEAD = [
     "",
     "method",
     "placement",
@@ -97,64 +95,45 @@ HEAD = (
     "hours",
     "bound by",
     "fits",
-)
+]
 
 
-def _table(table: list[Any], chosen: Any) -> list[str]:
-    cells = [HEAD]
-    for row in table:
-        cells.append(
-            (
-                "->" if row is chosen else "", row.method, row.placement, row.stored, f"{row.gpu_bytes / GIB:.2f}",
-                f"{row.host_bytes / GIB:.1f}", f"{row.disk_bytes / GIB:.0f}", f"{row.step_seconds:.3g}",
-                f"{row.tokens_per_second:,.0f}", f"{row.hours:.2g}", row.bound_by,
-                "yes" if row.fits else f"lacks {row.missing}",
-            )
-        )  # fmt: skip
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
-    left = {0, 1, 2, 3, 10, 11}
-    return [
-        "  ".join(
-            f"{text:<{w}}" if i in left else f"{text:>{w}}"
-            for i, (text, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+def _table(table: "list[Row]", chosen: "Row | None") -> list[str]:
+    cells = [HEAD] + [
+        [
+            "->" if row is chosen else "", row.method, row.placement, row.stored, f"{row.gpu_bytes / GIB:.2f}",
+            f"{row.host_bytes / GIB:.1f}", f"{row.disk_bytes / GIB:.0f}", f"{row.step_seconds:.3g}",
+            f"{row.tokens_per_second:,.0f}", f"{row.hours:.2g}", row.bound_by,
+            "yes" if row.fits else f"lacks {row.missing}",
+        ]
+        for row in table
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = "<<<<>>>>>><<"
+    lines = (zip(line, sides, widths, strict=True) for line in cells)
+    return ["  ".join(f"{text:{side}{width}}" for text, side, width in line).rstrip() for line in lines]
 
 
-def _end(found: Any, table: list[Any], chosen: Any) -> list[str]:
+def _end(found: "Found", table: "list[Row]", chosen: "Row | None") -> list[str]:
+    """The choice; and if the row that the config asks for, or every row, does not fit: what would."""
     from keyhole.plan.changes import cheapest_changes
     from keyhole.plan.recommend import reason, settings_of
 
-    steps = f"hours: to learn what {found.question.steps:,.0f} steps of AdamW learn (docs/plan.md)"
-    asked = [
-        row
-        for row in table
-        if (row.method, row.placement) == (found.method, found.placement) and row.wire == found.wire
-    ]
-    lines = [steps]
+    question, row = found.question, None
+    lines = [f"hours: to learn what {question.steps:,.0f} steps of AdamW learn (docs/plan.md)"]
     if chosen is not None:
-        lines.append(f"take: {settings_of(chosen, found.question)}: {reason(chosen, table, found.question)}")
-    if found.method is not None and asked and not asked[0].fits:
-        lines.append(f"method={found.method} placement={found.placement} does not fit; what would, cheapest first:")
-        changes = cheapest_changes(found.question, found.method, str(found.placement), found.wire)
-        lines += [f"  {change}" for change in changes] or [NOTHING]
+        lines.append(f"take: {settings_of(chosen, question)}: {reason(chosen, table, question)}")
+    wanted = (found.method, found.placement, found.wire)
+    asked = next((each for each in table if (each.method, each.placement, each.wire) == wanted), None)
+    if asked is not None and not asked.fits:
+        row = asked
+        lines.append(f"method={row.method} placement={row.placement} does not fit; what would, cheapest first:")
     elif chosen is None:
-        lines += _least(table, found)
+        row = min(table, key=lambda each: (each.gpu_bytes, each.host_bytes))
+        needs = f"{row.gpu_bytes / GIB:.2f} GiB, with {row.host_bytes / GIB:.1f} GiB of host memory"
+        lines.append(f"nothing fits; the least GPU memory is that of {settings_of(row, question)}: {needs}.")
+        lines.append("Changes of it that would fit, cheapest first:")
+    if row is not None:
+        changes = cheapest_changes(question, row.method, row.placement, row.wire)
+        lines += [f"  {change}" for change in changes] or [NOTHING]
     return lines
-
-
-def _least(table: list[Any], found: Any) -> list[str]:
-    """If nothing fits and the config asks for no particular row: the row that needs the least, and what would be
-    enough."""
-    from keyhole.plan.changes import cheapest_changes
-    from keyhole.plan.recommend import settings_of
-
-    least = min(table, key=lambda row: (row.gpu_bytes, row.host_bytes))
-    lines = [
-        f"nothing fits; the least GPU memory is that of {settings_of(least, found.question)}: "
-        f"{least.gpu_bytes / GIB:.2f} GiB, with {least.host_bytes / GIB:.1f} GiB of host memory. "
-        "Changes of it that would fit, cheapest first:"
-    ]
-    changes = cheapest_changes(found.question, least.method, least.placement, least.wire)
-    return lines + ([f"  {change}" for change in changes] or [NOTHING])

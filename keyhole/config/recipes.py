@@ -18,10 +18,11 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(DIRECTORY.glob("*.yaml"))}
 
 
-def title(path: Path) -> str:
-    """The first comment line of a recipe."""
-    with path.open(encoding="utf-8") as lines:
-        return next(lines, "").lstrip("# ").strip()
+def listing(files: dict[str, Path]) -> str:
+    """Names and titles, the first comment line of each."""
+    width = max(map(len, files))
+    titles = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in files.items()}
+    return "\n".join(f"{name:<{width}}  {title.lstrip('# ').strip()}" for name, title in titles.items())
 
 
 def find_recipe(name: str) -> Path:

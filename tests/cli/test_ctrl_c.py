@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import keyhole.cli
-from keyhole.cli import ctrl_c, main
+from keyhole.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_ctrl_c_in_an_import_leaves_no_half_module(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(ctrl_c.os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(keyhole.cli, "_run", lambda words: __import__("half_a_module") and 0)
     assert main(["env"]) == 130
     assert "keyhole: interrupted" in capfd.readouterr().err and "half_a_module" not in sys.modules

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from keyhole.cli import main
-from keyhole.cli.env import _lines
+from keyhole.cli.config import machine_lines
 
 
 def test_env_as_text_and_json(capsys: Any) -> None:
@@ -31,7 +31,7 @@ def test_a_gpu_machine_is_printed_with_its_link() -> None:
         "triton": "usable",
         "link_gb_s": {"host_to_device": 55.0, "device_to_host": 54.0, "both_ways": 50.0},
     }
-    text = "\n".join(_lines(found))
+    text = "\n".join(f"{name:<13} {line}" for name, line in machine_lines(found))
     for part in (
         "triton        3.6, usable",
         "not installed",
@@ -42,4 +42,4 @@ def test_a_gpu_machine_is_printed_with_its_link() -> None:
     ):
         assert part in text
     assert text.count("triton") == 1
-    assert "link          not measured: x" in "\n".join(_lines(found | {"link_gb_s": "not measured: x"}))
+    assert ("link", "not measured: x") in machine_lines(found | {"link_gb_s": "not measured: x"})

@@ -1,0 +1,117 @@
+"""What makes tables and pages of runs, and publishes them:
+
+keyhole compare [FILE] [key=value ...] [--dry-run] [--retry] [--allow-code-execution]
+keyhole report DIR... [--output FILE]
+keyhole push DIR ID [--private] [--dry-run]
+keyhole demo [--output-dir DIR]
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keyhole.cli.arguments import AllowCode, note
+from keyhole.errors import UserError
+from keyhole.machine.collector import imports
+
+
+def compare(
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="YAML file, or a shipped comparison; without it, their list.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="model=DIR, task_data=DIR, output_dir=DIR, tasks=, methods=, seeds=, "
+            "and any setting of `keyhole train`, for all runs.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, and stop.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run again what failed before.")] = False,
+    allow_code_execution: AllowCode = False,
+) -> None:
+    """Compare methods: models x tasks x methods x settings x seeds, as a table and a page.
+
+    Example: keyhole compare smollm2-sst2 model=DIR task_data=DIR output_dir=out
+    """
+    from keyhole.compare.file import comparisons, find_comparison, read_comparison
+    from keyhole.config.recipes import listing
+
+    if file is None:
+        typer.echo(listing(comparisons()))
+        return
+    comparison = read_comparison(find_comparison(file), overrides or ())
+    with imports():
+        from keyhole.compare.execute import compare as run
+
+    how = {"dry_run": dry_run, "retry": retry, "allow_code_execution": allow_code_execution}
+    raise typer.Exit(run(comparison, say=typer.echo, **how))
+
+
+def report(
+    directories: Annotated[
+        list[str], typer.Argument(metavar="DIR...", help="output_dir of runs, or directories that hold several.")
+    ],
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = "report.html",
+) -> None:
+    """Lay runs side by side: a table, and a page with their curves and the settings that differ.
+
+    A run's own page is run/report.html in its output_dir.
+
+    Example: keyhole report out/lomo out/zo -o compared.html
+    """
+    from keyhole.disk.files import write_text
+    from keyhole.disk.json_text import check_result_file
+    from keyhole.report.compared import make_page, name_runs, table
+    from keyhole.report.story import find_runs, read_view
+
+    path = Path(output)
+    check_result_file("--output", path)
+    found = find_runs([Path(directory) for directory in directories])
+    views = [read_view(directory, name) for directory, name in zip(found, name_runs(found), strict=True)]
+    for line in table(views):
+        typer.echo(line)
+    try:
+        write_text(path, make_page(views, path.absolute().parent))
+    except OSError as error:
+        raise UserError(f"--output: {path} cannot be written: {error.strerror or error}") from error
+    typer.echo(f"page: {path}")
+
+
+def push(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The output_dir of a run, or a checkpoint in it.")],
+    name: Annotated[str, typer.Argument(metavar="ID", help="Name on the hub: you/model, or model.")],
+    private: Annotated[bool, typer.Option("--private", help="Only you may see it (of a new repository).")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files; send nothing.")] = False,
+) -> None:
+    """Publish a trained model on the Hugging Face hub, with a card that says how it was made.
+
+    Example: keyhole push out me/my-model --private
+    """
+    from keyhole.hub.push import check, check_id, files_of, text_of_card
+    from keyhole.hub.push import push as run
+
+    check_id(name, "ID")
+    if dry_run:
+        files = files_of(directory)
+        check(directory)
+        typer.echo(text_of_card(Path(directory), name))
+        for file, path in files.items():
+            note(f"{path.stat().st_size:>14,} bytes  {file}")
+        return
+    typer.echo(run(directory, name, private=True if private else None, say=note))
+
+
+def demo(
+    output_dir: Annotated[str, typer.Option(metavar="DIR", help="Where models and report go.")] = "demo-out",
+) -> None:
+    """Try every method on the embedded model: no GPU, no download.
+
+    Takes about two minutes and ends with a table and an HTML report.
+    """
+    with imports():
+        from keyhole.demo.run import run_demo
+
+    run_demo(output_dir)
