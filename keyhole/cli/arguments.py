@@ -18,9 +18,8 @@ from keyhole import assets
 from keyhole.config.faults import ELSEWHERE, suggest_key
 from keyhole.config.fields import settings
 from keyhole.config.loader import load_config, parse_settings
-from keyhole.config.recipes import find_config
+from keyhole.config.recipes import config_of_settings, find_config, is_override, is_setting, split_words
 from keyhole.config.schema import TrainConfig
-from keyhole.config.words import config_of_settings, is_override, is_setting, split_words
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.model.structure.source import check_directory

@@ -25,6 +25,11 @@ Table = Annotated[
 ]
 Only = Annotated[str, typer.Option(metavar="TEXT", help="Only cases with this in their name.")]
 
+STEPS_OF_SHAPES = {
+    "lomo.yaml": "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW.",
+    "lsp.yaml": "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW.",
+}
+
 
 def _command(context: typer.Context) -> str:
     """The command line that reproduces a report, without unset options."""
@@ -91,8 +96,6 @@ def zo(
     _tables(context, words=_words(cases), models=_words(models), host=host_memory)
 
 
-@app.command("lsp", help="LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW.")
-@app.command("lomo", help="LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW.")
 def steps_of_shapes(
     context: typer.Context,
     only: Only = "",
@@ -104,8 +107,12 @@ def steps_of_shapes(
     time_limit: TimeLimit = None,
     device: Device = None,
 ) -> None:
-    """Steps of the methods with gradients: the cases of the table that has the verb's name."""
+    """Steps of methods with gradients: the cases of the table that has the verb's name."""
     _tables(context, only=only)
+
+
+for _file, _about in STEPS_OF_SHAPES.items():
+    app.command(_file.removesuffix(".yaml"), help=_about)(steps_of_shapes)
 
 
 @app.command()

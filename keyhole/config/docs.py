@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from keyhole.config.dump import dump, to_dict
 from keyhole.config.fields import Setting, sections, settings
 from keyhole.config.schema import TrainConfig
+from keyhole.config.types import dump, to_dict
 from keyhole.limits import describe
 from keyhole.methods import METHODS
 

@@ -64,6 +64,13 @@ def sections() -> dict[str, type]:
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
+def run_keys(cls: type[MethodSettings]) -> dict[str, Any]:
+    """The keys of the run that are settings of a method as well, each with the type that it has there."""
+    keyed = {each.metadata.get("key", each.name): each for each in dataclasses.fields(cls)}
+    shared = {key: each for key, each in keyed.items() if key in RUN and not each.metadata.get("python")}
+    return {key: kinds(cls)[each.name] for key, each in shared.items()}
+
+
 def own_keys(cls: type) -> set[str]:
     """The fields of a section, without settings of a method that are the run's, or have no key."""
     names = dataclasses.fields(cls)
@@ -77,13 +84,12 @@ def own_settings(config: TrainConfig, row: Traits | None = None) -> MethodSettin
     another method: as far as it can have that value)."""
     row = row or METHODS[config.method]
     section: MethodSettings = vars(config)[row.section]
-    shared = {}
+    types, shared = run_keys(type(section)), dict[str, Any]()
     for each in dataclasses.fields(section):
         key = each.metadata.get("key", each.name)
-        if key in RUN and not each.metadata.get("python"):
-            value = vars(config)[key]
-            if (value is not None or each.default is None) and fits(value, kinds(row.settings)[each.name]):
-                shared[each.name] = value
+        value = vars(config).get(key)
+        if key in types and (value is not None or each.default is None) and fits(value, types[key]):
+            shared[each.name] = value
     return dataclasses.replace(section, **shared)
 
 
@@ -108,19 +114,13 @@ def settings() -> dict[str, Setting]:
     return table
 
 
-def _renamed() -> dict[str, str]:
-    """Keys of earlier versions that are settings of the run now."""
-    found = {}
-    for row in METHODS.values():
-        for each in dataclasses.fields(row.settings):
-            key = each.metadata.get("key", each.name)
-            if key in RUN and each.name in MOVED:
-                found[f"{row.section}.{each.name}"] = key
-    return found
-
-
 MOVED = ("activations", "compile", "rounding", "beta1", "beta2", "eps", "threads")  # from methods to the run
-RENAMED = _renamed() | {"offload.reverse_graphs": "offload.graphs"}
+RENAMED = {"offload.reverse_graphs": "offload.graphs"} | {
+    f"{row.section}.{each.name}": each.metadata.get("key", each.name)
+    for row in METHODS.values()
+    for each in dataclasses.fields(row.settings)
+    if each.name in MOVED and each.metadata.get("key", each.name) in RUN
+}
 """Keys of earlier versions, and their names now: still taken, with a line that says so."""
 
 PYTHON = "it is an argument of the method in Python: keyhole.{cls}(model, {name}=...)"

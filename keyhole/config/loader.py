@@ -16,11 +16,10 @@ from typing import Any
 import yaml
 
 from keyhole.config import rules
-from keyhole.config.dump import to_dict, to_node
 from keyhole.config.faults import MOST_SHOWN, Finding, refuse, suggest_key, suggest_value
 from keyhole.config.fields import REMOVED, RENAMED, sections, settings
 from keyhole.config.schema import TrainConfig
-from keyhole.config.types import NULL_TAG, Mismatch, is_null, parse, show
+from keyhole.config.types import NULL_TAG, Mismatch, is_null, parse, show, to_dict, to_node
 from keyhole.errors import UserError
 from keyhole.limits import choices
 from keyhole.methods import METHODS

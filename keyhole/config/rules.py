@@ -7,7 +7,6 @@ Rules of a method (its rates, formats, and contradictions) are in its row (metho
 model is far smaller than the models that the rows' rates are for, so it is not checked against them.
 """
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -16,55 +15,33 @@ from pathlib import Path
 
 from keyhole import assets
 from keyhole.config.faults import Finding
-from keyhole.config.fields import RUN, around, own_keys, own_settings, sections, settings
+from keyhole.config.fields import around, own_keys, own_settings, run_keys, sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.limits import describe, fits
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS, streaming_methods
-from keyhole.methods.settings import kinds
 from keyhole.methods.traits import AUTO_RATE
 
-SOME = ("activations", "compile", "rounding", "threads", "adam_beta1", "adam_beta2", "adam_epsilon")  # of some methods
+OF_METHODS = {"activations", "compile", "rounding", "threads", "adam_beta1", "adam_beta2", "adam_epsilon"}  # of some
 OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
 OF_FILES = (
-    "data_format",
-    "columns",
-    "prompt",
-    "completion",
-    "train_on",
-    "chat_template",
-    "chat_template_kwargs",
-    "template_date",
-    "dedup",
-)
+    "data_format", "columns", "prompt", "completion", "train_on", "chat_template", "chat_template_kwargs",
+    "template_date", "dedup",
+)  # fmt: skip
+Rule = tuple[object, str, str]  # whether it is broken, the key, and what to say of it
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
     """(config with null values filled in, faults, warnings)."""
-    faults = list(_faults(config))
-    warnings = list(_warnings(config))
-    return _fill(config), faults, warnings
-
-
-def _faults(config: TrainConfig) -> Iterator[Finding]:
-    yield from _path_faults(config)
-    yield from _data_faults(config)
-    yield from _evaluation_faults(config)
-    if config.push_to_hub and not config.save_model:
-        yield Finding("push_to_hub", "is set, but save_model=false leaves no model to publish; remove one of them")
-    if config.packing and config.max_length is None:
-        yield Finding("packing", "needs max_length: it is the length of a packed row")
-    if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
-        yield Finding("device", f"found `{config.device}`, expected cpu, cuda or cuda:N, or null to choose")
-    if os.path.realpath(expanded(config.output_dir)) == os.path.realpath(expanded(config.model)):
-        yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
-    yield from _method_faults(config)
+    faults = [Finding(key, why) for broken, key, why in (*_faults(config), *_method_faults(config)) if broken]
+    idle = [Finding(key, f"has no effect: {why}") for broken, key, why in _idle(config) if broken]
+    return _fill(config), [*_path_faults(config), *faults], idle + _unusual(config)
 
 
 def _path_faults(config: TrainConfig) -> Iterator[Finding]:
     """Paths that the environment or the file system cannot resolve."""
     for key in ("model", "train_data", "eval_data", "task", "task_data", "output_dir"):
-        for path in _as_list(getattr(config, key)):
+        for path in _as_list(vars(config)[key]):
             if unset := re.search(r"\$\{?(\w+)", expanded(path)):
                 yield Finding(key, f"found `{path}`, but there is no variable {unset[1]} in the environment")
             if expanded(path).startswith("~") and not os.path.exists(path):
@@ -73,133 +50,127 @@ def _path_faults(config: TrainConfig) -> Iterator[Finding]:
                 yield Finding(key, f"`{printable(path)}` is not UTF-8, so no config.yaml can name it; rename it")
 
 
-def _data_faults(config: TrainConfig) -> Iterator[Finding]:
-    """The length of the run, its data or task, and the loss and the head that go with them."""
-    if config.max_steps is None and config.num_train_epochs is None:
-        yield Finding("max_steps", "set max_steps or num_train_epochs: the run has no end")
-    if config.train_data is None and config.task is None:
-        yield Finding("train_data", "missing; set train_data (files) or task (a public task by name, such as sst2)")
-    if config.task is not None:
-        for key in ("train_data", "eval_data"):
-            if getattr(config, key) is not None:
-                yield Finding(key, "is set and so is task, which has data of its own; remove one of them")
-        if config.overlong == "split":
-            yield Finding("overlong", "split is for plain text, and a task has questions; use truncate, drop or error")
-    elif config.loss != "tokens":
-        yield Finding("loss", f"{config.loss} needs a task with candidates; set task, or loss=tokens")
-    if config.packing and config.loss == "candidates":
-        yield Finding("packing", "does not go with loss=candidates: a row is one candidate; set packing=false")
-    if config.head is not None:
-        if config.task is None:
-            yield Finding("head", f"{config.head} needs the labels of a task; set task, or head=null")
-        for key, usual in {"loss": "tokens", "packing": False, "train_end_token": None}.items():
-            if getattr(config, key) != usual:
-                yield Finding(key, f"has no meaning with head={config.head}; leave it out, or set head=null")
-        if (config.metric_for_best_model or "").endswith("perplexity"):
-            yield Finding("metric_for_best_model", f"a model with head={config.head} has no perplexity; use loss")
-    elif config.num_labels is not None:
-        yield Finding("num_labels", "is set but head is not; set head=classification, or num_labels=null")
-
-
-def _evaluation_faults(config: TrainConfig) -> Iterator[Finding]:
-    """Settings that need evaluations, in a run that has none."""
-    if config.eval_steps is not None and config.eval_data is None and config.task is None:
-        yield Finding("eval_steps", "is set but eval_data is not; set eval_data or task, or eval_steps=null")
+def _faults(c: TrainConfig) -> Iterator[Rule]:
+    """The length of the run, its data or task, the loss and the head that go with them, evaluations, and files."""
+    task, head, held_out = c.task is not None, c.head is not None, c.task is not None or c.eval_data is not None
+    own_data = "is set and so is task, which has data of its own; remove one of them"
+    no_meaning = f"has no meaning with head={c.head}; leave it out, or set head=null"
+    perplexity = (c.metric_for_best_model or "").endswith("perplexity")
+    yield from (
+        (c.max_steps is None and c.num_train_epochs is None, "max_steps",
+         "set max_steps or num_train_epochs: the run has no end"),
+        (c.train_data is None and not task, "train_data",
+         "missing; set train_data (files) or task (a public task by name, such as sst2)"),
+        (c.train_data is not None and task, "train_data", own_data),
+        (c.eval_data is not None and task, "eval_data", own_data),
+        (c.overlong == "split" and task, "overlong",
+         "split is for plain text, and a task has questions; use truncate, drop or error"),
+        (c.loss != "tokens" and not task, "loss",
+         f"{c.loss} needs a task with candidates; set task, or loss=tokens"),
+        (c.packing and c.loss == "candidates", "packing",
+         "does not go with loss=candidates: a row is one candidate; set packing=false"),
+        (head and not task, "head", f"{c.head} needs the labels of a task; set task, or head=null"),
+        (head and c.loss != "tokens", "loss", no_meaning),
+        (head and c.packing, "packing", no_meaning),
+        (head and c.train_end_token is not None, "train_end_token", no_meaning),
+        (head and perplexity, "metric_for_best_model", f"a model with head={c.head} has no perplexity; use loss"),
+        (not head and c.num_labels is not None, "num_labels",
+         "is set but head is not; set head=classification, or num_labels=null"),
+        (c.eval_steps is not None and not held_out, "eval_steps",
+         "is set but eval_data is not; set eval_data or task, or eval_steps=null"),
+        (c.push_to_hub and not c.save_model, "push_to_hub",
+         "is set, but save_model=false leaves no model to publish; remove one of them"),
+        (c.packing and c.max_length is None, "packing", "needs max_length: it is the length of a packed row"),
+        (c.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", c.device), "device",
+         f"found `{c.device}`, expected cpu, cuda or cuda:N, or null to choose"),
+        (os.path.realpath(expanded(c.output_dir)) == os.path.realpath(expanded(c.model)), "output_dir",
+         "is the model's own directory, which it would overwrite; choose another"),
+    )  # fmt: skip
     for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
-        if getattr(config, key) and config.eval_data is None and config.task is None:
-            yield Finding(key, "is set but eval_data is not: nothing would be compared; set eval_data or task")
-        if getattr(config, key) and config.task is not None and config.num_dev == 0:
-            yield Finding(key, "is set but num_dev=0: there is nothing to choose by (test never chooses); set num_dev")
+        asked = vars(c)[key]
+        nothing = "is set but eval_data is not: nothing would be compared; set eval_data or task"
+        yield asked and not held_out, key, nothing
+        none_left = "is set but num_dev=0: there is nothing to choose by (test never chooses); set num_dev"
+        yield asked and task and c.num_dev == 0, key, none_left
 
 
-def _method_faults(config: TrainConfig) -> Iterator[Finding]:
+def _method_faults(c: TrainConfig) -> Iterator[Rule]:
     """What the method does not support: its own settings, a rate, a dtype, a format of the weights, a placement."""
-    row, own = METHODS[config.method], own_settings(config)
-    yield from (Finding(*fault) for fault in own.faults(around(config)))
-    for name, kind in kinds(row.settings).items():
-        key = row.settings.__dataclass_fields__[name].metadata.get("key", name)
-        value = vars(config).get(key)
-        if key in RUN and value is not None and not fits(value, kind):
-            yield Finding(key, f"found `{value}`; {row.name} has {describe(kind)}")
-    if config.learning_rate == AUTO_RATE and not row.search_passes:
-        finds = ", ".join(other.name for other in METHODS.values() if other.search_passes)
-        yield Finding("learning_rate", f"{config.method} cannot find a rate ({finds} can); set a number, or null")
-    one_row = config.batch_size * config.gradient_accumulation_steps == 1
-    if config.learning_rate == AUTO_RATE and row.search_passes and one_row:
-        why = "auto compares two halves of a step's rows, and this step has one"
-        yield Finding("learning_rate", f"{why}; raise batch_size or gradient_accumulation_steps, or set a number")
-    if config.dtype == "float16" and not row.underflow_safe:
-        why = f"{config.method} has no loss scaling, and float16 gradients underflow without"
-        yield Finding("dtype", f"{why}; use bfloat16 or float32, or null to let it be chosen")
+    row, own = METHODS[c.method], own_settings(c)
+    yield from ((True, key, why) for key, why in own.faults(around(c)))
+    for key, kind in run_keys(row.settings).items():
+        value = vars(c)[key]
+        does_not_fit = value is not None and not fits(value, kind)
+        yield does_not_fit, key, f"found `{value}`; {row.name} has {describe(kind)}"
+    auto, one_row = c.learning_rate == AUTO_RATE, c.batch_size * c.gradient_accumulation_steps == 1
+    finds = ", ".join(other.name for other in METHODS.values() if other.search_passes)
     wires = row.all_wires(own)
-    if config.wire is not None and config.wire not in wires:
-        other = f"use {', '.join(wires)}" if wires else "set wire=null and choose dtype"
-        beside = [how for m in METHODS.values() if (how := m.beside(config.wire, own_settings(config, m)))]
-        other += f"; methods that learn beside such weights: {', '.join(beside)}" if beside else ""
-        yield Finding("wire", f"{config.method} cannot update weights that are stored as {config.wire}; {other}")
-    if not row.streams and config.placement == "stream":
-        streams = streaming_methods()
-        yield Finding("placement", f"{config.method} cannot stream; set placement=resident, or method={streams}")
+    beside = [how for m in METHODS.values() if (how := m.beside(c.wire or "", own_settings(c, m)))]
+    other_wire = f"use {', '.join(wires)}" if wires else "set wire=null and choose dtype"
+    other_wire += f"; methods that learn beside such weights: {', '.join(beside)}" if beside else ""
+    yield from (
+        (auto and not row.search_passes, "learning_rate",
+         f"{c.method} cannot find a rate ({finds} can); set a number, or null"),
+        (auto and row.search_passes and one_row, "learning_rate",
+         "auto compares two halves of a step's rows, and this step has one; raise batch_size or "
+         "gradient_accumulation_steps, or set a number"),
+        (c.dtype == "float16" and not row.underflow_safe, "dtype",
+         f"{c.method} has no loss scaling, and float16 gradients underflow without; use bfloat16 or float32, or null "
+         "to let it be chosen"),
+        (c.wire is not None and c.wire not in wires, "wire",
+         f"{c.method} cannot update weights that are stored as {c.wire}; {other_wire}"),
+        (c.placement == "stream" and not row.streams, "placement",
+         f"{c.method} cannot stream; set placement=resident, or method={streaming_methods()}"),
+    )  # fmt: skip
 
 
-def _warnings(config: TrainConfig) -> Iterator[Finding]:
+def _idle(c: TrainConfig) -> Iterator[Rule]:
+    """Settings that differ from their defaults and have no effect."""
+    row, own, task = METHODS[c.method], own_settings(c), c.task is not None
+    changed = {key for key, setting in settings().items() if "." not in key and vars(c)[key] != setting.default}
     for name, cls in sections().items():
-        for key in own_keys(cls):
-            if vars(vars(config)[name])[key] != vars(cls())[key] and (why := _unused(name, config)):
-                yield Finding(f"{name}.{key}", f"has no effect: {why}")
-    if config.max_steps is not None and config.num_train_epochs is not None:
-        yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
-    if config.warmup_ratio and config.warmup_steps:
-        yield Finding("warmup_ratio", "has no effect: warmup_steps is set, and decides")
-    if config.min_lr_ratio and config.lr_scheduler_type != "cosine_with_min_lr":
-        yield Finding("min_lr_ratio", f"has no effect: lr_scheduler_type is {config.lr_scheduler_type}")
-    if config.eval_steps is not None and config.task is not None and config.num_dev == 0:
-        yield Finding("eval_steps", "has no effect: num_dev=0 leaves no questions to evaluate on")
-    for key in ("hub_model_id", "hub_private_repo"):
-        if getattr(config, key) is not None and not config.push_to_hub:
-            yield Finding(key, "has no effect: push_to_hub is false")
-    unread: tuple[str, ...] = OF_FILES if config.task is not None else OF_TASKS
-    unread = () if config.task is None and config.test_task is not None else unread
-    for key in (key for key in unread if getattr(config, key) != settings()[key].default):
-        yield Finding(key, f"has no effect: {'task is' if config.task is not None else 'no task is'} set")
-    if config.greater_is_better is not None and config.eval_data is None and config.task is None:
-        yield Finding("greater_is_better", "has no effect: eval_data is not set, so nothing is compared")
-    evaluates = config.eval_data is not None or config.task is not None
-    if config.early_stopping_patience is not None and evaluates and (why := _never_stops(config)):
-        yield Finding("early_stopping_patience", f"has no effect: {why}")
-    row, own = METHODS[config.method], own_settings(config)
-    yield from (Finding(key, f"has no effect: {why}") for key, why in own.idle(around(config)))
-    keys = {each.metadata.get("key", each.name) for each in dataclasses.fields(own)}
-    for key in SOME:
-        if vars(config)[key] != settings()[key].default and key not in keys:
-            yield Finding(key, f"has no effect: {config.method} has no such setting")
-    if config.journal_sync != 1 and not row.journaled:
-        keep = ", ".join(other.name for other in METHODS.values() if other.journaled)
-        yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal ({keep} does)")
-    _, (low, high) = row.rates(own)
-    rate = config.learning_rate
-    if isinstance(rate, float | int) and not low <= rate <= high and not assets.is_demo_model(config.model):
-        known = f"{config.method} is known to work from {low:g} to {high:g}"
-        yield Finding("learning_rate", f"{rate:g} is an unusual value: {known}")
+        unused = "" if name == row.section else f"the method is {c.method}"
+        if name == "offload":
+            unused = "placement is resident" if c.placement == "resident" else ""
+        for key in own_keys(cls) if unused else ():
+            yield vars(vars(c)[name])[key] != vars(cls())[key], f"{name}.{key}", unused
+    held_out = task or c.eval_data is not None
+    keep = ", ".join(other.name for other in METHODS.values() if other.journaled)
+    evaluations = -(-c.max_steps // c.eval_steps) if c.max_steps and c.eval_steps else None
+    patience = c.early_stopping_patience if held_out else None
+    yield from (
+        (c.max_steps is not None and c.num_train_epochs is not None, "num_train_epochs",
+         "max_steps is set, and decides"),
+        (c.warmup_ratio and c.warmup_steps, "warmup_ratio", "warmup_steps is set, and decides"),
+        (c.min_lr_ratio and c.lr_scheduler_type != "cosine_with_min_lr", "min_lr_ratio",
+         f"lr_scheduler_type is {c.lr_scheduler_type}"),
+        (c.eval_steps is not None and task and c.num_dev == 0, "eval_steps",
+         "num_dev=0 leaves no questions to evaluate on"),
+        ("hub_model_id" in changed and not c.push_to_hub, "hub_model_id", "push_to_hub is false"),
+        ("hub_private_repo" in changed and not c.push_to_hub, "hub_private_repo", "push_to_hub is false"),
+        ("greater_is_better" in changed and not held_out, "greater_is_better",
+         "eval_data is not set, so nothing is compared"),
+        (patience is not None and c.eval_steps is None, "early_stopping_patience",
+         "the only evaluation is at the end; set eval_steps"),
+        (patience is not None and evaluations is not None and evaluations <= patience,  # at least one is the best one
+         "early_stopping_patience",
+         f"{c.max_steps} steps have {evaluations} evaluations, and it needs more than {patience}; lower eval_steps"),
+        ("journal_sync" in changed and not row.journaled, "journal_sync",
+         f"{c.method} keeps no journal ({keep} does)"),
+    )  # fmt: skip
+    yield from ((task and key in changed, key, "task is set") for key in OF_FILES)
+    yield from ((not task and c.test_task is None and key in changed, key, "no task is set") for key in OF_TASKS)
+    yield from ((True, key, why) for key, why in own.idle(around(c)))
+    others = changed & OF_METHODS - run_keys(row.settings).keys()
+    yield from ((True, key, f"{c.method} has no such setting") for key in sorted(others))
 
 
-def _never_stops(config: TrainConfig) -> str:
-    """Why a run ends before it can be out of patience; empty if it may be."""
-    every, patience, steps = config.eval_steps, config.early_stopping_patience, config.max_steps
-    if patience is None or every is None:
-        return "the only evaluation is at the end; set eval_steps"
-    if steps is not None and -(-steps // every) <= patience:  # at least one is the best one
-        return (
-            f"{steps} steps have {-(-steps // every)} evaluations, and it needs more than {patience}; lower eval_steps"
-        )
-    return ""
-
-
-def _unused(section: str, config: TrainConfig) -> str:
-    """Why a section is not used; "" if it is."""
-    if section == "offload":
-        return "placement is resident" if config.placement == "resident" else ""
-    return f"the method is {config.method}" if section != METHODS[config.method].section else ""
+def _unusual(c: TrainConfig) -> list[Finding]:
+    (_, (low, high)), rate = METHODS[c.method].rates(own_settings(c)), c.learning_rate
+    if not isinstance(rate, float | int) or low <= rate <= high or assets.is_demo_model(c.model):
+        return []
+    known = f"{c.method} is known to work from {low:g} to {high:g}"
+    return [Finding("learning_rate", f"{rate:g} is an unusual value: {known}")]
 
 
 def _fill(config: TrainConfig) -> TrainConfig:

@@ -1,23 +1,33 @@
-"""From a YAML node to a typed value: the field's type decides how the text is parsed, not YAML's rules.
+"""From a YAML node to a typed value, and from a config to YAML. The field's type decides how the text is parsed, not
+YAML's rules.
 
 YAML 1.1 reads `2e-5` as text, `no` as False and `1:30` as 90. Here a float field reads the text `2e-5` as a
 float and a text field keeps `no`, because both look at the characters in the file and at the declared type (limits.py).
 Inside dict[str, Any] there is no declared type, and YAML's rules apply.
+
+A config is written with all values, including defaults, so that a run can be repeated from run/config.yaml: a later
+version with other defaults must not change an old run.
 """
 
+import dataclasses
+import io
 import math
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from keyhole.config.fields import own_keys
+from keyhole.config.schema import TrainConfig
 from keyhole.errors import printable
 from keyhole.limits import Source, Twice, convert, describe
 from keyhole.machine.sizes import Bytes
 
 NULL_TAG = "tag:yaml.org,2002:null"
 MOST_NODES = 1000
+FASTEST: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper  # of libyaml: four times as fast
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -161,3 +171,47 @@ _SCALARS: dict[Any, Callable[[str], Any]] = {
     str: _parse_text,
     Bytes: lambda text: Bytes.parse(text),
 }
+
+
+class _Dumper(FASTEST):
+    """Safe YAML that quotes the word `None`, which the loader would read as null."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    quoted = text in ("None", "none") or not text.isprintable()  # unquoted, PyYAML would fold unusual line breaks
+    style = '"' if quoted else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(Bytes, lambda dumper, size: _represent_text(dumper, str(size)))
+_Dumper.add_multi_representer(Path, lambda dumper, path: _represent_text(dumper, str(path)))
+
+
+def dump(value: Any) -> str:
+    """Plain data as block YAML, keys in the order given, lines never folded."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**30))
+
+
+def to_node(value: Any) -> yaml.MappingNode:
+    """The YAML nodes of `dump(value)`, made without the text."""
+    return _Dumper(io.StringIO(), sort_keys=False).represent_data(value)
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """All values, sections nested; a plain int in gpu_memory gets its unit. What a caller of TrainConfig(..) has put
+    into a section although it is a setting of the run stays there: the loader moves or refuses it."""
+    values = dict(vars(config))
+    for name, own in values.items():
+        if dataclasses.is_dataclass(own):
+            unusual = {e.name for e in dataclasses.fields(own) if vars(own)[e.name] != e.default}
+            kept = own_keys(type(own)) | unusual
+            values[name] = {key: value for key, value in vars(own).items() if key in kept}
+    if isinstance(config.gpu_memory, int):
+        values["gpu_memory"] = Bytes(config.gpu_memory)
+    return values
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The config as YAML text."""
+    return dump(to_dict(config))

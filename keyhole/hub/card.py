@@ -16,8 +16,8 @@ from pathlib import Path
 
 import keyhole
 from keyhole.config import TrainConfig, load_config
-from keyhole.config.dump import dump, to_dict
 from keyhole.config.fields import sections, settings
+from keyhole.config.types import dump, to_dict
 from keyhole.data.opened import kind_of
 from keyhole.disk.json_text import Json, read_json
 from keyhole.errors import UserError

@@ -21,8 +21,7 @@ from pathlib import Path
 from keyhole import assets
 from keyhole.config import TrainConfig
 from keyhole.config.loader import load_config, parse_config
-from keyhole.config.recipes import find_config, recipes
-from keyhole.config.words import config_of_settings, split_words
+from keyhole.config.recipes import config_of_settings, find_config, recipes, split_words
 from keyhole.disk.json_text import check_result_file
 from keyhole.errors import UserError
 from keyhole.machine.rates import Rates

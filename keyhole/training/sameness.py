@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keyhole.config import TrainConfig
-from keyhole.config.dump import to_dict
+from keyhole.config.types import to_dict
 from keyhole.data.run import Data
 from keyhole.disk.json_text import Json
 from keyhole.errors import UserError

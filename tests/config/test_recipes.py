@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.config.words import config_of_settings, split_words
+from keyhole.config.recipes import config_of_settings, split_words
 from keyhole.errors import UserError
 
 WORDS = [
