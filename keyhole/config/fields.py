@@ -125,10 +125,12 @@ RENAMED = {"offload.reverse_graphs": "offload.graphs"} | {
 
 PYTHON = "it is an argument of the method in Python: keyhole.{cls}(model, {name}=...)"
 LOAD = "it is an argument of keyhole.load in Python, for measurements: keyhole.load(..., {name}=...)"
-REMOVED = {
-    f"{row.section}.{name}": PYTHON.format(cls=row.cls.rpartition(":")[2], name=name)
+REMOVED = {f"{row.section}.{name}": why for row in METHODS.values() for name, why in row.settings.gone.items()}
+REMOVED |= {
+    f"{row.section}.{each.name}": PYTHON.format(cls=row.cls.rpartition(":")[2], name=each.name)
     for row in METHODS.values()
-    for name in (each.name for each in dataclasses.fields(row.settings) if each.metadata.get("python"))
-} | {f"offload.{name}": LOAD.format(name=name) for name in ("overlap", "reuse_slots", "gather")}
-REMOVED |= {f"{row.section}.{name}": why for row in METHODS.values() for name, why in row.settings.gone.items()}
+    for each in dataclasses.fields(row.settings)
+    if each.metadata.get("python")
+}
+REMOVED |= {f"offload.{name}": LOAD.format(name=name) for name in ("overlap", "reuse_slots", "gather")}
 """Keys of earlier versions that are gone, and what to do instead."""

@@ -254,7 +254,7 @@ def test_streamed_equals_resident_on_a_gpu(name: str, seed: int) -> None:
 
 
 def test_a_dropped_model_leaves_nothing() -> None:
-    """Its memory and whatever runs its passes go with it."""
+    """Its memory goes with it, and its passes start no thread."""
     gc.collect()
     before = set(threading.enumerate())
     model = load(placement="stream")

@@ -16,6 +16,7 @@ class LOMOSettings(MethodSettings):
     gone = {
         "grad_norm": "the norm is always measured; leave it out",
         "clip_group_norm": "use max_grad_norm, which clips by the norm of the whole gradient",
+        "clip_value": "use max_grad_norm, which clips by the norm of the whole gradient",
     }
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
     activations: Literal["none", "block", "host", "auto"] = "block"
