@@ -34,8 +34,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.workload import Room
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.costs import Costs
-from keyhole.plan.fit import fit
+from keyhole.plan.fit import Costs, fit
 from keyhole.plan.measure import measure as measure_rates
 from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import profile

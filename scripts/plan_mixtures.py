@@ -23,8 +23,7 @@ from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.costs import Costs
-from keyhole.plan.fit import fit
+from keyhole.plan.fit import Costs, fit
 
 TOKENS = 2048
 WORKSPACE_BYTES = 32 * MIB  # of cuBLAS, from compute capability 9.0 on

@@ -25,8 +25,7 @@ from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.costs import Costs
-from keyhole.plan.fit import fit
+from keyhole.plan.fit import Costs, fit
 
 TOKENS = 2048
 CARDS_GIB = (8, 16, 24, 48, 80)

@@ -52,7 +52,7 @@ def plan(
     request = check_plan(model, overrides or [], steps=steps, measure=measure, **options)
     with imports():
         from keyhole.disk.json_text import json_text
-        from keyhole.plan.recommend import recommended
+        from keyhole.plan.advice import recommended
         from keyhole.plan.table import rows
         from keyhole.training.planning import ask
 
@@ -116,8 +116,8 @@ def _table(table: "list[Row]", chosen: "Row | None") -> list[str]:
 
 def _end(found: "Found", table: "list[Row]", chosen: "Row | None") -> list[str]:
     """The choice; and if the row that the config asks for, or every row, does not fit: what would."""
-    from keyhole.plan.changes import cheapest_changes
-    from keyhole.plan.recommend import reason, settings_of
+    from keyhole.plan.advice import cheapest_changes
+    from keyhole.plan.advice import reason, settings_of
 
     question, row = found.question, None
     lines = [f"hours: to learn what {question.steps:,.0f} steps of AdamW learn (docs/plan.md)"]

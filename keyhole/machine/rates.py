@@ -6,11 +6,8 @@
     up, down, both  bytes/s of page-locked copies over the link: each way alone, and each way while both run
     host_memory     bytes/s that the CPU's threads read and write in host memory
     adam            parameters/s of AdamW on fp32 state in host memory (28 bytes each: ops/adam.py)
-    launch          seconds of the host for one operation in place, called from Python without autograd: the least that
-                    a kernel costs; an optimizer's operations, and a CUDA graph
-    called          the same for an operation in the forward pass of a block: its modules, Python code and autograd's
-                    record of it take longer than the launch
-    reversed        the same for an operation of a backward pass, which autograd calls from C++
+    called          seconds of the host for one operation in a block's forward pass, called from Python: its modules and
+                    autograd's record of it included
 
 They are measured (plan/measure.py) or estimated from data sheets (plan/profiles.py); `measured` says which. This file
 does not import torch.
@@ -25,7 +22,7 @@ from keyhole.machine.sizes import GIB, MIB
 FP32_SHARE = 1 / 12  # of the 16-bit rate of products, on GPUs, if it was not measured
 VERSION = 1  # of the saved file
 WORKSPACE_BYTES, WORKSPACE_BYTES_9 = 8 * MIB + 128 * 1024, 32 * MIB  # of cuBLAS; from compute capability 9.0 on
-CALLED, REVERSED = 3.3, 3.4  # launches that such an operation takes, if it was not measured: as on the host of an H200
+CALLED = 23e-6  # if it was not measured: as on the host of an H200
 
 
 @dataclass(frozen=True)
@@ -44,15 +41,8 @@ class Rates:
     both: float
     host_memory: float
     adam: float
-    launch: float
     workspace_bytes: int = WORKSPACE_BYTES
-    called: float = 0.0
-    reversed: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, share in (("called", CALLED), ("reversed", REVERSED)):
-            if not getattr(self, name):
-                object.__setattr__(self, name, share * self.launch)
+    called: float = CALLED
 
     def products_at(self, rows: int, itemsize: int = 2) -> float:
         """FLOP/s of products with this number of rows."""
@@ -85,8 +75,7 @@ class Rates:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> "Rates":
-        """ValueError if the dict does not describe a machine, or was kept before `called` and `reversed` were measured:
-        a launch was another measurement then."""
+        """ValueError if the dict does not describe a machine."""
         try:
             values = {each.name: found[each.name] for each in fields(cls)}
             values["products"] = {int(rows): float(rate) for rows, rate in found["products"].items()}
@@ -110,4 +99,4 @@ class Rates:
         ]
 
 
-_RATES = ("products_fp32", "device_memory", "up", "down", "both", "host_memory", "adam", "launch", "called", "reversed")
+_RATES = ("products_fp32", "device_memory", "up", "down", "both", "host_memory", "adam", "called")

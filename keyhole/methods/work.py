@@ -270,15 +270,7 @@ def reverse_work(
     touched = passes * (COMPILED if _is_compiled(work) else 1.0) * elements
     uploaded = _uploaded_bytes(layout, streamed, work, room)
     inputs = _inputs_in_host_memory(layout, work, room)
-    begin = StepWork(
-        products=passes * forward,
-        touched=touched,
-        up=uploaded,
-        down=float(inputs),
-        launches=passes * begun + 0.5 * around,
-    )
     return StepWork(
-        begin=begin,
         products=passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=touched * (1 + reverses * (again + BACKWARD)),
         up=(1 + reverses) * uploaded + reverses * inputs,
@@ -287,8 +279,6 @@ def reverse_work(
         kept_bytes=kept_bytes,
         forwards=1 + reverses * again,
         recorded=recorded,
-        slots=slot_count(layout),
-        plain=plain,
         launches=passes * (begun + reverses * (again * recomputed + reversed_)) + around,
     )
 

@@ -91,14 +91,6 @@ class StepWork:
     """Forward passes over a block per micro-batch, with recomputation."""
     recorded: bool = False
     """Blocks run as CUDA graphs."""
-    slots: int = 3
-    """Slots that streamed units go through."""
-    updates_in_reverse: bool = False
-    """Updates by the CPU overlap with the backward pass alone."""
-    plain: bool = False
-    """torch's autograd and optimizer over the whole model."""
-    begin: StepWork | None = None
-    """The part of the step that ends before the backward pass begins."""
 
     def plus(self, **more: float) -> StepWork:
         """A copy with these amounts added."""

@@ -1,4 +1,4 @@
-"""How fast this machine is, measured in a few seconds (kept_rates.py keeps the result).
+"""How fast this machine is, measured in a few seconds, and kept from one call to the next.
 
     products        [rows, 4096] x [4096, 8192] in bf16 for a few numbers of rows, and one in fp32; smaller on a CPU. On
                     a GPU in rounds of ROUND_S: its clock falls under load, within a few milliseconds
@@ -8,46 +8,49 @@
     host_memory     a copy of 256 MiB by all threads; or the bytes of AdamW, if it moved more: a copy also reads what it
                     overwrites
     adam            the CPU's own kernel (ops/adam.py) on 32 Mi parameters, more than caches hold
-    launch          200 additions of one number in place, launched as fast as the host can
     called          the forward pass of a tiny Llama block with autograd, divided by its operations: what Python,
                     modules and autograd's record cost differs from host to host, and is most of a small batch's time
-    reversed        its backward pass in the same way: autograd calls operations from C++, in about half the time
 
-Each is the best of a few rounds, the first of which warms up. The last three, the host's, are measured in bursts that
-are spread over the time of the other measurements: each is a first quartile of the rounds of BURST_S, after WARM_UP_S
-(the first call takes 1.6 times as long, and a clock needs a while to rise), and the least burst counts. A quartile,
-because the best round is faster than the usual ones that a step is made of, and the median is slowed down by other
-processes on the host. On a Neoverse N1 the best of 12 launches was 5.9 to 6.9 us in four measurements; first quartiles
-of 0.1 s beside two busy processes on two cores, in six: `launch` 6.8 to 7.1, `called` 30.3 to 30.6, `reversed` 18.2 to
-18.5, while a median of `called` was once 128. On idle cores those of `called` and `reversed` are within 2 % of the
-best: constants that were found with the best hold. One burst is not enough: what slows a host down lasts longer than a
-tenth of a second. On the host of an H200 one of 0.1 s said 39.1 us for `called`, after steps of `sgd` that took what
-they take at 16 us, where the processes before and after it said 15 and 16
-(benchmarks/records/plan_check_h200_2026-11-17_c.json).
+Each is the best of a few rounds, the first of which warms up; but `called` is measured in bursts that are spread over
+the time of the others, each a first quartile of the rounds of BURST_S after WARM_UP_S (a clock needs a while to rise),
+and the least burst counts: the best round is faster than those that a step is made of, the median is slowed down by
+other processes, and what slows a host down lasts longer than a burst.
+
+The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by GPU, CPU, cores and version of
+torch. If the file cannot be read, the machine is measured again; a failure to write it is said. `known` never measures:
+a run that starts uses it.
 """
 
+import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from keyhole.disk.files import make_directories, replacing
+from keyhole.disk.json_text import read_json
+from keyhole.disk.user_cache import cache_directory
+from keyhole.errors import UserError
 from keyhole.machine.host import cpu_count, host_memory
 from keyhole.machine.probe import cpu_name, link_speed, workspace_bytes
-from keyhole.machine.rates import Rates
+from keyhole.machine.rates import CALLED, VERSION, Rates
 from keyhole.machine.sizes import MIB
 from keyhole.model.structure.block_counts import block_counts
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.reach import SHORT, call_of
 from keyhole.ops.adam import host_adamw_
+from keyhole.plan.profiles import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05
 WARM_UP_S, BURST_S = 0.03, 0.05
-LAUNCHES = 200
 ADAM_BYTES = 28  # per parameter (ops/adam.py)
+LIMIT_BYTES = 2**20  # of the file
 
 
 def measure(device: torch.device) -> Rates:
@@ -55,19 +58,19 @@ def measure(device: torch.device) -> Rates:
     cuda = device.type == "cuda"
     memory = host_memory()
     limit = memory.cgroup_limit_bytes or memory.total_bytes
-    host = HostRates(device)
-    host.burst()
+    burst = call_timer(device)
+    called = [burst()]
     host_rate = host_memory_rate()
-    host.burst()
+    called.append(burst())
     adam = adam_rate()
-    host.burst()
+    called.append(burst())
     link = {"host_to_device": host_rate / 2e9, "device_to_host": host_rate / 2e9, "both_ways": host_rate / 2e9}
     if cuda:
         with torch.cuda.device(device):
             link = link_speed()
-    host.burst()
+    called.append(burst())
     products = _products(device)
-    host.burst()
+    called.append(burst())
     if cuda:
         with torch.cuda.device(device):
             link = {way: max(rate, link[way]) for way, rate in link_speed().items()}
@@ -87,7 +90,7 @@ def measure(device: torch.device) -> Rates:
             both=link["both_ways"] * 1e9,
             host_memory=max(host_rate, ADAM_BYTES * adam),
             adam=adam,
-            **host.found,
+            called=min(called),
             workspace_bytes=workspace_bytes(device),
         )
     finally:
@@ -151,80 +154,88 @@ def adam_rate() -> float:
     return w.numel() / seconds
 
 
-class HostRates:
-    """The rates of the host alone: seconds per `launch`, operation `called` and `reversed`, from bursts of a quarter of
-    a second, the more the better and the longer apart. The last two are 0 if a block cannot be counted: then they
-    follow from a launch (machine/rates.py)."""
-
-    def __init__(self, device: torch.device) -> None:
-        one = torch.zeros(1, device=device)
-
-        def launch() -> None:
-            for _ in range(LAUNCHES):
-                one.add_(1.0)
-
-        self._device = device
-        self._runs = {"launch": (launch, _nothing, LAUNCHES)} | _block(device)
-        self.bursts: list[dict[str, float]] = []
-
-    def burst(self) -> None:
-        """Measures all three once more."""
-        each = {name: _host_s(run, before, self._device) / n for name, (run, before, n) in self._runs.items()}
-        self.bursts.append({"launch": 0.0, "called": 0.0, "reversed": 0.0} | each)
-
-    @property
-    def found(self) -> dict[str, float]:
-        """The least of all bursts."""
-        return {name: min(burst[name] for burst in self.bursts) for name in self.bursts[0]}
-
-
-def _nothing() -> None:
-    pass
-
-
-def _block(device: torch.device) -> dict[str, tuple[Callable[[], None], Callable[[], None], int]]:
-    """The forward and the backward pass of a tiny block, what runs before each, and the number of its operations."""
+def call_timer(device: torch.device) -> Callable[[], float]:
+    """Measures in a burst the seconds of one operation in the forward pass of a tiny block; CALLED if it cannot be
+    counted."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=16)
     with torch.random.fork_rng(devices=[]):
-        module = LlamaForCausalLM(config)
+        module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=16))
     block = find_blocks(module)[0]
     counts, call = block_counts(module, block), call_of(module, block, SHORT)
     if counts is None or call is None:
-        return {}
+        return lambda: CALLED
     block.to(device)
     args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call)
     hidden, *others = args
     hidden = hidden.detach().requires_grad_(True)
-    wanted = [hidden, *block.parameters()]
-    made: list[torch.Tensor] = []
 
     @torch.enable_grad()
-    def forward() -> None:
-        output = block(hidden, *others, **kwargs)
-        made[:] = [output if isinstance(output, torch.Tensor) else output[0]]
-
-    def backward() -> None:
-        torch.autograd.grad(made[0], wanted, torch.ones_like(made[0]))
-
-    forwards, backwards = counts.forward_kernels, counts.backward_kernels
-    return {"called": (forward, _nothing, forwards), "reversed": (backward, forward, backwards)}
-
-
-def _host_s(run: Callable[[], None], before: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the host for a run whose kernels the device need not have finished: the first quartile of the rounds
-    of BURST_S."""
-    found: list[float] = []
-    begin_s = time.perf_counter()
-    while (now_s := time.perf_counter()) < begin_s + WARM_UP_S + BURST_S or not found:
-        before()
+    def burst() -> float:
+        found: list[float] = []
+        begin_s = time.perf_counter()
+        while (now_s := time.perf_counter()) < begin_s + WARM_UP_S + BURST_S or not found:
+            _wait(device)
+            each_s = time.perf_counter()
+            block(hidden, *others, **kwargs)
+            each_s = time.perf_counter() - each_s
+            if now_s >= begin_s + WARM_UP_S:
+                found.append(each_s)
         _wait(device)
-        each_s = time.perf_counter()
-        run()
-        each_s = time.perf_counter() - each_s
-        if now_s >= begin_s + WARM_UP_S:
-            found.append(each_s)
-    _wait(device)
-    return max(sorted(found)[len(found) // 4], 1e-9)
+        return max(sorted(found)[len(found) // 4] / counts.forward_kernels, 1e-9)
+
+    return burst
+
+
+def cache_file() -> Path | None:
+    """The file with kept measurements; None if the user has no cache directory."""
+    directory = cache_directory("rates")
+    return None if directory is None else directory / "rates.json"
+
+
+def key_of(device: torch.device) -> str:
+    """The key of a measurement: GPU, CPU, cores, version of torch."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
+    return f"{VERSION} | {gpu} | {cpu_name()} | {cpu_count()} cores | torch {torch.__version__}"
+
+
+def known(device: torch.device) -> Rates | None:
+    """The rates measured here before, or the profile of this GPU; None if there is neither."""
+    kept = _read().get(key_of(device))
+    if kept is not None:
+        with suppress(ValueError):
+            return Rates.from_dict(kept)
+    return profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def rates_of(device: torch.device, again: bool = False, say: Callable[[str], None] = lambda text: None) -> Rates:
+    """The rates of this machine: kept, or measured now. again: measure in any case."""
+    kept = None if again else _read().get(key_of(device))
+    if kept is not None:
+        with suppress(ValueError):
+            return Rates.from_dict(kept)
+    say("measuring this machine (once, a few seconds) ...")
+    found = measure(device)
+    _keep(key_of(device), found, say)
+    return found
+
+
+def _read() -> dict[str, Any]:
+    path = cache_file()
+    try:
+        return {} if path is None else read_json(path, "rates", LIMIT_BYTES)
+    except UserError:
+        return {}
+
+
+def _keep(key: str, found: Rates, say: Callable[[str], None]) -> None:
+    path = cache_file()
+    if path is None:
+        return
+    try:
+        make_directories(path.parent)
+        with replacing(path) as file:
+            file.write(json.dumps(_read() | {key: found.to_dict()}, indent=1).encode())
+    except OSError as error:
+        say(f"the measurement could not be kept in {path}: {error.strerror or error}")

@@ -13,7 +13,7 @@ from html import escape
 from keyhole.machine.sizes import GIB
 from keyhole.pages.chart import apart
 from keyhole.pages.frame import colour_of, header, page, section, table, td, th, tr
-from keyhole.plan.recommend import reason, settings_of
+from keyhole.plan.advice import reason, settings_of
 from keyhole.plan.table import Question, Row
 
 WIDTH, HEIGHT = 560, 380

@@ -5,9 +5,9 @@
                with a budget, as many units as it has room for stay on the device
     auto       resident if everything fits the budget (default: 95 % of the free memory), otherwise like stream
 
-The cut into units, and the units that stay, are found in fit.py, with the bytes of costs.py. This file reads the
-budget, refuses what fits neither device nor host before any weight is read (refusals.py; with the changes that would
-make it fit, changes.py), and says what was decided, one line per decision, for the start block.
+The cut into units, and the units that stay, are found in fit.py. This file reads the
+budget, refuses what fits neither device nor host before any weight is read (messages.py; with the changes that would
+make it fit, advice.py), and says what was decided, one line per decision, for the start block.
 """
 
 from dataclasses import dataclass, field
@@ -26,13 +26,11 @@ from keyhole.model.forward.memory import evaluation_bytes, host_bytes
 from keyhole.model.structure.find import TILE_NUMEL
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.weights.format import Wire
-from keyhole.plan import refusals
-from keyhole.plan.changes import said
-from keyhole.plan.costs import Costs
+from keyhole.plan import messages
+from keyhole.plan.advice import said
 from keyhole.plan.dtype import check_trainable
-from keyhole.plan.experts import expert_lines
-from keyhole.plan.fit import UNIT_BYTES, fit
-from keyhole.plan.outside import outside_lines
+from keyhole.plan.fit import UNIT_BYTES, Costs, fit
+from keyhole.plan.messages import expert_lines, outside_lines
 
 USABLE = 0.95  # share of the device's memory, if no budget is given
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
@@ -72,18 +70,18 @@ class Placement:
         """When a method is created on the model: refuses fixed adapters and a dtype in which it cannot train, and warns
         if the budget was planned for another method, since this one may need more memory."""
         if self.adapter is not None:
-            raise refusals.trained_below_adapters(self.adapter, method)
+            raise messages.trained_below_adapters(self.adapter, method)
         check_trainable(self.formats.dtype, method)
         if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
             self.is_for_another_method = True
-            refusals.warn_of_another_plan(self.budget_bytes, self.work.method, method)
+            messages.warn_of_another_plan(self.budget_bytes, self.work.method, method)
 
     def warn_if_larger(self, tokens: int) -> None:
         """Warns once of a batch with more tokens than the budget was planned for, if it was planned for training."""
         planned = self.budget_bytes is not None and self.work.method in METHODS
         if planned and not self.warned and tokens > self.work.tokens:
             self.warned = True
-            refusals.warn_of_a_larger_batch(self.budget_bytes, self.work, tokens)
+            messages.warn_of_a_larger_batch(self.budget_bytes, self.work, tokens)
 
 
 def place(
@@ -98,7 +96,7 @@ def place(
     changes that would make it fit."""
     try:
         return _place(module, placement, gpu_memory, formats, device, work)
-    except refusals.DoesNotFit as refused:
+    except messages.DoesNotFit as refused:
         budget = _limit_bytes(_budget(gpu_memory, placement, device), device)
         fills = placement == "stream" and gpu_memory is not None  # as auto does
         how = "auto" if fills else placement
@@ -126,7 +124,7 @@ def _place(
     )
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
         if budget is not None and costs.is_planned and resident.device_bytes.total > budget:
-            raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
+            raise messages.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
         if budget is None and device.type == "cuda" and costs.row is not None:
             _check_device(whole, resident.device_bytes, costs, device)
         _check_state(whole, resident, costs)
@@ -153,7 +151,7 @@ def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) 
         except ValueError as error:
             raise UserError(f"gpu_memory: {gpu_memory!r} is not {error}") from error
     if placement == "auto" and device.type == "cuda":
-        return int(0.95 * torch.cuda.mem_get_info(device)[0])
+        return int(USABLE * torch.cuda.mem_get_info(device)[0])
     return None
 
 
@@ -162,17 +160,17 @@ def _check_device(layout: Layout, needed: DeviceBytes, costs: Costs, device: tor
     baseline only weights, gradients and state are counted, because the rest is not planned."""
     have = torch.cuda.get_device_properties(device).total_memory
     if costs.is_planned and needed.total > have:
-        raise refusals.resident_too_large(have, needed, costs.work, bool(layout.of_kind("block")))
+        raise messages.resident_too_large(have, needed, costs.work, bool(layout.of_kind("block")))
     sure = sum(getattr(needed, part, 0) for part in ("homes", "gradients", "state"))
     if not costs.is_planned and sure > have:
-        raise refusals.resident_too_large(have, needed, costs.work, streams=False)
+        raise messages.resident_too_large(have, needed, costs.work, streams=False)
 
 
 def _check_host(needed: int, placement: str) -> None:
     available = host_memory().available_bytes
     if needed + SLACK_BYTES > available:
         sums = host_sum(needed, SLACK_BYTES, available)
-        raise refusals.DoesNotFit(
+        raise messages.DoesNotFit(
             f"placement: {placement} keeps weights in host memory: {sums}. Free memory, raise gpu_memory so that more "
             "stays on the GPU, or use a 16-bit dtype."
         )
@@ -185,7 +183,7 @@ def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
             about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks, "of": costs.work.ranks}
             costs.row.costs.host_check(layout, placed.streamed, costs.room.formats.dtype.itemsize, **about)
         except UserError as error:
-            raise refusals.DoesNotFit(str(error)) from error
+            raise messages.DoesNotFit(str(error)) from error
 
 
 def _limit_bytes(budget: int | None, device: torch.device) -> int | None:
@@ -230,5 +228,5 @@ def _reasons(
         lines.append(f"budget: {about(placed.budget_bytes)}, {enforced}")
     if device.type != "cuda" or not costs.is_planned:
         return lines
-    parts = refusals.parts(placed.device_bytes)
+    parts = messages.parts(placed.device_bytes)
     return [*lines, f"planned device peak: {about(placed.device_bytes.total)} ({parts})"]

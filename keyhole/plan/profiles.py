@@ -47,7 +47,6 @@ def _machine(
         both=0.87 * link * 1e9,
         host_memory=host * 1e9,
         adam=adam * 1e9,
-        launch=7e-6,
         workspace_bytes=WORKSPACE_BYTES_9 if hopper else WORKSPACE_BYTES,
     )
 

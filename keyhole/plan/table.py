@@ -43,8 +43,7 @@ from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.parts import Parts, find_parts
 from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element
-from keyhole.plan.costs import Costs
-from keyhole.plan.fit import fit
+from keyhole.plan.fit import Costs, fit
 from keyhole.plan.seconds import StepSeconds, step_seconds
 
 PROCESS_BYTES = {True: int(1.35 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
@@ -233,9 +232,8 @@ def make_row(
     """The row of a given placement."""
     work, room = question.workload(traits), room_of(question, wire)
     asked = traits.planned_work(layout, streamed, work, room, question.rates)
-    sweeps = 2 if traits.sweep == "reverse" else 1
     itemsize = question.dtype.itemsize
-    seconds = step_seconds(asked, question.rates, rows=work.tokens, itemsize=itemsize, units=sweeps * len(streamed))
+    seconds = step_seconds(asked, question.rates, rows=work.tokens, itemsize=itemsize)
     gpu = traits.planned_bytes(layout, streamed, work, room).total + asked.kept_bytes
     process = process_bytes(traits, work.settings, question.rates.gpu_bytes is not None)
     away = host_bytes(layout, streamed, room.formats)

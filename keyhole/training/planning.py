@@ -3,7 +3,7 @@
 The arguments have been checked before (plan_request.py). The machine is, in this order:
 
     --machine NAME   an estimate (plan/profiles.py)
-    here             if there is a GPU: measured once and kept (plan/kept_rates.py)
+    here             if there is a GPU: measured once and kept (plan/measure.py)
     --gpu SIZE       without a GPU here: the smallest known machine that has this much GPU memory
     here             the CPU alone
 """
@@ -30,15 +30,15 @@ from keyhole.methods.workload import Room
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
 from keyhole.plan.dtype import AUTO, NAMES
-from keyhole.plan.kept_rates import known, rates_of
+from keyhole.plan.measure import known, rates_of
+from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import PROFILES
-from keyhole.plan.seconds import StepSeconds, step_seconds
+from keyhole.plan.seconds import StepSeconds, step_seconds, trust
 from keyhole.plan.table import Question, process_bytes
 from keyhole.report.entries import Entry
 from keyhole.training.plan_request import DEFAULT, PlanRequest
 
 RESERVE_BYTES = GIB  # left free on a card for the CUDA context and the desktop
-USABLE = 0.95  # share of the free memory
 GAIN = 0.1  # share of a step that is worth a line
 
 
@@ -85,10 +85,11 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     )
     room = f"{about(gpu_bytes)} of GPU memory and " if gpu_bytes is not None else ""
     samples, count = f"{counted(request.batch, 'sample')} of {counted(request.length, 'token')}", question.accumulation
+    numel = sum(p.numel() for p in module.parameters())
     lines = [
-        f"model: {type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters, "
-        f"{NAMES[choice.dtype]} ({choice.reason})",
+        f"model: {type(module).__name__}, {numel:,} parameters, {NAMES[choice.dtype]} ({choice.reason})",
         *rates.lines(),
+        trust(rates, numel),
         f"room: {room}{about(ram_bytes)} of host memory",
         f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}",
     ]
@@ -154,8 +155,7 @@ def predict(model: Model, method: str, tokens: float | None = None, own: Any = N
     host += 0 if on_gpu else placed.device_bytes.total  # the CPU is the device: its bytes are host memory
     seconds, source = None, ""
     if rates is not None:
-        units = (2 if row.sweep == "reverse" else 1) * len(streamed)
-        seconds = step_seconds(asked, rates, rows=work.tokens, itemsize=formats.dtype.itemsize, units=units)
+        seconds = step_seconds(asked, rates, rows=work.tokens, itemsize=formats.dtype.itemsize)
         source = "rates measured here" if rates.measured else "estimated rates; `keyhole plan` measures this machine"
     return Prediction(each * micro, int(host), seconds, source)
 

@@ -19,8 +19,8 @@ from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.model.structure.skeleton import build
 from keyhole.plan import page as plan_page
+from keyhole.plan.advice import recommended
 from keyhole.plan.profiles import PROFILES
-from keyhole.plan.recommend import recommended
 from keyhole.plan.table import Question, rows
 from keyhole.report import compared
 from keyhole.report import page as run_page

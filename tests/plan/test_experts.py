@@ -14,8 +14,7 @@ from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure import experts as stacks
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.costs import Costs
-from keyhole.plan.fit import fit
+from keyhole.plan.fit import Costs, fit
 from tests.model.decoders import config
 
 BF16 = torch.bfloat16
@@ -80,7 +79,7 @@ def test_the_start_block_says_how_experts_are_moved(monkeypatch: pytest.MonkeyPa
     """One by one, or whole and why."""
     assert "experts" not in " ".join(keyhole.load(config("mixtral"), init="random", device="cpu").describe())
     monkeypatch.setattr(stacks, "STACK_NUMEL", 0)
-    monkeypatch.setattr("keyhole.plan.experts.STACK_NUMEL", 0)
+    monkeypatch.setattr("keyhole.plan.messages.STACK_NUMEL", 0)
     monkeypatch.setattr("keyhole.plan.fit.UNIT_BYTES", 4096)
 
     def said(name: str, method: str) -> str:

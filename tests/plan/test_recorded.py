@@ -11,7 +11,6 @@ import torch
 from benchmarks.plan_check import PARTS, RECORDS, planned_line, recorded, summary
 from keyhole.bench.cases import Case
 from keyhole.bench.shapes import opt_config
-from keyhole.machine.rates import Rates
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import BESIDE_COPIES, waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
@@ -23,7 +22,7 @@ from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import measure
 from keyhole.plan.profiles import profile
-from keyhole.plan.seconds import step_seconds
+from keyhole.plan.seconds import step_seconds, trust
 from keyhole.plan.table import Question, make_row, process_bytes
 
 MODULES: dict[str, Any] = {}
@@ -59,14 +58,14 @@ def test_planned_as_measured(name: str, only: str) -> None:
 
 @pytest.mark.parametrize("letter", ["f", "g", "h", "i", "j"])
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(letter: str) -> None:
-    """Runs of plan_check.py with the rates that were measured in them: bytes within 10 %, seconds within 25 % for
+    """Runs of plan_check.py with the rates that were measured in them: bytes within 10 %, seconds within 20 % for
     models of 3B and more and within a factor of two below, where launches decide, and nearly all pairs in the right
     order. A budget is never exceeded. (Streamed `lsp` is planned as it is placed since the run i.)"""
     lines = list(recorded(RECORDS / f"plan_check_h200_2026-11-17_{letter}.json"))
     assert len(lines) >= 19
     for line in lines:
         limits = {part: limit for part, (_, _, limit) in PARTS.items()}
-        limits["seconds"] = 0.5 if line.case.model == "1.3B" else 0.25
+        limits["seconds"] = 0.5 if line.case.model == "1.3B" else 0.20
         if (line.case.method, line.case.system) != ("lsp", "streamed") or letter in "ij":
             assert all(abs(line.ratio(part) - 1) <= limit for part, limit in limits.items()), line
             assert line.case.gpu_memory is None or line.ratio("gpu") >= 1, line
@@ -235,32 +234,16 @@ def test_adapters_are_part_of_the_device_bytes() -> None:
     assert both.updates - lomo.updates == 16 * 7_077_888  # as counted when the adapters were made (plan_check)
 
 
-def test_rates_kept_before_operations_had_kinds() -> None:
-    """Their launch was another measurement: the machine is measured again."""
-    old = {name: value for name, value in H200.to_dict().items() if name not in ("called", "reversed")}
-    with pytest.raises(ValueError, match="called"):
-        Rates.from_dict(old)
-    assert Rates.from_dict(H200.to_dict()) == H200 and H200.launch < H200.called < H200.reversed
-
-
-def test_an_operation_of_each_kind_is_measured() -> None:
+def test_the_cost_of_a_call_is_measured() -> None:
     """On this CPU; the random numbers of the caller stay as they are."""
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
     with torch.no_grad():
-        rates = measure.HostRates(torch.device("cpu"))
-        rates.burst()
-    found = rates.found
-    assert set(found) == {"launch", "called", "reversed"} and all(0 < each < 1 for each in found.values())
+        assert 0 < measure.call_timer(torch.device("cpu"))() < 1
     assert torch.equal(before, torch.random.get_rng_state())
-    assert replace(H200, **found).called == found["called"]
 
 
-def test_the_least_burst_of_the_host_counts() -> None:
-    """A burst at a bad moment changes nothing, neither before nor after good ones; each rate by itself."""
-    rates = measure.HostRates(torch.device("cpu"))
-    rates.burst()
-    once = rates.found
-    slow = {name: 3 * value for name, value in once.items()}
-    rates.bursts = [slow, *rates.bursts, slow, once | {"called": once["called"] / 2}]
-    assert rates.found == once | {"called": once["called"] / 2}
+def test_a_plan_says_how_near_its_seconds_are() -> None:
+    """Which of the three bounds holds."""
+    assert "20 %" in trust(replace(H200, measured=True), 10**10) and "25 %" in trust(H200, 10**10)
+    assert "factor of two" in trust(replace(H200, measured=True), 10**9)

@@ -15,7 +15,7 @@ from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
-from keyhole.plan import kept_rates
+from keyhole.plan import measure
 from keyhole.plan.profiles import PROFILES
 from keyhole.training import planning
 from keyhole.training.plan_request import check_plan
@@ -90,7 +90,7 @@ def test_planned_and_measured_pace_stand_side_by_side(
     """After a few steps, where the rates of the machine are known."""
     monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path / "cache"))
     cpu = torch.device("cpu")
-    kept_rates._keep(kept_rates.key_of(cpu), PROFILES["laptop"], print)
+    measure._keep(measure.key_of(cpu), PROFILES["laptop"], print)
     text = {
         "model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(tmp_path / "out"),
         "max_steps": 4, "batch_size": 2, "device": "cpu", "save_model": False,

@@ -35,7 +35,6 @@ With schedule=monolithic all updates begin when the last gradient has arrived, s
 """
 
 from collections import Counter
-from dataclasses import replace
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
@@ -123,7 +122,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     share = lane / (lane + beside)
     by_gpu = share * numel
     found = reverse_work(layout, streamed, work, room, rates, offers_compiled=False)
-    return replace(found, updates_in_reverse=True).plus(
+    return found.plus(
         touched=2 * b * numel + 28 * by_gpu,
         up=(12 + b) * by_gpu + 4 * (1 - share) * resident,
         down=b * numel + 12 * by_gpu + b * share * (numel - resident),

@@ -18,8 +18,7 @@ from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.costs import Costs
-from keyhole.plan.fit import fit
+from keyhole.plan.fit import Costs, fit
 from tests.model.decoders import config
 
 MEASURED = [("gpu", 22.69), ("cpu", 14.03)]  # GiB handed out at most, Llama-7B on an H200, bf16, 4 x 1024, d = 2048
