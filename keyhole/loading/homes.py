@@ -8,18 +8,18 @@
 Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: the caller fills and page-locks them.
 """
 
-from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
+from keyhole.loading.prepare import Prepared
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
 from keyhole.model.backward import memory as backward
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED, Wire
 from keyhole.offload import arena
-from keyhole.offload.engine import Engine
+from keyhole.offload.engine import Engine, EngineOptions
 from keyhole.offload.gather import GatheringEngine
 from keyhole.offload.shards import ShardedEngine, part_numel
 from keyhole.plan.placement import Placement
@@ -29,24 +29,22 @@ ALIGN_BYTES = 256
 
 
 def make_engine(
-    layout: Layout,
-    placed: Placement,
-    formats: Wire,
+    ready: Prepared,
     device: torch.device,
-    workload: Workload,
+    work: Workload,
     ranks: Ranks,
     gather: str,
-    options: dict[str, Any],
+    options: EngineOptions,
 ) -> Engine:
     """Homes for all units, still empty, and the engine that moves them: for one process, for units that are sharded
     over the ranks, or for ranks that each upload a part of a unit."""
+    layout, placed = ready.layout, ready.placed
     ranks.barrier()  # every rank has planned with the free memory, and none has allocated yet
-    shared = _shared(layout, placed, workload, ranks)
-    sharded = _sharded(layout, placed, workload, ranks)
-    gathers = _gathers(gather, placed, shared, workload, ranks)
-    homes = _reserve(layout, placed, formats, device, shared, sharded, ranks)
-    slot_count = placed.slot_count or (backward.slot_count(layout) if sharded else 0)
-    options = {"slot_count": slot_count} | options
+    shared = _shared(layout, placed, work, ranks)
+    sharded = _sharded(layout, placed, work, ranks)
+    gathers = _gathers(gather, shared, work, ranks)
+    homes = _reserve(layout, placed, ready.formats, device, shared, sharded, ranks)
+    options["slot_count"] = options["slot_count"] or placed.slot_count or (backward.slot_count(layout) if sharded else 0)
     if sharded:
         options["slot_count"] = min(ranks.objects(options["slot_count"]))  # uploads are collectives, in one order
         numels = {page: layout.units[page].numel for page in sharded}
@@ -100,7 +98,7 @@ def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) ->
     return found
 
 
-def _gathers(way: str, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
+def _gathers(way: str, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
     """Whether each rank may upload a part of a unit. UserError if that was requested and is not possible."""
     row = METHODS.get(work.method)
     if not ranks.has_neighbours:

@@ -9,7 +9,7 @@
 Peak host memory: the weights that live on the host, plus one shard of the file mapping.
 """
 
-import inspect
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,12 +36,11 @@ from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.saved_files import no_progress_bars
 from keyhole.offload import arena
+from keyhole.offload.engine import EngineOptions
 from keyhole.offload.gather import WAYS, GatheringEngine
 from keyhole.ops.autocast import with_gradients
 from keyhole.plan.dtype import warn_if_slow
 from keyhole.ranks import Ranks
-
-ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
 
 
 def load(
@@ -67,7 +66,10 @@ def load(
     num_labels: int | None = None,
     tokenizer: Any = None,
     ranks: Ranks | None = None,
-    **engine_options: Any,
+    overlap: bool = True,
+    reuse_slots: bool = True,
+    slot_count: int = 0,
+    chaos: random.Random | None = None,
 ) -> Model:
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
 
@@ -86,14 +88,13 @@ def load(
     adapter=False ignores what a directory holds beside the weights (adapter/, the factors of a checkpoint).
     tokenizer: the one of the directory, if it has been read already.
     ranks: the processes that train this model together (keyhole/ranks); None: only this one.
-    engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
+    overlap, reuse_slots, slot_count (0: as planned), chaos: of the engine, for ablations and tests (offload/engine.py).
     """
     check_source(model)
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
     if gather not in WAYS:
         raise UserError(f"gather={gather!r}: choose {', '.join(WAYS)}")
-    _check_names(engine_options)
     _check_work(workload)
     with _changes() as changes:
         changes.set(matmul_precision(), "high" if tf32 else "highest")
@@ -112,7 +113,8 @@ def load(
         ready = outline.place(placement, gpu_memory, device, work, from_files=is_read)
         module, layout, formats, placed = ready.module, ready.layout, ready.formats, ready.placed
         _limit_memory(changes, placed.budget_bytes, device)
-        engine = make_engine(layout, placed, formats, device, work, ranks, gather, engine_options)
+        options = EngineOptions(slot_count=slot_count, overlap=overlap, reuse_slots=reuse_slots, chaos=chaos)
+        engine = make_engine(ready, device, work, ranks, gather, options)
         _move_buffers(module, device)
         loaded = Model(
             module,
@@ -187,16 +189,6 @@ def _limit_memory(changes: Changes, budget: int | None, device: torch.device) ->
     if budget is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         changes.set(memory_fraction(device), min(1.0, budget / total))
-
-
-def _check_names(engine_options: dict[str, Any]) -> None:
-    """Checks that keyword arguments that `load` does not name are options of the engine."""
-    known = [name for name in inspect.signature(load).parameters if name != "engine_options"] + [*ENGINE_OPTIONS]
-    for name in engine_options:
-        if name not in ENGINE_OPTIONS:
-            close = get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-            raise UserError(f"keyhole.load: there is no argument {name!r}; {meant}")
 
 
 def _check_work(work: Any) -> None:

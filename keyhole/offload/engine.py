@@ -32,7 +32,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 
@@ -68,6 +68,15 @@ class Watch(Protocol):
 
     def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
         """That work was enqueued on this stream (None: it is complete)."""
+
+
+class EngineOptions(TypedDict):
+    """Keywords of every engine."""
+
+    slot_count: int
+    overlap: bool
+    reuse_slots: bool
+    chaos: random.Random | None
 
 
 class Engine:

@@ -42,11 +42,11 @@ Tested with gloo between processes on a CPU. NCCL between several GPUs is untest
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Unpack
 
 import torch
 
-from keyhole.offload.engine import Engine
+from keyhole.offload.engine import Engine, EngineOptions
 from keyhole.offload.slots import Slot, lend, page_bytes
 from keyhole.ranks import Ranks
 
@@ -68,7 +68,7 @@ class GatheringEngine(Engine):
         ranks: Ranks,
         *,
         chosen: frozenset[int] = frozenset(),
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self.ranks, self.chosen = ranks, chosen
         self.gathers = False  # the result of `decide`

@@ -18,11 +18,11 @@ Bytes per visit and rank: k H2D, (N - 1) k received; slots hold whole pages.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Unpack
 
 import torch
 
-from keyhole.offload.engine import Engine
+from keyhole.offload.engine import Engine, EngineOptions
 from keyhole.offload.slots import Slot
 from keyhole.ranks import Ranks
 
@@ -45,7 +45,7 @@ class ShardedEngine(Engine):
         streamed: set[int],
         device: torch.device,
         ranks: Ranks,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self.numels, self.ranks = numels, ranks
         self.own = {page: homes[page] for page in numels}

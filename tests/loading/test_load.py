@@ -385,10 +385,6 @@ def test_wrong_arguments() -> None:
         keyhole.load(config("llama"), device="cpu")
     with pytest.raises(UserError, match="resident, stream, auto"):
         keyhole.load(config("llama"), init="random", device="cpu", placement="gpu")
-    with pytest.raises(UserError, match="keyhole.load: there is no argument 'placment'; did you mean placement?"):
-        keyhole.load(config("llama"), init="random", placment="stream")
-    with pytest.raises(UserError, match="no argument 'zzz'; known: model, placement, .*, overlap"):
-        keyhole.load(config("llama"), init="random", zzz=1)
     with pytest.raises(UserError, match="gpu_memory: 8 is not a size with its unit, such as 8GiB"):
         keyhole.load(config("llama"), init="random", device="cpu", gpu_memory=8)
     with pytest.raises(UserError, match="float32, bfloat16, float16"):
