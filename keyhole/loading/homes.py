@@ -8,7 +8,6 @@
 Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: the caller fills and page-locks them.
 """
 
-
 import torch
 
 from keyhole.errors import UserError
@@ -44,7 +43,9 @@ def make_engine(
     sharded = _sharded(layout, placed, work, ranks)
     gathers = _gathers(gather, shared, work, ranks)
     homes = _reserve(layout, placed, ready.formats, device, shared, sharded, ranks)
-    options["slot_count"] = options["slot_count"] or placed.slot_count or (backward.slot_count(layout) if sharded else 0)
+    options["slot_count"] = (
+        options["slot_count"] or placed.slot_count or (backward.slot_count(layout) if sharded else 0)
+    )
     if sharded:
         options["slot_count"] = min(ranks.objects(options["slot_count"]))  # uploads are collectives, in one order
         numels = {page: layout.units[page].numel for page in sharded}

@@ -68,6 +68,7 @@ class GatheringEngine(Engine):
         ranks: Ranks,
         *,
         chosen: frozenset[int] = frozenset(),
+        shared: frozenset[int] = frozenset(),
         **options: Unpack[EngineOptions],
     ) -> None:
         self.ranks, self.chosen = ranks, chosen
@@ -77,7 +78,7 @@ class GatheringEngine(Engine):
         self.places: dict[int, int] = {}  # page -> its index in the lap
         self.beyond = 0  # number of gathers of the next lap that a sweep makes in advance
         self.made = 0  # number of gathers since the lap began
-        super().__init__(homes, streamed, device, **options)
+        super().__init__(homes, streamed, device, shared=shared, **options)
         ranks.meet_neighbours()
         if self.cuda:
             self.between = torch.cuda.Stream(device)

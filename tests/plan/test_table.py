@@ -242,7 +242,8 @@ def test_the_page_is_complete_and_asks_for_nothing() -> None:
     assert "<script" not in page and "http" not in page and "src=" not in page and "&lt;b&gt;" in page
     assert page.count("<tr") == len(table) + 1 and 'name="viewport"' in page
     heights = sorted(float(y) for y in re.findall(r'class="name f\d+" x="[\d.]+" y="([\d.]+)"', page))
-    assert len(heights) == len(METHODS) and all(b - a >= 10 for a, b in zip(heights, heights[1:], strict=False))
+    drawn = {row.method for row in table if row.fits and row.wire is None}
+    assert len(heights) == len(drawn) > 5 and all(b - a >= 10 for a, b in zip(heights, heights[1:], strict=False))
 
 
 def test_parts_overlap() -> None:
