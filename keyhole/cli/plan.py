@@ -116,8 +116,7 @@ def _table(table: "list[Row]", chosen: "Row | None") -> list[str]:
 
 def _end(found: "Found", table: "list[Row]", chosen: "Row | None") -> list[str]:
     """The choice; and if the row that the config asks for, or every row, does not fit: what would."""
-    from keyhole.plan.advice import cheapest_changes
-    from keyhole.plan.advice import reason, settings_of
+    from keyhole.plan.advice import cheapest_changes, reason, settings_of
 
     question, row = found.question, None
     lines = [f"hours: to learn what {question.steps:,.0f} steps of AdamW learn (docs/plan.md)"]
