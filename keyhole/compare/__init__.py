@@ -1,14 +1,11 @@
 """`keyhole compare FILE`: models x tasks x methods x grids of settings x seeds, in one process, as one table.
 
 file.py       reads the comparison file, with the changes from the command line
-names.py      names of models, tasks and methods: printable, distinct; refuses misplaced settings
 plan.py       the runs of a comparison, each with a config and an id
-kept.py       what runs of one process share: tokenised data, hashes
 execute.py    executes one run after the other; skips finished runs, records failures
-directory.py  the output directory, and the day on which the comparison began
-zero_shot.py  the score of a model without training
+kept.py       what runs of one process share: tokenised data, hashes; the score of a model without training
 progress.py   the progress bar; the display of single runs is silent
-result.py     a run as numbers: best step, dev, test, seconds, memory, curves
+result.py     a run as numbers: best step, dev, test, seconds, memory, curves; the output directory
 table.py      the best settings by dev, then test: mean and spread over seeds; table.json, table.md
 page.py       report.html: one self-contained page
 """

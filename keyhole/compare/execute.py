@@ -20,40 +20,36 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from keyhole.checkpoint import select
-from keyhole.compare import directory, zero_shot
-from keyhole.compare.file import Comparison
+from keyhole.compare import kept as shared
+from keyhole.compare.file import ZERO_SHOT, Comparison
 from keyhole.compare.kept import Kept
-from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.page import make_page
-from keyhole.compare.plan import Group, Trial, plan, with_data
+from keyhole.compare.plan import Group, Trial, flat_settings, plan, with_data
 from keyhole.compare.progress import Progress, Quiet
 from keyhole.compare.result import (
     CRASH,
+    FORMAT,
+    MARKER,
     REFUSED,
+    Marker,
     Result,
     blank,
+    changes,
+    inspect,
+    mark,
     path_of,
+    read_marker,
     read_result,
     summarise,
     write_result,
 )
-from keyhole.compare.table import (
-    Cell,
-    cell_of,
-    choose,
-    number,
-    seeds_of_grid,
-    to_json,
-    to_markdown,
-    zero_shot_cell,
-)
+from keyhole.compare.table import Cell, cell_of, choose, number, seeds_of_grid, to_json, to_markdown, zero_shot_cell
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.data.sources import check_sources
@@ -100,17 +96,18 @@ def compare(
         fewer = " (choose_by: first-seed: of each grid only the best point is run with the other seeds)"
         say(f"{counted(total, 'run')}{fewer if total < listed else ''}")
         return 0
-    directory.inspect(root)
-    kept.day = directory.day_of(root)
+    kept.day = inspect(root).day
     execution = Execution(comparison, groups, kept, root, retry, allow_code_execution, say)
     execution.read_tasks()
     hashes = {name: kept.model_hash(path) for name, path in comparison.models.items()}
-    directory.take(root, comparison, kept.day, hashes)
+    now = Marker(FORMAT, comparison.title, comparison.source, kept.day, hashes)
+    if not (root / MARKER).is_file():  # one that is there stays until the directory is locked
+        mark(root, now)
     with locked(root / "runs" / "lock") as lock:
         lock.take()
-        for line in directory.changes(root, comparison, hashes):
+        for line in changes(root, read_marker(root), now):
             execution.say(line)
-        directory.mark(root, comparison, kept.day, hashes)
+        mark(root, now)
         return execution.go()
 
 
@@ -149,7 +146,7 @@ class Execution:
         with Progress(total) as self.progress:
             self._score_untrained()
             for trial in self._trials():
-                if not self._is_done(trial) and self._run(trial) is None:
+                if trial.id not in self.results and not self._run(trial):
                     self._write_or_warn()
                     self.say("interrupted; the same command goes on from here")
                     return EXIT_INTERRUPTED
@@ -162,15 +159,11 @@ class Execution:
                 f"{self.root / 'results'}, and the same command writes the tables from them"
             )
         self.say(f"page: {self.root / 'report.html'}")
-        return self._code()
-
-    def _code(self) -> int:
-        """FAILED if a run of the table failed, with a message; 0 otherwise."""
-        results = [*self.results.values(), *self.zero_shot.values()]
-        count = sum(result.error is not None for result in results)
+        ended = [*self.results.values(), *self.zero_shot.values()]
+        count = sum(result.error is not None for result in ended)
         if count:
             self.say(
-                f"{count} of {len(results)} runs failed, zero-shot included: table.md says why, --retry repeats them"
+                f"{count} of {len(ended)} runs failed, zero-shot included: table.md says why, --retry repeats them"
             )
         return FAILED if count else 0
 
@@ -194,9 +187,6 @@ class Execution:
             self.say(f"{path}: damaged; this is done again")
             remove(path)
         return found
-
-    def _is_done(self, trial: Trial) -> bool:
-        return trial.id in self.results
 
     def _trials(self) -> Iterator[Trial]:
         """The runs in order; the second part depends on the results of the first."""
@@ -230,8 +220,8 @@ class Execution:
         except Exception:  # a grid point that its data do not fit (max_length): the run itself reports it
             return "unread"
 
-    def _run(self, trial: Trial) -> Result | None:
-        """Executes one run; None if it was interrupted. An error becomes its result."""
+    def _run(self, trial: Trial) -> bool:
+        """Executes a run and keeps its result; False if it was interrupted."""
         began_s = time.monotonic()
         self.progress.begin(trial.label)
         parts = Parts(
@@ -243,20 +233,19 @@ class Execution:
         )
         try:
             if train(trial.config, resume="last", parts=parts) == EXIT_INTERRUPTED:
-                return None
+                return False
             result = summarise(trial, self.kept.load_data(data_settings(trial.config)))
         except Exception as error:
             result = self._failed(blank(trial), error)
         free_memory()
         self.results[result.id] = result
-        self._keep(result)
-        if result.kind != CRASH:  # that run will go on from its checkpoint
-            self._clean(trial)
-        self.say(
-            f"[{self.progress.count()}] {trial.label}: {self._line(result)}, {duration(time.monotonic() - began_s)}"
-        )
+        write_result(self.root, result)
+        if result.kind != CRASH and not trial.config.save_model:  # a crashed run will go on from its checkpoint
+            select.delete(select.checkpoints(Path(trial.config.output_dir)), self.say).join()
+        told = f"{trial.label}: {_line(result)}, {duration(time.monotonic() - began_s)}"
+        self.say(f"[{self.progress.count()}] {told}")
         self._write_or_warn()
-        return result
+        return True
 
     def _failed(self, result: Result, error: Exception) -> Result:
         """The result of a run, or of a model without training, that ended with this error; the other runs continue."""
@@ -273,25 +262,6 @@ class Execution:
             write_text(self.root / "results" / f"{result.id}.error.txt", trace)
         return result
 
-    def _line(self, result: Result) -> str:
-        if result.error:
-            return f"failed: {result.error}"
-        dev, test = number(result.dev_metric, result.dev), number(result.test_metric, result.test)
-        size = "" if result.gpu_gib is None else f", GPU {result.gpu_gib:.2f} GiB"
-        best = f"step {result.best_step} of {result.steps}"
-        return f"dev {result.dev_metric} {dev}, test {result.test_metric or ''} {test} ({best}{size})"
-
-    def _keep(self, result: Result) -> None:
-        try:
-            write_result(self.root, result)
-        except OSError as error:
-            raise UserError(f"output_dir: cannot write to {self.root}: {error.strerror}") from error
-
-    def _clean(self, trial: Trial) -> None:
-        """Deletes the checkpoints of a finished run."""
-        if not trial.config.save_model:
-            select.delete(select.checkpoints(Path(trial.config.output_dir)), self.say).join()
-
     def _score_untrained(self) -> None:
         """Scores every model without training on the test questions of every task."""
         for group in self.groups:
@@ -302,20 +272,17 @@ class Execution:
             if trial.config.head is not None:
                 continue  # a new head is untrained
             made = blank(trial)
-            made.id, made.method, made.point = zero_shot.id_of(trial, self.groups, self.kept), ZERO_SHOT, []
+            made.id, made.method, made.point = shared.untrained_id(trial, self.groups, self.kept), ZERO_SHOT, []
             found = self._read(made.id)
             if found is None or found.error:
                 self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
-                found = zero_shot.score(trial, made, self.groups, self.kept, self.allow_code_execution, self._failed)
+                found = shared.score_untrained(
+                    trial, made, self.groups, self.kept, self.allow_code_execution, self._failed
+                )
                 free_memory()
-                self._keep(found)
-                self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {self._line_untrained(found)}")
+                write_result(self.root, found)
+                self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {_line(found)}")
             self.zero_shot[place] = found
-
-    def _line_untrained(self, result: Result) -> str:
-        if result.error:
-            return f"failed: {result.error}"
-        return f"test {result.test_metric or ''} {number(result.test_metric, result.test)}"
 
     def cells(self) -> list[Cell]:
         """The table so far."""
@@ -344,13 +311,22 @@ class Execution:
         return None
 
 
-def _settings_of(group: Group) -> dict[str, Any]:
-    """The settings of a group's runs; of a grid, all values of the setting."""
-    values = asdict(next(iter(group.trials.values())).config)
+def _line(result: Result) -> str:
+    if result.error:
+        return f"failed: {result.error}"
+    test = f"test {result.test_metric or ''} {number(result.test_metric, result.test)}"
+    if result.method == ZERO_SHOT:
+        return test
+    size = "" if result.gpu_gib is None else f", GPU {result.gpu_gib:.2f} GiB"
+    best = f"step {result.best_step} of {result.steps}"
+    return f"dev {result.dev_metric} {number(result.dev_metric, result.dev)}, {test} ({best}{size})"
+
+
+def _settings_of(group: Group) -> dict[str, object]:
+    """The settings of a group's runs by dotted key; of a grid, all values of the setting."""
+    values = flat_settings(next(iter(group.trials.values())).config)
     for name in dict(group.points[0]) if len(group.points) > 1 else ():
-        *section, key = name.split(".")
-        place = values[section[0]] if section else values
-        place[key] = " | ".join(dict.fromkeys(dict(point)[name] for point in group.points))
+        values[name] = " | ".join(dict.fromkeys(dict(point)[name] for point in group.points))
     return values
 
 

@@ -12,7 +12,7 @@
     output_dir: out
 
 A method's name is the method itself, unless its settings have `method: ...`; the same holds for tasks (`task: ...`), so
-that a file can compare variants of one method (names.py). A task file, dir/plants.yaml, is called plants, as
+that a file can compare variants of one method. A task file, dir/plants.yaml, is called plants, as
 everywhere. Settings are those of `keyhole train` (docs/config.md), sections included. If a setting is given in several
 places, the command line wins, then the method, the task, and `common`. For a setting that is itself a list
 (lora.target_modules, freeze), a grid is a list of lists, or a list with null: [null, embeddings]. Seeds are listed, not
@@ -20,19 +20,21 @@ counted: `seeds: 3` is seed 3 alone, which a warning says.
 
 On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` replace or select what is compared, as names
 separated by commas; any other setting applies to all runs.
+
+Names appear in tables, on a terminal and in file names, so they are printable and distinct. A model without a name is
+called by the last part of its path, or by as many last parts as distinguish it from the others. What is compared has
+its own place in the file: under a method or in `common` it would contradict the name of its row, and is refused.
 """
 
 import re
 import shlex
-import typing
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from keyhole.compare.names import PLACES, by_path, check_names, keys, refuse_misplaced, word
 from keyhole.config.faults import Finding, nearest, refuse
 from keyhole.config.fields import settings
 from keyhole.config.loader import COMMAND_LINE, LocatedNode, compose, open_sections, parse_override, read_text
@@ -42,11 +44,26 @@ from keyhole.data.tasks.spec import task_name
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 
+ZERO_SHOT = "zero-shot"  # the row of an untrained model
 DIRECTORY = Path(__file__).parents[1] / "comparisons"
 KEYS = ("models", "tasks", "methods", "seeds", "common", "output_dir", "choose_by")
 WORDS = ("model", *KEYS[:4], *KEYS[5:])  # keys of the command line besides settings
 CHOOSE_BY = ("first-seed", "all-seeds")
 MOST_COUNTED = 20  # a single seed up to this may be meant as a number of seeds
+TOP = "at the top of the file"
+MODELS = f"models are compared: write `models: [...]` {TOP}, or model=DIR on the command line"
+SEEDS = f"seeds are compared: write `seeds: [...]` {TOP}, or seeds=0,1 on the command line"
+PLACES = {
+    "model": MODELS,
+    "models": MODELS,
+    "seed": SEEDS,
+    "seeds": SEEDS,
+    "output_dir": f"a comparison has one: write `output_dir: ...` {TOP}, or output_dir=DIR on the command line",
+    "task": f"tasks are compared: write `tasks: [...]` {TOP}, with `task: ...` under a name of a task, or tasks=NAME "
+    "on the command line",
+    "method": f"methods are compared: write `methods: {{...}}` {TOP}, with `method: ...` under a name of a method, or "
+    "methods=NAME on the command line",
+}
 Entries = dict[str, LocatedNode]
 
 
@@ -96,163 +113,209 @@ def find_comparison(name: str) -> Path:
 
 def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
     """The comparison of a file, with `key=value` arguments of the command line; reports all faults at once."""
-    faults: list[Finding] = []
-    text = read_text(path)
+    text, words = read_text(path), tuple(words)
     root = compose(text, str(path), "start from a shipped comparison: `keyhole compare` lists them")
-    nodes: dict[str, LocatedNode] = {}
-    for key, node in root.value:
-        where = f"line {key.start_mark.line + 1}"
-        name = key.value if isinstance(key, yaml.ScalarNode) else show(key)
-        if name in nodes:
-            faults.append(Finding(name, f"given twice, also in {nodes[name].where}", where))
-        elif name in KEYS:
-            nodes[name] = LocatedNode(node, where)
-        else:
-            inside = "; a setting of all runs stands under `common`" if name in settings() else nearest(name, KEYS)
-            inside = f"; {PLACES[name]}" if name in PLACES else inside
-            faults.append(Finding(name, f"unknown key{inside}; a comparison has {', '.join(KEYS)}", where))
-    words = tuple(words)
-    overrides: Entries = {}
-    picked: dict[str, str] = {}
-    for typed in words:
-        key, _, value = typed.partition("=")
-        if key.strip() in WORDS:
-            picked[key.strip()] = value.strip()
-            if not value.strip("[] "):  # an unset variable of the shell, which would select everything
-                faults.append(Finding(key.strip(), "nothing is named; name something, or leave it out", COMMAND_LINE))
-        else:
-            overrides |= parse_override(typed, faults)
-    if {"model", "models"} <= picked.keys():
-        faults.append(Finding("models", "given twice, as model= and as models=; leave one out", COMMAND_LINE))
-    refuse_misplaced(overrides, "here", (), faults)
+    first = text.removeprefix("\ufeff").partition("\n")[0].strip()
+    reader = _Reader(root, words)
     made = Comparison(
         source=str(path),
-        title=_title(text) or path.stem,
-        models=_models(nodes, picked, faults),
-        tasks=_named(nodes, "tasks", picked, faults, may_add=True),
-        methods=_named(nodes, "methods", picked, faults, may_add=False),
-        seeds=_seeds(nodes, picked, faults),
-        output_dir=expanded(picked.get("output_dir") or _text(nodes, "output_dir", faults) or f"{path.stem}-out"),
-        common=_settings(nodes.get("common"), faults),
-        overrides=overrides,
-        choose_by=picked.get("choose_by") or _text(nodes, "choose_by", faults) or CHOOSE_BY[0],
+        title=printable(first.lstrip("# ")) if first.strip("# ") and first.startswith("#") else path.stem,
+        models=reader.models(),
+        tasks=reader.named("tasks"),
+        methods=reader.named("methods"),
+        seeds=reader.seeds(),
+        output_dir=expanded(reader.text("output_dir") or f"{path.stem}-out"),
+        common=reader.settings(reader.nodes.get("common")),
+        overrides=reader.overrides,
+        choose_by=reader.text("choose_by") or CHOOSE_BY[0],
         words=words,
-        warnings=_seed_warnings(nodes, picked),
+        warnings=reader.warnings,
     )
+    reader.refuse_misplaced(made.common, "in `common`")
     if made.output_dir.startswith("~") or re.search(r"\$\{?\w", made.output_dir):
-        faults.append(Finding("output_dir", f"found `{made.output_dir}`, which stands for no directory here"))
+        reader.fault("output_dir", f"found `{made.output_dir}`, which stands for no directory here")
     if made.choose_by not in CHOOSE_BY:
-        faults.append(Finding("choose_by", f"found `{made.choose_by}`, expected {' or '.join(CHOOSE_BY)}"))
-    refuse_misplaced(made.common, "in `common`", (), faults)
-    refuse(str(path), faults)
+        reader.fault("choose_by", f"found `{made.choose_by}`, expected {' or '.join(CHOOSE_BY)}")
+    refuse(str(path), reader.faults)
     return made
 
 
-def _title(text: str) -> str:
-    """The first line, if it is a comment."""
-    first = text.removeprefix("\ufeff").partition("\n")[0].strip()
-    return printable(first.lstrip("# ")) if first.startswith("#") else ""
+class _Reader:
+    """The nodes of a file by their keys, and what the command line puts in their place: names that it picks, and
+    settings of all runs."""
 
+    def __init__(self, root: yaml.MappingNode, words: Iterable[str]) -> None:
+        self.nodes: Entries = {}
+        self.picked: dict[str, str] = {}
+        self.overrides: Entries = {}
+        self.faults: list[Finding] = []
+        self.warnings: tuple[str, ...] = ()
+        for key, node in root.value:
+            where, name = _line_of(key), key.value if isinstance(key, yaml.ScalarNode) else show(key)
+            if name in self.nodes:
+                self.fault(name, f"given twice, also in {self.nodes[name].where}", where)
+            elif name in KEYS:
+                self.nodes[name] = LocatedNode(node, where)
+            else:
+                inside = "; a setting of all runs stands under `common`" if name in settings() else nearest(name, KEYS)
+                inside = f"; {PLACES[name]}" if name in PLACES else inside
+                self.fault(name, f"unknown key{inside}; a comparison has {', '.join(KEYS)}", where)
+        for typed in words:
+            key, _, value = (part.strip() for part in typed.partition("="))
+            if key not in WORDS:
+                self.overrides |= parse_override(typed, self.faults)
+                continue
+            self.picked[key] = value
+            if not value.strip("[] "):  # an unset variable of the shell, which would select everything
+                self.fault(key, "nothing is named; name something, or leave it out", COMMAND_LINE)
+        if {"model", "models"} <= self.picked.keys():
+            self.fault("models", "given twice, as model= and as models=; leave one out", COMMAND_LINE)
+        self.refuse_misplaced(self.overrides, "here")
 
-def _settings(entry: LocatedNode | None, faults: list[Finding]) -> Entries:
-    """The settings of a mapping; {} for null or nothing."""
-    if entry is None or is_null(entry.node):
+    def fault(self, key: str, message: str, where: str = "") -> None:
+        self.faults.append(Finding(key, message, where))
+
+    def text(self, key: str) -> str | None:
+        """The text of a key, of the command line or of the file."""
+        entry = self.nodes.get(key)
+        if entry is not None and _word(entry.node) is None:
+            self.fault(key, f"found {show(entry.node)}, expected text", entry.where)
+        return self.picked.get(key) or (_word(entry.node) if entry is not None else None)
+
+    def settings(self, entry: LocatedNode | None) -> Entries:
+        """The settings of a mapping; {} for null or nothing."""
+        if entry is not None and isinstance(entry.node, yaml.MappingNode):
+            return open_sections(entry.node, "", None, self.faults)
+        if entry is not None and not is_null(entry.node):
+            expected = "expected settings such as {learning_rate: 1e-5}"
+            self.fault("", f"found {show(entry.node)}, {expected}", entry.where)
         return {}
-    if isinstance(entry.node, yaml.MappingNode):
-        return open_sections(entry.node, "", None, faults)
-    faults.append(
-        Finding("", f"found {show(entry.node)}, expected settings such as {{learning_rate: 1e-5}}", entry.where)
-    )
-    return {}
+
+    def refuse_misplaced(self, entries: Entries, place: str, own: str = "") -> None:
+        """Refuses settings that have their own place in the file. own: one that is allowed here."""
+        for key in (key for key in entries if key in PLACES and key != own):
+            self.fault(key, f"cannot stand {place}; {PLACES[key]}", entries[key].where or COMMAND_LINE)
+
+    def names(self, key: str, wanted: str) -> list[tuple[str, LocatedNode | None]]:
+        """The names under a key, with their values in a mapping, without in a list."""
+        if key not in self.nodes:
+            return []
+        node, where = self.nodes[key].node, self.nodes[key].where
+        found: list[tuple[str, LocatedNode | None]] = []
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                if (text := _word(name)) is None:
+                    self.fault(key, f"a name must be a word, found {show(name)}", _line_of(name))
+                else:
+                    found.append((text, LocatedNode(value, _line_of(name))))
+            return found
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for i, item in enumerate(items, 1):
+            if (text := _word(item)) is None:
+                odd = f" whose item {i} is {show(item)}" if item is not node else ""
+                self.fault(key, f"found {show(node)}{odd}, expected {wanted}", where)
+                return []
+            found.append((text, None))
+        if not found:
+            self.fault(key, f"found {show(node)}, expected {wanted}", where)
+        return found
+
+    def models(self) -> dict[str, str]:
+        """Name -> directory or hub id."""
+        found, known = self.names("models", "directories or hub ids"), dict[str, str]()
+        where = self.nodes["models"].where if "models" in self.nodes else ""
+        for name, entry in found:
+            if entry is not None:
+                known[name] = _word(entry.node) or ""
+            if entry is not None and _word(entry.node) is None:
+                message = f"{show(entry.node)} under `{printable(name)}`, expected a directory or hub id"
+                self.fault("models", message, entry.where)
+        paths = [name for name, entry in found if entry is None]
+        known |= self.by_path(paths, where)
+        self.check_names("models", [*known] if paths else [name for name, _ in found], where)
+        if asked := _split(self.picked.get("model") or self.picked.get("models") or ""):
+            known = {name: known[name] for name in asked} if {*asked} <= known.keys() else {}
+            known = known or self.by_path(asked, COMMAND_LINE)
+            self.check_names("models", asked if {*asked} == known.keys() else [*known], COMMAND_LINE)
+        if not known and not any(fault.key == "models" for fault in self.faults):
+            self.fault("models", "missing; name a directory or hub id, here or as model=DIR")
+        return known
+
+    def by_path(self, paths: Sequence[str], where: str) -> dict[str, str]:
+        """Name -> path, by as many last parts as are needed to distinguish the paths; a repeated path is refused."""
+        parts, names = [Path(path).parts or (path,) for path in paths], {}
+        for i, own in enumerate(parts):
+            if own in parts[:i]:
+                first = paths[parts.index(own)]
+                self.fault("models", f"`{first}` and `{paths[i]}` are one model, named twice; leave one out", where)
+            others = [each for j, each in enumerate(parts) if j != i]
+            depth = next((n for n in range(1, len(own)) if all(own[-n:] != each[-n:] for each in others)), len(own))
+            names[str(Path(*own[-depth:]))] = paths[i]
+        return names
+
+    def named(self, key: str) -> dict[str, Entries]:
+        """Tasks or methods with their settings. The command line may add tasks, and select methods."""
+        found, known = self.names(key, "a list of names, or a mapping with a line `name: {settings}` for each"), {}
+        where = self.nodes[key].where if key in self.nodes else ""
+        self.check_names(key, [_called(key, name) for name, _ in found], where)
+        for name, entry in found:
+            own = self.settings(entry)
+            self.refuse_misplaced(own, f"under `{printable(name)}`", key.removesuffix("s"))
+            known[_called(key, name)] = ({} if "train_data" in own else _file_entry(key, name)) | own
+        asked = _split(self.picked.get(key, ""))
+        self.check_names(key, [_called(key, name) for name in asked], COMMAND_LINE)
+        for name in (name for name in asked if key == "methods" and name not in known):
+            self.fault(key, f"`{name}` is not in the file, which has {', '.join(known)}", COMMAND_LINE)
+        if not (asked or known) and not any(fault.key == key for fault in self.faults):
+            self.fault(key, "missing; there is nothing to compare")
+        chosen = {_called(key, name): known.get(_called(key, name), {}) | _file_entry(key, name) for name in asked}
+        return chosen if asked else known
+
+    def check_names(self, key: str, names: Sequence[str], where: str) -> None:
+        """Refuses names with control characters, names given twice, and the name of the baseline for a method."""
+        for name, count in Counter(names).items():
+            if not name.strip() or not name.isprintable():
+                message = f"the name {ascii(name)} is empty or has control characters; write it with plain characters"
+                self.fault(key, message, where)
+            elif count > 1:
+                message = f"`{name}` is named twice; leave one out, or give one of them another name (name: ...)"
+                self.fault(key, message, where)
+            if key == "methods" and name == ZERO_SHOT:
+                message = f"`{ZERO_SHOT}` is the row of the model as it is; give the method another name"
+                self.fault(key, message, where)
+
+    def seeds(self) -> list[int]:
+        """The seeds; one without brackets that may be meant as the number of seeds is a warning."""
+        if "seeds" not in self.nodes and "seeds" not in self.picked:
+            return [0]
+        node = self.nodes["seeds"].node if "seeds" in self.nodes else None
+        items = node.value if isinstance(node, yaml.SequenceNode) else [] if node is None else [node]
+        words = _split(self.picked["seeds"]) if "seeds" in self.picked else [_word(item) or "" for item in items]
+        try:
+            seeds = [int(text) for text in words]
+        except ValueError:
+            seeds = []
+        if not seeds or len(set(seeds)) < len(seeds):
+            self.fault("seeds", "expected different whole numbers, such as [0, 1, 2]")
+        alone = self.picked.get("seeds") or (_word(node) if node is not None else None) or ""
+        count = int(alone) if alone.isdecimal() and len(alone) <= 2 else 0
+        if 1 < count <= MOST_COUNTED:
+            several = ", ".join(map(str, range(count))) if count <= 3 else f"0, 1, ..., {count - 1}"
+            self.warnings = (f"seeds: {count} is seed {count} alone; [{several}] are {count} seeds",)
+        return seeds
 
 
-def _text(nodes: dict[str, LocatedNode], key: str, faults: list[Finding]) -> str | None:
-    if key not in nodes:
-        return None
-    node = nodes[key].node
-    if isinstance(node, yaml.ScalarNode) and not is_null(node):
-        return str(node.value)
-    faults.append(Finding(key, f"found {show(node)}, expected text", nodes[key].where))
-    return None
+def _word(node: yaml.Node) -> str | None:
+    """The text of a scalar; None if it is something else, or null."""
+    return str(node.value) if isinstance(node, yaml.ScalarNode) and not is_null(node) else None
 
 
-def _words(node: yaml.Node) -> list[str] | None:
-    """The texts of a scalar or a list of scalars; None if it is something else."""
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    found = [text for item in items if (text := word(item)) is not None]
-    return found if found and len(found) == len(items) else None
-
-
-def _odd_item(node: yaml.Node) -> str:
-    """` whose item 2 is a mapping`: the first item of a list that is no text."""
-    items = node.value if isinstance(node, yaml.SequenceNode) else []
-    return next((f" whose item {i} is {show(item)}" for i, item in enumerate(items, 1) if word(item) is None), "")
+def _line_of(node: yaml.Node) -> str:
+    return f"line {node.start_mark.line + 1}"
 
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
-
-
-def _models(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[Finding]) -> dict[str, str]:
-    asked = _split(picked.get("model") or picked.get("models") or "")
-    known: dict[str, str] = {}
-    before = len(faults)
-    if (entry := nodes.get("models")) is not None:
-        if isinstance(entry.node, yaml.MappingNode):
-            named = keys(entry.node, "models", faults)
-            check_names("models", [name for name, _, _ in named], entry.where, faults)
-            for name, node, where in named:
-                if word(node) is None:
-                    message = f"{show(node)} under `{printable(name)}`, expected a directory or hub id"
-                    faults.append(Finding("models", message, where))
-                known[name] = word(node) or ""
-        elif (words := _words(entry.node)) is not None:
-            known = by_path(words, entry.where, faults)
-            check_names("models", list(known), entry.where, faults)
-        else:
-            faults.append(Finding("models", f"found {show(entry.node)}, expected directories or hub ids", entry.where))
-    if asked:
-        if set(asked) <= known.keys():
-            check_names("models", asked, COMMAND_LINE, faults)
-            return {name: known[name] for name in asked}
-        known = by_path(asked, COMMAND_LINE, faults)
-        check_names("models", list(known), COMMAND_LINE, faults)
-    if not known and len(faults) == before:
-        faults.append(Finding("models", "missing; name a directory or hub id, here or as model=DIR"))
-    return known
-
-
-def _named(
-    nodes: dict[str, LocatedNode], key: str, picked: dict[str, str], faults: list[Finding], *, may_add: bool
-) -> dict[str, Entries]:
-    """Names with their settings; a list has only names. may_add: the command line may add others."""
-    known: dict[str, Entries] = {}
-    before = len(faults)
-    if (entry := nodes.get(key)) is not None:
-        if isinstance(entry.node, yaml.MappingNode):
-            named = keys(entry.node, key, faults)
-            check_names(key, [_called(key, name) for name, _, _ in named], entry.where, faults)
-            for name, node, where in named:
-                found = _settings(LocatedNode(node, where), faults)
-                own = key.removesuffix("s")  # tasks may have `task`, methods `method`
-                refuse_misplaced(found, f"under `{printable(name)}`", (own,), faults)
-                known[_called(key, name)] = ({} if "train_data" in found else _file_entry(key, name)) | found
-        elif (words := _words(entry.node)) is not None:
-            check_names(key, [_called(key, name) for name in words], entry.where, faults)
-            known = {_called(key, name): _file_entry(key, name) for name in words}
-        else:
-            shown = f"{show(entry.node)}{_odd_item(entry.node)}"
-            wanted = "a list of names, or a mapping with a line `name: {settings}` for each"
-            faults.append(Finding(key, f"found {shown}, expected {wanted}", entry.where))
-    asked = _split(picked.get(key, ""))
-    check_names(key, [_called(key, name) for name in asked], COMMAND_LINE, faults)
-    for name in asked if not may_add else []:
-        if name not in known:
-            faults.append(Finding(key, f"`{name}` is not in the file, which has {', '.join(known)}", COMMAND_LINE))
-    if not (asked or known) and len(faults) == before:
-        faults.append(Finding(key, "missing; there is nothing to compare"))
-    chosen = {_called(key, name): known.get(_called(key, name), {}) | _file_entry(key, name) for name in asked}
-    return chosen if asked else known
 
 
 def _called(key: str, name: str) -> str:
@@ -262,36 +325,9 @@ def _called(key: str, name: str) -> str:
 
 def _file_entry(key: str, name: str) -> Entries:
     """The setting `task`, if the name is that of a task file; {} otherwise."""
-    if _called(key, name) == name:
-        return {}
-    return {"task": LocatedNode(yaml.ScalarNode("tag:yaml.org,2002:str", name), "")}
+    return {} if _called(key, name) == name else text_entries({"task": name})
 
 
-def _seeds(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[Finding]) -> list[int]:
-    if "seeds" not in nodes and "seeds" not in picked:
-        return [0]
-    words = _split(picked["seeds"]) if "seeds" in picked else _words(nodes["seeds"].node)
-    try:
-        seeds = [int(word) for word in words or []]
-    except ValueError:
-        seeds = []
-    if not seeds or len(set(seeds)) < len(seeds):
-        faults.append(Finding("seeds", "expected different whole numbers, such as [0, 1, 2]"))
-    return seeds
-
-
-def _seed_warnings(nodes: dict[str, LocatedNode], picked: dict[str, str]) -> tuple[str, ...]:
-    """A warning about one seed without brackets that may be meant as the number of seeds."""
-    text = picked.get("seeds") or (word(nodes["seeds"].node) if "seeds" in nodes else None) or ""
-    count = int(text) if text.isdecimal() and len(text) <= 2 else 0
-    if not 1 < count <= MOST_COUNTED:
-        return ()
-    several = ", ".join(map(str, range(count))) if count <= 3 else f"0, 1, ..., {count - 1}"
-    return (f"seeds: {count} is seed {count} alone; [{several}] are {count} seeds",)
-
-
-def takes_list(key: str) -> bool:
-    """Whether the value of a setting may itself be a list."""
-    kind: Any = settings()[key].type
-    arms = typing.get_args(kind) if typing.get_origin(kind) is not list else (kind,)
-    return any(typing.get_origin(arm) is list for arm in arms)
+def text_entries(values: dict[str, str]) -> Entries:
+    """Settings as texts, of no place in a file."""
+    return {key: LocatedNode(yaml.ScalarNode("tag:yaml.org,2002:str", value), "") for key, value in values.items()}

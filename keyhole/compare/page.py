@@ -7,34 +7,49 @@ theme and fits a phone. All text from files or settings is escaped.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from keyhole.compare.file import Comparison
-from keyhole.compare.names import ZERO_SHOT
+from keyhole.compare.file import ZERO_SHOT, Comparison
 from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import Result, lower_is_better
 from keyhole.compare.table import Cell, average, mean_heading, number, point_text, shown, warned_runs
-from keyhole.config.fields import sections, settings
+from keyhole.config.fields import settings
 from keyhole.machine.text import counted, duration
 from keyhole.pages.chart import Series, chart
-from keyhole.pages.frame import colour_of, header, machine_text, page
+from keyhole.pages.frame import (
+    charts,
+    colour_of,
+    details,
+    header,
+    machine_text,
+    page,
+    section,
+    table,
+    td,
+    th,
+    tr,
+)
 
-Settings = Mapping[str, dict[str, Any]]
+ALONG = ("step", "seconds of training", "forward passes")
 
 
-def make_page(comparison: Comparison, cells: Sequence[Cell], runs: Settings, environment: dict[str, Any]) -> str:
-    """The page. runs: the settings of one run of each method and task."""
-    names = list(dict.fromkeys(cell.method for cell in cells if cell.method != ZERO_SHOT))
-    colours = colour_of(names)
+def make_page(
+    comparison: Comparison,
+    cells: Sequence[Cell],
+    runs: Mapping[str, Mapping[str, object]],
+    environment: Mapping[str, Any],
+) -> str:
+    """The page. runs: the settings of one run of each method and task, by dotted key."""
+    colours = colour_of(dict.fromkeys(cell.method for cell in cells if cell.method != ZERO_SHOT))
     parts = [_header(comparison, cells)]
     for model in comparison.models:
         own = [cell for cell in cells if cell.model == model]
-        parts.append(f"<section><h2>{escape(model)}</h2>{_table(own, colours)}</section>")
+        parts.append(section(model, _table(own, colours)))
         for task in dict.fromkeys(cell.task for cell in own):
-            parts.append(_charts(task, [cell for cell in own if cell.task == task], colours))
-    parts += [_grids(cells, colours), _failures(cells), _warnings(cells), _again(comparison, cells, runs, environment)]
+            parts.append(section(task, _charts(task, [cell for cell in own if cell.task == task], colours), level=3))
+    parts += [_every_run(cells, colours), *_troubles(cells), _again(comparison, runs, environment)]
     return page(comparison.title, parts)
 
 
@@ -64,12 +79,11 @@ def _lead(cells: Sequence[Cell]) -> str:
     for model, task in dict.fromkeys((cell.model, cell.task) for cell in cells):
         own = [cell for cell in cells if (cell.model, cell.task) == (model, task)]
         best, before = _best(own), next((cell for cell in own if cell.method == ZERO_SHOT), None)
-        if best is None:
-            continue
-        start = (
-            "" if before is None or before.mean is None else f", from {number(before.metric, before.mean)} untrained"
-        )
-        said.append(f"<b>{escape(_place(best, cells))}</b>: {_leader(best, own)} {escape(best.metric or '')}{start}")
+        if best is not None:
+            known = before is not None and before.mean is not None
+            start = f", from {number(before.metric, before.mean)} untrained" if before is not None and known else ""
+            place = escape(_place(best, cells))
+            said.append(f"<b>{place}</b>: {_leader(best, own)} {escape(best.metric or '')}{start}")
     return "; ".join(said) + "." if said else "No run is finished yet."
 
 
@@ -89,35 +103,28 @@ def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     tasks = list(dict.fromkeys(cell.task for cell in cells))
     best = {task: _best([cell for cell in cells if cell.task == task]) for task in tasks}
     metrics = {task: next((c.metric for c in cells if c.task == task and c.metric), "") for task in tasks}
-    head = "".join(
-        f"<th class='long'>{escape(task)}<small>{escape(metrics[task] or '')}</small></th>" for task in tasks
-    )
     mean = mean_heading([*metrics.values()])
-    head += f"<th>mean<small>{escape(mean.removeprefix('mean').lstrip())}</small></th>" if mean else ""
+    head = [th("method"), *(th(task, "long", metrics[task] or "") for task in tasks)]
+    head += [th("mean", unit=mean.removeprefix("mean").lstrip())] if mean else []
+    head += [th("GPU", unit="GiB"), th("time", unit="per run")]
     rows = []
     for method in dict.fromkeys(cell.method for cell in cells):
         row = {cell.task: cell for cell in cells if cell.method == method}
-        dot = f"<span class='dot b{colours[method]}'></span>" if method in colours else "<span class='dot'></span>"
-        numbers = "".join(_cell(row.get(task), best[task], cells) for task in tasks)
-        numbers += f"<td class='mean'>{escape(average([row.get(task) for task in tasks]))}</td>" if mean else ""
+        line = [_cell(row.get(task), best[task], cells) for task in tasks]
+        line += [td(average([row.get(task) for task in tasks]), "mean")] if mean else []
         sizes = [cell.gpu_gib for cell in row.values() if cell.gpu_gib is not None]
         seconds = [cell.seconds for cell in row.values() if cell.seconds]
-        size = f"{max(sizes):.2f}" if sizes else "-"
-        time = duration(statistics.fmean(seconds)) if seconds else "-"
-        kind = " class='untrained'" if method == ZERO_SHOT else ""
-        rows.append(f"<tr{kind}><th scope='row'>{dot}{escape(method)}</th>{numbers}<td>{size}</td><td>{time}</td></tr>")
-    return (
-        f"<div class='scroll'><table><thead><tr><th>method</th>{head}<th>GPU<small>GiB</small></th>"
-        f"<th>time<small>per run</small></th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
+        line += [td(f"{max(sizes):.2f}" if sizes else "-"), td(duration(statistics.fmean(seconds)) if seconds else "-")]
+        kind = "untrained" if method == ZERO_SHOT else ""
+        rows.append(tr(method, line, colours.get(method, -1), kind))
+    return table(head, rows, "")
 
 
 def _cell(cell: Cell | None, best: Cell | None, cells: Sequence[Cell]) -> str:
     if cell is None:
-        return "<td>-</td>"
+        return td("-")
     if cell.mean is None:
-        hint = escape("; ".join(cell.errors)[:400])
-        return f"<td class='none' title='{hint}'>{escape(shown(cell))}</td>"
+        return f"<td class='none' title='{escape('; '.join(cell.errors)[:400])}'>{escape(shown(cell))}</td>"
     known = [c.mean for c in cells if c.task == cell.task and c.mean is not None]
     low, high = min(known), max(known)
     share = 1.0 if high == low else (cell.mean - low) / (high - low)
@@ -131,78 +138,65 @@ def _cell(cell: Cell | None, best: Cell | None, cells: Sequence[Cell]) -> str:
     return f"<td{mark}><b>{escape(number(cell.metric, cell.mean))}</b>{spread}{more}{bar}</td>"
 
 
-def _scale(metric: str | None) -> float:
-    return 1.0 if lower_is_better(metric or "") else 100.0
+def _along(label: str, run: Result, step: int, seconds: float) -> float:
+    """Where a step of a run stands on the axis of this name."""
+    return {"step": float(step), "seconds of training": seconds, "forward passes": run.forwards_at(step)}[label]
 
 
-Along = Callable[[Result, list[float | None]], float]
-ALONG: dict[str, Along] = {
-    "step": lambda run, row: row[0] or 0.0,
-    "seconds of training": lambda run, row: row[1] or 0.0,
-    "forward passes": lambda run, row: run.forwards_at(row[0] or 0.0),
-}
-
-
-def _curve(cell: Cell, colour: int, along: Along) -> Series:
-    """The dev metric of the chosen runs over the x value that `along` computes from a run and a row of its curve."""
+def _curve(cell: Cell, colour: int, label: str) -> Series:
+    """The dev metric of the chosen runs: mean, lowest and highest, over the axis of this name."""
     runs = [run for run in cell.runs if not run.error and run.curve]
-    count, factor = min((len(run.curve) for run in runs), default=0), _scale(cell.dev_metric)
-    x, y, low, high = [], [], [], []
-    for i in range(count):
-        values = [factor * value for run in runs if (value := run.curve[i][2]) is not None]
+    factor, made = _scale(cell.dev_metric), Series(cell.method, colour, [], [])
+    for rows in zip(*(run.curve for run in runs), strict=False):
+        values = [factor * row[2] for row in rows if row[2] is not None]
         if values:
-            x.append(statistics.fmean(along(run, run.curve[i]) for run in runs))
-            y.append(statistics.fmean(values))
-            low.append(min(values))
-            high.append(max(values))
-    return Series(cell.method, colour, x, y, low, high)
-
-
-def _memory(cell: Cell, colour: int) -> Series:
-    if cell.gpu_gib is None or cell.mean is None:
-        return Series(cell.method, colour, [], [], [], [])
-    factor, spread = _scale(cell.metric), cell.spread or 0.0
-    low, high = factor * (cell.mean - spread), factor * (cell.mean + spread)
-    return Series(cell.method, colour, [cell.gpu_gib], [factor * cell.mean], [low], [high])
+            at = [_along(label, run, row[0], row[1]) for run, row in zip(runs, rows, strict=True)]
+            made.x.append(statistics.fmean(at))
+            made.y.append(statistics.fmean(values))
+            made.low.append(min(values))
+            made.high.append(max(values))
+    return made
 
 
 def _charts(task: str, cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     trained = [cell for cell in cells if cell.method in colours and cell.runs]
-    if not trained:
-        return ""
     before = next((cell for cell in cells if cell.method == ZERO_SHOT), None)
     dev = next((cell.dev_metric for cell in trained if cell.dev_metric), "metric") or "metric"
     test = next((cell.metric for cell in trained if cell.metric), None) or "metric"
     start = None if before is None or before.dev_mean is None else _scale(dev) * before.dev_mean
-    figures = []
     counting = [cell for cell in trained if all(run.forwards is not None for run in cell.runs if not run.error)]
-    for label, along in ALONG.items():
-        drawn_by = counting if label == "forward passes" else trained
-        if drawn_by is counting and len(counting) < 2:  # forward passes compare methods without gradients
-            continue
-        lines = [_curve(cell, colours[cell.method], along) for cell in drawn_by]
-        title = f"{task}: dev {dev} by {label}"
-        figures.append(f"<figure>{chart(lines, title, label, f'dev {dev}', start)}</figure>")
-    points = [_memory(cell, colours[cell.method]) for cell in trained]
-    if any(each.x for each in points):
-        drawn = chart(points, f"{task}: test {test} by memory", "peak GPU memory, GiB", f"test {test}")
-        figures.append(f"<figure>{drawn}</figure>")
-    return f"<section><h3>{escape(task)}</h3><div class='charts'>{''.join(figures)}</div></section>"
+    figures = []
+    for label in ALONG[: 3 if len(counting) > 1 else 2]:  # forward passes compare methods without gradients
+        drawn = counting if label == "forward passes" else trained
+        lines = [_curve(cell, colours[cell.method], label) for cell in drawn]
+        figures.append(chart(lines, f"{task}: dev {dev} by {label}", label, f"dev {dev}", start))
+    points = []
+    for cell in (cell for cell in trained if cell.gpu_gib is not None and cell.mean is not None):
+        mean, spread = (_scale(cell.metric) * (value or 0.0) for value in (cell.mean, cell.spread))
+        low, high = [mean - spread], [mean + spread]
+        points.append(Series(cell.method, colours[cell.method], [cell.gpu_gib or 0.0], [mean], low, high))
+    if points:
+        figures.append(chart(points, f"{task}: test {test} by memory", "peak GPU memory, GiB", f"test {test}"))
+    return charts(figures) if trained else ""
 
 
-def _grids(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
+def _scale(metric: str | None) -> float:
+    return 1.0 if lower_is_better(metric or "") else 100.0
+
+
+def _every_run(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     rows = []
     for cell in cells:
         for result in sorted(cell.grid, key=lambda result: result.seed):
-            rows.append(_grid_row(cell, _place(cell, cells), result, colours.get(cell.method)))
-    if not rows:
-        return ""
-    head = "<th>method</th><th class='left'>task</th><th class='left'>settings</th><th>seed</th><th>dev</th>"
-    head += "<th>test</th><th>best step</th>"
-    return (
-        "<section><details><summary>Every run</summary><div class='scroll'><table class='small'><thead><tr>"
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details></section>"
-    )
+            line = [td(_place(cell, cells), "left"), td(point_text(result.grid), "left"), td(f"{result.seed}")]
+            numbers = [number(result.dev_metric, result.dev), number(result.test_metric, result.test)]
+            line += map(td, [*numbers, f"{result.best_step or '-'}"] if not result.error else [])
+            if result.error:
+                line.append(f"<td colspan='3' class='left none'>failed: {escape(result.error[:300])}</td>")
+            kind = "chosen" if result.grid == cell.chosen else ""
+            rows.append(tr(cell.method, line, colours.get(cell.method), kind))
+    head = [th("method"), th("task", "left"), th("settings", "left"), *map(th, ("seed", "dev", "test", "best step"))]
+    return f"<section>{details('Every run', table(head, rows))}</section>" if rows else ""
 
 
 def _place(cell: Cell, cells: Sequence[Cell]) -> str:
@@ -210,61 +204,33 @@ def _place(cell: Cell, cells: Sequence[Cell]) -> str:
     return f"{cell.task}, {cell.model}" if len({each.model for each in cells}) > 1 else cell.task
 
 
-def _grid_row(cell: Cell, place: str, result: Result, colour: int | None) -> str:
-    dot = "" if colour is None else f"<span class='dot b{colour}'></span>"
-    mark = " class='chosen'" if result.grid == cell.chosen else ""
-    head = f"<th scope='row'>{dot}{escape(cell.method)}</th><td class='left'>{escape(place)}</td>"
-    head += f"<td class='left'>{escape(point_text(result.grid))}</td><td>{result.seed}</td>"
-    if result.error:
-        return f"<tr{mark}>{head}<td colspan='3' class='left none'>failed: {escape(result.error[:300])}</td></tr>"
-    dev, test = number(result.dev_metric, result.dev), number(result.test_metric, result.test)
-    return f"<tr{mark}>{head}<td>{escape(dev)}</td><td>{escape(test)}</td><td>{result.best_step or '-'}</td></tr>"
+def _troubles(cells: Sequence[Cell]) -> list[str]:
+    """What failed, and what runs warned of."""
+    failed, warned = "", ""
+    for cell in cells:
+        place = f"<li><b>{escape(cell.method)}</b> on {escape(_place(cell, cells))}"
+        for result in (result for result in cell.grid if result.error):
+            about = f"{escape(point_text(result.grid))}, seed {result.seed}"
+            failed += f"{place}, {about}: {escape((result.error or '')[:1000])}</li>"
+        for text, runs in cell.warnings.items():
+            warned += f"{place}, {escape(warned_runs(runs))}: {escape(text[:1000])}</li>"
+    titles = {"What failed": failed, "What runs warned of": warned}
+    return [section(title, f"<ul>{items}</ul>" if items else "", level=3) for title, items in titles.items()]
 
 
-def _failures(cells: Sequence[Cell]) -> str:
-    items = [
-        f"<li><b>{escape(cell.method)}</b> on {escape(_place(cell, cells))}, {escape(point_text(result.grid))}, seed "
-        f"{result.seed}: {escape(result.error[:1000])}</li>"
-        for cell in cells
-        for result in cell.grid
-        if result.error
-    ]
-    return f"<section><h3>What failed</h3><ul>{''.join(items)}</ul></section>" if items else ""
-
-
-def _warnings(cells: Sequence[Cell]) -> str:
-    items = [
-        f"<li><b>{escape(cell.method)}</b> on {escape(_place(cell, cells))}, {escape(warned_runs(runs))}: "
-        f"{escape(text[:1000])}</li>"
-        for cell in cells
-        for text, runs in cell.warnings.items()
-    ]
-    return f"<section><h3>What runs warned of</h3><ul>{''.join(items)}</ul></section>" if items else ""
-
-
-def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, environment: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(name)}</th><td class='left'>{escape(_told(values))}</td></tr>"
-        for name, values in runs.items()
-    )
+def _again(comparison: Comparison, runs: Mapping[str, Mapping[str, object]], environment: Mapping[str, Any]) -> str:
+    rows, usual = [], settings()
+    for name, values in runs.items():
+        left_out = {key for key in values if key not in usual or key in NO_NUMBER or key == "seed"}
+        told = [f"{k}={v}" for k, v in values.items() if k not in left_out and v != usual[k].default]
+        rows.append(tr(name, [td(", ".join(told), "left")]))
     choice = "the first seed" if comparison.choose_by == "first-seed" else "the mean of all seeds"
-    return (
-        f"<section><h3>How it was run</h3><p>Of each grid the settings with the best dev metric are taken, by "
-        f"{choice}; then the other seeds are run. Test is that of the best step by dev, unless "
-        "load_best_model_at_end is false. "
-        "A band reaches from the lowest seed to the highest; ± is the standard deviation. Time is that of the training "
-        "steps, without evaluations.</p><details><summary>Settings</summary><div class='scroll'><table class='small'>"
-        f"<tbody>{rows}</tbody></table></div></details>"
-        f"{machine_text(environment)}"
-        f"<pre>{escape(comparison.command)}</pre></section>"
+    return section(
+        "How it was run",
+        f"<p>Of each grid the settings with the best dev metric are taken, by {choice}; then the other seeds are run. "
+        "Test is that of the best step by dev, unless load_best_model_at_end is false. A band reaches from the lowest "
+        "seed to the highest; ± is the standard deviation. Time is that of the training steps, without evaluations."
+        f"</p>{details('Settings', table((), rows))}{machine_text(environment)}"
+        f"<pre>{escape(comparison.command)}</pre>",
+        level=3,
     )
-
-
-def _told(values: dict[str, Any]) -> str:
-    """The settings that differ from the defaults."""
-    table = settings()
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= {f"{key}.{name}": each for name, each in value.items()} if key in sections() else {key: value}
-    kept = {k: v for k, v in flat.items() if k in table and v != table[k].default and k not in NO_NUMBER}
-    return ", ".join(f"{key}={value}" for key, value in kept.items() if key != "seed")

@@ -3,24 +3,23 @@
     group    SmolLM2-135M, sst2, adamw      points    learning_rate=1e-05; learning_rate=3e-05      runs    point x seed
 
 All configs are made, and so all mistakes found, before the first run begins. A run is identified by a hash of its
-settings (only those that differ from their first defaults and affect its numbers, not paths or printing: a new setting
-changes no id, a changed default does), with the content of the model instead of its path; and, once the data are read,
-by a hash of the drawn rows and of the task file (with_data). So a comparison that is started again recognises its
-finished runs, also after lines were added to its file, and does not reuse results of other data.
+settings (all that affect its numbers, not paths or printing), with the content of the model instead of its path; and,
+once the data are read, by a hash of the drawn rows and of the task file (with_data). So a comparison that is started
+again recognises its finished runs, also after lines were added to its file, and does not reuse results of other data.
 """
 
 import hashlib
 import itertools
 import json
 import re
+import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from keyhole.compare.file import Comparison, Entries, takes_list
+from keyhole.compare.file import Comparison, Entries, text_entries
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.faults import Finding, refuse
 from keyhole.config.fields import sections, settings
@@ -36,9 +35,6 @@ NO_NUMBER = {
     "model", "output_dir", "logging_steps", "report_to", "sample_answers", "save_model", "save_steps",
     "save_total_limit", "background_save", "journal_sync", "data_cache",
 }  # fmt: skip
-# Settings whose default has changed, or which changed what runs without them do, with what held before: results of then
-# are not taken for runs of now
-BEFORE = {"stratify": False}
 Point = tuple[tuple[str, str], ...]
 
 
@@ -86,21 +82,23 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
         comparison.models.items(), comparison.tasks, comparison.methods
     ):
         layers = (comparison.common, comparison.tasks[task], comparison.methods[method], comparison.overrides)
-        base = _merged(DEFAULT_ENTRIES, *layers)
+        base = _merged(text_entries(DEFAULTS), *layers)
         chooses = not _has_no_dev(base)
         if not chooses and not any(BEST in layer for layer in layers):
             base.pop(BEST)
         fixed = {"model": path, "output_dir": comparison.output_dir}
         fixed |= {} if "method" in base else {"method": method}
         fixed |= {} if "task" in base or "train_data" in base else {"task": task}
-        base |= _entries(fixed)
+        base |= text_entries(fixed)
         trials, points = {}, []
         source = f"{comparison.source}: {method} on {task}"
-        refuse(source, [*_empty_grids(base)])
+        empty = [key for key, entry in base.items() if _is_grid(key, entry.node) and not entry.node.value]
+        no_grid = "an empty list is no grid; write a value, or leave the key out"
+        refuse(source, [Finding(key, no_grid, base[key].where) for key in empty])
         for point, entries in _points(base):
             points.append(point)
             for seed in comparison.seeds:
-                config, found = build_config(entries | _entries({"seed": str(seed)}), source)
+                config, found = build_config(entries | text_entries({"seed": str(seed)}), source)
                 warnings |= dict.fromkeys(f"{method} on {task}: {text}" for text in found)
                 about = (model, task, method, point, seed)
                 trials[point, seed] = _trial(about, config, model_hash(config.model), Path(comparison.output_dir))
@@ -147,15 +145,20 @@ def with_data(group: Group, data_hash: Callable[[TrainConfig], str]) -> Group:
 
 def settings_hash(config: TrainConfig, content: str | None) -> str:
     """A hash, 12 hex digits, of every setting that affects a run's numbers. content: the model's hash."""
-    values = to_dict(config)
     own = METHODS[config.method].section
-    flat = {key: value for key, value in values.items() if key not in sections()}
-    flat |= {f"{own}.{key}": value for key, value in values[own].items()}
-    usual = {key: BEFORE.get(key, settings()[key].default) for key in flat}
-    told = {key: value for key, value in flat.items() if key not in NO_NUMBER and value != usual[key]}
+    flat = {key: value for key, value in flat_settings(config).items() if key.partition(".")[0] in (key, own)}
+    told = {key: value for key, value in flat.items() if key not in NO_NUMBER}
     told["model"] = content or config.model
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def flat_settings(config: TrainConfig) -> dict[str, object]:
+    """The settings by dotted key."""
+    flat: dict[str, object] = {}
+    for key, value in to_dict(config).items():
+        flat |= {f"{key}.{name}": each for name, each in value.items()} if key in sections() else {key: value}
+    return flat
 
 
 def _merged(*layers: Entries) -> Entries:
@@ -176,13 +179,6 @@ def _has_no_dev(entries: Entries) -> bool:
     return any(isinstance(item, yaml.ScalarNode) and item.value == "0" for item in items)
 
 
-def _entries(values: dict[str, str]) -> Entries:
-    return {key: LocatedNode(yaml.ScalarNode("tag:yaml.org,2002:str", value), "") for key, value in values.items()}
-
-
-DEFAULT_ENTRIES = _entries(DEFAULTS)
-
-
 def _points(entries: Entries) -> Iterator[tuple[Point, Entries]]:
     """Every combination of the grids, in the order of the file."""
     grids = {key: entry.node.value for key, entry in entries.items() if _is_grid(key, entry.node)}
@@ -197,18 +193,17 @@ def _is_grid(key: str, node: yaml.Node) -> bool:
     of texts there is none."""
     if not isinstance(node, yaml.SequenceNode) or key not in settings():
         return False
-    return not takes_list(key) or any(isinstance(item, yaml.SequenceNode) or is_null(item) for item in node.value)
-
-
-def _empty_grids(entries: Entries) -> Iterator[Finding]:
-    for key, entry in entries.items():
-        if _is_grid(key, entry.node) and not entry.node.value:
-            yield Finding(key, "an empty list is no grid; write a value, or leave the key out", entry.where)
+    kind = settings()[key].type
+    arms = typing.get_args(kind) if typing.get_origin(kind) is not list else (kind,)
+    if not any(typing.get_origin(arm) is list for arm in arms):
+        return True
+    return any(isinstance(item, yaml.SequenceNode) or is_null(item) for item in node.value)
 
 
 def _shown(node: yaml.Node) -> str:
-    def plain(part: yaml.Node) -> Any:
-        return [plain(item) for item in part.value] if isinstance(part, yaml.SequenceNode) else str(part.value)
-
-    found = plain(node)
+    found = _plain(node)
     return printable(found, len(found)) if isinstance(found, str) else json.dumps(found)
+
+
+def _plain(node: yaml.Node) -> object:
+    return [_plain(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else str(node.value)

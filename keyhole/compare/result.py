@@ -1,45 +1,53 @@
-"""A run as numbers, from its run/metrics.jsonl; results/<id>.json marks it as finished.
+"""A run as numbers, from its run/metrics.jsonl; and the directory of a comparison, where results/<id>.json marks a run
+as finished.
 
     dev        the metric that selects, at the selected step: the best by dev, or the last
     test       the test metric of the weights of that step
     seconds    of the training steps, without evaluations and saves
     curve      (step, seconds so far, dev, loss on dev) of every evaluation
     losses     (step, seconds so far, mean training loss) in at most MOST_POINTS pieces
-
     warnings   of the run's log, those that say that the numbers are not what they seem: a head that stays as it was
                drawn, a loss that has risen, a gradient of 0
 
 A failed run has `error` instead. Its kind decides what happens next time: `refused` (a mistake in settings or data,
-NaN, out of memory) would fail again and is not repeated; `crash` is tried again.
+NaN, out of memory) would fail again and is not repeated; `crash` is tried again. A file of results ends with a checksum
+of the rest (`crc`), so that a damaged digit never becomes a number of the table.
 
-The file ends with a checksum of the rest (`crc`), so that a damaged digit never becomes a number of the table. A result
-of an earlier version has none, and counts.
+comparison.json marks the directory as written by `keyhole compare`: only such a directory, or a new or empty one, is
+used. It also holds the day on which the comparison began, which chat templates that print the date get in every run, so
+that runs of different days train on the same tokens; and hashes of the models, to report that one has changed. A marker
+that cannot be read counts as new.
 """
 
+import datetime
 import json
 import math
-import typing
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from keyhole.compare.plan import Trial
+from keyhole.compare.plan import Point, Trial
 from keyhole.config.fields import own_settings
 from keyhole.data.run import Data
+from keyhole.data.settings import today
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
 from keyhole.disk.json_text import json_text
-from keyhole.disk.typed_json import finite
+from keyhole.disk.typed_json import decode, finite
+from keyhole.errors import UserError
+from keyhole.machine.text import printable
 from keyhole.methods import METHODS
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.report.entries import Entry, is_test, read_metrics
+from keyhole.training import rundir
 from keyhole.training.selection import Selection, value_of
 from keyhole.training.validation import Judge, common_metric
 
 MOST_POINTS = 200
-MOST_BYTES = 2**24
-MOST_LOG_BYTES = 2**26
+MOST_BYTES, MOST_LOG_BYTES, MOST_MARKER_BYTES = 2**24, 2**26, 2**20
+MARKER, FORMAT = "comparison.json", 1
 CHECKSUM = "crc"
 WARNINGS = ("warning: head: ", "warning: the loss has risen")
 REFUSED, CRASH = "refused", "crash"
@@ -53,7 +61,7 @@ class Result:
     model: str
     task: str
     method: str
-    point: list[list[str]]
+    point: list[tuple[str, str]]
     seed: int
     dev_metric: str = "loss"
     test_metric: str | None = None
@@ -68,8 +76,8 @@ class Result:
     period_steps: int = 1
     tokens: int = 0
     gpu_gib: float | None = None
-    curve: list[list[float | None]] = field(default_factory=list)
-    losses: list[list[float]] = field(default_factory=list)
+    curve: list[tuple[int, float, float | None, float | None]] = field(default_factory=list)
+    losses: list[tuple[int, float, float]] = field(default_factory=list)
     tests: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     error: str | None = None
@@ -83,9 +91,9 @@ class Result:
         return (self.forwards or 0.0) * step + self.search_forwards + self.period_forwards * periods
 
     @property
-    def grid(self) -> tuple[tuple[str, str], ...]:
+    def grid(self) -> Point:
         """The values of the grid, in the form of a plan."""
-        return tuple((key, value) for key, value in self.point)
+        return tuple(self.point)
 
 
 def lower_is_better(metric: str) -> bool:
@@ -95,21 +103,23 @@ def lower_is_better(metric: str) -> bool:
 
 def blank(trial: Trial) -> Result:
     """A result without numbers."""
-    names = (trial.id, trial.model, trial.task, trial.method)
-    return Result(*names, [list(pair) for pair in trial.point], trial.seed)
+    return Result(trial.id, trial.model, trial.task, trial.method, [*trial.point], trial.seed)
 
 
 def summarise(trial: Trial, data: Data) -> Result:
     """The numbers of a run that has ended."""
-    judge, config = Judge(data.dev, data.test), trial.config
+    judge, config, run = Judge(data.dev, data.test), trial.config, trial.directory / "run"
     metric = config.metric_for_best_model or judge.metric or "loss"
-    entries = read_metrics(Path(config.output_dir) / "run" / "metrics.jsonl")
+    entries = read_metrics(run / "metrics.jsonl")
     steps = [entry for entry in entries if "loss" in entry]
     evaluations = [entry for entry in entries if "eval_loss" in entry]
-    seconds = _seconds_at(steps)
-    made = blank(trial)
+    made, seconds = blank(trial), dict[int, float]()  # training seconds so far, by step
+    for entry in steps:
+        made.seconds += entry["seconds"] or 0.0
+        seconds[entry["step"]] = made.seconds
     made.dev_metric, made.test_metric = metric.removeprefix("eval_"), common_metric(data.test)
-    made.steps, made.seconds = len(steps), max(seconds.values(), default=0.0)
+    made.steps, made.tokens = len(steps), sum(entry["tokens"] for entry in steps)
+    made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
     row, own = METHODS[config.method], own_settings(config)
     if own.forwards is not None:
         rows = config.batch_size * config.gradient_accumulation_steps
@@ -117,13 +127,16 @@ def summarise(trial: Trial, data: Data) -> Result:
         made.period_forwards, made.period_steps = own.forwards_ahead(rows, len(data.train.dataset))
         if config.learning_rate == AUTO_RATE:
             made.search_forwards = row.search_steps * (row.search_passes - made.forwards)
-    made.warnings = _warnings(Path(config.output_dir) / "run" / "log.txt")
-    made.tokens = sum(entry["tokens"] for entry in steps)
-    made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
+    with suppress(OSError):
+        lines = map(str.strip, read_small(run / "log.txt", MOST_LOG_BYTES).decode(errors="replace").splitlines())
+        made.warnings = list(dict.fromkeys(line for line in lines if line.startswith(WARNINGS)))
     made.curve = [
-        [e["step"], seconds.get(e["step"], 0.0), finite(value_of(e, metric)), e["eval_loss"]] for e in evaluations
+        (e["step"], seconds.get(e["step"], 0.0), finite(value_of(e, metric)), e["eval_loss"]) for e in evaluations
     ]
-    made.losses = _pieces(steps, seconds)
+    size = max(1, -(-len(steps) // MOST_POINTS))
+    for group in (steps[i : i + size] for i in range(0, len(steps), size)):
+        known, last = [entry["loss"] for entry in group if entry["loss"] is not None], group[-1]["step"]
+        made.losses += [(last, seconds[last], sum(known) / len(known))] if known else []
     made.best_step = _chosen_step(trial, evaluations, metric, steps[-1]["step"] if steps else None)
     at = [entry for entry in evaluations if entry["step"] == made.best_step]
     made.dev = finite(value_of(at[0], metric)) if at else None
@@ -133,39 +146,11 @@ def summarise(trial: Trial, data: Data) -> Result:
     return made
 
 
-def _warnings(log: Path) -> list[str]:
-    try:
-        lines = read_small(log, MOST_LOG_BYTES).decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    return list(dict.fromkeys(line.strip() for line in lines if line.strip().startswith(WARNINGS)))
-
-
 def finite_tests(found: Entry) -> dict[str, float]:
     """The test metrics of an entry, without those that are not finite (null in a metrics file), or so large that their
     mean would not be (perplexities of a diverged run)."""
     tests = {name: value for name, value in found.items() if name.startswith("test_")}
     return {name: value for name, value in tests.items() if finite(value) is not None}
-
-
-def _seconds_at(steps: list[Entry]) -> dict[int, float]:
-    """Training seconds so far, by step."""
-    found, total = {}, 0.0
-    for entry in steps:
-        total += entry["seconds"] or 0.0
-        found[entry["step"]] = total
-    return found
-
-
-def _pieces(steps: list[Entry], seconds: dict[int, float]) -> list[list[float]]:
-    size = max(1, -(-len(steps) // MOST_POINTS))
-    groups = [steps[i : i + size] for i in range(0, len(steps), size)]
-    means = [[entry["loss"] for entry in group if entry["loss"] is not None] for group in groups]
-    return [
-        [group[-1]["step"], seconds[group[-1]["step"]], sum(losses) / len(losses)]
-        for group, losses in zip(groups, means, strict=True)
-        if losses
-    ]
 
 
 def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str, last: int | None) -> int | None:
@@ -187,42 +172,88 @@ def path_of(root: Path, run: str) -> Path:
 
 def write_result(root: Path, result: Result) -> None:
     """Marks a run as finished."""
-    path = path_of(root, result.id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = asdict(result)
-    write_text(path, json_text(content | {CHECKSUM: _crc(content)}, indent=1) + "\n")
-
-
-def _crc(content: dict[str, Any]) -> int:
-    return zlib.crc32(json_text(content).encode())
+    path, content = path_of(root, result.id), asdict(result)
+    with writing_to(root):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check = zlib.crc32(json_text(content).encode())
+        write_text(path, json_text(content | {CHECKSUM: check}, indent=1) + "\n")
 
 
 def read_result(root: Path, run: str) -> Result | None:
     """The result of a finished run; None if there is none, or if it has invalid values or another checksum."""
     try:
-        text = read_small(path_of(root, run), MOST_BYTES)
-        content: dict[str, Any] = json.loads(text, parse_constant=lambda name: None)  # NaN of earlier versions
-        if CHECKSUM in content and content.pop(CHECKSUM) != _crc(content):
-            return None
-        kinds = typing.get_type_hints(Result)
-        made = Result(**{key: value for key, value in content.items() if key in kinds})
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        content = json.loads(read_small(path_of(root, run), MOST_BYTES))
+        check = content.pop(CHECKSUM)
+        made: Result = decode(content, Result)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
-    whole = all(_fits(getattr(made, key), kind) for key, kind in kinds.items()) and made.id == run
-    widths = ((made.point, 2), (made.curve, 4), (made.losses, 3))
-    whole = whole and all(len(row) == width for rows, width in widths for row in rows)
-    return made if whole and all(x is not None for row in made.curve for x in row[:2]) else None
+    return made if made.id == run and check == zlib.crc32(json_text(content).encode()) else None
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value has the type of a field of Result."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
-    if inner:
-        return any(_fits(value, arm) for arm in inner)
-    if kind is float:
-        return finite(value) is not None
-    return isinstance(value, kind) and not isinstance(value, bool)
+@dataclass
+class Marker:
+    """The content of comparison.json. models: their hashes, by name."""
+
+    format: int = FORMAT
+    title: str = ""
+    source: str = ""
+    day: str = ""
+    models: dict[str, str | None] = field(default_factory=dict)
+
+
+def inspect(root: Path) -> Marker:
+    """The marker of the directory; refuses one with other files, and one that is not writable."""
+    rundir.check_place(root)
+    if root.exists() and not root.is_dir():
+        raise UserError(f"output_dir: {root} is a file; choose a directory")
+    strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    if strangers and not (root / MARKER).is_file():
+        raise UserError(
+            f"output_dir: {root} holds files that no comparison wrote (such as {strangers[0]}); choose a new directory"
+        )
+    rundir.try_place(root)
+    return read_marker(root)
+
+
+def read_marker(root: Path) -> Marker:
+    """The marker; the day is today's if there is none yet."""
+    made = Marker()
+    with suppress(OSError, ValueError, RecursionError):
+        made = decode(json.loads(read_small(root / MARKER, MOST_MARKER_BYTES)), Marker, MOST_MARKER_BYTES)
+    try:
+        made.day = datetime.date.fromisoformat(made.day).isoformat()
+    except ValueError:
+        made.day = today().isoformat()
+    return made
+
+
+def mark(root: Path, marker: Marker) -> None:
+    """Writes the marker."""
+    with writing_to(root):
+        (root / "runs").mkdir(parents=True, exist_ok=True)
+        write_text(root / MARKER, json_text(asdict(marker)) + "\n")
+
+
+@contextmanager
+def writing_to(root: Path) -> Iterator[None]:
+    """An error of the disk is one of the user's output_dir."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
+
+
+def changes(root: Path, before: Marker, now: Marker) -> list[str]:
+    """Lines about what differs from the comparison that was here before: its files will be replaced, or runs be done
+    again."""
+    lines = [
+        f"{name}: the model has changed since the last time; its runs are done again"
+        for name, content in now.models.items()
+        if before.models.get(name, content) != content
+    ]
+    if before.title not in ("", now.title) and before.source != now.source:
+        lines.append(
+            f"{root} has the tables of another comparison, {printable(before.title)}: they are replaced, its results "
+            "stay"
+        )
+    return lines

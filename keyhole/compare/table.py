@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-from keyhole.compare.file import CHOOSE_BY, Comparison
-from keyhole.compare.names import ZERO_SHOT
+from keyhole.compare.file import CHOOSE_BY, ZERO_SHOT, Comparison
 from keyhole.compare.plan import Group, Point
 from keyhole.compare.result import Result, lower_is_better
 from keyhole.disk.json_text import json_text

@@ -1,6 +1,5 @@
 """Comparison files: what they may say, what the command line changes, and those that are shipped."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +7,9 @@ import pytest
 
 from keyhole.compare.execute import compare
 from keyhole.compare.file import comparisons, find_comparison, read_comparison
-from keyhole.compare.plan import BEFORE, NO_NUMBER, plan, settings_hash
+from keyhole.compare.plan import plan, settings_hash
 from keyhole.compare.result import blank
 from keyhole.compare.table import cell_of, choose, shown
-from keyhole.config import TrainConfig
-from keyhole.config.fields import settings
 from keyhole.errors import UserError
 from tests.compare.comparisons import TEXT, write
 
@@ -228,19 +225,6 @@ def test_without_dev_a_grid_has_nothing_to_choose_by(tmp_path: Path) -> None:
     single = text.replace("[1e-5, 2e-3]", "2e-3").replace("[5e-2, 1e-4]", "5e-2")
     groups, _ = plan(read_comparison(write(tmp_path / "b.yaml", single)), lambda name: None)
     assert not any(trial.config.load_best_model_at_end for group in groups for trial in group.trials.values())
-
-
-def test_a_changed_default_changes_the_ids_of_runs() -> None:
-    """defaults.json: those with which results are known by the settings that differ from them. If this fails: a new
-    setting goes into the file; a changed default stays there as it was, and goes into BEFORE with that value."""
-    kept = json.loads((Path(__file__).parent / "defaults.json").read_text())
-    now = {key: found.default for key, found in settings().items() if key not in NO_NUMBER and key != "method"}
-    assert kept.keys() == now.keys()
-    changed = {key: value for key, value in kept.items() if value != json.loads(json.dumps(now[key], default=str))}
-    assert changed == BEFORE
-    config = TrainConfig(method="zo", model="demo", train_data="a.jsonl", max_steps=1, output_dir="out")
-    hashes = [settings_hash(replace(config, stratify=how), None) for how in (False, "auto", True)]
-    assert len(set(hashes)) == 3 and settings_hash(config, None) == hashes[1]
 
 
 @pytest.mark.parametrize(

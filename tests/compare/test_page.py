@@ -40,7 +40,7 @@ class Reader(HTMLParser):
 def result(method: str, **values: Any) -> Result:
     curve = [[2, 0.5, 0.6, 0.7], [4, 1.0, 0.8, 0.5]]
     known = {"dev_metric": "accuracy", "test_metric": "accuracy", "dev": 0.8, "test": 0.7, "gpu_gib": 1.5}
-    return Result("id", EVIL, EVIL, method, [["learning_rate", EVIL]], 0, **known | {"curve": curve} | values)
+    return Result("id", EVIL, EVIL, method, [("learning_rate", EVIL)], 0, **known | {"curve": curve} | values)
 
 
 def page(cells: list[Cell]) -> str:

@@ -96,7 +96,7 @@ def compare() -> str:
     def result(method: str, i: int) -> Result:
         known = {"dev_metric": "accuracy", "test_metric": "accuracy", "dev": 0.8, "test": 0.7, "gpu_gib": 1.5 * 2**i}
         curve = [[200 * k, 0.1 * 3**i * k, 0.5 + 0.05 * k, 0.7] for k in range(1, 6)]
-        return Result("id", LONG, "sst2", method, [["learning_rate", "1e-7"]], 0, **known | {"curve": curve})
+        return Result("id", LONG, "sst2", method, [("learning_rate", "1e-7")], 0, **known | {"curve": curve})
 
     cells = [zero_shot_cell(result("zero-shot", 0))]
     for i, method in enumerate(METHODS):
