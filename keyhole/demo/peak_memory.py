@@ -19,14 +19,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from keyhole.errors import UserError
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 STEPS = 3
+PURGING = {"MIMALLOC_PURGE_DELAY": "0"}
 Peaks = dict[str, tuple[int, int]]  # method -> bytes on the host, bytes on the GPU
 
 
@@ -35,13 +35,10 @@ class Peak:
 
     def __init__(self) -> None:
         gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-        if trim is not None:
-            trim(0)
-        try:
+        with suppress(AttributeError, OSError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError):  # not Linux, or forbidden by a sandbox: the peak then counts from the process start
             CLEAR.write_text("5")
-        except OSError:
-            pass  # not Linux, or forbidden by a sandbox: the peak then counts from the process start
         self.begin_bytes = _resident_bytes("VmRSS")
 
     def read(self) -> int:
@@ -58,9 +55,10 @@ def _resident_bytes(key: str) -> int:
 def measured_beside(names: list[str], device: str | None) -> Iterator[Callable[[], Peaks]]:
     """Starts the process; the yielded function waits for the result. The process is ended in any case."""
     command = [sys.executable, "-m", "keyhole.demo.peak_memory", device or "", *names]
-    environment = os.environ | {"MIMALLOC_PURGE_DELAY": "0"}
-    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **quiet)
+    none = subprocess.DEVNULL
+    process = subprocess.Popen(
+        command, stdin=none, stdout=subprocess.PIPE, stderr=none, text=True, env=os.environ | PURGING
+    )
     try:
         yield lambda: _parse(process.communicate()[0])
     finally:

@@ -6,16 +6,15 @@ commands). It follows the reader's light or dark theme.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from keyhole import assets
-from keyhole.demo.budget import Squeezed
-from keyhole.demo.train import Result
+from keyhole.demo.train import Result, Squeezed
 from keyhole.machine.sizes import GIB, MIB
-from keyhole.pages.chart import Series, chart, noisy
-from keyhole.pages.frame import COLOURS, header, machine_text, page
+from keyhole.pages.chart import chart, noisy
+from keyhole.pages.frame import COLOURS, bar, charts, header, machine_text, page, section, table, td, th, tr
 
 COLUMNS = ("method", "steps", "accuracy", "held-out loss", "seconds", "host memory", "GPU memory", "moved")
 EXAMPLES = 4
@@ -42,69 +41,65 @@ def cells(result: Result) -> list[str]:
     ]
 
 
+def line_of(result: Result) -> str:
+    """What the terminal says when a method is done."""
+    if result.skipped:
+        return f"{result.method}: skipped: {result.skipped}"
+    accuracy = f"accuracy {result.accuracy_before:.1%} -> {result.accuracy_after:.1%}"
+    return f"{result.method}: {result.settings.steps} steps in {result.seconds:.1f} s, {accuracy}"
+
+
 def make_report(
-    results: list[Result], seed: int, environment: dict[str, Any], squeezed: Sequence[Squeezed] = ()
+    results: list[Result], seed: int, environment: Mapping[str, Any], squeezed: Sequence[Squeezed] = ()
 ) -> str:
     """The page. squeezed: the runs within a budget smaller than the model."""
-    done = [(i % len(COLOURS), r) for i, r in enumerate(results) if not r.skipped]
+    done = [(i % len(COLOURS), result) for i, result in enumerate(results) if not result.skipped]
+    lead = "No method could run."
+    if done:
+        best = max((result for _, result in done), key=lambda result: result.accuracy_after)
+        lead = (
+            f"{len(done)} ways to train one small model, each from the same start. Before training it chooses the "
+            f"right stamp for {best.accuracy_before:.0%} of the held-out notes, a coin's 50%; afterwards for up to "
+            f"{best.accuracy_after:.0%} ({escape(best.method)})."
+        )
     steps = [noisy(r.method, i, [n + 1.0 for n in range(len(r.losses))], r.losses) for i, r in done]
     seconds = [noisy(r.method, i, r.times_s, r.losses) for i, r in done]
-    sections = [
-        _summary(results),
+    drawn = [
+        chart(lines, f"loss by {along}", along, "training loss")
+        for lines, along in ((steps, "step"), (seconds, "seconds"))
+    ]
+    rows = []
+    for name, used in ((result.method, result.settings) for result in results):
+        options = ", ".join(f"{key}={value}" for key, value in used.options.items()) or "-"
+        rows.append(tr(name, [*map(td, (f"{used.steps}", f"{used.batch_size}", f"{used.lr:g}")), td(options, "left")]))
+    parts = [
+        header("keyhole demo", "Every method on one small model", lead, ()),
         _table(results),
         _budget(squeezed),
-        f"<section><h2>Loss curves</h2><div class='charts'>{_figure(steps, 'step')}{_figure(seconds, 'seconds')}</div>"
-        "<p class='note'>Faint: each step as measured. Strong: running mean. A step costs differently by method, "
-        "so one chart compares what a step teaches and the other what a second does. The training loss is the "
-        "mean over the stamp and the end mark after it, so it starts elsewhere than the held-out loss.</p></section>",
+        section(
+            "Loss curves",
+            charts(drawn),
+            "Faint: each step as measured. Strong: running mean. A step costs differently by method, so one chart "
+            "compares what a step teaches and the other what a second does. The training loss is the mean over the "
+            "stamp and the end mark after it, so it starts elsewhere than the held-out loss.",
+        ),
         _task(),
-        _again(results, seed, environment),
+        section("What was run", table(RUN_HEAD, rows, "task small") + AGAIN.format(seed, machine_text(environment))),
     ]
-    return page("keyhole demo", sections, STYLE)
-
-
-def _figure(lines: list[Series], along: str) -> str:
-    return f"<figure>{chart(lines, f'loss by {along}', along, 'training loss')}</figure>"
-
-
-def _summary(results: list[Result]) -> str:
-    done = [result for result in results if not result.skipped]
-    text = "No method could run."
-    if done:
-        best = max(done, key=lambda result: result.accuracy_after)
-        text = (
-            f"{len(done)} ways to train one small model, each from the same start. Before training it "
-            f"chooses the right stamp for {best.accuracy_before:.0%} of the held-out notes, a coin's 50%; "
-            f"afterwards for up to {best.accuracy_after:.0%} ({escape(best.method)})."
-        )
-    return header("keyhole demo", "Every method on one small model", text, ())
+    return page("keyhole demo", parts, STYLE)
 
 
 def _table(results: list[Result]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in (COLUMNS[0], "", *COLUMNS[1:]))
     rows = []
     for i, result in enumerate(results):
-        name, *values = cells(result)
-        dot = f"<span class='dot b{i % len(COLOURS)}'></span>"
-        if result.skipped:
-            why = f"<td colspan='{len(values) + 1}' class='why'>skipped: {escape(result.skipped)}</td>"
-            rows.append(f"<tr><th scope='row'>{dot}{escape(name)}</th>{why}</tr>")
-            continue
-        numbers = "".join(f"<td>{escape(value)}</td>" for value in values)
-        rows.append(f"<tr><th scope='row'>{dot}{escape(name)}</th><td>{_bar(result, i)}</td>{numbers}</tr>")
-    return (
-        f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        colour, (name, *values) = i % len(COLOURS), cells(result)
+        mark = f"<span class='mark' style='left:{100 * result.accuracy_before:.1f}%'></span>"  # before training
+        line = [bar(colour, 100 * result.accuracy_after, mark), *map(td, values)]
+        why = f"<td colspan='{len(values) + 1}' class='why'>skipped: {escape(result.skipped)}</td>"
+        rows.append(tr(name, [why] if result.skipped else line, colour))
+    return table(map(th, (COLUMNS[0], "", *COLUMNS[1:])), rows, "") + (
         "<p class='note'>Accuracy and loss are on held-out notes. Memory is the highest above what the process held "
         "before; moved is what crossed the link between host and GPU.</p>"
-    )
-
-
-def _bar(result: Result, index: int) -> str:
-    """Accuracy from 0 to 100 %, with a mark at the accuracy before training."""
-    before, after = 100 * result.accuracy_before, 100 * result.accuracy_after
-    return (
-        f"<span class='wide'><span class='fill b{index % len(COLOURS)}' style='width:{after:.1f}%'></span>"
-        f"<span class='mark' style='left:{before:.1f}%'></span></span>"
     )
 
 
@@ -128,70 +123,49 @@ def verdict(found: Squeezed) -> str:
 
 def _budget(squeezed: Sequence[Squeezed]) -> str:
     """The model and the budget as bars, and what was compared."""
-    if not squeezed:
-        return ""
     rows = []
     for found in squeezed:
-        name = f"<th scope='row'>{escape(found.method)}</th>"
-        if found.skipped:
-            rows.append(f"<tr>{name}<td colspan='6' class='why'>skipped: {escape(found.skipped[:400])}</td></tr>")
-            continue
         share = 100 * found.budget_bytes / max(1, found.weights_bytes)
-        bar = f"<span class='wide'><span class='fill b0' style='width:{share:.1f}%'></span></span>"
-        same = "same" if found.same_losses and found.same_weights else "no"
-        mark = f"<td class='{same} left'>{escape(verdict(found))}</td>"
         numbers = (found.weights_bytes, found.budget_bytes, found.up_bytes, found.down_bytes)
-        cells = "".join(f"<td>{size(number)}</td>" for number in numbers)
-        rows.append(f"<tr>{name}<td>{bar}</td>{cells}{mark}</tr>")
-    head = "".join(f"<th>{escape(column)}</th>" for column in ("method", "", "model", "budget", "up", "down"))
-    return (
-        "<section><h2>In a budget smaller than the model</h2><p>A deeper model with random weights, trained for "
-        f"{max(len(found.losses) for found in squeezed)} steps with all weights on the device, and again in a budget "
-        "that has to hold everything: weights in use, activations, logits, buffers. The rest of the weights waits in "
-        "host memory and crosses the link when it is needed.</p><div class='scroll'><table class='small'><thead><tr>"
-        f"{head}<th class='left'>compared, bit by bit</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        "<p class='note'>Bar: the budget as a share of the weights. Up, down: bytes that crossed the link in all "
-        "steps. Where there is no GPU, copies within host memory stand for the link.</p></section>"
+        same = "same" if found.same_losses and found.same_weights else "no"
+        line = [bar(0, share), *(td(size(number)) for number in numbers), td(verdict(found), f"{same} left")]
+        why = f"<td colspan='6' class='why'>skipped: {escape(found.skipped[:400])}</td>"
+        rows.append(tr(found.method, [why] if found.skipped else line))
+    head = [*map(th, ("method", "", "model", "budget", "up", "down")), th("compared, bit by bit", "left")]
+    steps = max((len(found.losses) for found in squeezed), default=0)
+    about = (
+        f"<p>A deeper model with random weights, trained for {steps} steps with all weights on the device, and again "
+        "in a budget that has to hold everything: weights in use, activations, logits, buffers. The rest of the "
+        "weights waits in host memory and crosses the link when it is needed.</p>"
+    )
+    return section(
+        "In a budget smaller than the model",
+        about + table(head, rows) if rows else "",
+        "Bar: the budget as a share of the weights. Up, down: bytes that crossed the link in all steps. Where there "
+        "is no GPU, copies within host memory stand for the link.",
     )
 
 
 def _task() -> str:
     rows = [json.loads(line) for line in assets.TEST.read_text(encoding="utf-8").splitlines()[:EXAMPLES]]
-    items = "".join(
-        f"<tr><td class='left'>{escape(row['prompt'].partition(chr(10))[0])}</td>"
-        f"<td class='left stamp{row['label']}'>{escape(row['completion'].strip())}</td></tr>"
+    lines = [
+        f"<tr>{td(row['prompt'].partition(chr(10))[0], 'left')}"
+        f"{td(row['completion'].strip(), 'left stamp' + str(row['label']))}</tr>"
         for row in rows
+    ]
+    about = (
+        "<p>Read a note in a guest book and choose the clerk's stamp: blue if the guest was pleased, red if not. The "
+        "model has read about soups, rooms and concerts, and has seen stamps, but only ones that had nothing to do "
+        "with the note: what a stamp means it has to learn here, from 1000 notes.</p>"
     )
-    return (
-        "<h2>The task</h2><p>Read a note in a guest book and choose the clerk's stamp: blue if the guest was "
-        "pleased, red if not. The model has read about soups, rooms and concerts, and has seen stamps, but only "
-        "ones that had nothing to do with the note: what a stamp means it has to learn here, from 1000 notes.</p>"
-        "<div class='scroll'><table class='task small'><thead><tr><th>note</th><th class='left'>stamp</th></tr></thead>"
-        f"<tbody>{items}</tbody></table></div>"
-    )
+    return section("The task", about + table([th("note"), th("stamp", "left")], lines, "task small"))
 
 
-def _again(results: list[Result], seed: int, environment: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(r.method)}</th><td>{r.settings.steps}</td><td>{r.settings.batch_size}</td>"
-        f"<td>{r.settings.lr:g}</td><td class='left'>{escape(_options(r.settings.options))}</td></tr>"
-        for r in results
-    )
-    return (
-        "<h2>What was run</h2><div class='scroll'><table class='task small'><thead><tr><th>method</th><th>steps</th>"
-        "<th>notes per step</th>"
-        f"<th>learning rate</th><th class='left'>options</th></tr></thead><tbody>{rows}</tbody></table></div>"
-        f"<p class='note'>Seed {seed}, float32, rate falling linearly to 0.</p>{machine_text(environment)}"
-        "<pre>keyhole demo                     this page again\n"
-        "keyhole train demo-zo            one method, with checkpoints and all settings\n"
-        "keyhole eval demo --tasks demo   the score of the model before training</pre>"
-    )
-
-
-def _options(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items()) or "-"
-
-
+RUN_HEAD = (*map(th, ("method", "steps", "notes per step", "learning rate")), th("options", "left"))
+AGAIN = """<p class='note'>Seed {}, float32, rate falling linearly to 0.</p>{}<pre>\
+keyhole demo                     this page again
+keyhole train demo-zo            one method, with checkpoints and all settings
+keyhole eval demo --tasks demo   the score of the model before training</pre>"""
 STYLE = """
 .why{text-align:left;color:var(--soft);white-space:normal}.task .left{white-space:normal}
 .wide{display:block;position:relative;width:170px;height:10px;border-radius:5px;background:var(--line)}

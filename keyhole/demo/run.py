@@ -10,7 +10,7 @@ the table shows the reason instead of numbers.
     memory      the peak above the process's memory before the model was loaded, host and GPU (peak_memory.py)
     moved       bytes over the link between host and device; 0 if everything is resident
 
-Then a deeper model is trained with all weights on the device and within a budget smaller than its weights (budget.py):
+Then a deeper model is trained with all weights on the device and within a budget smaller than its weights (train.py):
 losses and weights must be the same.
 
 Matrices here are so small that more threads would only wait for each other: the demo uses THREADS of them.
@@ -24,20 +24,20 @@ from pathlib import Path
 import torch
 
 import keyhole
-from keyhole.demo import budget, peak_memory
-from keyhole.demo.report import COLUMNS, cells, make_report, squeezed_line
-from keyhole.demo.train import Result, settings_of, start, train
+from keyhole.demo import peak_memory, train
+from keyhole.demo.report import COLUMNS, cells, line_of, make_report, squeezed_line
+from keyhole.demo.train import Result
 from keyhole.disk.files import write_text
 from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
 from keyhole.eval import tasks
 from keyhole.eval.choices import score_task
 from keyhole.machine.probe import environment
+from keyhole.machine.text import aligned
 from keyhole.methods import METHODS
 from keyhole.training.rundir import FORMAT, inspect
 
 THREADS = 1
-TABLE_WIDTH = 110  # a narrower terminal wraps lines, which is better than cut numbers
 
 
 def run_demo(
@@ -58,12 +58,15 @@ def run_demo(
     root = _own_directory(Path(output_dir))
     _say(f"the embedded model and task, {len(names)} methods, seed {seed}; everything goes to {root}/")
     with peak_memory.measured_beside(names, device) as peaks, _threads(THREADS):
-        results = [_run_method(Result(name, settings_of(name, steps)), root, seed, device) for name in names]
-        squeezed = [_squeeze(name, seed, steps, device) for name in budget.shown(names)]
+        results = [_run_method(Result(name, train.settings_of(name, steps)), root, seed, device) for name in names]
+        squeezed = []
+        for name in train.one_of_each_sweep(names):
+            squeezed.append(train.squeeze(name, seed, min(steps or train.STEPS, train.STEPS), device))
+            _say(squeezed_line(squeezed[-1]))
         found = peaks()
     for result in results:
         result.host_bytes, result.gpu_bytes = found.get(result.method, (0, 0))
-    _print_table(results)
+    print("\n".join(["", *aligned([COLUMNS, *map(cells, results)]), ""]))
     _write(root / "results.json", json_text([asdict(result) for result in results], indent=1) + "\n")
     _write(root / "budget.json", json_text([asdict(each) for each in squeezed], indent=1) + "\n")
     _write(root / "report.html", make_report(results, seed, environment(), squeezed))
@@ -74,10 +77,10 @@ def run_demo(
 def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Result:
     """Loads, scores, trains, scores, saves; fills in the result."""
     try:
-        model, method = start(result.method, result.settings, seed, device)
+        model, method = train.start(result.method, result.settings, seed, device)
         task = tasks.read_task("demo")
         before, moved_bytes = score_task(model, task), _moved_bytes(model)
-        result.losses, result.times_s = train(model, method, result.settings, seed)
+        result.losses, result.times_s = train.train(model, method, result.settings, seed)
         result.moved_bytes = _moved_bytes(model) - moved_bytes
         after = score_task(model, task)
         result.accuracy_before, result.loss_before = before.accuracy, before.loss
@@ -86,26 +89,12 @@ def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Re
         model.close()
     except UserError as error:
         result.skipped = str(error)
-    _say(_line(result))
+    _say(line_of(result))
     return result
-
-
-def _squeeze(name: str, seed: int, steps: int | None, device: str | None) -> budget.Squeezed:
-    """The same run in a budget smaller than the model (budget.py)."""
-    found = budget.squeeze(name, seed, min(steps or budget.STEPS, budget.STEPS), device)
-    _say(squeezed_line(found))
-    return found
 
 
 def _moved_bytes(model: keyhole.Model) -> int:
     return int(model.engine.bytes_up + model.engine.bytes_down)
-
-
-def _line(result: Result) -> str:
-    if result.skipped:
-        return f"{result.method}: skipped: {result.skipped}"
-    accuracy = f"accuracy {result.accuracy_before:.1%} -> {result.accuracy_after:.1%}"
-    return f"{result.method}: {result.settings.steps} steps in {result.seconds:.1f} s, {accuracy}"
 
 
 @contextmanager
@@ -138,16 +127,3 @@ def _write(path: Path, text: str) -> None:
 
 def _say(line: str) -> None:
     print(f"keyhole: {line}", flush=True)
-
-
-def _print_table(results: list[Result]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == COLUMNS[0] else "right", no_wrap=True)
-    for result in results:
-        table.add_row(*cells(result))
-    Console(width=max(Console().width, TABLE_WIDTH)).print(table)

@@ -8,9 +8,11 @@ window, or hide earlier output. It may also be a megabyte long. So all printed t
     without_controls(text)  a text of many lines (an answer): control characters other than line breaks and tabs removed
     duration(seconds)       a readable time
     counted(number, noun)   `1 row`, `2,000 rows`
+    aligned(rows)           the lines of a table
 """
 
 import re
+from collections.abc import Collection, Sequence
 
 LINE_CHARACTERS = 2000
 MESSAGE_LINES = 100
@@ -55,3 +57,12 @@ def duration(seconds: float) -> str:
 def counted(number: int, noun: str) -> str:
     """A number with its noun, which gets an s unless the number is 1."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """The lines of a table for a terminal. left: columns of text; the others are numbers, flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(text.ljust(widths[i]) if i in left else text.rjust(widths[i]) for i, text in enumerate(row)).rstrip()
+        for row in rows
+    ]

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
-from keyhole.machine.text import counted, duration, printable
+from keyhole.machine.text import aligned, counted, duration, printable
 from keyhole.pages.chart import chart
 from keyhole.pages.frame import charts, choice, colour_of, header, page, section, td, th, tr
 from keyhole.pages.frame import table as html_table
@@ -67,11 +67,8 @@ def table(views: Sequence[View]) -> list[str]:
     """Lines for a terminal: the table, and what the metrics of a run lack."""
     rows = [list(COLUMNS), *([printable(cell, 60) for cell in cells(view)] for view in views)]
     kept = _kept(rows[1:])
-    widths = {i: max(len(row[i]) for row in rows) for i in kept}
-    return [
-        "  ".join(f"{row[i]:<{widths[i]}}" if i in LEFT else f"{row[i]:>{widths[i]}}" for i in kept).rstrip()
-        for row in rows
-    ] + [f"warning: {line}" for line in lacks(views)]
+    lines = aligned([[row[i] for i in kept] for row in rows], left=[n for n, i in enumerate(kept) if i in LEFT])
+    return [*lines, *(f"warning: {line}" for line in lacks(views))]
 
 
 def _kept(rows: Sequence[Sequence[str]]) -> list[int]:

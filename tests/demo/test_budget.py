@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from keyhole.demo import budget
-from keyhole.demo.budget import SHARE, Squeezed, shown, squeeze
+from keyhole.demo import train
 from keyhole.demo.report import make_report, squeezed_line
+from keyhole.demo.train import SHARE, Squeezed, one_of_each_sweep, squeeze
 from keyhole.methods import METHODS
 from tests.demo.test_report import ENVIRONMENT
 
 
-@pytest.mark.parametrize("name", shown(list(METHODS)))
+@pytest.mark.parametrize("name", one_of_each_sweep(list(METHODS)))
 def test_the_same_bits_in_less_than_the_model(name: str) -> None:
     """Everything is planned within the budget, most weights cross, and nothing differs."""
     found = squeeze(name, steps=1, device="cpu")
@@ -23,9 +23,9 @@ def test_the_same_bits_in_less_than_the_model(name: str) -> None:
 
 def test_another_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: with other noise, or another order of the data, it does."""
-    real, seeds = budget._train, iter((0, 1))
-    monkeypatch.setattr(budget, "_train", lambda name, data, seed, *how: real(name, data, next(seeds), *how))
-    found = squeeze(shown(list(METHODS))[-1], steps=1, device="cpu")
+    real, seeds = train._train_deeper, iter((0, 1))
+    monkeypatch.setattr(train, "_train_deeper", lambda name, seed, *how: real(name, next(seeds), *how))
+    found = squeeze(one_of_each_sweep(list(METHODS))[-1], steps=1, device="cpu")
     assert not found.same_losses and not found.same_weights
     assert "NOT the same" in squeezed_line(found) and "NOT the same" in make_report([], 0, ENVIRONMENT, [found])
 
@@ -43,5 +43,5 @@ def test_what_is_said() -> None:
 
 def test_one_method_of_each_sweep() -> None:
     """Those that cannot stream have nothing to show."""
-    assert [METHODS[name].sweep for name in shown(list(METHODS))] == ["forward", "reverse"]
-    assert shown([name for name, row in METHODS.items() if not row.streams]) == []
+    assert [METHODS[name].sweep for name in one_of_each_sweep(list(METHODS))] == ["forward", "reverse"]
+    assert one_of_each_sweep([name for name, row in METHODS.items() if not row.streams]) == []

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from keyhole import assets
-from keyhole.demo.budget import Squeezed
 from keyhole.demo.peak_memory import Peaks
 from keyhole.demo.run import run_demo
-from keyhole.demo.train import Demo, settings_of
+from keyhole.demo.train import Demo, Squeezed, settings_of
 from keyhole.errors import UserError
 from keyhole.eval.tasks import read_task
 from keyhole.methods import METHODS
@@ -35,7 +34,7 @@ def no_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_deeper_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run in a budget has tests of its own (test_budget.py)."""
     found = {"weights_bytes": 2**20, "budget_bytes": 2**19, "losses": [1.0], "same_losses": True, "same_weights": True}
-    monkeypatch.setattr("keyhole.demo.budget.squeeze", lambda name, *how: Squeezed(name, **found))
+    monkeypatch.setattr("keyhole.demo.train.squeeze", lambda name, *how: Squeezed(name, **found))
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_every_method_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_new_method_appears_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever joins the table is run, with the demo's defaults where methods.yaml has none of its own."""
     table = {"sgd": METHODS["sgd"], "newcomer": METHODS["sgd"]}
-    for module in ("run", "train", "budget"):
+    for module in ("run", "train"):
         monkeypatch.setattr(f"keyhole.demo.{module}.METHODS", table)
     results = run_demo(tmp_path, steps=1, device="cpu")
     assert results[-1].method == "newcomer" and results[-1].settings == Demo(steps=1)

@@ -11,9 +11,8 @@ from keyhole.compare import page as compare_page
 from keyhole.compare.file import Comparison
 from keyhole.compare.result import Result
 from keyhole.compare.table import Cell, zero_shot_cell
-from keyhole.demo.budget import Squeezed
 from keyhole.demo.report import make_report
-from keyhole.demo.train import Demo
+from keyhole.demo.train import Demo, Squeezed
 from keyhole.demo.train import Result as DemoResult
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
