@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from keyhole.bench.report import Record
-from keyhole.machine.free_memory import free_memory
+from keyhole.machine.gpu import free_memory
 from keyhole.offload.engine import Engine
 
 Mark = float | torch.cuda.Event

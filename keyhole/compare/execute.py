@@ -55,7 +55,7 @@ from keyhole.config.data import data_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.files import remove, write_text
 from keyhole.errors import UserError
-from keyhole.machine.free_memory import free_memory
+from keyhole.machine.gpu import free_memory
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.probe import environment
 from keyhole.machine.text import counted, duration, without_controls

@@ -3,6 +3,6 @@
 host.py           memory and cores of the host             probe.py      versions, GPUs, measured rate of the link
 rates.py          how fast a machine is, in numbers        settings.py   settings of the process, put back afterwards
 out_of_memory.py  errors that mean: memory is used up      collector.py  code that garbage collection must not interrupt
-free_memory.py    of what is no longer referenced        captures.py    captures CUDA graphs
-progress.py       progress of long work                    sizes.py, text.py   formats sizes and text for messages
+gpu.py            captures of CUDA graphs; frees memory    progress.py   progress of long work
+sizes.py, text.py   formats sizes and text for messages
 """

@@ -20,38 +20,23 @@ from contextlib import contextmanager
 HEAVY = "transformers"
 
 
-class _Inside:
-    """How many contexts of all threads are open, and whether the collector was on before the first of them."""
-
-    def __init__(self) -> None:
-        self.lock, self.count, self.was_on = threading.Lock(), 0, False
-
-    def enter(self) -> None:
-        with self.lock:
-            if self.count == 0:
-                self.was_on = gc.isenabled()
-            self.count += 1
-            gc.disable()
-
-    def leave(self) -> None:
-        with self.lock:
-            self.count -= 1
-            if self.count == 0 and self.was_on:
-                gc.enable()
-
-
-_inside = _Inside()
+_lock = threading.Lock()
+_open: list[bool] = []  # of every open context of any thread: whether the collector was on before it
 
 
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Turns the collector off inside the context, and on again afterwards if it was on. The collector is the process's:
     while contexts of several threads overlap, it is off until the last of them ends."""
-    _inside.enter()
+    with _lock:
+        _open.append(gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        _inside.leave()
+        with _lock:
+            if _open.pop() and not _open:  # the first one's
+                gc.enable()
 
 
 @contextmanager

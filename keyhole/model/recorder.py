@@ -21,7 +21,7 @@ What is used later lies in static memory:
                where it lies. If a longer shape comes, the allocation is made anew, and all recordings, which have the
                old addresses, are dropped (`forget`)
 
-A pool is freed with its last graph. One whose capture has failed may be refused later (machine/captures.py), so the
+A pool is freed with its last graph. One whose capture has failed may be refused later (machine/gpu.py), so the
 next capture gets a new one.
 """
 
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from keyhole.machine.captures import capturing
+from keyhole.machine.gpu import capturing
 from keyhole.model.spare_memory import SpareMemory
 
 Values = list[Any]

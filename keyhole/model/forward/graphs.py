@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.machine.captures import capturing
+from keyhole.machine.gpu import capturing
 from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.recorder import same_bits, signature_of, tensors_of, with_tensors
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
@@ -156,7 +156,7 @@ class BlockGraphs:
             with capturing(one.graph, self.pool, self.stream):
                 one.output = ordinary(*static_args, **static_kwargs)
         except RuntimeError:
-            self.pool = torch.cuda.graph_pool_handle()  # the old one may be refused (machine/captures.py)
+            self.pool = torch.cuda.graph_pool_handle()  # the old one may be refused (machine/gpu.py)
             torch.cuda.synchronize(self.model.device)
             return None
         return None if signature_of(one.output) is None else one

@@ -1,4 +1,5 @@
-"""Captures CUDA graphs, and tells PyTorch's allocator when a capture has failed.
+"""What PyTorch's allocator has to be told: that memory is not needed any more, and that a capture of a CUDA graph has
+failed.
 
 While a graph is captured, the allocator gives no cached memory back. A capture that an operation has made invalid
 cannot be ended in order, and then counts as still going on: for the rest of the process neither empty_cache() nor an
@@ -8,6 +9,7 @@ after all of its graphs are gone.
 After a failure use another pool: PyTorch's allocator of page-locked memory, which cannot be told, refuses the old one.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -33,3 +35,12 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
             torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             torch._C._cuda_releasePool(stream.device_index, pool)
         raise
+
+
+def free_memory() -> None:
+    """Gives back the memory of what is no longer referenced, of a model that was closed, say. cuBLAS keeps a workspace
+    for every stream on which a CUDA graph was captured; it would count as memory of whatever comes next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()

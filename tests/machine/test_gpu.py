@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.machine import captures
+from keyhole.machine import gpu
 
 
 class Graph:
@@ -37,7 +37,7 @@ def test_the_allocator_hears_of_every_failed_capture(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: told.append(("release", *of)), raising=False)
     graph, stream = Graph(ends), type("Stream", (), {"device_index": 0})()
     try:
-        with captures.capturing(graph, (0, 7), stream):
+        with gpu.capturing(graph, (0, 7), stream):
             if raises:
                 raise ValueError("a host read")
     except (ValueError, RuntimeError) as error:
@@ -64,7 +64,7 @@ def test_a_capture_that_does_not_begin_releases_nothing(monkeypatch: pytest.Monk
     graph.capture_begin = refuse
     with (
         pytest.raises(RuntimeError, match="non-default"),
-        captures.capturing(graph, (0, 7), type("Stream", (), {"device_index": 0})()),
+        gpu.capturing(graph, (0, 7), type("Stream", (), {"device_index": 0})()),
     ):
         pass
     assert graph.calls == [] and told == ["end"]
@@ -81,7 +81,7 @@ def test_memory_is_given_back_after_a_failed_capture() -> None:
     at_first = torch.cuda.memory_reserved()
     with (
         pytest.raises(RuntimeError),
-        captures.capturing(graph, torch.cuda.graph_pool_handle(), torch.cuda.Stream()),
+        gpu.capturing(graph, torch.cuda.graph_pool_handle(), torch.cuda.Stream()),
     ):
         large = torch.zeros(2**26, dtype=torch.uint8, device="cuda")
         del large
