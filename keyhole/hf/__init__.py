@@ -2,12 +2,11 @@
 
 trainer.py     KeyholeTrainer, a transformers.Trainer whose step is a keyhole method; KeyholeMixin, the same for any
                other subclass of Trainer (TRL's SFTTrainer)
-arguments.py   KeyholeArguments: TrainingArguments with method, placement and budget
-loading.py     loads the model and creates the method for the arguments
+arguments.py   KeyholeArguments: TrainingArguments with method, placement and budget; loads the model and creates the
+               method that they ask for
 batches.py     the batches of a data collator as keyhole's model takes them
 refusals.py    unsupported arguments, with the reasons
-card.py        the method in the Trainer's model card
-checkpoints.py the method's state in a Trainer's checkpoint
+checkpoints.py the method's state in a Trainer's checkpoint, and its name in the model card
 
 The loop is the Trainer's own, so callbacks, logging, schedules, evaluation, saving and resuming work as in the Trainer.
 This is the top layer: nothing else in keyhole imports it.

@@ -14,34 +14,47 @@ A checkpoint is verified before anything of it is loaded, so a run that cannot g
 were, and a best checkpoint that is damaged leaves the last weights as they are. The Trainer writes a checkpoint under
 its final name, so a killed process may leave an incomplete one: `resume_from_checkpoint=True` passes over it. keyhole
 reads no pickle: the scheduler's file is loaded with weights_only.
+
+The Trainer's model card reads `optim` of the arguments, which keyhole does not use: a published model would claim to
+have been trained by AdamW. Its line is replaced by one that states the method.
 """
 
 import json
+import re
 import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from keyhole import __version__
 from keyhole.checkpoint import select
 from keyhole.checkpoint.state import STATE, TENSORS, Damaged, State, check_sizes, read_state, verify
 from keyhole.checkpoint.writer import method_state, split_state, write_state
 from keyhole.disk.tensors import write_tensors
 from keyhole.disk.weight_files import stored_tensors
 from keyhole.errors import UserError
+from keyhole.hf.arguments import Wanted
 from keyhole.machine.probe import versions
 from keyhole.methods.base import Method
 from keyhole.methods.settings import MethodSettings
-from keyhole.methods.traits import Traits
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import save_model
 
 METHOD, RATE, SETTINGS, TRAINED = "method", "learning_rate", "settings", "trained"
 LAST = ("rng_state.pth", "trainer_state.json")  # what the Trainer writes last
+OPTIMIZER = re.compile(r"^- optimizer: .*$", re.MULTILINE)  # in the model card
 MARK = "checkpoint-is-incomplete.txt"  # the Trainer's, of a checkpoint that a signal asked for
+
+
+class Scheduler(Protocol):
+    """The Trainer's."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def trained_names(model: Model) -> list[str]:
@@ -49,9 +62,10 @@ def trained_names(model: Model) -> list[str]:
     return sorted({tensor.name for tensor in model.layout.tensors if tensor.param.requires_grad})
 
 
-def save_method(directory: Path, method: Method, step: int, own: MethodSettings, trained: list[str]) -> None:
-    """Writes the state, the method's own settings, the names of what it was made to train, and the checksums of the
-    files that are there already: the model's and the scheduler's."""
+def save(directory: Path, method: Method, scheduler: Scheduler, step: int, asked: Wanted, trained: list[str]) -> None:
+    """Writes the scheduler, the state, the method's own settings, the names of what it was made to train, and the
+    checksums of the files that are there by then: the model's and the scheduler's."""
+    torch.save(scheduler.state_dict(), directory / SCHEDULER_NAME)
     for name in (STATE, TENSORS, *LAST):  # of an earlier checkpoint of this step
         (directory / name).unlink(missing_ok=True)
     tensors, scalars = split_state(method.state_dict())
@@ -59,9 +73,8 @@ def save_method(directory: Path, method: Method, step: int, own: MethodSettings,
         save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)})
-    about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(own), TRAINED: trained}
-    state = State(step, method=scalars, config=about, versions=versions())
-    write_state(directory, state, leave_out=(MARK,))
+    about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(asked.own), TRAINED: trained}
+    write_state(directory, State(step, method=scalars, config=about, versions=versions()), leave_out=(MARK,))
 
 
 def drop_begun(directory: Path) -> None:
@@ -100,7 +113,7 @@ def damage_of_best(directory: Path, with_state: bool) -> str | None:
     return None
 
 
-def verified(directory: Path, row: Traits, own: MethodSettings, trained: list[str]) -> State:
+def verified(directory: Path, asked: Wanted, trained: list[str]) -> State:
     """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method or settings, or
     of a run that trained other parameters."""
     if not directory.is_dir():
@@ -115,30 +128,31 @@ def verified(directory: Path, row: Traits, own: MethodSettings, trained: list[st
         _check_last(directory)
     except Damaged as error:
         raise UserError(f"resume_from_checkpoint: {directory}: {error}; go on from an older one") from error
-    made_by = state.config.get(METHOD)
-    if made_by != row.name:
-        raise UserError(f"resume_from_checkpoint: {directory} was made by method={made_by}, this run has {row.name}")
-    before = state.config.get(SETTINGS, {})  # older checkpoints do not hold them
-    may_change = {*row.may_change, *(each.name for each in fields(MethodSettings))}
-    for key, value in asdict(own).items():
-        if key in before and before[key] != value and key not in may_change:
+    about, row = state.config, asked.row
+    if not {METHOD, RATE, SETTINGS, TRAINED} <= about.keys():
+        raise UserError(
+            f"resume_from_checkpoint: {directory} is of another version of keyhole; start a new run with its weights "
+            "as model"
+        )
+    if about[METHOD] != row.name:
+        made_by = f"was made by method={about[METHOD]}, this run has {row.name}"
+        raise UserError(f"resume_from_checkpoint: {directory} {made_by}")
+    before, may_change = about[SETTINGS], {*row.may_change, *(each.name for each in fields(MethodSettings))}
+    for key, value in asdict(asked.own).items():
+        if before.get(key, value) != value and key not in may_change:
             raise UserError(
                 f"resume_from_checkpoint: {directory} was made with {key}={before[key]} of {row.name}, this run has "
                 f"{value}; give the same settings"
             )
-    if not row.keeps_base:  # else adapters alone are trained, and compared when the state is loaded
-        _check_trained(directory, state.config.get(TRAINED, trained), trained)  # older checkpoints do not hold them
-    return state
-
-
-def _check_trained(directory: Path, before: list[str], now: list[str]) -> None:
-    if differ := sorted({*before} ^ {*now}):
-        was, is_now = ("trained", "frozen") if differ[0] in before else ("frozen", "trained")
+    differ = sorted({*about[TRAINED]} ^ {*trained})
+    if differ and not row.keeps_base:  # else adapters alone are trained, and compared when the state is loaded
+        was, is_now = ("trained", "frozen") if differ[0] in about[TRAINED] else ("frozen", "trained")
         raise UserError(
-            f"resume_from_checkpoint: {directory} is of a run that trained {len(before)} parameters, this one would "
-            f"train {len(now)}: {differ[0]} was {was} and is {is_now} now. Freeze the same ones "
+            f"resume_from_checkpoint: {directory} is of a run that trained {len(about[TRAINED])} parameters, this one "
+            f"would train {len(trained)}: {differ[0]} was {was} and is {is_now} now. Freeze the same ones "
             "(keyhole.load(.., freeze=..), requires_grad), or start a new run with the checkpoint as model"
         )
+    return state
 
 
 def _check_last(directory: Path) -> None:
@@ -155,19 +169,32 @@ def _check_last(directory: Path) -> None:
 
 
 def load_method(directory: Path, state: State, method: Method) -> None:
-    """Loads the method's state and rate, of a checkpoint that was verified."""
+    """Loads the method's state, of a checkpoint that was verified."""
     try:
         method.load_state_dict(method_state(directory, state))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"resume_from_checkpoint: the state in {directory} does not fit this run: {error}") from error
 
 
-def load_rate(state: State, method: Method, scheduler: Any) -> None:
-    """The rate of the next step: that of the scheduler, or what a callback had set. Older checkpoints do not hold it:
-    theirs was the scheduler's."""
-    rate = state.config.get(RATE, scheduler.get_last_lr()[0])
+def load_rate(directory: Path, state: State, method: Method, scheduler: Scheduler, asked: float) -> None:
+    """Loads the scheduler, and the rate of the next step: the scheduler's, or what a callback had set. Warns that the
+    schedule goes on from the checkpoint's rate, as the Trainer's does, if the arguments have another. (The shape of the
+    schedule is that of the arguments.)"""
+    try:
+        scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
+    except FileNotFoundError:
+        lacks = f"{directory} has no {SCHEDULER_NAME}"
+        raise UserError(f"resume_from_checkpoint: {lacks}; go on from an older one") from None
     for group in method.param_groups:
-        group["lr"] = rate
+        group["lr"] = state.config[RATE]
+    kept = {rate for rate in vars(scheduler).get("base_lrs", ()) if rate != asked}
+    if kept:
+        warnings.warn(
+            f"learning_rate: {asked:g} is not used: resume_from_checkpoint goes on with the checkpoint's schedule, "
+            f"from {', '.join(f'{rate:g}' for rate in sorted(kept))}; set the rate by a callback "
+            "(optimizer.param_groups), or start a new run with the checkpoint as model",
+            stacklevel=4,
+        )
 
 
 def load_weights(directory: Path, model: Model) -> None:
@@ -183,25 +210,13 @@ def load_weights(directory: Path, model: Model) -> None:
     model.methods.homes_written()
 
 
-def warn_of_rate(scheduler: Any, asked: float) -> None:
-    """Warns that the schedule goes on from the checkpoint's rate, as the Trainer's does, if the arguments have another.
-    (The shape of the schedule is that of the arguments.)"""
-    kept = {rate for rate in getattr(scheduler, "base_lrs", ()) if rate != asked}
-    if kept:
-        warnings.warn(
-            f"learning_rate: {asked:g} is not used: resume_from_checkpoint goes on with the checkpoint's schedule, "
-            f"from {', '.join(f'{rate:g}' for rate in sorted(kept))}; set the rate by a callback "
-            "(optimizer.param_groups), or start a new run with the checkpoint as model",
-            stacklevel=4,
-        )
-
-
-def save_scheduler(directory: Path, scheduler: Any, name: str) -> None:
-    torch.save(scheduler.state_dict(), directory / name)
-
-
-def load_scheduler(directory: Path, scheduler: Any, name: str) -> None:
-    try:
-        scheduler.load_state_dict(torch.load(directory / name, weights_only=True))
-    except FileNotFoundError:
-        raise UserError(f"resume_from_checkpoint: {directory} has no {name}; go on from an older one") from None
+def state_method(card: Path, asked: Wanted, model: Model) -> None:
+    """Replaces the line about the optimizer, if the card has one."""
+    if not card.is_file():
+        return
+    settings = f", settings {json.dumps(asked.settings)}" if asked.settings else ""
+    dtype = str(model.dtype).removeprefix("torch.")
+    where = "streamed from host memory" if model.engine.streamed else "resident"
+    line = f"- method: {asked.method} (keyhole {__version__}; {dtype}, {where}){settings}"
+    text = card.read_text(encoding="utf-8")
+    card.write_text(OPTIMIZER.sub(lambda found: line, text), encoding="utf-8")

@@ -6,13 +6,13 @@ that does not start.
 """
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from keyhole import assets
 from keyhole.errors import UserError
@@ -65,18 +65,13 @@ KNOWN = ("transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer")  
 
 def check_class(cls: type, mixin: type) -> None:
     """UserError for a Trainer with a loss or a step of its own, which keyhole's step would never call."""
-    for name, instead in UNUSED.items():
-        owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-        if owner is not None and not _is_known(owner):
-            raise UserError(f"{owner.__name__}.{name} would never be called: {instead}")
     behind = cls.__mro__[cls.__mro__.index(mixin) + 1 :]
-    for name in REPLACED:
-        owner = next((base for base in behind if name in vars(base)), None)
-        if owner is not None and not _is_known(owner):
-            raise UserError(
-                f"{owner.__name__}.{name} would never be called: {mixin.__name__} comes first and has its own; "
-                "override it in a subclass of both, or use another Trainer"
-            )
+    first = f"{mixin.__name__} comes first and has its own; override it in a subclass of both, or use another Trainer"
+    unused = [(name, instead, cls.__mro__) for name, instead in UNUSED.items()]
+    for name, instead, bases in unused + [(name, first, behind) for name in REPLACED]:
+        owner = next((base for base in bases if name in vars(base)), None)
+        if owner is not None and f"{owner.__module__}.{owner.__qualname__}" not in KNOWN:
+            raise UserError(f"{owner.__name__}.{name} would never be called: {instead}")
 
 
 def check_names(cls: type, mixin: type, args: TrainingArguments, options: dict[str, Any]) -> None:
@@ -103,53 +98,34 @@ def misplaced(cls: type, args: TrainingArguments, name: str) -> UserError:
     return UserError(f"{name}: {cls.__name__} has no such argument")
 
 
-def _is_known(owner: type) -> bool:
-    return f"{owner.__module__}.{owner.__qualname__}" in KNOWN
-
-
 def check(args: TrainingArguments, row: Traits, own: MethodSettings, options: dict[str, Any], **placed: Any) -> None:
     """UserError with all unsupported arguments. placed: wire and placement, as asked for."""
-    found = [f"  {key}: {why}" for key, why in _found(args, row, own, options, placed)]
+    said, default = vars(args), {each.name: each.default for each in fields(TrainingArguments)}
+    optim, loss_type, steps = OptimizerNames(args.optim).value, said.get("loss_type"), args.max_steps
+    table: list[tuple[object, str, str]] = [
+        *((said.get(key), key, why) for key, why in OFF.items()),
+        *((options.get(key) is not None, key, why) for key, why in CALLED.items()),
+        (any(each is not None for each in options.get("optimizers") or ()), "optimizers",
+         "the method is the optimizer; a schedule of your own: override create_scheduler"),
+        (args.world_size > 1, "world_size", f"{args.world_size} processes were started; keyhole.hf trains in one"),
+        (optim != OptimizerNames(default["optim"]).value, "optim",
+         f"{optim} is not used: the method is {row.name}; leave optim out"),
+        (args.max_grad_norm is None, "max_grad_norm", "None is not possible in the Trainer; set 0 for no clipping"),
+        ((args.max_grad_norm or 0) > 0 and row.sweep == "forward", "max_grad_norm",
+         f"{row.name} has no gradient to clip; set max_grad_norm=0 (and clip in its settings)"),
+        *((said[key] != default[key] and not issubclass(row.settings, AdamSettings), key,
+           f"{row.name} has no such number; leave it out") for key in ADAM),
+        (vars(own).get("adapter_warmup_ratio") is not None, "settings",
+         "adapter_warmup_ratio: the Trainer's schedule is known only as it goes; leave it out"),
+        (vars(args.accelerator_config).get("dispatch_batches"), "accelerator_config",
+         "dispatch_batches: the method itself sends batches to the device; leave it out"),
+        (loss_type not in (None, "nll"), "loss_type", f"{loss_type} replaces the model's loss; set loss_type='nll'"),
+    ]  # fmt: skip
+    found = [f"  {key}: {why}" for broken, key, why in table if broken]
+    around = Around(**placed, max_steps=steps if steps > 0 else None)
+    found += [f"  {key}: {why}" for key, why in own.faults(around) if key != "max_grad_norm"]
     if found:
         raise UserError("\n".join([f"KeyholeTrainer with method={row.name} cannot honour these settings:", *found]))
-
-
-def _found(
-    args: TrainingArguments, row: Traits, own: MethodSettings, options: dict[str, Any], placed: dict[str, Any]
-) -> Iterator[tuple[str, str]]:
-    for key, why in OFF.items():
-        if getattr(args, key, None):
-            yield key, why
-    for key, why in CALLED.items():
-        if options.get(key) is not None:
-            yield key, why
-    if any(each is not None for each in options.get("optimizers") or ()):
-        yield "optimizers", "the method is the optimizer; a schedule of your own: override create_scheduler"
-    if args.world_size > 1:
-        yield "world_size", f"{args.world_size} processes were started; keyhole.hf trains in one"
-    default = {each.name: each.default for each in fields(TrainingArguments)}
-    optim = getattr(args.optim, "value", args.optim)
-    if optim != getattr(default["optim"], "value", default["optim"]):
-        yield "optim", f"{optim} is not used: the method is {row.name}; leave optim out"
-    if args.max_grad_norm is None:
-        yield "max_grad_norm", "None is not possible in the Trainer; set 0 for no clipping"
-    clips = (args.max_grad_norm or 0) > 0
-    if clips and row.sweep == "forward":
-        yield "max_grad_norm", f"{row.name} has no gradient to clip; set max_grad_norm=0 (and clip in its settings)"
-    for key in ADAM:
-        if getattr(args, key) != default[key] and not issubclass(row.settings, AdamSettings):
-            yield key, f"{row.name} has no such number; leave it out"
-    if vars(own).get("adapter_warmup_ratio") is not None:
-        yield "settings", "adapter_warmup_ratio: the Trainer's schedule is known only as it goes; leave it out"
-    if getattr(args.accelerator_config, "dispatch_batches", None):
-        yield "accelerator_config", "dispatch_batches: the method itself sends batches to the device; leave it out"
-    steps = args.max_steps if args.max_steps > 0 else None
-    yield from (each for each in own.faults(Around(**placed, max_steps=steps)) if each[0] != "max_grad_norm")
-    loss_type = getattr(args, "loss_type", None)
-    if loss_type not in (None, "nll"):
-        yield "loss_type", f"{loss_type} replaces the model's loss; set loss_type='nll'"
-    if getattr(args, "assistant_only_loss", False) and getattr(args, "use_liger_kernel", False):
-        yield "assistant_only_loss", "with use_liger_kernel it has no effect"
 
 
 def warn_of_rate(args: TrainingArguments, row: Traits, own: MethodSettings, model: Any) -> None:
@@ -167,8 +143,8 @@ def warn_of_rate(args: TrainingArguments, row: Traits, own: MethodSettings, mode
 def check_loaded(args: TrainingArguments, given: dict[str, Any]) -> None:
     """A model that keyhole.load has placed already is not placed again."""
     late = [name for name in ("placement", "gpu_memory", "dtype", "wire") if given[name] is not None]
-    late += [key for key in ("gpu_memory", "wire", "model_dtype") if getattr(args, key, None) is not None]
-    late += ["placement"] if getattr(args, "placement", "resident") != "resident" else []
+    said = {key: vars(args).get(key) for key in ("placement", "gpu_memory", "wire", "model_dtype")}
+    late += [key for key, value in said.items() if value not in (None, "resident")]
     if late:
         raise UserError(f"{', '.join(dict.fromkeys(late))}: the model is loaded already; give them to keyhole.load")
 

@@ -28,42 +28,36 @@ import pickle
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from keyhole.checkpoint.state import State
 from keyhole.errors import UserError
-from keyhole.hf import card, checkpoints, refusals
-from keyhole.hf.arguments import KeyholeArguments
+from keyhole.hf import checkpoints, refusals
+from keyhole.hf.arguments import KeyholeArguments, load_model, make_method, wanted
 from keyhole.hf.batches import no_labels, tensors_of, trains_nothing
-from keyhole.hf.loading import load_model, make_method, own_settings, wanted
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.plan.dtype import NAMES
 
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
 OWN = ("method", "settings", "placement", "gpu_memory", "dtype", "wire", "weight_decay_on", "max_length")
 
 
-class KeyholeMixin:
+class KeyholeMixin(Base):
     """Makes a Trainer train with a keyhole method. Must be the first base class."""
 
     keyhole: Model
     method: Method
-    model: Any  # this and what follows is the Trainer's
-    args: Any
-    state: Any
-    control: Any
     optimizer: torch.optim.Optimizer | None
-    accelerator: Any
-    lr_scheduler: Any
-    data_collator: Any
-    processing_class: Any
-    _get_output_dir: Any
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **options: Any) -> None:
         """model: a directory, a hub id, a config, or the result of keyhole.load. method, settings, placement,
@@ -78,20 +72,14 @@ class KeyholeMixin:
         refusals.check_class(type(self), KeyholeMixin)
         refusals.check_names(type(self), KeyholeMixin, args, options)
         asked = self._wanted = wanted(args, given)
-        self._own = own_settings(asked, args)
-        placed = {"wire": asked.wire, "placement": asked.placement}
-        refusals.check(args, asked.row, self._own, options, **placed)
-        refusals.warn_of_rate(args, asked.row, self._own, model)
+        refusals.check(args, asked.row, asked.own, options, wire=asked.wire, placement=asked.placement)
+        refusals.warn_of_rate(args, asked.row, asked.own, model)
         args._n_gpu = min(1, args.n_gpu)  # one GPU, even if several are visible: nothing is replicated
         if model is None:
             raise UserError("model: give a directory, a hub id, a config, or what keyhole.load returns")
-        self.keyhole = load_model(model, asked, self._own, args)
+        self.keyhole = load_model(model, asked, args)
         refusals.check_bf16(args, NAMES[self.keyhole.dtype])
-        if (
-            options.get("processing_class") is None
-            and "tokenizer" not in options
-            and self.keyhole.tokenizer is not None
-        ):
+        if options.get("processing_class") is None and "tokenizer" not in options:
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[Any] = []
         self._said_empty = False
@@ -99,7 +87,7 @@ class KeyholeMixin:
         self._trained: list[str] = []  # what was trained when the method was made
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
         try:
-            super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
+            super().__init__(model=self.keyhole.module, args=args, **options)
         except TypeError as error:
             found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if found is None or found[1] not in options:
@@ -119,13 +107,13 @@ class KeyholeMixin:
         if resume_from_checkpoint is True and self.args.output_dir is not None:
             found = checkpoints.newest_complete(Path(self.args.output_dir))
             resume_from_checkpoint = True if found is None else str(found)
-        return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
+        return super().train(resume_from_checkpoint, *args, **options)
 
     # -- the model is not moved ------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Leaves batches on the host: keyhole checks and sends them."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -141,7 +129,7 @@ class KeyholeMixin:
         """Creates the method, and returns its shell as the Trainer's optimizer."""
         if self.optimizer is None:
             self._trained = checkpoints.trained_names(self.keyhole)
-            self.method = make_method(self.keyhole, self._wanted, self._own, self.args)
+            self.method = make_method(self.keyhole, self._wanted, self.args)
             self.optimizer = self.method.torch_optimizer
         refusals.check_best(self.args, self.method)
         return self.optimizer
@@ -174,7 +162,7 @@ class KeyholeMixin:
         """Logs, with the method's numbers of its last step."""
         if "loss" in logs and hasattr(self, "method"):
             logs |= {name: float(value) for name, value in self.method.metrics().items() if name not in logs}
-        super().log(logs, *more, **options)  # type: ignore[misc]
+        super().log(logs, *more, **options)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
@@ -182,22 +170,19 @@ class KeyholeMixin:
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Loss, logits and labels of a batch; logits only if needed."""
-        batch = tensors_of(inputs)
-        device, labels = self.args.device, batch.get("labels")
+        batch, device = tensors_of(inputs), self.args.device
+        labels, logits, loss = batch.get("labels"), None, None
         if self.keyhole.classifies:
             any_labels = no_labels(self.keyhole.config, len(batch["input_ids"])) if labels is None else labels
             ((logits, nll_B),) = self.keyhole.logits([batch | {"labels": any_labels}])
             loss = None if labels is None else nll_B.mean().to(device)
-            if prediction_loss_only:
-                return loss, None, None
-            return loss, logits.to(device), None if labels is None else labels.to(device)
-        loss = None
-        if labels is not None:
+        elif labels is not None:
             nll_B, count_B = self.keyhole.nll(batch)
             loss = (nll_B.sum() / count_B.sum().clamp(min=1)).to(device)
         if prediction_loss_only:
             return loss, None, None
-        return loss, self.keyhole.logits(batch).to(device), None if labels is None else labels.to(device)
+        logits = self.keyhole.logits(batch) if logits is None else logits
+        return loss, logits.to(device), None if labels is None else labels.to(device)
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -213,8 +198,8 @@ class KeyholeMixin:
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
         """The Trainer's, with the method in place of the Trainer's optimizer."""
-        super().create_model_card(*args, **options)  # type: ignore[misc]
-        card.state_method(Path(self.args.output_dir) / "README.md", self._wanted, self.keyhole)
+        super().create_model_card(*args, **options)
+        checkpoints.state_method(Path(self.args.output_dir) / "README.md", self._wanted, self.keyhole)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The Trainer's; once the step is counted, if its update is made already: resuming would repeat it."""
@@ -222,28 +207,27 @@ class KeyholeMixin:
             self.control.should_save = True
             checkpoints.drop_begun(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self._uncounted}"))
             return
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoints.save_scheduler(Path(output_dir), self.lr_scheduler, SCHEDULER_NAME)
-        checkpoints.save_method(Path(output_dir), self.method, self.state.global_step, self._own, self._trained)
+        step = self.state.global_step
+        checkpoints.save(Path(output_dir), self.method, self.lr_scheduler, step, self._wanted, self._trained)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         trained = self._trained or checkpoints.trained_names(self.keyhole)
-        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted.row, self._own, trained)
+        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted, trained)
         if not self._wanted.row.keeps_base:  # adapters are completely in the method's state
             checkpoints.load_weights(Path(resume_from_checkpoint), self.keyhole)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._checkpoint is not None:
-            checkpoints.load_method(Path(checkpoint), self._checkpoint, self.method)
-            checkpoints.load_scheduler(Path(checkpoint), self.lr_scheduler, SCHEDULER_NAME)
-            checkpoints.load_rate(self._checkpoint, self.method, self.lr_scheduler)
-            checkpoints.warn_of_rate(self.lr_scheduler, self.args.learning_rate)
+            path, rate = Path(checkpoint), self.args.learning_rate
+            checkpoints.load_method(path, self._checkpoint, self.method)
+            checkpoints.load_rate(path, self._checkpoint, self.method, self.lr_scheduler, rate)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         try:
-            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            super()._load_rng_state(checkpoint)
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise UserError(
                 f"resume_from_checkpoint: {checkpoint}: rng_state.pth cannot be read: {error}; go on from an older one"
@@ -251,27 +235,23 @@ class KeyholeMixin:
 
     def _load_best_model(self) -> None:
         """Loads the weights of the best checkpoint, and what the method has learned beside them."""
-        best = self.state.best_model_checkpoint
-        if best is None or not os.path.isdir(best):
+        best, beside = self.state.best_model_checkpoint, refusals.learns_beside(self.method)
+        fault = "is gone"
+        if best is not None and os.path.isdir(best):
+            damage = checkpoints.damage_of_best(Path(best), beside)
+            fault = "" if damage is None else f"is damaged and not loaded: {damage}"
+        if best is None or fault:
             warnings.warn(
-                f"load_best_model_at_end: the best checkpoint, {best}, is gone; the weights stay those of "
-                f"step {self.state.global_step}",
-                stacklevel=2,
-            )
-            return
-        fault = checkpoints.damage_of_best(Path(best), refusals.learns_beside(self.method))
-        if fault is not None:
-            warnings.warn(
-                f"load_best_model_at_end: the best checkpoint, {best}, is damaged and not loaded: {fault}; the weights "
-                f"stay those of step {self.state.global_step}",
+                f"load_best_model_at_end: the best checkpoint, {best}, {fault}; the weights stay those of step "
+                f"{self.state.global_step}",
                 stacklevel=2,
             )
             return
         self.method.flush()
         if not self._wanted.row.keeps_base:
             checkpoints.load_weights(Path(best), self.keyhole)
-        if refusals.learns_beside(self.method):
-            state = checkpoints.verified(Path(best), self._wanted.row, self._own, self._trained)
+        if beside:
+            state = checkpoints.verified(Path(best), self._wanted, self._trained)
             checkpoints.load_method(Path(best), state, self.method)
 
 

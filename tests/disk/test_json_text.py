@@ -32,7 +32,7 @@ NOT_FOR_OTHERS = {
     "bench/process.py", "config/recipes.py", "data/cache.py", "data/formats.py", "data/readers.py",
     "data/sandbox.py",
     "data/tokens.py", "data/tasks/question.py", "data/tasks/spec.py", "data/turns.py", "demo/peak_memory.py",
-    "disk/json_text.py", "disk/tensors.py", "eval/programs.py", "eval/tasks.py", "hf/card.py",
+    "disk/json_text.py", "disk/tensors.py", "eval/programs.py", "eval/tasks.py", "hf/checkpoints.py",
     "model/structure/reach.py", "model/structure/tokenizer.py", "offload/timeline.py", "plan/measure.py",
     "ranks/failures.py", "training/plan_request.py", "training/resume.py",
 }  # fmt: skip

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from keyhole import hf
 from keyhole.errors import UserError
 from keyhole.hf import KeyholeArguments, KeyholeMixin, KeyholeTrainer, refusals
-from keyhole.hf.loading import wanted
+from keyhole.hf.arguments import wanted
 from keyhole.methods import METHODS
 
 
