@@ -11,9 +11,9 @@ A GPU or CPU without bf16 arithmetic uses float32 in both cases. The start block
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from keyhole.errors import UserError
 from keyhole.limits import SPELLINGS
@@ -23,6 +23,7 @@ from keyhole.methods import METHODS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 AUTO = "auto"
+SLOW = "this CPU has no arithmetic for bfloat16"
 
 
 @dataclass(frozen=True)
@@ -37,53 +38,38 @@ class DtypeChoice:
 
 
 def choose_dtype(
-    asked: str | torch.dtype | None, config: Any, device: torch.device | None = None, method: str | None = None
+    asked: str | torch.dtype | None,
+    config: PretrainedConfig | None,
+    device: torch.device | None = None,
+    method: str | None = None,
 ) -> DtypeChoice:
     """asked: a dtype, None for the one of the model's files, or "auto" for one that the method and device can use."""
     if asked is not None and asked != AUTO:
-        dtype = _named(asked)
-        slow = _is_slow(dtype, device)
-        return DtypeChoice(dtype, "as asked" + (f"; warning: {SLOW}, and float32 is much faster here" if slow else ""))
+        dtype = _known(DTYPES.get(asked, asked) if isinstance(asked, str) else asked)
+        slow = f"; warning: {SLOW}, and float32 is much faster here" if _is_slow(dtype, device) else ""
+        return DtypeChoice(dtype, f"as asked{slow}")
     stored = getattr(config, "dtype", None)
     if stored is None:
         return DtypeChoice(torch.float32, "since the model's config names none")
-    if stored not in NAMES:
-        raise _unknown(stored, " (of the checkpoint, by its config.json)")
-    if asked == AUTO and stored == torch.float16 and is_unsafe(stored, method):
-        wide = torch.bfloat16 if has_bf16(device) else torch.float32
+    stored = _known(stored, " (of the checkpoint, by its config.json)")
+    if asked == AUTO and _underflows(stored, method):
+        on_gpu = device is not None and device.type == "cuda"
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else cpu_has_bf16()
+        wide = torch.bfloat16 if has_bf16 else torch.float32
         return DtypeChoice(wide, f"since the model's files hold float16 and {method} has no loss scaling for it")
     if asked == AUTO and _is_slow(stored, device):
         return DtypeChoice(torch.float32, f"since {SLOW}, in which the model's files are")
     return DtypeChoice(stored, "as the model's config.json says")
 
 
-SLOW = "this CPU has no arithmetic for bfloat16"
-
-
-def is_unsafe(dtype: torch.dtype, method: str | None) -> bool:
-    """Whether gradients of this method underflow in this dtype."""
-    return dtype == torch.float16 and method in METHODS and not METHODS[method].underflow_safe
-
-
 def check_trainable(dtype: torch.dtype, method: str) -> None:
     """UserError if a method is created on a model in a dtype that it cannot train in."""
-    if is_unsafe(dtype, method):
+    if _underflows(dtype, method):
         safe = ", ".join(row.name for row in METHODS.values() if row.underflow_safe)
         raise UserError(
             f"dtype: {method} has no loss scaling, and gradients in float16 underflow without; load the model with "
             f'dtype="bfloat16" or "float32", or use {safe}'
         )
-
-
-def has_bf16(device: torch.device | None) -> bool:
-    """Whether the device has bfloat16 arithmetic."""
-    if device is not None and device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return cpu_has_bf16()
-
-
-def _is_slow(dtype: torch.dtype, device: torch.device | None) -> bool:
-    return dtype == torch.bfloat16 and device is not None and device.type == "cpu" and not cpu_has_bf16()
 
 
 def warn_if_slow(choice: DtypeChoice, device: torch.device) -> None:
@@ -94,14 +80,17 @@ def warn_if_slow(choice: DtypeChoice, device: torch.device) -> None:
         )
 
 
-def _named(dtype: str | torch.dtype) -> torch.dtype:
-    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if found not in NAMES:
-        raise _unknown(dtype)
-    return found
+def _underflows(dtype: torch.dtype, method: str | None) -> bool:
+    return dtype == torch.float16 and method in METHODS and not METHODS[method].underflow_safe
 
 
-def _unknown(dtype: Any, whose: str = "") -> UserError:
+def _is_slow(dtype: torch.dtype, device: torch.device | None) -> bool:
+    return dtype == torch.bfloat16 and device is not None and device.type == "cpu" and not cpu_has_bf16()
+
+
+def _known(dtype: str | torch.dtype, whose: str = "") -> torch.dtype:
+    if isinstance(dtype, torch.dtype) and dtype in NAMES:
+        return dtype
     name = str(dtype).removeprefix("torch.")
     other = SPELLINGS.get(name.lower(), "float32")
-    return UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype={other}")
+    raise UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype={other}")

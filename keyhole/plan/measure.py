@@ -33,7 +33,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from keyhole.disk.files import make_directories, replacing
-from keyhole.disk.json_text import read_json
+from keyhole.disk.json_text import Json, read_json
 from keyhole.disk.user_cache import cache_directory
 from keyhole.errors import UserError
 from keyhole.machine.host import cpu_count, host_memory
@@ -55,39 +55,37 @@ LIMIT_BYTES = 2**20  # of the file
 
 def measure(device: torch.device) -> Rates:
     """Measures now."""
-    cuda = device.type == "cuda"
-    memory = host_memory()
-    limit = memory.cgroup_limit_bytes or memory.total_bytes
-    burst = call_timer(device)
-    called = [burst()]
+    cuda, memory = device.type == "cuda", host_memory()
+    burst, links, called = call_timer(device), list[dict[str, float]](), list[float]()
+
+    def between() -> None:
+        called.append(burst())
+        if cuda:
+            with torch.cuda.device(device):
+                links.append(link_speed())
+
+    between()
     host_rate = host_memory_rate()
     called.append(burst())
     adam = adam_rate()
     called.append(burst())
-    link = {"host_to_device": host_rate / 2e9, "device_to_host": host_rate / 2e9, "both_ways": host_rate / 2e9}
-    if cuda:
-        with torch.cuda.device(device):
-            link = link_speed()
-    called.append(burst())
     products = _products(device)
-    called.append(burst())
-    if cuda:
-        with torch.cuda.device(device):
-            link = {way: max(rate, link[way]) for way, rate in link_speed().items()}
+    between()
+    shape = (2048, 4096, 8192) if cuda else (512, 512, 1024)
+    ways = ("host_to_device", "device_to_host", "both_ways")
+    up, down, both = (max((1e9 * link[way] for link in links), default=host_rate / 2) for way in ways)
     try:
         return Rates(
             name=torch.cuda.get_device_name(device) if cuda else f"{cpu_name()}, {cpu_count()} cores",
             measured=True,
             gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
-            host_bytes=min(limit, memory.total_bytes),
+            host_bytes=min(memory.cgroup_limit_bytes or memory.total_bytes, memory.total_bytes),
             products=products,
-            products_fp32=_product(
-                device, torch.float32, 2048 if cuda else 512, *((4096, 8192) if cuda else (512, 1024))
-            ),
+            products_fp32=_product(device, torch.float32, *shape),
             device_memory=_device_memory(device) if cuda else host_rate,
-            up=link["host_to_device"] * 1e9,
-            down=link["device_to_host"] * 1e9,
-            both=link["both_ways"] * 1e9,
+            up=up,
+            down=down,
+            both=both,
             host_memory=max(host_rate, ADAM_BYTES * adam),
             adam=adam,
             called=min(called),
@@ -202,26 +200,27 @@ def key_of(device: torch.device) -> str:
 
 def known(device: torch.device) -> Rates | None:
     """The rates measured here before, or the profile of this GPU; None if there is neither."""
-    kept = _read().get(key_of(device))
-    if kept is not None:
-        with suppress(ValueError):
-            return Rates.from_dict(kept)
-    return profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    profile = profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return _kept(device) or profile
 
 
 def rates_of(device: torch.device, again: bool = False, say: Callable[[str], None] = lambda text: None) -> Rates:
     """The rates of this machine: kept, or measured now. again: measure in any case."""
-    kept = None if again else _read().get(key_of(device))
-    if kept is not None:
-        with suppress(ValueError):
-            return Rates.from_dict(kept)
-    say("measuring this machine (once, a few seconds) ...")
-    found = measure(device)
-    _keep(key_of(device), found, say)
+    found = None if again else _kept(device)
+    if found is None:
+        say("measuring this machine (once, a few seconds) ...")
+        found = measure(device)
+        keep(device, found, say)
     return found
 
 
-def _read() -> dict[str, Any]:
+def _kept(device: torch.device) -> Rates | None:
+    with suppress(KeyError, ValueError):
+        return Rates.from_dict(_read()[key_of(device)])
+    return None
+
+
+def _read() -> Json:
     path = cache_file()
     try:
         return {} if path is None else read_json(path, "rates", LIMIT_BYTES)
@@ -229,13 +228,14 @@ def _read() -> dict[str, Any]:
         return {}
 
 
-def _keep(key: str, found: Rates, say: Callable[[str], None]) -> None:
+def keep(device: torch.device, found: Rates, say: Callable[[str], None]) -> None:
+    """Writes the rates beside those of other machines, with one rename."""
     path = cache_file()
     if path is None:
         return
     try:
         make_directories(path.parent)
         with replacing(path) as file:
-            file.write(json.dumps(_read() | {key: found.to_dict()}, indent=1).encode())
+            file.write(json.dumps(_read() | {key_of(device): found.to_dict()}, indent=1).encode())
     except OSError as error:
         say(f"the measurement could not be kept in {path}: {error.strerror or error}")

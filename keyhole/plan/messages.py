@@ -1,5 +1,5 @@
 """What a placement says. For a budget that is too small: the minimum, what fills it, and which settings would need
-less. (And a warning for a budget that was planned for another method and may be too small.)
+less.
 
 There are three cases. A method that streams has its minimum with everything streamed. With placement=resident the
 minimum is that with nothing streamed. A baseline (adamw, sgd, galore) keeps all weights on the device, and its
@@ -13,12 +13,11 @@ such stacks cannot be streamed.
 
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from keyhole.errors import UserError, warn
+from keyhole.errors import UserError
 from keyhole.machine.sizes import about, enough
 from keyhole.methods import METHODS, streaming_methods
 from keyhole.methods.workload import DeviceBytes, Workload
@@ -74,32 +73,6 @@ def resident_too_large(budget: int, needed: DeviceBytes, work: Workload, streams
         f"gpu_memory: {about(budget)} is below the {enough(needed.total)} that placement=resident needs for this model "
         f"and {work.method} at {work.tokens} tokens per pass ({parts(needed)}). Raise gpu_memory"
         + (", or use placement=auto, which streams what does not fit." if streams else ".")
-    )
-
-
-def trained_below_adapters(adapter: Path, method: str) -> UserError:
-    """A method was created on a model with fixed adapters."""
-    return UserError(
-        f"model: {adapter} holds adapters on top of these weights, and {method} would train below them. Go on with the "
-        "run that made them (--resume), merge them (PeftModel.from_pretrained(model, adapter).merge_and_unload()), "
-        "or leave them out: keyhole.load(..., adapter=False)"
-    )
-
-
-def warn_of_a_larger_batch(budget: int | None, work: Workload, tokens: int) -> None:
-    """Warns that the budget was planned for smaller batches."""
-    warn(
-        f"gpu_memory: {about(budget or 0)} was planned for {work.tokens} tokens per pass, and a batch has {tokens}: it "
-        f'may need more; load with workload=keyhole.Workload("{work.method}", tokens={tokens}), or give KeyholeTrainer '
-        "the max_length of the data",
-    )
-
-
-def warn_of_another_plan(budget: int, planned: str, method: str) -> None:
-    """Warns that the budget was planned for another method than the one that is created now."""
-    warn(
-        f"gpu_memory: {about(budget)} was planned for {planned}, and may not be enough for "
-        f'{method}; load with workload=keyhole.Workload("{method}", tokens=...), the tokens of a batch',
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, warn
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.probe import workspace_bytes
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
@@ -70,18 +70,29 @@ class Placement:
         """When a method is created on the model: refuses fixed adapters and a dtype in which it cannot train, and warns
         if the budget was planned for another method, since this one may need more memory."""
         if self.adapter is not None:
-            raise messages.trained_below_adapters(self.adapter, method)
+            raise UserError(
+                f"model: {self.adapter} holds adapters on top of these weights, and {method} would train below them. "
+                "Go on with the run that made them (--resume), merge them (PeftModel.from_pretrained(model, "
+                "adapter).merge_and_unload()), or leave them out: keyhole.load(..., adapter=False)"
+            )
         check_trainable(self.formats.dtype, method)
         if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
             self.is_for_another_method = True
-            messages.warn_of_another_plan(self.budget_bytes, self.work.method, method)
+            warn(
+                f"gpu_memory: {about(self.budget_bytes)} was planned for {self.work.method}, and may not be enough for "
+                f'{method}; load with workload=keyhole.Workload("{method}", tokens=...), the tokens of a batch',
+            )
 
     def warn_if_larger(self, tokens: int) -> None:
         """Warns once of a batch with more tokens than the budget was planned for, if it was planned for training."""
-        planned = self.budget_bytes is not None and self.work.method in METHODS
-        if planned and not self.warned and tokens > self.work.tokens:
+        budget, work = self.budget_bytes, self.work
+        if budget is not None and work.method in METHODS and not self.warned and tokens > work.tokens:
             self.warned = True
-            messages.warn_of_a_larger_batch(self.budget_bytes, self.work, tokens)
+            warn(
+                f"gpu_memory: {about(budget)} was planned for {work.tokens} tokens per pass, and a batch has {tokens}: "
+                f'it may need more; load with workload=keyhole.Workload("{work.method}", tokens={tokens}), or give '
+                "KeyholeTrainer the max_length of the data",
+            )
 
 
 def place(

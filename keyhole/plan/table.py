@@ -138,9 +138,8 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        parts = (
-            {} if self.seconds is None else {name: getattr(self.seconds, name) for name in ("compute", "link", "cpu")}
-        )
+        found = self.seconds
+        parts = {} if found is None else {"compute": found.compute, "link": found.link, "cpu": found.cpu}
         kept = {name: value for name, value in vars(self).items() if name not in ("seconds", "stored")}
         return kept | {"wire": self.stored, "wire_setting": self.wire, "parts_seconds": parts}
 

@@ -90,7 +90,7 @@ def test_planned_and_measured_pace_stand_side_by_side(
     """After a few steps, where the rates of the machine are known."""
     monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path / "cache"))
     cpu = torch.device("cpu")
-    measure._keep(measure.key_of(cpu), PROFILES["laptop"], print)
+    measure.keep(cpu, PROFILES["laptop"], print)
     text = {
         "model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(tmp_path / "out"),
         "max_steps": 4, "batch_size": 2, "device": "cpu", "save_model": False,
