@@ -105,54 +105,51 @@ def place(
 ) -> tuple[Layout, Placement]:
     """Cuts the model into units and decides which of them are streamed. Refuses what cannot fit, with the cheapest
     changes that would make it fit."""
-    try:
-        return _place(module, placement, gpu_memory, formats, device, work)
-    except messages.DoesNotFit as refused:
-        budget = _limit_bytes(_budget(gpu_memory, placement, device), device)
-        fills = placement == "stream" and gpu_memory is not None  # as auto does
-        how = "auto" if fills else placement
-        raise UserError(f"{refused}{said(module, how, budget, formats, device, work)}") from None
-
-
-def _place(
-    module: nn.Module,
-    placement: str,
-    gpu_memory: str | int | None,
-    formats: Wire,
-    device: torch.device,
-    work: Workload,
-) -> tuple[Layout, Placement]:
     if placement not in ("resident", "stream", "auto"):
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
-    budget = _budget(gpu_memory, placement, device)
-    room = Room(formats, workspace_bytes(device), _limit_bytes(budget, device), budget is not None)
+    budget = limit = _budget(gpu_memory, placement, device)
+    if budget is None and device.type == "cuda":
+        limit = int(USABLE * torch.cuda.get_device_properties(device).total_memory)
+    room = Room(formats, workspace_bytes(device), limit, budget is not None)
     costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
     if device.type == "cuda":
         whole.count()  # kept by the module; later a method may have replaced the blocks' forward by graphs
-    resident = Placement(
-        set(), 0, costs.of(whole, set()), work, formats, room.workspace_bytes, budget, room.limit_bytes
-    )
-    if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
-        if budget is not None and costs.is_planned and resident.device_bytes.total > budget:
-            raise messages.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
-        if budget is None and device.type == "cuda" and costs.row is not None:
-            _check_device(whole, resident.device_bytes, costs, device)
-        _check_state(whole, resident, costs)
-        resident.reasons = _reasons(module, whole, resident, placement, costs, device)
-        return whole, resident
-    if not whole.of_kind("block"):
-        raise UserError(
-            f"placement: {type(module).__name__} has no list of repeated blocks, so there is nothing to stream unit by "
-            "unit; use placement=resident"
-        )
-    layout, streamed = fit(module, costs, budget)
-    _check_host(costs.host_bytes(layout, streamed), placement)
-    planned, slots = costs.of(layout, streamed), costs.slot_count(layout)
-    placed = Placement(streamed, slots, planned, work, formats, room.workspace_bytes, budget, room.limit_bytes)
-    _check_state(layout, placed, costs)
+    try:
+        layout, streamed = _cut(module, whole, placement, budget, costs, device)
+        _check_host(layout, streamed, costs, placement)
+    except messages.DoesNotFit as refused:
+        fills = placement == "stream" and gpu_memory is not None  # as auto does
+        how = "auto" if fills else placement
+        raise UserError(f"{refused}{said(module, how, limit, formats, device, work)}") from None
+    planned, slots = costs.of(layout, streamed), costs.slot_count(layout) if streamed else 0
+    placed = Placement(streamed, slots, planned, work, formats, room.workspace_bytes, budget, limit)
     placed.reasons = _reasons(module, layout, placed, placement, costs, device)
     return layout, placed
+
+
+def _cut(
+    module: nn.Module, whole: Layout, placement: str, budget: int | None, costs: Costs, device: torch.device
+) -> tuple[Layout, set[int]]:
+    """The layout, and the units that are streamed. Without a budget the whole device is the budget of what is resident.
+    For a baseline only weights, gradients and state are counted, because the rest is not planned."""
+    resident, blocks = costs.of(whole, set()), bool(whole.of_kind("block"))
+    if placement == "stream" or (placement == "auto" and budget is not None and resident.total > budget):
+        if not blocks:
+            raise UserError(
+                f"placement: {type(module).__name__} has no list of repeated blocks, so there is nothing to stream "
+                "unit by unit; use placement=resident"
+            )
+        return fit(module, costs, budget)
+    have = budget
+    if budget is None and device.type == "cuda" and costs.row is not None:
+        have = torch.cuda.get_device_properties(device).total_memory
+        sure = sum(getattr(resident, part, 0) for part in ("homes", "gradients", "state"))
+        if not costs.is_planned and sure > have:
+            raise messages.resident_too_large(have, resident, costs.work, streams=False)
+    if have is not None and costs.is_planned and resident.total > have:
+        raise messages.resident_too_large(have, resident, costs.work, blocks)
+    return whole, set()
 
 
 def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) -> int | None:
@@ -166,43 +163,23 @@ def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) 
     return None
 
 
-def _check_device(layout: Layout, needed: DeviceBytes, costs: Costs, device: torch.device) -> None:
-    """Without a budget the whole device is the budget: a plan that exceeds it is refused before weights are read. For a
-    baseline only weights, gradients and state are counted, because the rest is not planned."""
-    have = torch.cuda.get_device_properties(device).total_memory
-    if costs.is_planned and needed.total > have:
-        raise messages.resident_too_large(have, needed, costs.work, bool(layout.of_kind("block")))
-    sure = sum(getattr(needed, part, 0) for part in ("homes", "gradients", "state"))
-    if not costs.is_planned and sure > have:
-        raise messages.resident_too_large(have, needed, costs.work, streams=False)
-
-
-def _check_host(needed: int, placement: str) -> None:
-    available = host_memory().available_bytes
-    if needed + SLACK_BYTES > available:
+def _check_host(layout: Layout, streamed: set[int], costs: Costs, placement: str) -> None:
+    """Refuses weights and a method's state that do not fit host memory, before weights are read."""
+    needed, available = costs.host_bytes(layout, streamed), host_memory().available_bytes
+    if streamed and needed + SLACK_BYTES > available:
         sums = host_sum(needed, SLACK_BYTES, available)
         raise messages.DoesNotFit(
             f"placement: {placement} keeps weights in host memory: {sums}. Free memory, raise gpu_memory so that more "
             "stays on the GPU, or use a 16-bit dtype."
         )
-
-
-def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
-    """Refuses a method's state that does not fit host memory, before weights are read."""
     if costs.row is not None and costs.row.costs.host_check is not None:
+        itemsize, work = costs.room.formats.dtype.itemsize, costs.work
         try:
-            about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks, "of": costs.work.ranks}
-            costs.row.costs.host_check(layout, placed.streamed, costs.room.formats.dtype.itemsize, **about)
+            costs.row.costs.host_check(
+                layout, streamed, itemsize, cut=costs.cut(layout), ranks=work.local_ranks, of=work.ranks
+            )
         except UserError as error:
             raise messages.DoesNotFit(str(error)) from error
-
-
-def _limit_bytes(budget: int | None, device: torch.device) -> int | None:
-    """The memory that state may fill: the budget, or most of the device; None if the device has no memory of its
-    own."""
-    if budget is not None or device.type != "cuda":
-        return budget
-    return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
 
 
 def _reasons(
