@@ -190,8 +190,13 @@ def test_the_title_is_a_comment_or_the_name_of_the_file(tmp_path: Path, first: s
 
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="did you mean `zo-table4`"):
-        find_comparison("zo-tabel4")
+    """With the nearest and all shipped ones; an empty file is sent to them, not to the recipes of single runs."""
+    with pytest.raises(UserError, match="did you mean `smollm2-sst2`. Shipped are lomo-table3, "):
+        find_comparison("smolm2-sst2")
+    with pytest.raises(UserError, match="no such comparison file; shipped are lomo-table3, "):
+        find_comparison("elsewhere/q.yaml")
+    with pytest.raises(UserError, match="the file is empty; start from a shipped comparison: `keyhole compare` lists"):
+        read_comparison(write(tmp_path / "b.yaml", "# nothing\n"))
     with pytest.raises(UserError, match="`sgd` is not in the file"):
         read_comparison(write(tmp_path / "a.yaml"), ("methods=sgd",))
 
@@ -273,17 +278,3 @@ def test_the_output_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("~nosuchuser/out", "$NO_SUCH_VARIABLE/out"):
         with pytest.raises(UserError, match="output_dir: found .*, which stands for no directory here"):
             read_comparison(path, (f"output_dir={name}",))
-
-
-def test_an_empty_file_is_sent_to_the_shipped_comparisons(tmp_path: Path) -> None:
-    """Not to the recipes of single runs."""
-    (tmp_path / "a.yaml").write_text("# nothing\n")
-    with pytest.raises(UserError, match="the file is empty; start from a shipped comparison: `keyhole compare` lists"):
-        read_comparison(tmp_path / "a.yaml")
-
-
-def test_an_unknown_name_has_the_nearest_and_all_shipped() -> None:
-    with pytest.raises(UserError, match="did you mean `smollm2-sst2`. Shipped are lomo-table3, "):
-        find_comparison("smolm2-sst2")
-    with pytest.raises(UserError, match="no such comparison file; shipped are lomo-table3, "):
-        find_comparison("elsewhere/q.yaml")

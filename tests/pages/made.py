@@ -1,7 +1,9 @@
 """Pages with everything on them: many names that end together, long words, small and large numbers."""
 
 import math
+import re
 from functools import cache
+from html.parser import HTMLParser
 from pathlib import Path
 
 import torch
@@ -25,6 +27,33 @@ from keyhole.report import compared
 from keyhole.report import page as run_page
 from keyhole.report.curves import Curves
 from keyhole.report.story import Answer, Answers, Planned, Sample, Story, View
+
+VOID = ("meta", "br")
+
+
+class Reader(HTMLParser):
+    """Checks that tags are closed in order, and that a browser would fetch and execute nothing; collects names."""
+
+    @classmethod
+    def of(cls, html: str) -> "Reader":
+        reader = cls()
+        reader.open, reader.names = [], set()
+        reader.feed(html)
+        assert reader.open == [] and not reader.names & {"script", "link", "img", "iframe", "object", "embed", "form"}
+        assert not re.search(r"url\(|@import|https?:", html)
+        return reader
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        self.open += [tag] if tag not in VOID else []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        assert not any(name in ("src", "srcset", "action", "data") or name.startswith("on") for name, _ in attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
 
 LONG = "meta-llama/Llama-3.1-70B-Instruct-with-a-name-that-goes-on"
 ENVIRONMENT = {

@@ -103,3 +103,13 @@ def test_text_is_escaped() -> None:
     """A name cannot break out of the picture."""
     svg = chart([Series("<b>", 0, [1.0], [1.0])], "t", "x & y", "y")
     assert "<b>" not in svg and "x &amp; y" in svg
+
+
+def test_times_that_differ_by_far_are_drawn_on_a_logarithmic_axis() -> None:
+    """Otherwise the fast curve would be a dot at the left."""
+
+    def ends(slow: float) -> list[float]:
+        lines = [Series(name, 0, [x / 2, x], [0.5, 0.6]) for name, x in (("a", 1.0), ("b", slow))]
+        return [float(x) for x in re.findall(r'<circle class="f0" cx="([\d.]+)"', chart(lines, "t", "x", "y"))]
+
+    assert min(ends(1000.0)) > min(ends(15.0))
