@@ -143,7 +143,8 @@ class Execution:
         self._recall()
         left = f"{counted(total, 'run')}, {len(self.results)} done" if self.results else counted(total, "run")
         self.say(f"{self.comparison.title}: {left}; everything goes to {self.root}/")
-        with Progress(total) as self.progress:
+        self.progress = Progress(total)
+        with self.progress.bar:
             self._score_untrained()
             for trial in self._trials():
                 if trial.id not in self.results and not self._run(trial):

@@ -14,7 +14,7 @@ from typing import Any
 from keyhole.compare.file import ZERO_SHOT, Comparison
 from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import Result, lower_is_better
-from keyhole.compare.table import Cell, average, mean_heading, number, point_text, shown, warned_runs
+from keyhole.compare.table import Cell, average, grid_of, number, point_text, shown, warned_runs
 from keyhole.config.fields import settings
 from keyhole.machine.text import counted, duration
 from keyhole.pages.chart import Series, chart
@@ -100,23 +100,18 @@ def _leader(best: Cell, cells: Sequence[Cell]) -> str:
 
 
 def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
-    tasks = list(dict.fromkeys(cell.task for cell in cells))
-    best = {task: _best([cell for cell in cells if cell.task == task]) for task in tasks}
-    metrics = {task: next((c.metric for c in cells if c.task == task and c.metric), "") for task in tasks}
-    mean = mean_heading([*metrics.values()])
-    head = [th("method"), *(th(task, "long", metrics[task] or "") for task in tasks)]
-    head += [th("mean", unit=mean.removeprefix("mean").lstrip())] if mean else []
+    grid, rows = grid_of(cells), []
+    best = [_best([cell for cell in cells if cell.task == task]) for task in grid.metrics]
+    head = [th("method"), *(th(task, "long", metric) for task, metric in grid.metrics.items())]
+    head += [th("mean", unit=grid.mean.removeprefix("mean").lstrip())] if grid.mean else []
     head += [th("GPU", unit="GiB"), th("time", unit="per run")]
-    rows = []
-    for method in dict.fromkeys(cell.method for cell in cells):
-        row = {cell.task: cell for cell in cells if cell.method == method}
-        line = [_cell(row.get(task), best[task], cells) for task in tasks]
-        line += [td(average([row.get(task) for task in tasks]), "mean")] if mean else []
-        sizes = [cell.gpu_gib for cell in row.values() if cell.gpu_gib is not None]
-        seconds = [cell.seconds for cell in row.values() if cell.seconds]
+    for method, row in grid.rows.items():
+        line = [_cell(cell, first, cells) for cell, first in zip(row, best, strict=True)]
+        line += [td(average(row), "mean")] if grid.mean else []
+        sizes = [cell.gpu_gib for cell in row if cell is not None and cell.gpu_gib is not None]
+        seconds = [cell.seconds for cell in row if cell is not None and cell.seconds]
         line += [td(f"{max(sizes):.2f}" if sizes else "-"), td(duration(statistics.fmean(seconds)) if seconds else "-")]
-        kind = "untrained" if method == ZERO_SHOT else ""
-        rows.append(tr(method, line, colours.get(method, -1), kind))
+        rows.append(tr(method, line, colours.get(method, -1), "untrained" if method == ZERO_SHOT else ""))
     return table(head, rows, "")
 
 

@@ -78,6 +78,7 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
     """The groups in the order model, task, method; and warnings about their settings, without duplicates."""
     groups: list[Group] = []
     warnings: dict[str, None] = {}
+    seen: dict[str, Trial] = {}  # by id
     for (model, path), task, method in itertools.product(
         comparison.models.items(), comparison.tasks, comparison.methods
     ):
@@ -100,8 +101,17 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
             for seed in comparison.seeds:
                 config, found = build_config(entries | text_entries({"seed": str(seed)}), source)
                 warnings |= dict.fromkeys(f"{method} on {task}: {text}" for text in found)
-                about = (model, task, method, point, seed)
-                trials[point, seed] = _trial(about, config, model_hash(config.model), Path(comparison.output_dir))
+                name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{task}-{method}-{seed}")[:80]
+                run = f"{name}-{settings_hash(config, model_hash(config.model))}"
+                config = replace(config, output_dir=str(Path(comparison.output_dir) / "runs" / run))
+                trial = Trial(model, task, method, point, seed, config, run)
+                # 1e-5 and 0.00001, or two values of a setting that does not affect results
+                if seen.setdefault(run, trial) is not trial and len({*points}) == len(points):
+                    raise UserError(
+                        f"{comparison.source}: {seen[run].label} and {trial.label} are one run: all settings that "
+                        "change its numbers are the same; leave one of them out"
+                    )
+                trials[point, seed] = trial
         if len(points) > 1 and not chooses:
             raise UserError(
                 f"{comparison.source}: {method} on {task}: num_dev=0 leaves nothing to choose one of {len(points)} "
@@ -110,27 +120,7 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
         if len(set(points)) < len(points):
             raise UserError(f"{comparison.source}: {method}: a grid names one value twice")
         groups.append(Group(model, task, method, tuple(points), trials))
-    _check_ids(comparison.source, [trial for group in groups for trial in group.trials.values()])
     return groups, list(warnings)
-
-
-def _check_ids(source: str, trials: list[Trial]) -> None:
-    """Refuses two runs with the same id: 1e-5 and 0.00001, or two values of a setting that does not affect results."""
-    seen: dict[str, Trial] = {}
-    for trial in trials:
-        other = seen.setdefault(trial.id, trial)
-        if other is not trial:
-            raise UserError(
-                f"{source}: {other.label} and {trial.label} are one run: all settings that change its numbers are the "
-                "same; leave one of them out"
-            )
-
-
-def _trial(about: tuple[str, str, str, Point, int], config: TrainConfig, content: str | None, root: Path) -> Trial:
-    model, task, method, _, seed = about
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{task}-{method}-{seed}")[:80]
-    run = f"{name}-{settings_hash(config, content)}"
-    return Trial(*about, replace(config, output_dir=str(root / "runs" / run)), run)
 
 
 def with_data(group: Group, data_hash: Callable[[TrainConfig], str]) -> Group:

@@ -6,7 +6,10 @@ The runs themselves print nothing: their lines are in run/log.txt.
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 
 from keyhole.machine.text import duration, printable
 from keyhole.report.entries import Entry
@@ -35,39 +38,23 @@ class Progress:
     """Counts finished runs, and shows a bar with the steps of the current run on a terminal."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.finished, self.before = total, 0, 0
+        self.total, self.finished, self.before, self.label = total, 0, 0, ""
         self.began_s: float | None = None
-        self.bar: Any = None
-
-    def __enter__(self) -> "Progress":
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, TextColumn
-            from rich.progress import Progress as Bar
-
-            columns = (BarColumn(), TextColumn("{task.description}"))
-            self.bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self.task = self.bar.add_task("", total=None)
-            self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        columns = (BarColumn(), TextColumn("{task.description}"))
+        self.bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self.task = self.bar.add_task("", total=None)
 
     def begin(self, label: str) -> None:
         """A run begins."""
         if self.began_s is None:
             self.began_s, self.before = time.monotonic(), self.finished
-        self.label = printable(label, 100)
-        if self.bar is not None:
-            self.bar.update(self.task, description=f"{self.finished + 1}/{self.total} {self.label}", total=None)
+        self.label = f"{self.finished + 1}/{self.total} {printable(label, 100)}"
+        self.bar.update(self.task, description=self.label, total=None)
 
     def step(self, step: int, total: int) -> None:
         """A step of the run is done."""
-        if self.bar is not None:
-            text = f"{self.finished + 1}/{self.total} {self.label}, step {step}/{total}"
-            self.bar.update(self.task, description=text, total=total, completed=step)
+        text = f"{self.label}, step {step}/{total}"
+        self.bar.update(self.task, description=text, total=total, completed=step)
 
     def count(self) -> str:
         """`12/84, 1 h 3 min left`, for the line of a run that has just ended."""

@@ -75,23 +75,19 @@ def seeds_of_grid(comparison: Comparison) -> list[int]:
 
 
 def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str) -> Point | None:
-    """The point with the best dev metric; None if no run succeeded."""
-    asked = seeds[:1] if choose_by == "first-seed" else seeds
-    if len(group.points) == 1:  # nothing to choose: dev may be missing
-        only = [results.get(group.trials[group.points[0], seed].id) for seed in asked]
-        return group.points[0] if any(result is not None and not result.error for result in only) else None
-    best: tuple[float, int] | None = None
-    for i, point in enumerate(group.points):
+    """The point with the best dev metric, of equal ones the first; None if no run succeeded."""
+    asked, scored = seeds[:1] if choose_by == "first-seed" else seeds, []
+    for point in group.points:
         found = [results.get(group.trials[point, seed].id) for seed in asked]
-        values = [result.dev for result in found if result is not None and not result.error and result.dev is not None]
-        if len(values) < len(asked) or not all(map(math.isfinite, values)):
-            continue
-        metric = next(result.dev_metric for result in found if result is not None)
-        greater = group.trials[point, asked[0]].config.greater_is_better
-        greater = not lower_is_better(metric) if greater is None else greater
-        loss = statistics.fmean(values) * (-1 if greater else 1)
-        best = min(best, (loss, i)) if best is not None else (loss, i)
-    return None if best is None else group.points[best[1]]
+        good = [result for result in found if result is not None and not result.error]
+        devs = [result.dev for result in good if result.dev is not None and math.isfinite(result.dev)]
+        if good and len(group.points) == 1:  # nothing to choose: dev may be missing
+            return point
+        if len(devs) == len(asked):
+            greater = group.trials[point, asked[0]].config.greater_is_better
+            greater = not lower_is_better(good[0].dev_metric) if greater is None else greater
+            scored.append((statistics.fmean(devs) * (-1 if greater else 1), point))
+    return min(scored, key=lambda one: one[0])[1] if scored else None
 
 
 def cell_of(group: Group, comparison: Comparison, results: Results) -> Cell:
@@ -147,13 +143,26 @@ def shown(cell: Cell) -> str:
     return "failed" if cell.errors else "-"
 
 
-def mean_heading(metrics: Sequence[str | None]) -> str:
-    """The heading of the column with means over tasks, from the metric of each task (None: not known yet); "" if there
-    is none: for a single task, and where a smaller value of a metric is better."""
-    known = list(dict.fromkeys(metric for metric in metrics if metric))
-    if len(metrics) < 2 or any(map(lower_is_better, known)):
-        return ""
-    return "mean" if len(known) < 2 else f"mean of {', '.join(known[:-1])} and {known[-1]}"
+@dataclass
+class Grid:
+    """The table of one model. metrics: of each task, "" where none is known yet. mean: the heading of the column with
+    means over tasks; "" if there is none: for a single task, and where a smaller value of a metric is better."""
+
+    metrics: dict[str, str]
+    mean: str
+    rows: dict[str, list[Cell | None]]  # by method, a cell per task: a task with a new head has no untrained model
+
+
+def grid_of(cells: Sequence[Cell]) -> Grid:
+    """The cells of one model, by method and task."""
+    metrics: dict[str, str] = {}
+    for cell in cells:
+        metrics[cell.task] = metrics.get(cell.task) or cell.metric or ""
+    known = list(dict.fromkeys(metric for metric in metrics.values() if metric))
+    mean = "mean" if len(known) < 2 else f"mean of {', '.join(known[:-1])} and {known[-1]}"
+    places = {(cell.method, cell.task): cell for cell in cells}
+    rows = {method: [places.get((method, task)) for task in metrics] for method, _ in places}
+    return Grid(metrics, "" if len(metrics) < 2 or any(map(lower_is_better, known)) else mean, rows)
 
 
 def average(cells: Sequence[Cell | None]) -> str:
@@ -167,61 +176,48 @@ def point_text(point: Point | None) -> str:
     return ", ".join(f"{key}={value}" for key, value in point or ()) or "-"
 
 
-def to_json(comparison: Comparison, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
+def to_json(comparison: Comparison, cells: Sequence[Cell], environment: Mapping[str, Any]) -> str:
     """table.json: every cell with all its runs."""
-    about: dict[str, Any]
-    about = {"title": comparison.title, "source": comparison.source, "choose_by": comparison.choose_by}
-    about |= {"seeds": comparison.seeds, "models": comparison.models, "environment": environment}
     rows = [asdict(cell) | {"errors": cell.errors} for cell in cells]
-    return json_text(about | {"cells": rows}, indent=1) + "\n"
+    about = {"title": comparison.title, "source": comparison.source, "choose_by": comparison.choose_by}
+    told = {"seeds": comparison.seeds, "models": comparison.models, "environment": environment, "cells": rows}
+    return json_text(about | told, indent=1) + "\n"
 
 
 def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
     """table.md: a table per model, then the chosen settings, and the failures."""
     parts = [f"# {_plain(comparison.title)}", ""]
     for model in comparison.models:
-        own = [cell for cell in cells if cell.model == model]
-        tasks = list(dict.fromkeys(cell.task for cell in own))
-        metrics = {
-            task: next((cell.metric for cell in own if cell.task == task and cell.metric), None) for task in tasks
-        }
-        columns = [task if metrics[task] is None else f"{task} ({metrics[task]})" for task in tasks]
-        mean = mean_heading([*metrics.values()])
-        columns += [mean] if mean else []
-        parts += [f"## {_plain(model)}", "", _line(["method", *columns])]
-        parts.append(_line(["---", *["---:"] * len(columns)]))
-        for method in dict.fromkeys(cell.method for cell in own):
-            of_task = {cell.task: cell for cell in own if cell.method == method}
-            row = [of_task.get(task) for task in tasks]  # a task with a new head has no untrained model
+        grid = grid_of([cell for cell in cells if cell.model == model])
+        columns = [f"{task} ({metric})" if metric else task for task, metric in grid.metrics.items()]
+        columns += [grid.mean] if grid.mean else []
+        parts += [f"## {_plain(model)}", "", _line(["method", *columns]), _line(["---", *["---:"] * len(columns)])]
+        for method, row in grid.rows.items():
             numbers = ["-" if cell is None else shown(cell) for cell in row]
-            parts.append(_line([method, *numbers, *([average(row)] if mean else [])]))
+            parts.append(_line([method, *numbers, *([average(row)] if grid.mean else [])]))
         parts.append("")
     parts += [_line(["model", "task", "method", "chosen", "dev", "test", "seconds", "GPU GiB", "runs"])]
     parts.append(_line(["---"] * 4 + ["---:"] * 5))
+    ends = []
     for cell in cells:
-        dev, test = number(cell.dev_metric, cell.dev_mean), shown(cell)
-        dev += "" if cell.dev_mean is None or cell.dev_metric == cell.metric else f" {cell.dev_metric}"
-        test += "" if cell.mean is None else f" {cell.metric}"
+        place = [cell.model, cell.task, cell.method]
+        dev = "" if cell.dev_mean is None or cell.dev_metric == cell.metric else f" {cell.dev_metric}"
+        test = "" if cell.mean is None else f" {cell.metric}"
         size = "-" if cell.gpu_gib is None else f"{cell.gpu_gib:.2f}"
         seconds = "-" if cell.seconds is None else f"{cell.seconds:.1f}"
-        counts = f"{len({result.id for result in [*cell.grid, *cell.runs]})}"
-        parts.append(
-            _line([cell.model, cell.task, cell.method, point_text(cell.chosen), dev, test, seconds, size, counts])
-        )
-    parts += [
-        "",
-        f"Chosen by dev ({comparison.choose_by}); test: mean ± standard deviation over the seeds of the chosen point; "
-        "seconds: of one run's steps; runs: of all points and seeds",
-        "",
-    ]
-    for cell in cells:
+        numbers = [number(cell.dev_metric, cell.dev_mean) + dev, shown(cell) + test, seconds, size]
+        count = len({result.id for result in [*cell.grid, *cell.runs]})
+        parts.append(_line([*place, point_text(cell.chosen), *numbers, f"{count}"]))
         for result in (result for result in cell.grid if result.error):
-            about = [cell.model, cell.task, cell.method, point_text(result.grid), f"seed {result.seed}"]
-            parts.append(f"- failed: {_plain(', '.join(about))}: {_plain(result.error or '')}")
+            about = ", ".join([*place, point_text(result.grid), f"seed {result.seed}"])
+            ends.append(f"- failed: {_plain(about)}: {_plain(result.error or '')}")
         for text, runs in cell.warnings.items():
-            warned = _plain(", ".join([cell.model, cell.task, cell.method, warned_runs(runs)]))
-            parts.append(f"- {warned}: {_plain(text)}")
-    return "\n".join(parts).rstrip() + "\n"
+            ends.append(f"- {_plain(', '.join([*place, warned_runs(runs)]))}: {_plain(text)}")
+    about = (
+        f"Chosen by dev ({comparison.choose_by}); test: mean ± standard deviation over the seeds of the chosen point; "
+        "seconds: of one run's steps; runs: of all points and seeds"
+    )
+    return "\n".join([*parts, "", about, "", *ends]).rstrip() + "\n"
 
 
 def warned_runs(runs: Sequence[Result]) -> str:
