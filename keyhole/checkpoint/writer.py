@@ -41,8 +41,7 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
-from keyhole.model.weights.save import write_files
-from keyhole.model.weights.save_parts import bad_tensor, write_state_parts
+from keyhole.model.weights.save import bad_tensor, write_files, write_state_parts
 from keyhole.model.weights.saved_files import names_on_disk, plan_files, small_files
 
 SLACK_BYTES = 2**30  # host memory that is left free

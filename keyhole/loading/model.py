@@ -32,8 +32,7 @@ from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.source import has_adapter
-from keyhole.model.weights.random import fill_random
-from keyhole.model.weights.read import fill_from
+from keyhole.model.weights.read import fill_from, fill_random
 from keyhole.model.weights.saved_files import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import EngineOptions

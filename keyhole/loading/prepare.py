@@ -26,9 +26,9 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Skeleton
 from keyhole.methods.workload import Workload
 from keyhole.methods.zo.low_rank.saved import SavedFactors, find_factors
+from keyhole.model.structure.config_files import read_generation_config
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.freeze import freeze as freeze_parameters
-from keyhole.model.structure.generation_file import read_generation_config
 from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import build, is_classifier, read_config
 from keyhole.model.structure.source import find_directory

@@ -41,7 +41,7 @@ from keyhole.errors import UserError, listed, warn
 from keyhole.model.forward.device_weights import DeviceWeights
 from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.spare_memory import Placed
-from keyhole.model.structure.added_loss import check_loss
+from keyhole.model.structure.config_files import check_loss
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.autocast import without_autocast
 from keyhole.ranks import Ranks

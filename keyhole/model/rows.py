@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 
 from keyhole.errors import UserError
-from keyhole.model.structure.config_file import POSITIONS
+from keyhole.model.structure.config_files import POSITIONS
 
 IGNORED = -100
 WIDTHS = (64, 128, 256)

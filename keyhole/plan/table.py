@@ -40,8 +40,8 @@ from keyhole.methods.traits import Traits
 from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.forward.memory import host_bytes
+from keyhole.model.structure.find import Parts, find_parts
 from keyhole.model.structure.layout import Layout, find_layout
-from keyhole.model.structure.parts import Parts, find_parts
 from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element
 from keyhole.plan.fit import Costs, fit
 from keyhole.plan.seconds import StepSeconds, step_seconds

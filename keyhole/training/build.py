@@ -25,7 +25,7 @@ from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
-from keyhole.model.weights.save_parts import check_names
+from keyhole.model.weights.save import check_names
 from keyhole.report.page import now
 from keyhole.report.story import Story
 from keyhole.training import rundir, start_block, trackers

@@ -28,7 +28,7 @@ from keyhole.methods.base import Method
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
-from keyhole.model.weights.save_parts import bad_tensor, write_parts, write_state_parts
+from keyhole.model.weights.save import bad_tensor, write_parts, write_state_parts
 from keyhole.ranks import Ranks
 from keyhole.training.schedule import Schedule
 from keyhole.training.signals import Interrupts

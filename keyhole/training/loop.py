@@ -19,7 +19,7 @@ from keyhole.machine.text import counted, printable
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.structure.source import has_adapter
-from keyhole.model.weights.finite import first_bad_tensor
+from keyhole.model.weights.saved_files import first_bad_tensor
 from keyhole.report.story import DONE, FAILED, STOPPED
 from keyhole.training.checks import Divergence, FirstSteps
 from keyhole.training.evaluation import Evaluation

@@ -36,9 +36,9 @@ from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.workload import Workload
 from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
-from keyhole.model.structure.added_loss import check_loss
+from keyhole.model.structure.config_files import check_loss
 from keyhole.model.structure.find import find_blocks
-from keyhole.model.weights.read import check_weights
+from keyhole.model.weights.fit import check_weights
 from keyhole.model.weights.save import add_end_tokens
 from keyhole.plan.dtype import AUTO
 from keyhole.ranks import Ranks

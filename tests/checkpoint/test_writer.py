@@ -22,7 +22,7 @@ from keyhole.checkpoint.state import STATE, State, verify
 from keyhole.checkpoint.writer import Writer
 from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
-from keyhole.model.structure import experts
+from keyhole.model.structure import find
 from keyhole.plan import fit as units_fit
 from tests.matrix import in_every_run
 from tests.model.decoders import config
@@ -98,7 +98,7 @@ def test_a_snapshot_is_the_save_bit_for_bit(
 @pytest.mark.parametrize("method", ["zo", "lomo"])
 def test_a_snapshot_of_experts_that_nobody_met(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts as units, of which two tokens meet a few: those that are owed updates come home for the snapshot."""
-    monkeypatch.setattr(experts, "STACK_NUMEL", 0)
+    monkeypatch.setattr(find, "STACK_NUMEL", 0)
     monkeypatch.setattr(units_fit, "UNIT_BYTES", 4)
     keyhole.load(config("gpt_oss", num_local_experts=8), init="random", device="cpu").save_pretrained(
         tmp_path / "model"

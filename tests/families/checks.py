@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.model.structure import experts
+from keyhole.model.structure import find
 from keyhole.model.structure.layout import find_layout
 from tests.families.tiny import tiny_config
 from tests.model.decoders import batch
@@ -91,11 +91,11 @@ CHECKS = {
 @contextmanager
 def small_stacks() -> Iterator[None]:
     """A context in which every stack of experts counts as large."""
-    before, experts.STACK_NUMEL = experts.STACK_NUMEL, 0
+    before, find.STACK_NUMEL = find.STACK_NUMEL, 0
     try:
         yield
     finally:
-        experts.STACK_NUMEL = before
+        find.STACK_NUMEL = before
 
 
 @small_stacks()

@@ -11,7 +11,7 @@ from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
 from keyhole.methods.work import met_bytes, met_share
 from keyhole.methods.workload import Room, Workload
-from keyhole.model.structure import experts as stacks
+from keyhole.model.structure import find as stacks
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan.fit import Costs, fit

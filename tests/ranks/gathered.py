@@ -10,8 +10,8 @@ import torch
 
 import keyhole
 from keyhole.methods.zo import update
-from keyhole.model.structure import experts
-from keyhole.model.structure.experts import STACK_NUMEL
+from keyhole.model.structure import find
+from keyhole.model.structure.find import STACK_NUMEL
 from keyhole.offload import arena
 from keyhole.offload.gather import GatheringEngine
 from keyhole.ranks import Ranks
@@ -47,7 +47,7 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
     how |= {"workload": keyhole.Workload("zo", tokens=64), "wire": "fp8" if case == "packed" else None}
     if ranks.several:
         how |= {"gather": gather, "chaos": random.Random(ranks.rank), "ranks": ranks}
-    experts.STACK_NUMEL = 0 if case == "experts" else STACK_NUMEL
+    find.STACK_NUMEL = 0 if case == "experts" else STACK_NUMEL
     shape = config("mixtral", num_local_experts=8) if case == "experts" else config("llama", intermediate_size=200)
     model = keyhole.load(shape, **how)
     method = keyhole.ZO(model, 1e-2, distribution="rademacher", **SETTINGS[case])

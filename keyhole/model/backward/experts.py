@@ -31,7 +31,7 @@ from torch import nn
 
 from keyhole.model.backward.recompute import Counts
 from keyhole.model.forward.experts import Routed, activated, add_up, lower, upper
-from keyhole.model.structure.experts import Experts
+from keyhole.model.structure.find import Experts
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 Units = list[list[Unit]] | None

@@ -1,6 +1,6 @@
 """Mixtures of experts, computed one expert at a time: only that expert's matrices need be on the device.
 
-For hidden states x_TH, the router's choice of k experts per token and their weights r_Tk (structure/experts.py finds
+For hidden states x_TH, the router's choice of k experts per token and their weights r_Tk (structure/find.py finds
 these modules):
 
     y_TH = sum over chosen experts e, in ascending order, of    r[t, e] down_e(act(up_e(x[t])))    for its tokens t
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from keyhole.model.structure.experts import Experts
+from keyhole.model.structure.find import Experts
 from keyhole.model.structure.layout import Unit
 
 Routed = tuple[int, torch.Tensor, torch.Tensor]

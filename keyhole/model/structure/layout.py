@@ -15,7 +15,7 @@ So the layout must depend only on the architecture, not on the device, the budge
 Blocks are found by their structure (find.py). If one block is too large a transfer for the budget, it is cut further,
 into runs of consecutive leaf modules; that changes where units begin and end, never an element's index. A very large
 matrix of a linear layer may be cut by rows (model/forward/row_tiles.py computes with it); the bias of such a layer,
-which all of its rows need, belongs to the spine. Large stacks of experts are cut into experts (experts.py), and their
+which all of its rows need, belongs to the spine. Large stacks of experts are cut into experts (find.py), and their
 biases belong to the spine too: a pass holds the matrix of one expert at a time.
 
 Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding per tensor.
@@ -31,9 +31,7 @@ import torch
 from torch import nn
 
 from keyhole.model.structure.block_counts import BlockCounts, block_counts
-from keyhole.model.structure.experts import Experts
-from keyhole.model.structure.find import Stack, row_tiles
-from keyhole.model.structure.parts import Parts, find_parts
+from keyhole.model.structure.find import Experts, Parts, Stack, find_parts, row_tiles
 
 ALIGN = 64
 CHUNK_ROWS = 8192

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.structure.config_file import check_config_file, check_implementation
+from keyhole.model.structure.config_files import check_config_file, check_implementation
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import mark_use
 from keyhole.model.structure.source import CLASSIFIER, check_directory, find_file, is_local
@@ -161,7 +161,7 @@ def auto_class(config: Any) -> Any:
 def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, expert_units: bool = True) -> nn.Module:
     """The module for a config, in evaluation mode (no dropout), without memory for its matrices. Parameters that a
     forward pass on tokens does not use are frozen (reach.py); if they could not be determined, keyhole_untried is the
-    reason. expert_units: large stacks of experts are computed and moved one expert at a time (experts.py)."""
+    reason. expert_units: large stacks of experts are computed and moved one expert at a time (find.py)."""
     check_model(config)
     if getattr(config, "quantization_config", None):
         raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")

@@ -19,10 +19,9 @@ from torch import nn
 from keyhole.disk.weight_files import Stored, has_weights, stored_tensors
 from keyhole.errors import UserError, listed
 from keyhole.model.structure.layout import ALIGN, FlatTensor, find_layout
+from keyhole.model.weights.fit import check_gguf_config, match_names
 from keyhole.model.weights.format import FROZEN, Wire
 from keyhole.model.weights.frozen import is_matrix
-from keyhole.model.weights.gguf_config import check_gguf_config
-from keyhole.model.weights.read import match_names, refuse_unmatched
 from keyhole.ops.lowbit import Grid
 
 READ = ("gptq", "awq", "bitsandbytes")  # quant_method in config.json
@@ -48,10 +47,7 @@ def choose_format(
         to = str(dtype).removeprefix("torch.") if wire is None else wire
         return Wire(dtype, wire), [f"weights: published as {kinds}; unpacked, and rounded once to {to}"]
     layout = find_layout(module)
-    stored = stored_tensors(directory)
-    if (names := match_names(module, layout, stored)) is None:
-        refuse_unmatched(directory, stored, module, layout)
-        names = {}
+    names = match_names(module, layout, directory) or {}  # it refuses where there are none: these are quantised
     inside = [t for u in layout.of_kind("block") for t in u.tensors if is_matrix(t.shape)]
     grids = {_grid(forms.get(names.get(t.name, "")), t.shape) for t in inside}
     found = grids.pop() if len(grids) == 1 else None

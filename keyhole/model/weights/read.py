@@ -1,47 +1,43 @@
-"""Weights from a Hugging Face directory into the homes of a `Model`, file by file.
+"""Weights into the homes of a `Model`: from a Hugging Face directory, file by file, or drawn from a seed.
 
-Each tensor is copied from the mapped file directly to its home. Names in the files are those of the module, or the same
-without (or with) the prefix of its decoder, as GPT-2 and OPT are published. A checkpoint whose names match in neither
-way (Transformers merges the experts of some models while loading) goes through Transformers' own loader and is copied
-tensor by tensor; each tensor is freed after its copy.
+Each tensor is copied from the mapped file directly to its home. A checkpoint whose names do not match those of the
+module (Transformers merges the experts of some models while loading) goes through Transformers' own loader and is
+copied tensor by tensor; each tensor is freed after its copy.
+
+Seeded random weights are for benchmarks and tests, if only a config exists. Vectors (norms, biases) keep the values of
+the HF model's own initialisation. Matrices are drawn from N(0, initializer_range^2). On a GPU a chunk is drawn there
+and copied home, at the speed of the link. On a CPU drawing costs about 10 ns per element, so a model of more than
+POOLED_NUMEL elements is filled from one pool of normals, with an offset that depends on the tensor: good enough for
+timing.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
-from keyhole.disk.weight_files import Stored, is_pickled, open_shard, stored_tensors
-from keyhole.errors import UserError, listed
+from keyhole.disk.weight_files import is_pickled, open_shard
+from keyhole.errors import UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.progress import tell
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor, Layout
+from keyhole.model.structure.layout import FlatTensor
 from keyhole.model.structure.skeleton import auto_class, saved_buffers
-from keyhole.model.weights.gguf_config import check_gguf_config
-from keyhole.model.weights.twice import check_ties, names_of, untied
-from keyhole.model.weights.unused import find_unused, unused_line
+from keyhole.model.weights.fit import find_fit, names_of, untied, unused_line
 
+CHUNK = 1 << 22  # elements drawn at a time: 16 MiB, so that a budget of GPU memory has room for them
+POOLED_NUMEL = 1 << 28
 Target = FlatTensor | torch.Tensor
 
 
 def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: bool = False) -> list[FlatTensor]:
     """Fills every parameter and saved buffer of the model from a directory. fresh_head: tensors of a classifier's head
     may be missing in the files, or be there for another number of labels; they are returned, unfilled."""
-    stored = stored_tensors(directory)
-    check_gguf_config(model.config, directory)
-    may_lack = _head_names(model.module) if fresh_head else frozenset()
-    names = match_names(model.module, model.layout, stored, may_lack)
-    if names is None:
-        refuse_unmatched(directory, stored, model.module, model.layout)
-        return _fill_by_transformers(model, directory, dtype, may_lack)
-    check_shapes(model.layout, stored, names, directory)
-    _check_numbers(model.module, stored, names, directory)
-    check_ties(model.module, model.layout, stored, directory)
-    _say(model, unused_line(find_unused(model.module, stored, names, directory)))
+    fit = find_fit(model.module, model.layout, directory, fresh_head)
+    if fit.names is None:
+        return _fill_by_transformers(model, directory, dtype, fit.may_lack)
+    _say(model, fit.lines)
+    stored, names = fit.stored, fit.names
     targets: dict[str, Target] = {t.name: t for t in model.layout.tensors} | saved_buffers(model.module)
     wider: Counter[str] = Counter()
     done, total = 0, sum(tensor.shape.numel() for tensor in model.layout.tensors) * dtype.itemsize
@@ -49,25 +45,21 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
         shard = open_shard(directory / file)
         for name, in_file in names.items():
             target, source = targets[name], stored[in_file]
-            if isinstance(target, FlatTensor) and model.homes.is_foreign(target):
+            weight = target if isinstance(target, FlatTensor) else None
+            if source.file != file or (weight is not None and model.homes.is_foreign(weight)):
                 continue
-            if source.file == file:
-                if isinstance(target, FlatTensor) and model.homes.takes_codes(target, source.grid):
-                    model.homes.put_codes(target, *source.codes(directory, in_file), source.levels(directory))
-                else:
-                    found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
-                    _fill(model, target, found)
-                    wider.update([_name(found.dtype)] if _is_wider(target, found, dtype) else ())
-                done += target.shape.numel() * dtype.itemsize
-                tell("reading weights", done, max(done, total), "bytes")
+            if weight is not None and model.homes.takes_codes(weight, source.grid):
+                model.homes.put_codes(weight, *source.codes(directory, in_file), source.levels(directory))
+            else:
+                found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
+                _fill(model, target, found)
+                if weight is not None and found.dtype.itemsize > max(dtype.itemsize, weight.param.dtype.itemsize):
+                    wider[_name(found.dtype)] += 1
+            done += target.shape.numel() * dtype.itemsize
+            tell("reading weights", done, max(done, total), "bytes")
     said = ", ".join(f"{count:,} in {name}" for name, count in wider.items())
     _say(model, [f"weights: tensors of the files are rounded to {_name(dtype)}: {said}"] if wider else [])
     return [tensor for tensor in model.layout.tensors if tensor.name not in names]
-
-
-def _is_wider(target: Target, found: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a weight has more bits in the files than it is computed with."""
-    return isinstance(target, FlatTensor) and found.dtype.itemsize > max(dtype.itemsize, target.param.dtype.itemsize)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -80,103 +72,16 @@ def _say(model: Model, lines: list[str]) -> None:
         model.placed.reasons += [line for line in lines if line not in model.placed.reasons]
 
 
-def _check_numbers(module: nn.Module, stored: Mapping[str, Stored], names: dict[str, str], directory: Path) -> None:
-    """UserError if a file has integers for a weight: codes of a format that is not supported."""
-    whole = {name for name, buffer in saved_buffers(module).items() if not buffer.is_floating_point()}
-    for in_file in (names[name] for name in names if name not in whole):
-        found = stored[in_file]
-        if not found.is_number:
-            raise UserError(
-                f"model: {directory / found.file} holds {in_file} as whole numbers ({found.dtype}): codes of quantised "
-                "weights, in a format that is not read here; dequantize the model first, or fetch it in 16 bits"
-            )
-
-
-def _head_names(module: nn.Module) -> frozenset[str]:
-    """Parameters outside of the pretrained part, and its pooling layer, which some encoders are published without."""
-    prefix = f"{module.base_model_prefix}."
-    names = [name for name, _ in module.named_parameters()]
-    return frozenset(name for name in names if not name.startswith(prefix) or f"{prefix}pooler." in name)
-
-
 def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:
-    if isinstance(target, FlatTensor):
-        flat = tensor.reshape(-1)
-        model.homes.fill(
-            target,
-            lambda home: home.copy_(tensor),
-            lambda piece, begin: piece.copy_(flat[begin : begin + piece.numel()]),
-        )
-    else:
+    if isinstance(target, torch.Tensor):
         target.copy_(tensor)
-
-
-def match_names(
-    module: nn.Module, layout: Layout, stored: Mapping[str, Stored], may_lack: frozenset[str] = frozenset()
-) -> dict[str, str] | None:
-    """Name in the module -> name in the files; None if a parameter has no match, and Transformers must load the model.
-    may_lack: parameters that are left out if they have no match, or if theirs is for another number of labels."""
-    prefix = f"{getattr(module, 'base_model_prefix', '')}."
-    shapes = {tensor.name: tuple(tensor.shape) for tensor in layout.tensors if tensor.name in may_lack}
-    names: dict[str, str] = {}
-    for own, known in names_of(module, layout):
-        found = next((name for name in known if name in stored), None)
-        if found is not None and own in shapes and _other_labels(module, shapes[own], stored[found].shape):
-            found = None
-        if found is None and own not in may_lack:
-            return None
-        names |= {} if found is None else {own: found}
-    for name in saved_buffers(module):
-        found = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
-        names |= {} if found is None else {name: found}
-    return names
-
-
-def _other_labels(module: Any, own: tuple[int, ...], found: tuple[int, ...]) -> bool:
-    """Whether two shapes of a head's last layer differ in the number of labels alone."""
-    return own[:1] == (module.config.num_labels,) and found[:1] != own[:1] and found[1:] == own[1:]
-
-
-def refuse_unmatched(directory: Path, stored: Mapping[str, Stored], module: nn.Module, layout: Layout) -> None:
-    """UserError if quantised weights have names that only Transformers could match: it would need the packages of their
-    format, and would not unpack them."""
-    if kinds := sorted({one.form for one in stored.values() if one.form}):
-        missing = [own for own, known in names_of(module, layout) if not any(name in stored for name in known)]
-        raise UserError(
-            f"model: {directory} is published as {', '.join(kinds)}, and has no tensor for {listed(missing, 3)}: its "
-            "config.json says another model, or it is published under other names than those of the model (experts one "
-            "by one, where the model has stacks of them), which is not read; dequantize it first, or fetch it in 16 "
-            "bits and pack it here (wire=int4)"
-        )
-
-
-def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, str], directory: Path) -> None:
-    """UserError if a tensor in the files has another shape than the config says."""
-    for tensor in (t for t in layout.tensors if t.name in names):
-        found = stored[names[tensor.name]]
-        if found.shape != tuple(tensor.shape):
-            file, expected = directory / found.file, tuple(tensor.shape)
-            raise UserError(f"model: {file} holds {tensor.name} with shape {found.shape}; config.json says {expected}")
-
-
-def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head: bool = False) -> list[str]:
-    """Checks what a load would find, from the headers alone: raises UserError, or returns lines that describe it.
-    fresh_head: as in `fill_from`."""
-    stored = stored_tensors(directory)
-    check_gguf_config(module.config, directory)
-    names = match_names(module, layout, stored, _head_names(module) if fresh_head else frozenset())
-    files = len({one.file for one in stored.values()})
-    count = f"{len(stored)} tensors in {files} {'file' if files == 1 else 'files'}"
-    if names is None:
-        refuse_unmatched(directory, stored, module, layout)
-        return [f"weights: {count}, whose names Transformers will have to match; not checked further"]
-    check_shapes(layout, stored, names, directory)
-    _check_numbers(module, stored, names, directory)
-    check_ties(module, layout, stored, directory)
-    left = unused_line(find_unused(module, stored, names, directory))
-    drawn = [t.name for t in layout.tensors if t.name not in names]
-    rest = f"complete but for {', '.join(drawn)}, drawn by the seed," if drawn else "complete"
-    return [f"weights: {count}, {rest} and of the shapes that the config says", *left]
+        return
+    flat = tensor.reshape(-1)
+    model.homes.fill(
+        target,
+        lambda home: home.copy_(tensor),
+        lambda piece, begin: piece.copy_(flat[begin : begin + piece.numel()]),
+    )
 
 
 def _fill_by_transformers(
@@ -208,3 +113,29 @@ def _fill_by_transformers(
     for name, buffer in saved_buffers(model.module).items():
         buffer.copy_(buffers[name])
     return [tensor for tensor in model.layout.tensors if tensor.name in fresh]
+
+
+def fill_random(model: Model, std: float, seed: int, only: list[FlatTensor] | None = None) -> None:
+    """Fills a Model (or refills it: vectors then stay); its values depend only on the seed and the type of device.
+    only: fills these tensors, with values that depend on the seed alone."""
+    device = model.device if only is None else torch.device("cpu")
+    tensors = model.layout.tensors if only is None else only
+    generator = torch.Generator(device).manual_seed(seed)
+    pool = None
+    if device.type == "cpu" and sum(t.shape.numel() for t in tensors) > POOLED_NUMEL:
+        pool = torch.empty(CHUNK).normal_(0.0, std, generator=generator)
+    for tensor in tensors:
+
+        def draw(target: torch.Tensor, begin: int = 0, tensor: FlatTensor = tensor) -> None:
+            if len(tensor.shape) < 2:
+                target.copy_(tensor.param.data)
+                return
+            for i, part in enumerate(target.view(-1).split(CHUNK), start=begin // CHUNK):
+                if pool is None:
+                    drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
+                else:
+                    place = (tensor.start + i * CHUNK) * 0x9E3779B97F4A7C15 % 2**64  # the high bits are scattered
+                    drawn = torch.roll(pool, (place >> 32) % CHUNK)[: part.numel()]
+                part.copy_(drawn.to(part.dtype))  # converted on the device: copy_ would convert on the host, slowly
+
+        model.homes.fill(tensor, draw, draw if len(tensor.shape) > 1 else None)

@@ -1,4 +1,4 @@
-"""A model as an ordinary Hugging Face directory, written atomically.
+"""A model as an ordinary Hugging Face directory, written atomically, by one process or by several ranks.
 
 `save_model` implements Model.save_pretrained: all files are written into a temporary directory, flushed, and moved
 into place. A target that does not exist is created by one rename. If the target exists (it may be a mount point, and
@@ -11,6 +11,13 @@ adapters in adapter/ that belong to them; everything else stays.
 Weights are written tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time. If
 Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its own
 writer is used, which needs all of them in memory.
+
+Of a sharded model the leader creates the files at their final size, with everything except the weights; then each rank
+writes its own elements at their places and flushes them; the leader writes what all ranks have (table, spine, buffers).
+Tensors of a method's state that are split over ranks (disk/tensors.py) are written in the same way, into one file. No
+rank needs more memory for the model than before; all must see one file system. The leader starts it
+(`model.call_others`), and the others follow (training/follow.py) by calling the same functions. If a rank cannot write,
+the leader raises: the checkpoint gets no name.
 
 `publish` makes the last checkpoint of a finished run the model of the output directory. Weight files are linked, not
 copied: that takes no time, and no disk space.
@@ -28,15 +35,14 @@ import torch
 from torch import nn
 
 from keyhole.disk.files import flush, flush_all, replace_directory, staged
-from keyhole.disk.tensors import SHARD_BYTES, create, fill
+from keyhole.disk.tensors import SHARD_BYTES, Ranges, Spec, create, fill, lay_out
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
-from keyhole.model.structure.generation_file import make_writable
+from keyhole.model.structure.config_files import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.structure.source import OF_ADAPTER
-from keyhole.model.weights.finite import first_bad_tensor
-from keyhole.model.weights.save_parts import write_parts
 from keyhole.model.weights.saved_files import (
+    first_bad_tensor,
     names_on_disk,
     no_progress_bars,
     plan_files,
@@ -72,29 +78,20 @@ def write_files(model: Any, path: Path, merged: bool = True) -> None:
     if model.sharded:
         write_parts(model, path)
         return
-    names = names_on_disk(model)
+    tensors, names = chain(model.named_tensors(merged), saved_buffers(model.module).items()), names_on_disk(model)
     if names is None:
-        _write_by_transformers(model, path, merged)
-        return
-    write_small_files(model, path)
-    files = plan_files(model, names)
-    create(files, path)
-    for name, tensor in chain(model.named_tensors(merged), saved_buffers(model.module).items()):
-        if name in names:
-            fill(path, files.places[names[name]], tensor)
-    for beside in (model.addon, model.low_rank):
-        if beside is not None:
-            beside.write_files(path)
-
-
-@no_progress_bars()
-def _write_by_transformers(model: Any, path: Path, merged: bool = True) -> None:
-    tensors = dict(model.named_tensors(merged)) | saved_buffers(model.module)
-    make_writable(getattr(model.module, "generation_config", None))
-    with torch.no_grad():
-        model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_BYTES)
-    if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(path)
+        make_writable(getattr(model.module, "generation_config", None))
+        with torch.no_grad(), no_progress_bars():
+            model.module.save_pretrained(path, state_dict=dict(tensors), max_shard_size=SHARD_BYTES)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(path)
+    else:
+        write_small_files(model, path)
+        files = plan_files(model, names)
+        create(files, path)
+        for name, tensor in tensors:
+            if name in names:
+                fill(path, files.places[names[name]], tensor)
     for beside in (model.addon, model.low_rank):
         if beside is not None:
             beside.write_files(path)
@@ -179,3 +176,88 @@ def merge_files(model: Any, path: Path, factors: Any) -> None:
             file.seek(place.offset)
             file.readinto(stored.view(-1).view(torch.uint8).numpy().data)
         fill(path, place, factors.as_saved(tensor, stored.to(model.device)))
+
+
+def check_names(model: Any) -> None:
+    """Refuses, before training, a model whose files store other tensors than it computes with."""
+    if model.sharded and names_on_disk(model) is None:
+        raise UserError(
+            f"model: {type(model.module).__name__} is stored in other tensors than it computes with, which ranks "
+            "cannot write by parts; start it without torchrun, or with method=zo"
+        )
+
+
+def bad_tensor(model: Any) -> str | None:
+    """The name of a tensor with NaN or infinity on any rank; None if all are finite."""
+    if not model.sharded:
+        return first_bad_tensor(model.named_tensors(merged=False))
+    if model.ranks.is_leader:
+        model.call_others("check")
+    own = first_bad_tensor((name, part) for name, _, part in model.own_tensors())
+    return next((name for name in model.ranks.objects(own) if name is not None), None)
+
+
+def write_parts(model: Any, path: Path | None) -> None:
+    """Writes a sharded model into a directory. path: given on the leader; the other ranks receive it."""
+    leads, ranks = model.ranks.is_leader, model.ranks
+    if leads:
+        model.call_others("write")
+    path = Path(ranks.from_leader(lambda: _absolute(path)))
+    names = names_on_disk(model)
+    assert names is not None  # a sharded model without is refused above
+    files = plan_files(model, names)
+
+    def make() -> None:
+        write_small_files(model, path)
+        create(files, path)
+        if model.addon is not None:
+            model.addon.write_files(path)
+
+    def write() -> None:
+        own = list(model.own_tensors())
+        own += [(name, 0, buffer) for name, buffer in saved_buffers(model.module).items()] if leads else []
+        for name, begin, part in own:
+            if name in names:
+                fill(path, files.places[names[name]], part, begin, flush=True)
+
+    _together(ranks, make if leads else lambda: None)
+    _together(ranks, write)
+
+
+def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Tensor | Ranges]) -> None:
+    """Writes a method's tensors into a file: each rank its ranges, the leader all other tensors. path: given on the
+    leader; the other ranks receive it."""
+    leads, ranks = model.ranks.is_leader, model.ranks
+    if leads:
+        model.call_others("state")
+    path = Path(ranks.from_leader(lambda: _absolute(path)))
+    files = lay_out(
+        [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)], path.stem
+    )
+
+    def write() -> None:
+        for name, tensor in tensors.items():
+            own = tensor.own if isinstance(tensor, Ranges) else [(0, tensor)] if leads else []
+            for begin, part in own:
+                fill(path.parent, files.places[name], part, begin, flush=True)
+
+    _together(ranks, (lambda: create(files, path.parent)) if leads else lambda: None)
+    _together(ranks, write)
+
+
+def _together(ranks: Any, act: Any) -> None:
+    """Every rank calls act(); the leader raises if one failed."""
+    fault = None
+    try:
+        act()
+    except OSError as error:
+        fault = str(error)
+    faults = {rank: said for rank, said in enumerate(ranks.objects(fault)) if said is not None}
+    if faults and ranks.is_leader:
+        rank, said = next(iter(faults.items()))
+        raise OSError(f"rank {rank}: {said}")
+
+
+def _absolute(path: Path | None) -> str:
+    assert path is not None
+    return str(path.absolute())

@@ -1,11 +1,11 @@
 """The files of a model that is saved: which tensors they hold, under which names, cut into which weight files.
 
-What a save writes is planned here without reading a weight, for one process (save.py), for several ranks
-(save_parts.py) and for snapshots in the background (keyhole/checkpoint/writer.py).
+What a save writes is planned here without reading a weight, for one process and for several ranks (save.py), and for
+snapshots in the background (keyhole/checkpoint/writer.py).
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,19 @@ import torch
 import transformers
 
 from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out
-from keyhole.model.structure.generation_file import make_writable
+from keyhole.model.structure.config_files import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
+
+
+def first_bad_tensor(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity; None if all are finite. Allocates no memory."""
+    for name, tensor in tensors:
+        if tensor.numel() and tensor.is_floating_point():
+            low, high = torch.aminmax(tensor)  # either is NaN if any element is
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                return name
+    return None
 
 
 def names_on_disk(model: Any) -> dict[str, str] | None:

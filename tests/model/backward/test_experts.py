@@ -16,7 +16,7 @@ from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lora.method import LoRA
 from keyhole.methods.workload import Workload
 from keyhole.model.backward.memory import slot_count
-from keyhole.model.structure import experts as stacks
+from keyhole.model.structure import find as stacks
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.plan import fit

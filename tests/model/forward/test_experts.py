@@ -8,7 +8,7 @@ import torch
 import keyhole
 from keyhole.methods.zo import write_back
 from keyhole.methods.zo.method import ZO
-from keyhole.model.structure import experts as stacks
+from keyhole.model.structure import find as stacks
 from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.structure.skeleton import build
 from tests.matrix import in_every_run

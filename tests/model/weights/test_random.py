@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.model.weights import random as random_init
+from keyhole.model.weights import read
 from tests.model.decoders import config
 
 
@@ -12,8 +12,8 @@ from tests.model.decoders import config
 def test_matrices_are_normal_and_differ(pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean 0, std as the config says, no two matrices equal, vectors as the model's own code makes them."""
     if pooled:  # as tens of billions of parameters on a CPU are filled
-        monkeypatch.setattr(random_init, "POOLED_NUMEL", 0)
-        monkeypatch.setattr(random_init, "CHUNK", 1 << 10)
+        monkeypatch.setattr(read, "POOLED_NUMEL", 0)
+        monkeypatch.setattr(read, "CHUNK", 1 << 10)
     made = config("llama", initializer_range=0.05)
     model = keyhole.load(made, init="random", device="cpu")
     matrices = {name: x for name, x in model.named_tensors() if x.ndim > 1}
@@ -28,8 +28,8 @@ def test_matrices_are_normal_and_differ(pooled: bool, monkeypatch: pytest.Monkey
 
 def test_parts_of_a_large_matrix_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix larger than the pool is not the pool over and over."""
-    monkeypatch.setattr(random_init, "POOLED_NUMEL", 0)
-    monkeypatch.setattr(random_init, "CHUNK", 1 << 8)
+    monkeypatch.setattr(read, "POOLED_NUMEL", 0)
+    monkeypatch.setattr(read, "CHUNK", 1 << 8)
     model = keyhole.load(config("llama"), init="random", device="cpu")
     parts = model.home(model.layout.table).flatten()[: 8 << 8].view(8, 1 << 8)
     assert len({tuple(part.tolist()) for part in parts}) == 8

@@ -1,0 +1,185 @@
+"""Checks of a model's config.json and generation_config.json before Transformers uses them.
+
+Transformers builds what config.json says: ten million layers take hours, a width of 10^9 takes terabytes, and an
+attention implementation whose name has a slash is code that it downloads from a hub. So suspiciously large numbers are
+compared with the shapes in the weight files, whose headers take milliseconds to read, and such names are refused.
+
+A config may also ask Transformers to add losses to the cross-entropy of the tokens, which are not computed here:
+
+    loss = cross-entropy + router_aux_loss_coef * balance of the routers       where output_router_logits is true
+    loss = cross-entropy + z_loss_coefficient * mean(logsumexp(logits)^2)
+
+A run without them would train another loss, so training is refused until the config turns them off.
+
+generation_config.json has end-of-turn tokens and sampling settings, which are often in this file only. A million beams
+are a million copies of the cache, and a word in place of a number raises a traceback at the first answer. So types and
+sizes are checked when the file is read.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from keyhole.disk.json_text import read_json
+from keyhole.disk.weight_files import has_weights, stored_tensors
+from keyhole.errors import UserError
+
+LAYERS, MOST_LAYERS = ("layers", "n_layer", "num_blocks", "n_block"), 512
+SIZES, MOST_SIZE = (
+    ("_size", "_dim", "_heads", "_experts", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff"),
+    2**20,
+)
+POSITIONS, MOST_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 2**28
+NEVER = 2**24  # sizes above this are refused if there are no weights to compare with
+WORDS = ("model_type", "dtype", "torch_dtype")
+
+
+def check_config_file(path: Path) -> None:
+    """UserError if a config.json contradicts its weight files, or asks for code from elsewhere."""
+    config = read_json(path, "model")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"model: {path}: architectures is {names!r:.60}; a list of names is expected")
+    for key, value in _entries(config):
+        if key in WORDS and not isinstance(value, str | None):
+            raise UserError(f"model: {path}: {key} is {value!r:.60}; a word is expected")
+        check_implementation(key, value, path)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _check_number(key, value, path)
+
+
+def check_implementation(key: str, value: Any, where: object) -> None:
+    """Refuses kernels that Transformers would download from a hub and run."""
+    if "implementation" in key and "/" in str(value):
+        raise UserError(
+            f"model: {where}: {key} is {value!r}: Transformers would fetch that code from a hub and run it; remove the "
+            "key, or name an implementation that is installed (sdpa, eager)"
+        )
+
+
+def _entries(config: dict[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """(key, value) of the config and of the configs inside it."""
+    for key, value in config.items():
+        if isinstance(value, dict) and depth < 4:
+            yield from _entries(value, depth + 1)
+        yield key, value
+
+
+def _check_number(key: str, value: float, path: Path) -> None:
+    counts_layers = any(word in key for word in LAYERS)
+    if counts_layers and value > MOST_LAYERS:
+        _compare(key, value, path, MOST_LAYERS * 8, "tensors", lambda shapes: len(shapes))
+    elif key.endswith(SIZES) and value > MOST_SIZE:
+        longest = lambda shapes: max((side for shape in shapes for side in shape), default=0)  # noqa: E731
+        _compare(key, value, path, NEVER, "rows or columns in their largest tensor", longest)
+    elif key in POSITIONS and value > MOST_POSITIONS:
+        raise UserError(f"model: {path}: {key} is {_number(value)}, more than any model has")
+
+
+def _number(value: float) -> str:
+    """`1e+09`, also for an integer with more digits than a float can hold."""
+    return f"{value:g}" if isinstance(value, float) or value.bit_length() < 1000 else "beyond all numbers"
+
+
+def _compare(key: str, value: float, path: Path, most: int, unit: str, count: Any) -> None:
+    """Compares a number that is larger than usual with the weights."""
+    if not has_weights(path.parent):
+        if value > most:
+            raise UserError(f"model: {path}: {key} is {_number(value)}, more than any model has")
+        return
+    found = count([stored.shape for stored in stored_tensors(path.parent).values()])
+    if value > found:
+        raise UserError(
+            f"model: {path}: {key} is {_number(value)}, but the weight files beside it have {found:,} {unit}; is it "
+            "the config of another model?"
+        )
+
+
+OF_ROUTERS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
+ALWAYS = ("z_loss_coefficient",)
+
+
+def check_loss(config: Any) -> None:
+    """UserError if the config asks for a loss beside the cross-entropy of the tokens."""
+    configs = list(_configs(config))
+    with_routers = any(getattr(one, "output_router_logits", False) for one in configs)
+    for key in (*ALWAYS, *(OF_ROUTERS if with_routers else ())):
+        coefficient = next((value for one in configs if (value := getattr(one, key, None))), 0)
+        if coefficient:
+            off = f'"{key}": 0.0' + (' or "output_router_logits": false' if key in OF_ROUTERS else "")
+            raise UserError(
+                f"model: {key} is {coefficient:g} in its config"
+                + (" and output_router_logits is true" if key in OF_ROUTERS else "")
+                + ": Transformers would add that loss to the one of the tokens, keyhole would not. Write "
+                f"{off} into config.json to train without it"
+            )
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """The config, and those inside it."""
+    yield config
+    for name in getattr(config, "sub_configs", None) or ():
+        if (inside := getattr(config, name, None)) is not None and not isinstance(inside, dict):
+            yield from _configs(inside)
+
+
+FEW = ("num_beams", "num_beam_groups", "num_return_sequences")
+COUNTS = ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size")
+NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "epsilon_cutoff")
+TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+MOST_BEAMS, MOST = 256, 2**31 - 1
+ONLY_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+ONLY_BEAMS = ("early_stopping", "length_penalty")
+
+
+def read_generation_config(directory: Path) -> Any:
+    """The settings in a model's directory; a UserError names what is wrong with them."""
+    from transformers import GenerationConfig
+
+    path = directory / "generation_config.json"
+    for key, value in read_json(path, "model").items():
+        if value is not None and (expected := _expected(key, value)):
+            raise UserError(f"model: {path}: {key} is {value!r:.60}; {expected} is expected")
+    try:
+        found = GenerationConfig.from_pretrained(directory)
+        copied = copy.deepcopy(found)
+        make_writable(copied)
+        copied.validate(strict=True)  # every save does this
+    except Exception as error:  # settings that contradict each other, keys of another version
+        raise UserError(f"model: {path} cannot be read: {error}") from error
+    return found
+
+
+def make_writable(generation: Any) -> None:
+    """Unsets settings that have no effect, such as a temperature beside do_sample=False: some models are published with
+    them, and Transformers refuses to save them. The model generates as before. None: a classifier has no settings."""
+    if generation is None:
+        return
+    unused: tuple[str, ...] = () if generation.do_sample else ONLY_SAMPLING
+    unused += () if (generation.num_beams or 1) > 1 else ONLY_BEAMS
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        for name in unused:
+            setattr(generation, name, None)
+
+
+def _expected(key: str, value: Any) -> str:
+    """The kind of value that is expected; "" if the value is valid."""
+    if key in FEW:
+        return "" if _is_count(value, 1, MOST_BEAMS) else f"a whole number from 1 to {MOST_BEAMS}"
+    if key in COUNTS:
+        return "" if _is_count(value, 0, MOST) else f"a whole number from 0 to {MOST}"
+    if key in NUMBERS:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return "" if number else "a number"
+    if key in TOKENS:
+        ids = value if isinstance(value, list) else [value]
+        return "" if ids and all(_is_count(i, -1, MOST) for i in ids) else "a token id, or a list of them,"
+    return ""
+
+
+def _is_count(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -1,0 +1,213 @@
+"""What weight files must be to be read into a model: names, shapes, numbers; refused or reported, from headers alone.
+
+**Names** are those of the module, or the same without (or with) the prefix of its decoder, as GPT-2 and OPT are
+published. A checkpoint whose names match in neither way goes through Transformers' own loader (read.py).
+
+**A tied tensor** has one home and two names (`lm_head.weight`, `model.embed_tokens.weight`), and files may store either
+or both. If both are there with different values, config.json is wrong about the tie: Transformers 5 loads two separate
+tensors, others take the first. Whichever is taken, another model is trained than somebody else runs: refused. The
+comparison reads both tensors, and only where both are stored.
+
+**Tensors without a parameter** are named in the start block: a config with fewer layers than the files gives a smaller
+model, a classifier leaves out the language model's head. Not named: second names of a tied tensor, buffers that the
+module computes itself, and tensors that Transformers ignores too. A scale beside a weight (`q_proj.weight_scale`) means
+that the weight is quantised in a format that is not supported, whatever config.json says: refused.
+
+**A GGUF file** only gives its tensors, and the module is built by config.json: with another number of heads, rope base
+or norm epsilon they fit as well, and the model computes something else. So whatever both of them say must agree.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+
+from keyhole.disk.weight_files import Stored, gguf_settings, stored_tensors
+from keyhole.errors import UserError, listed
+from keyhole.model.structure.layout import Layout
+from keyhole.model.structure.skeleton import saved_buffers
+
+SHOWN = 3
+TABLES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+NEAR = 1e-3  # relative; GGUF has float32
+GGUF_KEYS = {
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "rope.freq_base": "rope_theta", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}  # fmt: skip
+"""Key of a GGUF, after its architecture -> key of config.json."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the files of a directory fit a module. names: in the module -> in the files; None: Transformers must match
+    them. may_lack: parameters that need not be there; lines: for the start block."""
+
+    stored: Mapping[str, Stored]
+    names: dict[str, str] | None
+    may_lack: frozenset[str]
+    lines: list[str] = field(default_factory=list)
+
+
+def find_fit(module: Any, layout: Layout, directory: Path, fresh_head: bool = False) -> Fit:
+    """UserError if the files cannot be those of the module. fresh_head: tensors of a classifier's head, and the pooling
+    layer, which some encoders are published without, may be missing, or be there for another number of labels."""
+    stored, may_lack = stored_tensors(directory), frozenset[str]()
+    check_gguf_config(module.config, directory)
+    if fresh_head:
+        prefix, own = f"{module.base_model_prefix}.", [name for name, _ in module.named_parameters()]
+        may_lack = frozenset(n for n in own if not n.startswith(prefix) or f"{prefix}pooler." in n)
+    names = match_names(module, layout, directory, may_lack)
+    if names is None:
+        return Fit(stored, None, may_lack)
+    for tensor in (t for t in layout.tensors if t.name in names):
+        found, expected = stored[names[tensor.name]], tuple(tensor.shape)
+        if found.shape != expected:
+            file = directory / found.file
+            raise UserError(f"model: {file} holds {tensor.name} with shape {found.shape}; config.json says {expected}")
+    whole = {name for name, buffer in saved_buffers(module).items() if not buffer.is_floating_point()}
+    for in_file in (names[name] for name in names if name not in whole):
+        if not (found := stored[in_file]).is_number:
+            raise UserError(
+                f"model: {directory / found.file} holds {in_file} as whole numbers ({found.dtype}): codes of quantised "
+                "weights, in a format that is not read here; dequantize the model first, or fetch it in 16 bits"
+            )
+    for _, known in names_of(module, layout):
+        first, *others = [name for name in dict.fromkeys(known) if name in stored] or [""]
+        for other in others:
+            one, two = (stored[name].read(directory, name) for name in (first, other))
+            if one.shape != two.shape or not torch.equal(one, two):
+                raise untied(directory, first, other)
+    return Fit(stored, names, may_lack, unused_line(_find_unused(module, stored, names, directory)))
+
+
+def check_weights(module: Any, layout: Layout, directory: Path, fresh_head: bool = False) -> list[str]:
+    """Checks what a load would find: raises UserError, or returns lines that describe it."""
+    fit = find_fit(module, layout, directory, fresh_head)
+    files = len({one.file for one in fit.stored.values()})
+    count = f"{len(fit.stored)} tensors in {files} {'file' if files == 1 else 'files'}"
+    if fit.names is None:
+        return [f"weights: {count}, whose names Transformers will have to match; not checked further"]
+    drawn = [t.name for t in layout.tensors if t.name not in fit.names]
+    rest = f"complete but for {', '.join(drawn)}, drawn by the seed," if drawn else "complete"
+    return [f"weights: {count}, {rest} and of the shapes that the config says", *fit.lines]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def names_of(module: Any, layout: Layout) -> Iterator[tuple[str, list[str]]]:
+    """Each parameter, and all names that files may have for it: with and without the prefix of the decoder."""
+    aliases: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(param), []).append(name)
+    prefix = f"{module.base_model_prefix}."
+    for tensor in layout.tensors:
+        own = aliases[id(tensor.param)]
+        yield tensor.name, [tensor.name, *own, *(n.removeprefix(prefix) for n in own), *(prefix + n for n in own)]
+
+
+def match_names(
+    module: Any, layout: Layout, directory: Path, may_lack: frozenset[str] = frozenset()
+) -> dict[str, str] | None:
+    """Name in the module -> name in the files; None if a parameter has no match, and Transformers must load the model:
+    UserError if the weights are quantised, which it would need the packages of their format for, and would not unpack.
+    may_lack: parameters that are left out if they have no match, or if theirs is for another number of labels."""
+    stored, prefix, names = stored_tensors(directory), f"{module.base_model_prefix}.", dict[str, str]()
+    shapes = {tensor.name: tuple(tensor.shape) for tensor in layout.tensors}
+    missing = []
+    for own, known in names_of(module, layout):
+        found = next((name for name in known if name in stored), None)
+        if found is not None and own in may_lack:
+            mine, theirs = shapes[own], stored[found].shape
+            if mine[:1] == (module.config.num_labels,) and theirs[:1] != mine[:1] and theirs[1:] == mine[1:]:
+                continue  # the last layer of a head for another number of labels
+        if found is not None:
+            names[own] = found
+        elif own not in may_lack:
+            missing.append(own)
+    if missing:
+        if kinds := sorted({one.form for one in stored.values() if one.form}):
+            raise UserError(
+                f"model: {directory} is published as {', '.join(kinds)}, and has no tensor for {listed(missing, 3)}: "
+                "its config.json says another model, or it is published under other names than those of the model "
+                "(experts one by one, where the model has stacks of them), which is not read; dequantize it first, or "
+                "fetch it in 16 bits and pack it here (wire=int4)"
+            )
+        return None
+    for name in saved_buffers(module):
+        found = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
+        names |= {} if found is None else {name: found}
+    return names
+
+
+def untied(directory: Path, first: str, other: str) -> UserError:
+    return UserError(
+        f"model: {directory} holds {first} and {other} with different values, but its config.json makes them one "
+        "tensor; set tie_word_embeddings to false there if both are meant (Transformers 5 loads it so), or remove one"
+    )
+
+
+# -- what is left over -------------------------------------------------------------------------------------------------
+
+
+def _find_unused(module: Any, stored: Mapping[str, Stored], names: Mapping[str, str], directory: Path) -> list[str]:
+    """Names in the files that the module does not have, sorted. UserError for a scale beside a weight."""
+    prefix, used = f"{module.base_model_prefix}.", set(names.values())
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    known = own | {name.removeprefix(prefix) for name in own} | {prefix + name for name in own} | used
+    ignored = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
+    left = [
+        name
+        for name in sorted(stored)
+        if name not in known and not name.endswith(TABLES) and not any(pattern.search(name) for pattern in ignored)
+    ]
+    for name in left:
+        weight, scale, _ = name.rpartition("_scale")
+        if scale and weight in used:
+            raise UserError(
+                f"model: {directory} holds {name} beside {weight}, which is quantised in a format that is not read "
+                "here; dequantize the model first, or fetch it in 16 bits"
+            )
+    return left
+
+
+def unused_line(left: list[str]) -> list[str]:
+    """A line for the start block, or none."""
+    if not left:
+        return []
+    more = f", and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+    count = f"{len(left)} {'tensor' if len(left) == 1 else 'tensors'} of the files"
+    shown = f"{', '.join(left[:SHOWN])}{more}"
+    return [f"warning: weights: {count} left out, which this config's model does not have: {shown}"]
+
+
+def check_gguf_config(config: Any, directory: Path) -> None:
+    """UserError if the GGUF files of a directory, if it has some, contradict the config. A config with fewer layers is
+    let through: the tensors that it leaves out are named."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    for file, settings in gguf_settings(directory).items():
+        for theirs, ours in GGUF_KEYS.items():
+            given, mine = settings.get(theirs), getattr(text, ours, None)
+            if ours == "rope_theta" and isinstance(rope, dict):
+                mine = rope.get(ours, mine)
+            if not _is_number(given) or not _is_number(mine):
+                continue
+            if theirs == "block_count":
+                agree = mine <= given
+            else:
+                agree = given == mine if isinstance(given, int) else abs(given - mine) <= NEAR * abs(mine)
+            if not agree:
+                raise UserError(
+                    f"model: {directory / file} says {theirs} = {given:.7g}, but config.json beside it says {ours} = "
+                    f"{mine:.7g}: it is the config of another model; put that of the original model there"
+                )
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
