@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from keyhole.errors import UserError
 from keyhole.model.batch import Batch, DeviceBatch, check_mask, check_tokens, move
+from keyhole.model.structure.config_files import setting
 
 REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
 PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids")
@@ -67,8 +68,8 @@ class ClassificationHead:
         self.takes = PER_TOKEN if "token_type_ids" in takes else PER_TOKEN[:2]
         self.options = {"use_cache": False} if "use_cache" in takes else {}  # recomputing a block would append to it
         configs = {id(own): own for part in module.modules() if (own := getattr(part, "config", None)) is not None}
-        self.caching = [own for own in configs.values() if getattr(own, "use_cache", False) and not self.options]
-        self.type_count = getattr(module.config, "type_vocab_size", None) or 1
+        self.caching = [own for own in configs.values() if setting(own, "use_cache") and not self.options]
+        self.type_count = setting(module.config, "type_vocab_size") or 1
         self.longest = text_positions(module)
 
     def states(self, batch: DeviceBatch) -> torch.Tensor:

@@ -52,6 +52,7 @@ from torch.nn import functional as F
 from keyhole.errors import UserError
 from keyhole.model.batch import Batch, DeviceBatch, hides_tokens, to_device
 from keyhole.model.rows import IGNORED, find_shared, is_on_host, longest_row
+from keyhole.model.structure.config_files import setting
 
 LIMIT, LIMIT_16_BIT, ROUNDING = 0.01, 0.1, 1e-4
 LENGTH = 9  # tokens of a sample
@@ -96,7 +97,7 @@ class RowRules:
 
     def check_packing(self, length: int | None = None) -> None:
         """UserError if samples packed into a row of `length` tokens would attend to each other; tested once."""
-        chunk = getattr(self.config.get_text_config(), "attention_chunk_size", None)
+        chunk = setting(self.config.get_text_config(), "attention_chunk_size")
         if chunk and length and length > chunk:
             raise UserError(
                 f"packing is not supported by {self.name} at max_length={length}: its attention is cut every "

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 
 from keyhole.errors import UserError
-from keyhole.model.structure.config_files import POSITIONS
+from keyhole.model.structure.config_files import POSITIONS, setting
 
 IGNORED = -100
 WIDTHS = (64, 128, 256)
@@ -119,8 +119,8 @@ class Joined(NamedTuple):
 def longest_row(config: Any) -> int:
     """The most tokens that a row of this model may have, before it is joined and after."""
     text = config.get_text_config()
-    limits = [getattr(text, name, None) for name in (*POSITIONS, *SPARSE)]
-    rope = getattr(text, "rope_parameters", None) or {}
+    limits = [setting(text, name) for name in (*POSITIONS, *SPARSE)]
+    rope = setting(text, "rope_parameters") or {}
     for one in (rope, *rope.values()):  # of all layers, or of each kind of layer
         limits += [one.get("original_max_position_embeddings")] if isinstance(one, dict) else []
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=WIDTHS[-1])

@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from keyhole.model.structure.config_files import setting
 from keyhole.model.structure.reach import LONG, SHORT, call_of, config_text, is_matrix
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
@@ -47,7 +48,6 @@ class BlockCounts:
     forward_kernels: int
     backward_kernels: int
     forward_elements: float
-    backward_elements: float
     saved: float
     saved_frozen: float
     forward_calls: int
@@ -76,7 +76,7 @@ def _likeness(module: nn.Module, block: nn.Module) -> tuple[Any, ...] | None:
     kinds = tuple((name, type(part), part.training) for name, part in block.named_modules())
     tensors = (*block.named_parameters(), *block.named_buffers())
     shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors)
-    attention = getattr(module.config, "_attn_implementation", None)
+    attention = setting(module.config, "_attn_implementation")
     return type(module), config_text(module), attention, name, hooks, kinds, shapes, next(module.parameters()).device
 
 
@@ -109,7 +109,6 @@ def _count(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCounts
         forward.kernels,
         backward.kernels,
         forward.bytes / each,
-        backward.bytes / each,
         kept / each,
         kept_frozen / each,
         forward.calls,

@@ -36,6 +36,11 @@ NEVER = 2**24  # sizes above this are refused if there are no weights to compare
 WORDS = ("model_type", "dtype", "torch_dtype")
 
 
+def setting(config: Any, key: str, default: Any = None) -> Any:
+    """A setting of a config that not every family has."""
+    return getattr(config, key, default)
+
+
 def check_config_file(path: Path) -> None:
     """UserError if a config.json contradicts its weight files, or asks for code from elsewhere."""
     config = read_json(path, "model")
@@ -104,9 +109,9 @@ ALWAYS = ("z_loss_coefficient",)
 def check_loss(config: Any) -> None:
     """UserError if the config asks for a loss beside the cross-entropy of the tokens."""
     configs = list(_configs(config))
-    with_routers = any(getattr(one, "output_router_logits", False) for one in configs)
+    with_routers = any(setting(one, "output_router_logits") for one in configs)
     for key in (*ALWAYS, *(OF_ROUTERS if with_routers else ())):
-        coefficient = next((value for one in configs if (value := getattr(one, key, None))), 0)
+        coefficient = next((value for one in configs if (value := setting(one, key))), 0)
         if coefficient:
             off = f'"{key}": 0.0' + (' or "output_router_logits": false' if key in OF_ROUTERS else "")
             raise UserError(
@@ -120,8 +125,8 @@ def check_loss(config: Any) -> None:
 def _configs(config: Any) -> Iterator[Any]:
     """The config, and those inside it."""
     yield config
-    for name in getattr(config, "sub_configs", None) or ():
-        if (inside := getattr(config, name, None)) is not None and not isinstance(inside, dict):
+    for name in setting(config, "sub_configs") or ():
+        if (inside := setting(config, name)) is not None and not isinstance(inside, dict):
             yield from _configs(inside)
 
 

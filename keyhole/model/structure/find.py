@@ -161,7 +161,7 @@ def is_marked(module: nn.Module) -> bool:
 
 def expert_units(module: nn.Module) -> bool:
     """Whether the model's large stacks are computed one expert at a time; set when it is built (skeleton.py)."""
-    return bool(getattr(module, "keyhole_expert_units", True))
+    return bool(vars(module).get("keyhole_expert_units", True))
 
 
 @dataclass(frozen=True)

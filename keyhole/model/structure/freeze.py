@@ -66,7 +66,7 @@ def frozen_as(module: nn.Module, described: str | Sequence[str] | None) -> Itera
 
 def is_left_out(param: nn.Parameter) -> bool:
     """Whether `freeze` describes this parameter."""
-    return getattr(param, "keyhole_frozen", False)
+    return bool(vars(param).get("keyhole_frozen"))
 
 
 def _described(module: nn.Module, text: str) -> Iterator[nn.Parameter]:

@@ -119,12 +119,12 @@ def is_matrix(p: nn.Parameter) -> bool:
 
 def reads_inside(part: nn.Module) -> bool:
     """Whether this module reads a matrix of a submodule without calling it."""
-    return getattr(part, "keyhole_reads_inside", False)
+    return bool(vars(part).get("keyhole_reads_inside"))
 
 
 def is_unreached(param: nn.Parameter) -> bool:
     """Whether no forward pass on tokens uses this parameter."""
-    return getattr(param, "keyhole_unreached", False)
+    return bool(vars(param).get("keyhole_unreached"))
 
 
 def _never_reached(module: nn.Module, reached: set[int]) -> Iterator[nn.Parameter]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.structure.config_files import check_config_file, check_implementation
+from keyhole.model.structure.config_files import check_config_file, check_implementation, setting
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import mark_use
 from keyhole.model.structure.source import CLASSIFIER, check_directory, find_file, is_local
@@ -77,7 +77,7 @@ def read_config(
 
 def is_classifier(config: Any) -> bool:
     """Whether a config is that of a text classifier."""
-    return (getattr(config, "architectures", None) or [""])[0].endswith(CLASSIFIER)
+    return (setting(config, "architectures") or [""])[0].endswith(CLASSIFIER)
 
 
 def _with_head(config: Any, head: str | None, num_labels: int | None) -> Any:
@@ -103,37 +103,29 @@ def _with_head(config: Any, head: str | None, num_labels: int | None) -> Any:
 
 def check_model(config: Any) -> Any:
     """The config itself; refused if it is neither that of a decoder nor that of a classifier."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    from transformers.models.auto import modeling_auto
 
-    if not is_classifier(config):
-        return check_decoder(config)
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(
-            f"model: {config.architectures[0]} is no encoder or decoder with a head that transformers knows; choose "
-            "BERT, RoBERTa, MPNet, or a causal language model"
-        )
-    return config
-
-
-def check_decoder(config: Any) -> Any:
-    """The config itself; refused if it is not that of a decoder."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    classifiers, decoders = (
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     )
-
-    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-    why = ""
+    name, why = (setting(config, "architectures") or [type(config).__name__])[0], ""
+    can_classify = type(config) in classifiers and not config.is_encoder_decoder
+    if is_classifier(config):
+        if not can_classify:
+            raise UserError(
+                f"model: {name} is no encoder or decoder with a head that transformers knows; choose BERT, RoBERTa, "
+                "MPNet, or a causal language model"
+            )
+        return config
     if config.is_encoder_decoder:
         why = "it has an encoder and a decoder (is_encoder_decoder is true in its config)"
-    elif setting := _looks_ahead(config.get_text_config()):
-        why = f"its attention sees the tokens it should predict ({setting} in its config)"
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+    elif key := _looks_ahead(config.get_text_config()):
+        why = f"its attention sees the tokens it should predict ({key} in its config)"
+    elif type(config) not in decoders and not setting(config, "auto_map"):
         why = f"transformers knows no causal language model of type {config.model_type!r}"
     if why:
-        encoder = ""
-        if not config.is_encoder_decoder and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            encoder = ", or make it a classifier: head=classification"
+        encoder = ", or make it a classifier: head=classification" if can_classify else ""
         raise UserError(f"model: {name} is not a decoder: {why}; {CHOOSE}{encoder}")
     return config
 
@@ -145,9 +137,9 @@ def _looks_ahead(config: Any) -> str:
 
     if config.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"):
         key = "causal" if hasattr(config, "causal") else "is_decoder"
-        return "" if getattr(config, key, False) else f"{key} is false"
+        return "" if setting(config, key) else f"{key} is false"
     bidirectional = {"is_causal": (False,), "use_bidirectional_attention": (True, "all"), "attn_type": ("bi",)}
-    found = {key: getattr(config, key, None) for key in bidirectional}
+    found = {key: setting(config, key) for key in bidirectional}
     return next((f"{key} is {value}" for key, value in found.items() if value in bidirectional[key]), "")
 
 
@@ -163,10 +155,10 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, e
     forward pass on tokens does not use are frozen (reach.py); if they could not be determined, keyhole_untried is the
     reason. expert_units: large stacks of experts are computed and moved one expert at a time (find.py)."""
     check_model(config)
-    if getattr(config, "quantization_config", None):
+    if setting(config, "quantization_config"):
         raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        check_implementation("_attn_implementation", getattr(part, "_attn_implementation", None), type(part).__name__)
+        check_implementation("_attn_implementation", setting(part, "_attn_implementation"), type(part).__name__)
     with _matrices_on_meta():
         try:
             module = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -212,7 +204,7 @@ def _check_depth(module: Any) -> None:
     body = find_decoder(module) if not is_classifier(module.config) else module.base_model
     lists = [part for part in body.modules() if isinstance(part, nn.ModuleList)]
     if lists and not any(map(len, lists)):
-        count = getattr(module.config.get_text_config(), "num_hidden_layers", "none")
+        count = setting(module.config.get_text_config(), "num_hidden_layers", "none")
         raise UserError(
             f"model: {type(module).__name__} would have no blocks: the number of layers in its config "
             f"(num_hidden_layers, n_layer) is {count}; set it to the number that the weight files have"

@@ -27,6 +27,7 @@ import torch
 
 from keyhole.disk.weight_files import Stored, gguf_settings, stored_tensors
 from keyhole.errors import UserError, listed
+from keyhole.model.structure.config_files import setting
 from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import saved_buffers
 
@@ -190,10 +191,10 @@ def check_gguf_config(config: Any, directory: Path) -> None:
     """UserError if the GGUF files of a directory, if it has some, contradict the config. A config with fewer layers is
     let through: the tensors that it leaves out are named."""
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None)
+    rope = setting(text, "rope_parameters")
     for file, settings in gguf_settings(directory).items():
         for theirs, ours in GGUF_KEYS.items():
-            given, mine = settings.get(theirs), getattr(text, ours, None)
+            given, mine = settings.get(theirs), setting(text, ours)
             if ours == "rope_theta" and isinstance(rope, dict):
                 mine = rope.get(ours, mine)
             if not _is_number(given) or not _is_number(mine):

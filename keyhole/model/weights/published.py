@@ -18,6 +18,7 @@ from torch import nn
 
 from keyhole.disk.weight_files import Stored, has_weights, stored_tensors
 from keyhole.errors import UserError, listed
+from keyhole.model.structure.config_files import setting
 from keyhole.model.structure.layout import ALIGN, FlatTensor, find_layout
 from keyhole.model.weights.fit import check_gguf_config, match_names
 from keyhole.model.weights.format import FROZEN, Wire
@@ -87,9 +88,9 @@ def _grid(stored: Stored | None, shape: torch.Size) -> Grid | None:
 def forget_what_is_read(config: Any, directory: Path | None = None) -> None:
     """Calls forget_quantization if keyhole reads weights of this kind: as the files in a directory are, or, if there
     are none, by what the config says."""
-    said = getattr(config, "quantization_config", None) or {}
-    method = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
-    known = str(getattr(method, "value", method)).lower() in READ
+    said = setting(config, "quantization_config") or {}
+    method = said.get("quant_method") if isinstance(said, dict) else setting(said, "quant_method")
+    known = str(setting(method, "value", method)).lower() in READ
     if (known and (directory is None or not has_weights(directory))) or forms_in(directory):
         forget_quantization(config)
 
