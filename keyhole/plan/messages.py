@@ -21,7 +21,7 @@ from keyhole.errors import UserError
 from keyhole.machine.sizes import about, enough
 from keyhole.methods import METHODS, streaming_methods
 from keyhole.methods.workload import DeviceBytes, Workload
-from keyhole.model.structure.experts import STACK_NUMEL
+from keyhole.model.structure.find import STACK_NUMEL
 from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.reach import is_unreached
 
