@@ -16,11 +16,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._dynamo  # for transformers; its first import keeps its callers' frames alive: here none holds a model
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from keyhole.errors import UserError
 from keyhole.loading.homes import make_engine
@@ -43,7 +43,7 @@ from keyhole.ranks import Ranks
 
 
 def load(
-    model: str | Path | Any,
+    model: str | Path | PretrainedConfig,
     *,
     placement: str = "resident",
     gpu_memory: str | int | None = None,
@@ -63,7 +63,7 @@ def load(
     adapter: bool = True,
     head: str | None = None,
     num_labels: int | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     ranks: Ranks | None = None,
     overlap: bool = True,
     reuse_slots: bool = True,
@@ -190,7 +190,7 @@ def _limit_memory(changes: Changes, budget: int | None, device: torch.device) ->
         changes.set(memory_fraction(device), min(1.0, budget / total))
 
 
-def _check_work(work: Any) -> None:
+def _check_work(work: object) -> None:
     """Checks what memory is planned for: a misspelt method would be planned as forward passes alone."""
     if work is None:
         return

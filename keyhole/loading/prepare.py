@@ -14,7 +14,6 @@ belong to and the wire that they were learned in.
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -149,7 +148,7 @@ def find_source(
     return Source(config, directory, name, trust_remote_code, weights, wire, beside, learned_in)
 
 
-def check_source(model: Any) -> None:
+def check_source(model: object) -> None:
     """Refuses a module: a model is given by name, because its weights are read directly to their homes."""
     if isinstance(model, str | Path | PretrainedConfig):
         return

@@ -23,7 +23,6 @@ and within each kind by seconds per step. A number is lowered as little as possi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -144,9 +143,10 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
                 text = f"batch_size={smaller.batch} gradient_accumulation_steps={smaller.accumulation}"
                 yield 0, f"{text} {settings}".rstrip() + shown, smaller, traits, at, wire
                 break
-        settings_now = question.settings.get(traits.name) or traits.settings()
-        for form in _smaller_wires(traits, settings_now, question.dtype, wire):
-            yield 1, f"wire={form}{shown}", question, traits, at, form
+        width = question.dtype.itemsize if wire is None else bytes_per_element(wire)
+        for form in traits.all_wires(question.settings.get(traits.name) or traits.settings()):
+            if bytes_per_element(form) < width:
+                yield 1, f"wire={form}{shown}", question, traits, at, form
         if question.dtype == torch.float32 and wire is None:
             yield 1, f"dtype=bfloat16{shown}", replace(question, dtype=torch.bfloat16), traits, at, None
         length = question.length
@@ -180,21 +180,11 @@ def _fits(question: Question, traits: Traits, placement: str, wire: str | None) 
 def _own_changes(question: Question, traits: Traits) -> Iterator[tuple[str, Question]]:
     """Settings of the method that need less memory, according to its row."""
     own = question.settings.get(traits.name) or traits.settings()
-    for text in own.advice.change:
+    for text in (*own.advice.change, *(f"{key}=1" for key in own.advice.lower)):
         key, _, value = text.partition("=")
         name = key.rpartition(".")[2]
-        yield text, _with(question, traits, own, **{name: int(value) if type(vars(own)[name]) is int else value})
-    for key in own.advice.lower:
-        yield f"{key}=1", _with(question, traits, own, **{key.rpartition(".")[2]: 1})
-
-
-def _with(question: Question, traits: Traits, own: Any, **changes: Any) -> Question:
-    return replace(question, settings={**question.settings, traits.name: replace(own, **changes)})
-
-
-def _smaller_wires(traits: Traits, own: Any, dtype: torch.dtype, wire: str | None) -> list[str]:
-    now = dtype.itemsize if wire is None else bytes_per_element(wire)
-    return [name for name in traits.all_wires(own) if bytes_per_element(name) < now]
+        changed = type(own)(**vars(own) | {name: int(value) if value.isdecimal() else value})
+        yield text, replace(question, settings={**question.settings, traits.name: changed})
 
 
 def said(

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -96,7 +95,7 @@ def measure(device: torch.device) -> Rates:
             torch.cuda.empty_cache()
 
 
-def _best_s(run: Callable[[], Any], device: torch.device, rounds: int = 4, repeat: int = 1) -> float:
+def _best_s(run: Callable[[], object], device: torch.device, rounds: int = 4, repeat: int = 1) -> float:
     """Seconds of one run, the best of a few rounds."""
     best = float("inf")
     for _ in range(rounds + 1):  # the first round is a warm-up

@@ -26,7 +26,6 @@ GPU: the module is a skeleton (model/structure/skeleton.py).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -71,9 +70,11 @@ class Question:
     methods: tuple[str, ...] = tuple(METHODS)
     is_budget: bool = False
     chooses: bool = False  # loss: candidates
-    layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
+    layouts: dict[tuple[int, int | None, bool, bool], Layout] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # found so far
     parts: dict[int, Parts] = field(default_factory=dict, repr=False, compare=False)  # by the id of the module
-    wires: dict[Any, Wire] = field(default_factory=dict, repr=False, compare=False)
+    wires: dict[tuple[torch.dtype, str | None], Wire] = field(default_factory=dict, repr=False, compare=False)
 
     def find(
         self, module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True, cut_experts: bool = True
@@ -136,7 +137,7 @@ class Row:
     """The name of the storage format of the weights at home and on the link; `wire` is the setting, None for the dtype
     itself."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         found = self.seconds
         parts = {} if found is None else {"compute": found.compute, "link": found.link, "cpu": found.cpu}

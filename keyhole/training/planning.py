@@ -11,7 +11,6 @@ The arguments have been checked before (plan_request.py). The machine is, in thi
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
-from keyhole.methods.settings import kinds
+from keyhole.methods.settings import MethodSettings, kinds
 from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room
 from keyhole.model.forward.memory import host_bytes
@@ -139,7 +138,9 @@ class Prediction:
     source: str
 
 
-def predict(model: Model, method: str, tokens: float | None = None, own: Any = None) -> Prediction | None:
+def predict(
+    model: Model, method: str, tokens: float | None = None, own: MethodSettings | None = None
+) -> Prediction | None:
     """The plan for the actual placement, with this number of tokens per step (None: the largest step). None if
     there is no memory plan. own: other settings of the method than the run's."""
     if model.placed is None:
@@ -176,8 +177,7 @@ def faster_line(model: Model, method: str) -> str | None:
     value = "none" if own.is_compiled else "auto"  # compiled blocks keep all of it or nothing
     if own.keeps not in ("block", "host") or not fits(value, kinds(type(own))["activations"]):
         return None
-    changes: dict[str, Any] = {"activations": value}
-    other = replace(own, **changes)
+    other = replace(own, **{"activations": value})
     now, then = predict(model, method), predict(model, method, own=other)
     if now is None or then is None or now.seconds is None or then.seconds is None:
         return None
