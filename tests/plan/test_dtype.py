@@ -68,24 +68,9 @@ def test_a_run_on_float16_files_trains_in_another_dtype_and_says_so(
     half = keyhole.load(tiny_model, device="cpu", dtype="float16")
     half.save_pretrained(tmp_path / "half")
     words = [f"model={tmp_path / 'half'}", f"train_data={tiny_data}", "device=cpu", "max_length=64"]
+    words += ["eval_data=null", "eval_steps=null", "dtype=null", "max_steps=3", f"output_dir={tmp_path / 'out'}"]
     for dry in (["--dry-run"], []):
-        out = f"output_dir={tmp_path / 'out'}"
-        assert (
-            main(
-                [
-                    "train",
-                    "demo-adamw",
-                    *words,
-                    "eval_data=null",
-                    "eval_steps=null",
-                    "dtype=null",
-                    "max_steps=3",
-                    out,
-                    *dry,
-                ]
-            )
-            == 0
-        )
+        assert main(["train", "demo-adamw", *words, *dry]) == 0
         said = capsys.readouterr().out
         assert "since the model's files hold float16 and adamw has no loss scaling" in said
     assert keyhole.load(tmp_path / "out", device="cpu").dtype in (torch.bfloat16, torch.float32)

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plan_check import PARTS, RECORDS, planned_line, recorded, summary
-from keyhole.bench.cases import Case
+from benchmarks.plan_check import PARTS, RECORDS, recorded, summary
 from keyhole.bench.shapes import opt_config
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import BESIDE_COPIES, waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.lsp.traits import LSPConfig
-from keyhole.methods.work import forward_launches
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
@@ -72,13 +70,6 @@ def test_a_check_on_a_gpu_planned_by_the_code_of_today(letter: str) -> None:
     assert float(summary(lines)[-1].rpartition(", ")[2].rstrip("%")) >= 95
 
 
-def test_micro_batches_are_planned() -> None:
-    """Three of them take nearly three times as long; the weights are updated once."""
-    case = Case("Llama-7B", "resident", "lomo", batch=4, length=1024)
-    once, thrice = (planned_line(replace(case, micro_batches=n), H200, {}).planned["seconds"] for n in (1, 3))
-    assert 2.5 * once < thrice < 3 * once
-
-
 @cache
 def opt() -> Layout:
     return find_layout(build(opt_config("1.3B"), BF16))
@@ -110,8 +101,7 @@ def test_baselines_recompute_nothing_unless_asked() -> None:
         for how in ("none", "block")
     )
     plain = METHODS["sgd"].planned_work(opt(), set(), work("sgd"), ROOM, H200)
-    assert again.launches - kept.launches == pytest.approx(forward_launches(opt(), unrecorded=True))
-    assert kept.launches > plain.launches  # torch's update is a few kernels
+    assert again.launches > kept.launches > plain.launches  # torch's update is a few kernels
     assert plain.products == kept.products == pytest.approx(0.75 * again.products)
 
 
@@ -163,21 +153,6 @@ def test_under_a_budget_blocks_are_recorded_where_it_has_room() -> None:
         for size in (asked.gpu_bytes, full)
     )
     assert on_card.step_seconds == roomy.step_seconds < 0.5 * tight.step_seconds
-
-
-def test_launches_by_what_is_trained() -> None:
-    """A frozen model has no hooks and updates of matrices, only adapters; with both it has the sum; a graph has few."""
-    lora, lomo, both = (
-        METHODS[name].planned_work(opt(), set(), work(name, activations="block"), ROOM, H200) for name in LORAS
-    )
-    kept = METHODS["lora"].planned_work(opt(), set(), work("lora", activations="none"), ROOM, H200)
-    assert lora.launches < lomo.launches < both.launches < lora.launches + lomo.launches
-    assert lora.launches - kept.launches == pytest.approx(forward_launches(opt(), unrecorded=True) + 7 * 6 * 24)
-    short = METHODS["lomo"].planned_work(opt(), set(), replace(work("lomo"), tokens=512), ROOM, H200)
-    assert short.launches < lomo.launches / 2
-
-
-LORAS = "lora", "lomo", "lomo-lora"
 
 
 def test_a_whole_step_of_zo_is_one_graph_if_there_is_room() -> None:
