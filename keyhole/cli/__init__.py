@@ -181,7 +181,7 @@ def _clean_logs() -> Iterator[None]:
     """Escapes control characters in log lines and warnings of libraries, which may quote text from files."""
     make, form = logging.getLogRecordFactory(), warnings.formatwarning
 
-    def clean(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    def clean(*args: Any, **kwargs: object) -> logging.LogRecord:
         record = make(*args, **kwargs)
         record.msg, record.args = printable_lines(record.getMessage()), ()
         return record

@@ -53,7 +53,7 @@ def note(text: str) -> None:
         print(f"keyhole: {printable(text)}", file=sys.stderr)
 
 
-def load_settings(config: str, overrides: list[str] | None, stand_ins: dict[str, Any] | None = None) -> TrainConfig:
+def load_settings(config: str, overrides: list[str] | None, stand_ins: dict[str, object] | None = None) -> TrainConfig:
     """The resolved config, with a note when it is a shipped recipe and one for every warning. Where only settings were
     typed, they are the config; stand_ins: values of what this command does not look at then."""
     named, words = split_words([config, *(overrides or ())])

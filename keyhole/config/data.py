@@ -16,7 +16,7 @@ def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> 
     began (for template_date), its padding and its order."""
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     same = [field.name for field in dataclasses.fields(DataSettings) if field.name in names]
-    settings = DataSettings(**{name: getattr(config, name) for name in same})
+    settings = DataSettings(**{name: vars(config)[name] for name in same})
     if loader is None:
         return settings
     asked, *numbers = _padding(loader.get("padding", [BEFORE, BEFORE, None]))

@@ -7,7 +7,6 @@ python -m keyhole.config.docs    the Markdown of docs/config.md (a test checks t
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from keyhole.config.fields import Setting, sections, settings
 from keyhole.config.schema import TrainConfig
@@ -33,7 +32,7 @@ def default_text(setting: Setting) -> str:
     return "required" if setting.required else plain(setting.default)
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """A value as typed after `key=`."""
     if isinstance(value, float):
         return f"{value:g}"

@@ -9,7 +9,6 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from keyhole.config.fields import settings
 from keyhole.errors import UserError
@@ -56,21 +55,22 @@ def refuse(source: str, faults: list[Finding]) -> None:
         raise UserError("\n".join([f"{source}: {count}"] + [f"  {fault}" for fault in faults[:MOST_SHOWN]] + more))
 
 
-def nearest(word: Any, known: Iterable[str]) -> str:
+def nearest(word: object, known: Iterable[str]) -> str:
     """`; did you mean ...?`, or nothing if no known word is similar."""
     close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def suggest_value(found: Any, words: Collection[str]) -> str:
+def suggest_value(found: object, words: Collection[str]) -> str:
     """A suggestion for a value that is not one of `words` (or not a size): `found` is the text, or a list."""
     if isinstance(found, list):
         alone = [item for item in found if item in words]
         if len(found) == len(alone):
             return f"; one word is enough here: write {alone[0]}" if len(alone) == 1 else ""
         return next((suggest_value(item, words) for item in found if item not in words), "") if words else ""
-    if re.fullmatch(r"[0-9.]+\s*[KMGT]i?", str(found), re.IGNORECASE) and not words:
-        number, letter = found.rstrip("iI ")[:-1].strip(), found.rstrip("iI ")[-1].upper()
+    size = re.fullmatch(r"([0-9.]+)\s*([KMGT])i?", str(found), re.IGNORECASE)
+    if size and not words:
+        number, letter = size[1], size[2].upper()
         return f"; write {number}{letter}iB (of 1024) or {number}{letter}B (of 1000)"
     other = SPELLINGS.get(str(found).lower())
     return f"; did you mean `{other}`?" if other in words else nearest(found, words)

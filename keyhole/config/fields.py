@@ -28,7 +28,7 @@ class Setting:
 
     key: str
     type: Any
-    default: Any
+    default: object
     doc: str
 
     @property

@@ -49,7 +49,8 @@ def read_text(path: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot read the config: {getattr(error, 'strerror', error)}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot read the config: {why}") from None
 
 
 def read_limited(path: Path) -> str:
@@ -243,7 +244,7 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
     return values
 
 
-def _plain(node: yaml.Node) -> Any:
+def _plain(node: yaml.Node) -> object:
     """The text of a node, or the texts in a list; deeper levels are ignored (aliases can be recursive)."""
     if isinstance(node, yaml.SequenceNode):
         return [item.value for item in node.value if isinstance(item, yaml.ScalarNode)]

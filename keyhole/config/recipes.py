@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from keyhole.config.faults import nearest
 from keyhole.config.fields import sections, settings
@@ -107,6 +106,8 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return words[place], [*words[:place], *words[place + 1 :]]
 
 
-def config_of_settings(words: Sequence[str], stand_ins: dict[str, Any] | None = None) -> tuple[TrainConfig, list[str]]:
+def config_of_settings(
+    words: Sequence[str], stand_ins: dict[str, object] | None = None
+) -> tuple[TrainConfig, list[str]]:
     """The config from settings alone, and warnings. stand_ins: values for settings that the command does not use."""
     return parse_config(json.dumps(stand_ins or {}), words, source=NO_FILE, where="")

@@ -84,7 +84,7 @@ class Nodes(Source):
 NODES = Nodes()
 
 
-def parse(node: yaml.Node, kind: Any) -> Any:
+def parse(node: yaml.Node, kind: object) -> Any:
     """The node's value with this type; Mismatch says what was expected."""
     try:
         return convert(node, kind, NODES)
@@ -95,7 +95,7 @@ def parse(node: yaml.Node, kind: Any) -> Any:
         raise Mismatch(describe(kind, full=True) + _bad_item(node, kind)) from None
 
 
-def _bad_item(node: yaml.Node, kind: Any) -> str:
+def _bad_item(node: yaml.Node, kind: object) -> str:
     """`; item 2 is -1`: the first item of a list or mapping that does not fit; "" if it does not fit as a whole."""
     arms = {typing.get_origin(arm): typing.get_args(arm) for arm in (kind, *typing.get_args(kind))}
     if list in arms and isinstance(node, yaml.SequenceNode):
@@ -109,7 +109,7 @@ def _bad_item(node: yaml.Node, kind: Any) -> str:
     return ""
 
 
-def _fits(node: yaml.Node, kind: Any) -> bool:
+def _fits(node: yaml.Node, kind: object) -> bool:
     try:
         convert(node, kind, NODES)
     except (*NODES.unfit, Twice):
@@ -117,7 +117,7 @@ def _fits(node: yaml.Node, kind: Any) -> bool:
     return True
 
 
-def _plain(node: yaml.Node, left: list[int]) -> Any:
+def _plain(node: yaml.Node, left: list[int]) -> object:
     """A JSON value by YAML's rules; each use of an alias counts, so that aliases cannot multiply. left: nodes still
     allowed."""
     left[0] -= 1
@@ -126,7 +126,7 @@ def _plain(node: yaml.Node, left: list[int]) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, left) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for key, item in node.value:
             name = convert(key, str, NODES)
             if name in found:
@@ -164,7 +164,7 @@ def _parse_text(text: str) -> str:
     return text
 
 
-_SCALARS: dict[Any, Callable[[str], Any]] = {
+_SCALARS: dict[object, Callable[[str], object]] = {
     bool: lambda text: BOOLS[text.lower()],
     int: _parse_int,
     float: _parse_float,
@@ -188,12 +188,12 @@ _Dumper.add_representer(Bytes, lambda dumper, size: _represent_text(dumper, str(
 _Dumper.add_multi_representer(Path, lambda dumper, path: _represent_text(dumper, str(path)))
 
 
-def dump(value: Any) -> str:
+def dump(value: object) -> str:
     """Plain data as block YAML, keys in the order given, lines never folded."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**30))
 
 
-def to_node(value: Any) -> yaml.MappingNode:
+def to_node(value: object) -> yaml.MappingNode:
     """The YAML nodes of `dump(value)`, made without the text."""
     return _Dumper(io.StringIO(), sort_keys=False).represent_data(value)
 

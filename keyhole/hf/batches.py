@@ -14,7 +14,7 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 SWITCHES = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")  # they change no loss
 
 
-def tensors_of(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def tensors_of(inputs: object) -> dict[str, torch.Tensor]:
     """The inputs of the model; keyhole refuses unknown ones."""
     if not isinstance(inputs, Mapping):
         raise UserError(f"batch: found a {type(inputs).__name__}; data_collator must return a dict of tensors")

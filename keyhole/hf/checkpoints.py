@@ -24,7 +24,7 @@ import re
 import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
@@ -53,8 +53,8 @@ MARK = "checkpoint-is-incomplete.txt"  # the Trainer's, of a checkpoint that a s
 class Scheduler(Protocol):
     """The Trainer's."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
 
 
 def trained_names(model: Model) -> list[str]:

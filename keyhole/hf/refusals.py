@@ -74,7 +74,7 @@ def check_class(cls: type, mixin: type) -> None:
             raise UserError(f"{owner.__name__}.{name} would never be called: {instead}")
 
 
-def check_names(cls: type, mixin: type, args: TrainingArguments, options: dict[str, Any]) -> None:
+def check_names(cls: type, mixin: type, args: TrainingArguments, options: dict[str, object]) -> None:
     """UserError for an argument that the Trainer behind the mixin does not take. One that takes any may have a use for
     it: then its own TypeError is translated (`misplaced`)."""
     bases = cls.__mro__[cls.__mro__.index(mixin) + 1 : -1]
@@ -128,7 +128,7 @@ def check(args: TrainingArguments, row: Traits, own: MethodSettings, options: di
         raise UserError("\n".join([f"KeyholeTrainer with method={row.name} cannot honour these settings:", *found]))
 
 
-def warn_of_rate(args: TrainingArguments, row: Traits, own: MethodSettings, model: Any) -> None:
+def warn_of_rate(args: TrainingArguments, row: Traits, own: MethodSettings, model: object) -> None:
     """Warns of an unusual rate: the Trainer's default is AdamW's, with which other methods learn nothing or diverge."""
     usual, (low, high) = row.rates(own)
     is_demo = isinstance(model, str | Path) and assets.is_demo_model(str(model))
@@ -140,7 +140,7 @@ def warn_of_rate(args: TrainingArguments, row: Traits, own: MethodSettings, mode
         )
 
 
-def check_loaded(args: TrainingArguments, given: dict[str, Any]) -> None:
+def check_loaded(args: TrainingArguments, given: dict[str, object]) -> None:
     """A model that keyhole.load has placed already is not placed again."""
     late = [name for name in ("placement", "gpu_memory", "dtype", "wire") if given[name] is not None]
     said = {key: vars(args).get(key) for key in ("placement", "gpu_memory", "wire", "model_dtype")}

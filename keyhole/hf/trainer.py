@@ -59,7 +59,9 @@ class KeyholeMixin(Base):
     method: Method
     optimizer: torch.optim.Optimizer | None
 
-    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **options: Any) -> None:
+    def __init__(
+        self, model: object = None, args: TrainingArguments | None = None, *rest: object, **options: Any
+    ) -> None:
         """model: a directory, a hub id, a config, or the result of keyhole.load. method, settings, placement,
         gpu_memory, dtype, wire, weight_decay_on and max_length (for the plan) may be given here or in
         KeyholeArguments; everything else is the Trainer's."""
@@ -81,7 +83,7 @@ class KeyholeMixin(Base):
         refusals.check_bf16(args, NAMES[self.keyhole.dtype])
         if options.get("processing_class") is None and "tokenizer" not in options:
             options["processing_class"] = self.keyhole.tokenizer
-        self._collected: list[Any] = []
+        self._collected: list[dict[str, torch.Tensor]] = []
         self._said_empty = False
         self._uncounted: int | None = None  # steps counted at the last update
         self._trained: list[str] = []  # what was trained when the method was made
@@ -100,7 +102,7 @@ class KeyholeMixin(Base):
                 "model with the tokens it needs first, and leave out what wraps it"
             )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **options: object) -> object:
         """The Trainer's; micro-batches of a step that an earlier call did not finish are dropped. True: from the newest
         checkpoint that is complete."""
         self._collected, self._uncounted = [], None
@@ -119,13 +121,13 @@ class KeyholeMixin(Base):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the parameters stay where keyhole placed them."""
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: object = None) -> nn.Module:
         """A shell without parameters, so that accelerate does not prepare, cast or replicate the model."""
         return model if isinstance(model, Shell) else Shell(self.keyhole.module)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: object = None) -> torch.optim.Optimizer:
         """Creates the method, and returns its shell as the Trainer's optimizer."""
         if self.optimizer is None:
             self._trained = checkpoints.trained_names(self.keyhole)
@@ -134,7 +136,7 @@ class KeyholeMixin(Base):
         refusals.check_best(self.args, self.method)
         return self.optimizer
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: object, num_items_in_batch: object = None) -> torch.Tensor:
         """Collects a micro-batch; at the last one of the step, makes the update."""
         self._collected.append(tensors_of(inputs))
         if not self.accelerator.sync_gradients:
@@ -154,11 +156,11 @@ class KeyholeMixin(Base):
         """The norm before clipping; the step has already clipped."""
         return self._get_grad_norm(model)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor | float | None:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> torch.Tensor | float | None:
         found = self.method.metrics().get("grad_norm")
         return found.detach() if isinstance(found, torch.Tensor) else found
 
-    def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
+    def log(self, logs: dict[str, float], *more: object, **options: object) -> None:
         """Logs, with the method's numbers of its last step."""
         if "loss" in logs and hasattr(self, "method"):
             logs |= {name: float(value) for name, value in self.method.metrics().items() if name not in logs}
@@ -167,7 +169,7 @@ class KeyholeMixin(Base):
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: object, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Loss, logits and labels of a batch; logits only if needed."""
         batch, device = tensors_of(inputs), self.args.device
@@ -186,7 +188,7 @@ class KeyholeMixin(Base):
 
     # -- files -----------------------------------------------------------------------------------------------------
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         """Saves the model (by keyhole), the tokenizer, and the arguments."""
         directory = Path(output_dir or self.args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -196,12 +198,12 @@ class KeyholeMixin(Base):
             tokenizer.save_pretrained(directory)
         torch.save(self.args, directory / TRAINING_ARGS_NAME)
 
-    def create_model_card(self, *args: Any, **options: Any) -> None:
+    def create_model_card(self, *args: object, **options: object) -> None:
         """The Trainer's, with the method in place of the Trainer's optimizer."""
         super().create_model_card(*args, **options)
         checkpoints.state_method(Path(self.args.output_dir) / "README.md", self._wanted, self.keyhole)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """The Trainer's; once the step is counted, if its update is made already: resuming would repeat it."""
         if self._uncounted == self.state.global_step:
             self.control.should_save = True
@@ -213,7 +215,7 @@ class KeyholeMixin(Base):
         step = self.state.global_step
         checkpoints.save(Path(output_dir), self.method, self.lr_scheduler, step, self._wanted, self._trained)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         trained = self._trained or checkpoints.trained_names(self.keyhole)
         self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted, trained)
         if not self._wanted.row.keeps_base:  # adapters are completely in the method's state
@@ -268,7 +270,7 @@ class Shell(nn.Module):
     def config(self) -> Any:
         return self.module_.config
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def forward(self, *args: object, **options: object) -> None:
         raise UserError(
             "the model cannot be called by itself while keyhole streams it; trainer.keyhole.nll(batch) gives losses"
         )
