@@ -45,27 +45,6 @@ def test_train_with_every_method(config: Path, method: str, capsys: Any) -> None
     assert stored == load_config(config, [f"method={method}"])[0] and warnings == []
 
 
-def test_placement_and_switches_change_no_number(config: Path) -> None:
-    """Streamed, with and without overlap, deferred update and reused slots: the same weights as resident."""
-    variants = {
-        "resident": [],
-        "stream": ["placement=stream"],
-        "slow": ["placement=stream", "offload.graphs=false"],
-    }
-    weights = []
-    for name, words in variants.items():
-        out = config.parent / name
-        assert main(["train", str(config), f"output_dir={out}", *words]) == 0
-        weights.append((out / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1] == weights[2]
-
-
-def test_data_are_shown_by_settings_alone(tiny_model: Path, tiny_data: Path, capsys: Any) -> None:
-    """Where to write, how long and by which method is nothing that `keyhole data` looks at."""
-    assert main(["data", f"model={tiny_model}", f"train_data={tiny_data}", "-n", "1"]) == 0
-    assert "trained on" in capsys.readouterr().out
-
-
 def test_a_model_in_bin_files_trains_and_resumes(config: Path, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     """As facebook/opt-13b is published: the run, its journal and its resume are those of the same safetensors."""
     old = shutil.copytree(tiny_model, tmp_path / "old")
@@ -147,10 +126,12 @@ def test_a_dry_run_refuses_an_output_dir_that_cannot_be_written(config: Path, ca
 
 
 def test_data_shows_samples(config: Path, capsys: Any) -> None:
-    """`-n 2` shows two samples with what is trained on."""
-    assert main(["data", str(config), "-n", "2"]) == 0
-    text = capsys.readouterr().out
-    assert text.count("sample ") >= 2 and "prompt_completion" in text and "TRAINED" in text
+    """`-n 2` shows two samples with what is trained on; method, steps and output_dir may be missing."""
+    words = [line.replace(": ", "=") for line in config.read_text().split("\n") if line.startswith(("model", "train"))]
+    for asked in ([str(config)], words):
+        assert main(["data", *asked, "-n", "2"]) == 0
+        text = capsys.readouterr().out
+        assert text.count("sample ") >= 2 and "prompt_completion" in text and "TRAINED" in text
 
 
 def test_eval_and_chat(tiny_model: Path, tiny_data: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -1,6 +1,5 @@
 """keyhole train: what reaches the trainer, and bad configs through the real command."""
 
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,27 +77,19 @@ def test_warnings_are_printed_and_do_not_stop(config: str, calls: list[Any], cap
 
 
 BAD = [
-    ("learnin_rate: 1e-3", (), "did you mean `learning_rate`?"),
     ("batch_size: eight", (), "line 6: batch_size: found `eight`, expected whole number >= 1"),
     ("dtype: bf16", (), "expected float32 | bfloat16 | float16 or null; did you mean `bfloat16`?"),
     ("", ("dtype=fp16",), "did you mean `float16`?"),
-    ("", ("dtype=half",), "did you mean `float16`?"),
     ("", ("gpu_memory=8G",), "write 8GiB (of 1024) or 8GB (of 1000)"),
     ("gpu_memory: 8 gi", (), "write 8GiB (of 1024) or 8GB (of 1000)"),
-    ("", ("dtype=[bfloat16]",), "one word is enough here: write bfloat16"),
     ("dtype: [bfloat16]", (), "one word is enough here: write bfloat16"),
     ("", ("report_to=[wandb, tensorbord]",), "did you mean `tensorboard`?"),
     ("eval_data: $NO_SUCH_VARIABLE/x.jsonl", (), "there is no variable NO_SUCH_VARIABLE in the environment"),
     ("", ("output_dir=~nosuchuser/x",), "found `~nosuchuser/x`, but there is no home directory of nosuchuser"),
     ("method: [", (), "not valid YAML"),
-    ("", ("placement=strem",), "did you mean `stream`?"),
-    ("", ("max_steps=null",), "set max_steps or num_train_epochs"),
-    ("", ("eval_steps=3",), "set eval_data"),
-    ("", ("max_grad_norm=1",), "use zo.clip"),
     ("", ("gpu_memory=8",), "such as 8GiB"),
     ("", ("seed",), "write key=value"),
     ("", ("--seed", "3"), "write seed=3"),
-    ("", ("device=tpu",), "expected cpu, cuda or cuda:N"),
 ]
 
 
@@ -114,31 +105,6 @@ def test_bad_configs_are_one_message_exit_2_and_nothing_written(
     printed = capsys.readouterr()
     assert says in printed.err and "Traceback" not in printed.err and printed.out == ""
     assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize(("content", "says"), [(b"", "empty"), (b"\x89PNG\xff", "not UTF-8"), (b"- a", "key: value")])
-def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str, capsys: Any) -> None:
-    """An empty, a binary and a list file are named for what they are."""
-    path = tmp_path / "odd.yaml"
-    path.write_bytes(content)
-    assert main(["train", str(path)]) == 2
-    message = capsys.readouterr().err
-    assert "odd.yaml" in message and says in message
-
-
-def test_pipes_devices_and_huge_files_are_no_configs(tmp_path: Path, capsys: Any) -> None:
-    """None of them hangs the command or fills the memory."""
-    os.mkfifo(tmp_path / "pipe.yaml")
-    (tmp_path / "huge.yaml").write_bytes(b"")
-    os.truncate(tmp_path / "huge.yaml", 2**40)
-    says = {
-        str(tmp_path / "pipe.yaml"): "it is a pipe",
-        "/dev/zero": "more than",
-        str(tmp_path / "huge.yaml"): "more than",
-    }
-    for path, why in says.items():
-        assert main(["train", path]) == 2
-        assert why in capsys.readouterr().err
 
 
 def test_a_run_directory_instead_of_its_config(tmp_path: Path, capsys: Any) -> None:

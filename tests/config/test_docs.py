@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from keyhole.config import TrainConfig, resolve
-from keyhole.config.docs import annotated, explain, markdown
+from keyhole.config.docs import annotated, markdown
 from keyhole.config.fields import settings
 from keyhole.config.loader import parse_config
 
@@ -21,13 +21,6 @@ def test_the_docs_page_is_up_to_date() -> None:
     it yet."""
     page, now = ((text.split("\n## ")) for text in ((ROOT / "docs" / "config.md").read_text(), markdown()))
     assert page[:3] == now[:3] and set(page) <= set(now)
-
-
-def test_explain_names_every_key() -> None:
-    """The terminal help lists all keys with their defaults."""
-    text = explain()
-    for key, setting in settings().items():
-        assert f"  {key} = " in text and setting.doc in text
 
 
 def test_the_annotated_config_is_a_config() -> None:

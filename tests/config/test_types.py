@@ -117,18 +117,7 @@ def test_a_list_without_items_is_shown_as_empty() -> None:
     assert [show(yaml.compose(text, Loader=yaml.SafeLoader)) for text in ("[]", "[1]")] == ["an empty list", "a list"]
 
 
-HUGE = [
-    "batch_size",
-    "gradient_accumulation_steps",
-    "max_steps",
-    "max_length",
-    "zo.directions",
-    "threads",
-    "lora.r",
-]
-
-
-@pytest.mark.parametrize("key", HUGE)
+@pytest.mark.parametrize("key", ["batch_size", "max_length", "zo.directions", "threads", "lora.r"])
 @pytest.mark.parametrize("value", ["1e308", "1e12", "9" * 5000])
 def test_a_number_beyond_all_reason_is_a_fault_and_no_traceback(key: str, value: str) -> None:
     """Later it would be an overflow, a list of 10^12 passes, or a machine out of memory."""

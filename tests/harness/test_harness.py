@@ -82,19 +82,8 @@ def test_long_texts_are_cut_as_hf_cuts_them(tasks: list[str]) -> None:
 def test_the_command_prints_the_table_and_writes_the_results(tasks: list[str], tmp_path: Path, capsys: Any) -> None:
     """keyhole eval --harness with a file of a task, streamed."""
     out = tmp_path / "results.json"
-    words = [
-        "eval",
-        "demo",
-        "--harness",
-        tasks[0],
-        "--limit",
-        "3",
-        "--json",
-        str(out),
-        "placement=stream",
-        "device=cpu",
-    ]
-    assert main(words) == 0
+    words = ["eval", "demo", "--harness", tasks[0], "--limit", "3", "--json", str(out)]
+    assert main([*words, "placement=stream", "device=cpu"]) == 0
     assert "letters" in capsys.readouterr().out
     found = json.loads(out.read_text())
     assert "acc,none" in found["results"]["letters"] and len(found["samples"]["letters"]) == 3

@@ -39,14 +39,6 @@ def test_what_cannot_work_is_refused(
         trainer(tiny_model, tmp_path, batches, **options)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "galore"])
-def test_a_rate_below_zero_is_refused(tiny_model: Path, name: str) -> None:
-    """By name, as with all methods."""
-    model = keyhole.load(str(tiny_model), device="cpu")
-    with pytest.raises(UserError, match=r"lr: -1\.0 is no learning rate"):
-        keyhole.methods.METHODS[name].load()(model, -1.0)
-
-
 @pytest.mark.parametrize("tf32", [None, True])
 def test_tf32_of_the_arguments_is_honoured(
     tiny_model: Path, tmp_path: Path, batches: list[Any], tf32: bool | None

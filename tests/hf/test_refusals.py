@@ -3,7 +3,6 @@
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,21 +45,13 @@ def test_the_defaults_are_honoured(tmp_path: Path, method: str) -> None:
 def test_everything_in_the_way_is_told_at_once(tmp_path: Path) -> None:
     """Each with its name."""
     text = told(
-        tmp_path, "zo", {"compute_loss_func": print, "optimizers": (object(), None)}, max_grad_norm=1.0,
-        gradient_checkpointing=True, adam_beta2=0.9,
+        tmp_path, "zo", {"compute_loss_func": print, "optimizers": (object(), None), "peft_config": object()},
+        max_grad_norm=1.0, gradient_checkpointing=True, adam_beta2=0.9,
     )  # fmt: skip
     names = [line.split(":")[0].strip() for line in text.splitlines()[1:]]
-    assert len(names) == 5 and set(names) == {  # each once
-        "max_grad_norm", "gradient_checkpointing", "adam_beta2", "compute_loss_func", "optimizers",
+    assert len(names) == 6 and set(names) == {  # each once
+        "max_grad_norm", "gradient_checkpointing", "adam_beta2", "compute_loss_func", "optimizers", "peft_config",
     }  # fmt: skip
-
-
-def test_a_module_is_answered_with_its_name(tmp_path: Path) -> None:
-    """As in a script that has made its model for the Trainer already."""
-    args = KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="sgd", learning_rate=1e-2)
-    module = SimpleNamespace(name_or_path="some/model")
-    with pytest.raises(UserError, match="give its name, 'some/model', or what keyhole.load returns"):
-        KeyholeTrainer(module, args)
 
 
 def test_a_missing_method_is_told_with_where_to_set_it(tmp_path: Path) -> None:
@@ -94,11 +85,6 @@ def test_a_rate_of_another_method_is_warned_of(tmp_path: Path, rate: float, mode
 def test_what_would_be_ignored_or_break_later_is_told(tmp_path: Path, arguments: dict[str, Any], says: str) -> None:
     """Arguments that the loop would not read, or only after the model is loaded."""
     assert says in told(tmp_path, **arguments)
-
-
-def test_adapters_of_another_library_are_refused(tmp_path: Path) -> None:
-    """TRL would put them into the module, whose weights keyhole has placed already."""
-    assert "peft_config: the method decides" in told(tmp_path, options={"peft_config": object()})
 
 
 @pytest.mark.parametrize("name", ["compute_loss", "_prepare_inputs", "get_decay_parameter_names"])

@@ -63,32 +63,9 @@ def test_task_files_and_comparisons_that_are_none_are_refused(place: Place, name
 
 
 WORDS = [
-    "",
-    "null",
-    "nan",
-    "inf",
-    "-1",
-    "0",
-    "1e308",
-    "1e12",
-    "9" * 5000,
-    "true",
-    "[]",
-    "{}",
-    "[[",
-    "[1, a]",
-    "{a: {b: c}}",
-]
-WORDS += [
-    ESCAPE,
-    "../../../etc/passwd",
-    "/dev/zero",
-    "~/x",
-    "$HOME",
-    "x" * 10_000,
-    "0.5",
-    "\ud800".encode("utf-8", "surrogatepass").decode("utf-8", "replace"),
-]
+    "", "null", "nan", "inf", "-1", "0", "0.5", "1e308", "1e12", "9" * 5000, "true", "[]", "{}", "[[", "[1, a]",
+    "{a: {b: c}}", ESCAPE, "../../../etc/passwd", "/dev/zero", "~/x", "$HOME", "x" * 10_000, "\ufffd",
+]  # fmt: skip
 
 
 @settings(parent=MANY, max_examples=60)

@@ -33,24 +33,19 @@ def v2(limit: object, used: int, cache: int = 0) -> dict[str, str]:
     }
 
 
-def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
-    """`max` is no limit."""
-    memory = host_memory(*machine(tmp_path, {".": v2("max", 9)}, "0::/\n"))
-    assert (memory.total_bytes, memory.available_bytes) == (64 * GIB, 48 * GIB)
-    assert memory.cgroup_limit_bytes is None
+LIMITS = {
+    "max is no limit": ({".": v2("max", 9)}, "/", 48 * GIB, None),
+    "limit - used + inactive cache": ({".": v2(16 * GIB, 10 * GIB, 3 * GIB)}, "/", 9 * GIB, 16 * GIB),
+    "a slice above": ({"a": v2(20 * GIB, 19 * GIB), "a/b": v2(8 * GIB, 2 * GIB)}, "/a/b", GIB, 8 * GIB),
+    "nothing left, and never less": ({".": v2(16 * GIB, 17 * GIB)}, "/", 0, 16 * GIB),
+}
 
 
-def test_the_limit_of_a_container_counts_and_its_cache_is_free(tmp_path: Path) -> None:
-    """Available is limit - used + inactive cache."""
-    memory = host_memory(*machine(tmp_path, {".": v2(16 * GIB, 10 * GIB, 3 * GIB)}, "0::/\n"))
-    assert (memory.available_bytes, memory.cgroup_limit_bytes) == (9 * GIB, 16 * GIB)
-
-
-def test_a_group_above_counts_too(tmp_path: Path) -> None:
-    """A slice with less room than the process's own group decides."""
-    groups = {"a": v2(20 * GIB, 19 * GIB), "a/b": v2(8 * GIB, 2 * GIB)}
-    memory = host_memory(*machine(tmp_path, groups, "0::/a/b\n"))
-    assert (memory.available_bytes, memory.cgroup_limit_bytes) == (1 * GIB, 8 * GIB)
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_tightest_limit_of_a_container_counts(tmp_path: Path, name: str) -> None:
+    groups, own, available, limit = LIMITS[name]
+    memory = host_memory(*machine(tmp_path, groups, f"0::{own}\n"))
+    assert (memory.total_bytes, memory.available_bytes, memory.cgroup_limit_bytes) == (64 * GIB, available, limit)
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -64,12 +59,6 @@ def test_version_1(tmp_path: Path) -> None:
     groups = {"memory": no_limit, "memory/docker/x": files}
     memory = host_memory(*machine(tmp_path, groups, "5:cpu,cpuacct:/\n4:memory:/docker/x\n0::/\n"))
     assert (memory.available_bytes, memory.cgroup_limit_bytes) == (3 * GIB + GIB // 2, 4 * GIB)
-
-
-@pytest.mark.parametrize("used", [17 * GIB, 16 * GIB])
-def test_an_overfull_group_has_nothing_left(tmp_path: Path, used: int) -> None:
-    """Never negative."""
-    assert host_memory(*machine(tmp_path, {".": v2(16 * GIB, used)}, "0::/\n")).available_bytes == 0
 
 
 def test_this_machine() -> None:

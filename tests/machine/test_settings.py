@@ -40,26 +40,6 @@ def test_holders_may_go_in_any_order(order: list[int], values: list[str]) -> Non
         assert knob.value == (values[left[-1]] if left else "before")
 
 
-def test_a_holder_may_change_its_mind() -> None:
-    """Set twice by one model, a setting is put back once, to what was before both."""
-    knob, holder = Knob(), Changes()
-    setting = knob.setting()
-    holder.set(setting, 1)
-    holder.set(setting, 2)
-    assert knob.value == 2
-    holder.put_back()
-    assert knob.value == "before"
-
-
-def test_what_somebody_else_set_meanwhile_stays() -> None:
-    """A value that is not ours is not ours to put back."""
-    knob, holder = Knob(), Changes()
-    holder.set(knob.setting(), 1)
-    knob.value = "theirs"
-    holder.put_back()
-    assert knob.value == "theirs"
-
-
 def test_what_was_there_when_a_model_came_is_put_back() -> None:
     """Also if it was somebody else's, set while an older model lived."""
     knob, old, new = Knob(), Changes(), Changes()
