@@ -20,8 +20,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +51,6 @@ from keyhole.compare.result import (
     write_result,
 )
 from keyhole.compare.table import Cell, cell_of, choose, number, seeds_of_grid, to_json, to_markdown, zero_shot_cell
-from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.files import remove, write_text
@@ -97,7 +97,8 @@ def compare(
         say(f"{counted(total, 'run')}{fewer if total < listed else ''}")
         return 0
     kept.day = inspect(root).day
-    execution = Execution(comparison, groups, kept, root, retry, allow_code_execution, say)
+    code = allow_code_execution
+    execution = Execution(comparison, groups, kept, root, retry, code, lambda text: say(without_controls(text)))
     execution.read_tasks()
     hashes = {name: kept.model_hash(path) for name, path in comparison.models.items()}
     now = Marker(FORMAT, comparison.title, comparison.source, kept.day, hashes)
@@ -130,12 +131,9 @@ class Execution:
     allow_code_execution: bool
     say: Callable[[str], None]
 
-    def __post_init__(self) -> None:
-        self.results: dict[str, Result] = {}
-        self.zero_shot: dict[tuple[str, str], Result] = {}
-        self.environment = environment()
-        tell = self.say
-        self.say = lambda text: tell(without_controls(text))  # messages may contain control characters
+    results: dict[str, Result] = field(default_factory=dict)
+    zero_shot: dict[tuple[str, str], Result] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=environment)
 
     def go(self) -> int:
         """Executes the remaining runs. Tables are written also after an interruption."""
@@ -213,13 +211,7 @@ class Execution:
                 judge = Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution)
                 for config in (group.trials[point, seed].config for point in group.points):
                     judge.check(config, bool(data.eval), bool(data.labels))
-        self.groups = [with_data(group, self._data_hash) for group in self.groups]
-
-    def _data_hash(self, config: TrainConfig) -> str:
-        try:
-            return self.kept.data_hash(data_settings(config))
-        except Exception:  # a grid point that its data do not fit (max_length): the run itself reports it
-            return "unread"
+        self.groups = [with_data(group, self.kept.data_hash) for group in self.groups]
 
     def _run(self, trial: Trial) -> bool:
         """Executes a run and keeps its result; False if it was interrupted."""
@@ -267,11 +259,9 @@ class Execution:
         """Scores every model without training on the test questions of every task."""
         for group in self.groups:
             place = (group.model, group.task)
-            if place in self.zero_shot:
-                continue
             trial = next(iter(group.trials.values()))
-            if trial.config.head is not None:
-                continue  # a new head is untrained
+            if place in self.zero_shot or trial.config.head is not None:  # a new head is untrained
+                continue
             made = blank(trial)
             made.id, made.method, made.point = shared.untrained_id(trial, self.groups, self.kept), ZERO_SHOT, []
             found = self._read(made.id)
@@ -287,11 +277,10 @@ class Execution:
 
     def cells(self) -> list[Cell]:
         """The table so far."""
-        cells: list[Cell] = []
+        cells, untrained = list[Cell](), dict(self.zero_shot)
         for group in self.groups:
-            place = (group.model, group.task)
-            if place in self.zero_shot and not any(c.method == ZERO_SHOT and (c.model, c.task) == place for c in cells):
-                cells.append(zero_shot_cell(self.zero_shot[place]))
+            first = untrained.pop((group.model, group.task), None)
+            cells += [] if first is None else [zero_shot_cell(first)]
             cells.append(cell_of(group, self.comparison, self.results))
         return cells
 

@@ -23,8 +23,7 @@ import datetime
 import json
 import math
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from keyhole.config.fields import own_settings
 from keyhole.data.run import Data
 from keyhole.data.settings import today
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
-from keyhole.disk.files import read_small, write_text
+from keyhole.disk.files import read_small, write_text, writing_to
 from keyhole.disk.json_text import json_text
 from keyhole.disk.typed_json import decode, finite
 from keyhole.errors import UserError
@@ -232,15 +231,6 @@ def mark(root: Path, marker: Marker) -> None:
     with writing_to(root):
         (root / "runs").mkdir(parents=True, exist_ok=True)
         write_text(root / MARKER, json_text(asdict(marker)) + "\n")
-
-
-@contextmanager
-def writing_to(root: Path) -> Iterator[None]:
-    """An error of the disk is one of the user's output_dir."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
 
 
 def changes(root: Path, before: Marker, now: Marker) -> list[str]:

@@ -27,7 +27,7 @@ import keyhole
 from keyhole.demo import peak_memory, train
 from keyhole.demo.report import COLUMNS, cells, line_of, make_report, squeezed_line
 from keyhole.demo.train import Result
-from keyhole.disk.files import write_text
+from keyhole.disk.files import write_text, writing_to
 from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
 from keyhole.eval import tasks
@@ -55,7 +55,11 @@ def run_demo(
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise UserError(f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}")
-    root = _own_directory(Path(output_dir))
+    root = Path(output_dir)
+    found = inspect(str(root), resume=True)  # a directory with other files is refused
+    with writing_to(root):
+        found.run.mkdir(parents=True, exist_ok=True)
+        write_text(found.marker, json_text({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")
     _say(f"the embedded model and task, {len(names)} methods, seed {seed}; everything goes to {root}/")
     with peak_memory.measured_beside(names, device) as peaks, _threads(THREADS):
         results = [_run_method(Result(name, train.settings_of(name, steps)), root, seed, device) for name in names]
@@ -63,13 +67,14 @@ def run_demo(
         for name in train.one_of_each_sweep(names):
             squeezed.append(train.squeeze(name, seed, min(steps or train.STEPS, train.STEPS), device))
             _say(squeezed_line(squeezed[-1]))
-        found = peaks()
+        measured = peaks()
     for result in results:
-        result.host_bytes, result.gpu_bytes = found.get(result.method, (0, 0))
+        result.host_bytes, result.gpu_bytes = measured.get(result.method, (0, 0))
     print("\n".join(["", *aligned([COLUMNS, *map(cells, results)]), ""]))
-    _write(root / "results.json", json_text([asdict(result) for result in results], indent=1) + "\n")
-    _write(root / "budget.json", json_text([asdict(each) for each in squeezed], indent=1) + "\n")
-    _write(root / "report.html", make_report(results, seed, environment(), squeezed))
+    with writing_to(root):
+        write_text(root / "results.json", json_text([asdict(result) for result in results], indent=1) + "\n")
+        write_text(root / "budget.json", json_text([asdict(each) for each in squeezed], indent=1) + "\n")
+        write_text(root / "report.html", make_report(results, seed, environment(), squeezed))
     _say(f"report: {root / 'report.html'}")
     return results
 
@@ -105,24 +110,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _own_directory(root: Path) -> Path:
-    """The directory, with keyhole's marker; a directory with other files is refused."""
-    found = inspect(str(root), resume=True)
-    try:
-        found.run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
-    _write(found.marker, json_text({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")
-    return root
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write {path}: {error.strerror}") from error
 
 
 def _say(line: str) -> None:

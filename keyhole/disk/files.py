@@ -24,6 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from keyhole.errors import UserError
+
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
 PIECES = 256
 KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE of Linux
@@ -248,3 +250,12 @@ def reserve(file: int, start: int, size: int) -> bool:
     except (AttributeError, OSError):
         return False
     return bool(call(file, KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size)) == 0)
+
+
+@contextmanager
+def writing_to(root: Path) -> Iterator[None]:
+    """An error of the disk is one of the user's output_dir."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error

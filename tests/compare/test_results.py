@@ -21,45 +21,40 @@ from keyhole.training.rundir import locked
 from tests.compare.comparisons import TASK, TEXT, cell, run, write
 
 
-def test_a_test_that_is_not_finite_is_no_damaged_result(tmp_path: Path) -> None:
-    """A perplexity of infinity is null in metrics.jsonl: the run is not repeated for it."""
-    comparison = read_comparison(write(tmp_path / "a.yaml"), [f"output_dir={tmp_path}"])
+def summary(root: Path, lines: list[dict[str, Any]], log: str = "", text: str = TEXT, rows: int = 1) -> Result:
+    """The result of the first run of a comparison, whose files hold this."""
+    comparison = read_comparison(write(root / "a.yaml", text), [f"output_dir={root}"])
     trial = next(iter(plan(comparison, lambda model: "content")[0][0].trials.values()))
     (trial.directory / "run").mkdir(parents=True)
-    lines = [
-        {"step": 1, "loss": 900.0, "tokens": 8, "seconds": 0.5},
-        {"step": 3, "loss": 1.0, "tokens": 8, "seconds": 1.0},
-    ]
-    lines += [{"step": 3, "eval_loss": 900.0}, {"step": 3, "test_perplexity": None, "test_questions": 24}]
     (trial.directory / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=[0])))
+    (trial.directory / "run" / "log.txt").write_text(log)
+    return summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=range(rows))))
+
+
+def test_a_test_that_is_not_finite_is_no_damaged_result(tmp_path: Path) -> None:
+    """A perplexity of infinity is null in metrics.jsonl: the run is not repeated for it."""
+    lines: list[dict[str, Any]] = [{"step": 1, "loss": 900.0, "tokens": 8, "seconds": 0.5}]
+    lines += [{"step": 3, "loss": 1.0, "tokens": 8, "seconds": 1.0}, {"step": 3, "eval_loss": 900.0}]
+    found = summary(tmp_path, [*lines, {"step": 3, "test_perplexity": None, "test_questions": 24}])
     assert found.tests == {"test_questions": 24} and found.seconds == 1.5
     write_result(tmp_path, found)
-    assert read_result(tmp_path, trial.id) == found
+    assert read_result(tmp_path, found.id) == found
 
 
 def test_a_head_that_stays_as_it_was_drawn_is_noted(tmp_path: Path) -> None:
     """And a loss that has risen: the table must not show such a number without them. Other lines are the run's own."""
-    comparison = read_comparison(write(tmp_path / "a.yaml"), [f"output_dir={tmp_path}"])
-    trial = next(iter(plan(comparison, lambda model: "content")[0][0].trials.values()))
-    run = trial.directory / "run"
-    run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "tokens": 8, "seconds": 0.5}\n')
     head = "warning: head: classifier.weight: drawn from the seed, and not trained; take classifier out of `freeze`"
     risen = "warning: the loss has risen from 1 at step 32 to 9 at step 64"
-    (run / "log.txt").write_text(f"lora, m\n  {head}\n  {head}\n{risen}\nwarning: page failed\nstep 1/1\n")
-    found = summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=[0])))
-    assert found.warnings == [head, risen]
+    log = f"lora, m\n  {head}\n  {head}\n{risen}\nwarning: page failed\nstep 1/1\n"
+    line = {"step": 1, "loss": 1.0, "tokens": 8, "seconds": 0.5}
+    assert summary(tmp_path, [line], log).warnings == [head, risen]
 
 
 def test_passes_over_more_rows_than_there_are_do_not_count(tmp_path: Path) -> None:
     """zo.guide takes the rows of the data, once each, before the first step of each period."""
     text = "models: {m: demo}\ntasks: [sst2]\nmethods: {zo: {zo: {rank: 1, refresh: 5, guide: 100000}}}\n"
     text += f"common: {{batch_size: 4, max_steps: 6}}\noutput_dir: {tmp_path}\n"
-    comparison = read_comparison(write(tmp_path / "a.yaml", text))
-    trial = next(iter(plan(comparison, lambda model: "content")[0][0].trials.values()))
-    found = summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=range(60))))
-    passes = 2 * 60 / 4
+    passes, found = 2 * 60 / 4, summary(tmp_path, [], text=text, rows=60)
     assert [found.forwards_at(step) for step in (0, 1, 5, 6)] == [0, passes + 2, passes + 10, 2 * passes + 12]
 
 
@@ -163,6 +158,8 @@ def test_a_damaged_digit_is_found(tmp_path: Path) -> None:
         path.write_text(text[:i] + str((int(text[i]) + 1) % 10) + text[i + 1 :])
         assert read_result(tmp_path, "a") in (None, good), text[max(0, i - 20) : i + 20]
     assert len(digits) > 30
+    path.write_text(text[:-3])
+    assert read_result(tmp_path, "a") is None, "torn"
 
 
 def test_a_damaged_result_is_said_and_run_again(tmp_path: Path) -> None:
@@ -176,12 +173,6 @@ def test_a_damaged_result_is_said_and_run_again(tmp_path: Path) -> None:
     assert compare(read_comparison(path, words), say=said.append) == 0
     assert sum(": damaged;" in line for line in said) == len(results) == 2
     assert all(json.loads(each.read_text())["test"] == json.loads(text)["test"] for each, text in results.items())
-
-
-def test_a_torn_result_is_no_result(tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "a.json").write_text(json.dumps({"id": "a"})[:-3])
-    assert read_result(tmp_path, "a") is None
 
 
 def test_an_untrained_model_has_a_dev_perplexity(tmp_path: Path) -> None:
