@@ -89,19 +89,19 @@ def parse_config(
 ) -> tuple[TrainConfig, list[str]]:
     """Parses config text, for load_config. `where` replaces line numbers."""
     faults: list[Finding] = []
-    entries = open_sections(compose(text, source), "", where, faults)
-    typed: dict[str, LocatedNode] = {}
     warnings: list[str] = []
+    entries = open_sections(compose(text, source), "", where, faults)
     given = [parse_override(word, faults) for word in overrides]
-    method = _method_of(dict(item for each in (entries, *given) for item in each.items()))
+    method = _method_of({key: entry for each in (entries, *given) for key, entry in each.items()})
     entries = _renamed(entries, method, faults, warnings)
+    typed: set[str] = set()
     for new in (_renamed(each, method, faults, warnings) for each in given):
-        for key in typed.keys() & new.keys():
-            before, after = show(typed[key].node), show(new[key].node)
+        for key in typed & new.keys():
+            before, after = show(entries[key].node), show(new[key].node)
             if before != after:
                 warnings.append(str(Finding(key, f"given twice; {after} counts, not {before}", COMMAND_LINE)))
-        typed |= new
-    config, more = build_config(entries | typed, source, faults)
+        entries, typed = entries | new, typed | new.keys()
+    config, more = build_config(entries, source, faults)
     return config, [*warnings, *more]
 
 
@@ -172,30 +172,28 @@ def _star(error: Exception) -> str:
 
 
 def open_sections(
-    root: yaml.MappingNode, prefix: str, where: str | None, faults: list[Finding]
+    root: yaml.Node | None, prefix: str, where: str | None, faults: list[Finding]
 ) -> dict[str, LocatedNode]:
-    """Dotted key -> entry; only sections are flattened."""
+    """Dotted key -> entry, of a file or a section; only sections are flattened. where: replaces line numbers."""
     entries: dict[str, LocatedNode] = {}
+    if not isinstance(root, yaml.MappingNode):
+        if root is not None and not is_null(root):
+            key, place = prefix.rstrip("."), f"line {root.start_mark.line + 1}" if where is None else where
+            faults.append(Finding(key, f"found {show(root)}, expected a section such as {key}: {{...}}", place))
+        return entries
     for key_node, node in root.value:
         place = f"line {key_node.start_mark.line + 1}" if where is None else where
         if not isinstance(key_node, yaml.ScalarNode):
             faults.append(Finding("", f"a key must be a word, found {show(key_node)}", place))
             continue
         key = prefix + key_node.value
-        is_section = key in sections()
-        new = _section(key, node, where, place, faults) if is_section else {key: LocatedNode(node, place)}
+        new = {key: LocatedNode(node, place)}
+        if key in sections():
+            new = open_sections(node, f"{key}.", where, faults)
         for name in entries.keys() & new.keys():
             faults.append(Finding(name, f"given twice, also in {entries[name].where}", new[name].where))
         entries |= new
     return entries
-
-
-def _section(key: str, node: yaml.Node, where: str | None, place: str, faults: list[Finding]) -> dict[str, LocatedNode]:
-    if isinstance(node, yaml.MappingNode):
-        return open_sections(node, f"{key}.", where, faults)
-    if not is_null(node):
-        faults.append(Finding(key, f"found {show(node)}, expected a section such as {key}: {{...}}", place))
-    return {}
 
 
 def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
@@ -222,7 +220,7 @@ def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
             faults.append(Finding(key, hint, COMMAND_LINE))
             return {}
     if key in sections():
-        return _section(key, node, COMMAND_LINE, COMMAND_LINE, faults)
+        return open_sections(node, f"{key}.", COMMAND_LINE, faults)
     return {key: LocatedNode(node, COMMAND_LINE)}
 
 
@@ -239,16 +237,12 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
         try:
             values[key] = parse(entry.node, table[key].type)
         except Mismatch as error:
-            near = suggest_value(_plain(entry.node), choices(table[key].type))
+            inside = entry.node.value  # of a list: deeper levels are ignored (aliases can be recursive)
+            if isinstance(entry.node, yaml.SequenceNode):
+                inside = [item.value for item in inside if isinstance(item, yaml.ScalarNode)]
+            near = suggest_value(inside, choices(table[key].type))
             faults.append(Finding(key, f"found {show(entry.node)}, expected {error}{near}", entry.where))
     return values
-
-
-def _plain(node: yaml.Node) -> object:
-    """The text of a node, or the texts in a list; deeper levels are ignored (aliases can be recursive)."""
-    if isinstance(node, yaml.SequenceNode):
-        return [item.value for item in node.value if isinstance(item, yaml.ScalarNode)]
-    return node.value
 
 
 def _placed(finding: Finding, entries: dict[str, LocatedNode]) -> Finding:

@@ -103,14 +103,6 @@ def link_speed(rounds: int = 16) -> dict[str, float]:
     return {name: round(_rate_gb_s(copies, rounds), 1) for name, copies in plans.items()}
 
 
-def _link_or_reason() -> dict[str, float] | str:
-    """The rates, or the reason why there are none: with a full or broken GPU the other facts are needed most."""
-    try:
-        return link_speed()
-    except RuntimeError as error:  # CUDA errors and out of memory
-        return f"not measured: {error}".partition("\n")[0]
-
-
 def triton_state() -> str:
     """Whether Triton kernels will be used, or why not."""
     import torch
@@ -125,6 +117,12 @@ def triton_state() -> str:
 def environment(*, measure_link: bool = False) -> dict[str, Any]:
     """Everything above in one JSON-able dict; the link is measured only on request (and if there is a GPU)."""
     found_gpus = gpus()
+    link: dict[str, float] | str | None = None
+    if measure_link and found_gpus:
+        try:
+            link = link_speed()
+        except RuntimeError as error:  # of CUDA, or out of memory: the other facts are needed most then
+            link = f"not measured: {error}".partition("\n")[0]
     return {
         "versions": versions(),
         "os": platform.platform(),
@@ -133,7 +131,7 @@ def environment(*, measure_link: bool = False) -> dict[str, Any]:
         "cuda": cuda_versions(),
         "gpus": found_gpus,
         "triton": triton_state(),
-        "link_gb_s": _link_or_reason() if measure_link and found_gpus else None,
+        "link_gb_s": link,
     }
 
 
