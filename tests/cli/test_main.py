@@ -104,7 +104,7 @@ def without_torch() -> dict[tuple[str, ...], tuple[int, str, str]]:
     return dict(zip(commands, lines, strict=True))
 
 
-HELP = [("--help",), ("train", "--help"), ("config", "ls"), ("config", "show", "demo-zo")]
+HELP = [("--help",), ("--version",), ("train", "--help"), ("config", "ls"), ("config", "show", "demo-zo")]
 MISTAKES = [
     (("train", "no-such.yaml"), "no such config file"),
     (("train", "demo-zo", "learnin_rate=1"), "did you mean `learning_rate`?"),
@@ -204,12 +204,6 @@ def test_bad_usage_is_exit_2(args: list[str], capsys: Any) -> None:
     """Unknown verbs and options and missing arguments are the user's mistake."""
     assert main(args) == 2
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_version(capsys: Any) -> None:
-    """`keyhole --version` prints the package's version."""
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == f"keyhole {keyhole.__version__}"
 
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
