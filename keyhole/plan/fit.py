@@ -99,9 +99,8 @@ class Costs:
         """Whether experts may be streamed one by one: if the method allows it, not in a packed format, not with
         shards."""
         sharded = self.row is not None and self.row.ranks == "shards" and self.work.ranks > 1
-        if self.room.formats.packs or sharded:
-            return False
-        return self.row is None or (self.work.settings or self.row.settings()).by_expert
+        allowed = self.row is None or (self.work.settings or self.row.settings()).by_expert
+        return allowed and not (self.room.formats.packs or sharded)
 
     @property
     def keeps_blocks_whole(self) -> bool:

@@ -77,8 +77,6 @@ def _line(row: Row, take: bool, colours: dict[str, int]) -> str:
 
 
 def _bar(row: Row) -> str:
-    if row.seconds is None:
-        return ""
     parts = {"compute": (row.seconds.compute, 0), "link": (row.seconds.link, 1), "CPU": (row.seconds.cpu, 2)}
     total = sum(value for value, _ in parts.values()) or 1.0
     spans = "".join(

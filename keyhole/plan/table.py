@@ -24,7 +24,7 @@ A wire of the same width as the dtype is left out, since its row would be the sa
 GPU: the module is a skeleton (model/structure/skeleton.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -124,13 +124,13 @@ class Row:
     hours: float
     bound_by: str
     fits: bool
+    seconds: StepSeconds
     missing: str = ""
     """Which memory is missing, if it does not fit."""
     refused: str = ""
     """Why `keyhole train` would refuse a run of this many steps without another setting."""
     on_gpu: float = 1.0
     """Share of the weights that stay on the GPU."""
-    seconds: StepSeconds | None = None
     full: bool = True
     """Whether all parameters of the model are trained."""
     stored: str = ""
@@ -139,8 +139,7 @@ class Row:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        found = self.seconds
-        parts = {} if found is None else {"compute": found.compute, "link": found.link, "cpu": found.cpu}
+        parts = {"compute": self.seconds.compute, "link": self.seconds.link, "cpu": self.seconds.cpu}
         kept = {name: value for name, value in vars(self).items() if name not in ("seconds", "stored")}
         return kept | {"wire": self.stored, "wire_setting": self.wire, "parts_seconds": parts}
 
@@ -165,16 +164,13 @@ def wires_of(row: Traits, dtype: torch.dtype, own: MethodSettings | None = None)
 
 def rows(question: Question) -> list[Row]:
     """All rows, by method in the order of the table of methods."""
-    return [row for name in question.methods for row in rows_of(question, METHODS[name])]
-
-
-def rows_of(question: Question, traits: Traits) -> Iterator[Row]:
-    """The rows of one method."""
-    for wire in wires_of(traits, question.dtype, question.settings.get(traits.name)):
-        for placement in PLACEMENTS if traits.streams else PLACEMENTS[:1]:
-            found = plan_row(question, traits, placement, wire)
-            if found is not None:
-                yield found
+    found = (
+        plan_row(question, traits, placement, wire)
+        for traits in (METHODS[name] for name in question.methods)
+        for wire in wires_of(traits, question.dtype, question.settings.get(traits.name))
+        for placement in (PLACEMENTS if traits.streams else PLACEMENTS[:1])
+    )
+    return [row for row in found if row is not None]
 
 
 def room_of(question: Question, wire: str | None) -> Room:
@@ -206,24 +202,15 @@ def plan_row(question: Question, traits: Traits, placement: str, wire: str | Non
             return None
         if placement == "auto" and costs.of(whole, set()).total <= (question.gpu_bytes or 0):
             return None
-        everything = {unit.index for unit in layout.units[1:]}
-        if (
-            placement == "stream"
-            and question.gpu_bytes is not None
-            and costs.of(layout, streamed).total > question.gpu_bytes
-        ):
-            largest, cut = _largest_matrix(question, costs), (costs.may_cut_rows, costs.may_cut_experts)
-            smallest = question.find(question.module, largest, *cut)
-            layout, streamed = smallest, {unit.index for unit in smallest.units[1:]}
-        if placement == "auto" and streamed == everything:
+        if placement == "auto" and len(streamed) == len(layout.units) - 1:
             return None
+        room_on_gpu = question.gpu_bytes
+        if placement == "stream" and room_on_gpu is not None and costs.of(layout, streamed).total > room_on_gpu:
+            cut = costs.may_cut_rows, costs.may_cut_experts
+            largest = None if costs.keeps_blocks_whole else question.find(question.module, 1, *cut).largest_block_unit
+            layout = question.find(question.module, largest, *cut)
+            streamed = {unit.index for unit in layout.units[1:]}
     return make_row(question, traits, placement, wire, layout, streamed)
-
-
-def _largest_matrix(question: Question, costs: Costs) -> int | None:
-    if costs.keeps_blocks_whole:
-        return None
-    return question.find(question.module, 1, costs.may_cut_rows, costs.may_cut_experts).largest_block_unit
 
 
 def make_row(
