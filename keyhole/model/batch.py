@@ -96,32 +96,45 @@ def as_list(batch: Batch | Sequence[Batch]) -> list[Batch]:
     return batches
 
 
-def check(batch: Batch, row_count: int) -> None:
-    """UserError if the batch cannot be trained on. row_count: of the embedding."""
+def check_entries(
+    batch: Batch, row_count: int, per_token: Sequence[str], others: Sequence[str], user: str, may_hold: str
+) -> None:
+    """UserError if the batch has other entries than these, if those per token have no common shape, or if a token is
+    not in the embedding, which has row_count rows. user, may_hold: what the error says."""
     if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
         found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
-    if unknown := [str(name) for name in batch if name not in PER_TOKEN + PER_ROW]:
+    if unknown := [str(name) for name in batch if name not in (*per_token, *others)]:
         raise UserError(
-            f"batch: {', '.join(unknown)}: not used here, and nothing is left out in silence; a batch may hold "
-            f"{', '.join(PER_TOKEN)}, and for a choice between candidates {' and '.join(PER_ROW)}. "
-            "Remove what you do not need (of a tokenizer: return_token_type_ids=False)"
+            f"batch: {', '.join(unknown)}: not used {user}, and nothing is left out in silence; a batch may hold "
+            f"{may_hold}. Remove what you do not need (of a tokenizer: return_token_type_ids=False)"
         )
-    shape = tuple(getattr(batch["input_ids"], "shape", ()))
-    for name, x in ((name, batch[name]) for name in PER_TOKEN if name in batch):
+    ids = batch["input_ids"]
+    shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else ()
+    for name, x in ((name, batch[name]) for name in per_token if name in batch):
         if not isinstance(x, torch.Tensor) or x.ndim != 2 or tuple(x.shape) != shape or x.numel() == 0:
             shown = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise UserError(f"batch: {name} is {shown}; all must be tensors of one shape [rows, length], as input_ids")
         if x.is_floating_point():
             raise UserError(f"batch: {name} is {x.dtype}; integers are needed")
-    mask = batch.get("attention_mask")
-    check_mask(mask)
+    mask_BT = batch.get("attention_mask")  # GPU tensors are not checked: reading them would synchronize
+    if mask_BT is not None and mask_BT.device.type == "cpu" and not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
+        raise UserError(
+            f"batch: attention_mask holds {int(mask_BT.min())} to {int(mask_BT.max())}; 0 and 1 are needed (samples "
+            "that share a row are told apart by position_ids that restart at 0)"
+        )
     check_tokens("input_ids", batch["input_ids"], row_count)
+
+
+def check(batch: Batch, row_count: int) -> None:
+    """UserError if the batch cannot be trained on. row_count: of the embedding."""
+    may_hold = f"{', '.join(PER_TOKEN)}, and for a choice between candidates {' and '.join(PER_ROW)}"
+    check_entries(batch, row_count, PER_TOKEN, PER_ROW, "here", may_hold)
     check_tokens("labels", batch["labels"], row_count, f", or {IGNORED} where nothing is trained")
     if given := [name for name in PER_ROW if name in batch]:
         if len(given) < len(PER_ROW):
             raise UserError(f"batch: {given[0]} alone; a choice between candidates needs {' and '.join(PER_ROW)}")
-        if "position_ids" in batch and is_packed(batch["position_ids"], mask):
+        if "position_ids" in batch and is_packed(batch["position_ids"], batch.get("attention_mask")):
             raise UserError("batch: position_ids restart within a row; with question and answer a row is one candidate")
         check_candidates(batch["question"], batch["answer"], (batch["labels"][:, 1:] != IGNORED).sum(dim=1))
 
@@ -143,15 +156,6 @@ def warn_if_untrained(batches: list[Batch]) -> None:
         warn(
             f"batch: no token is trained (all labels after the first are {IGNORED}): its loss of 0 means nothing, and "
             "a step on it learns nothing; were the answers cut off, or all labels masked?",
-        )
-
-
-def check_mask(mask_BT: torch.Tensor | None) -> None:
-    """Refuses a mask with values other than 0 and 1. GPU tensors are not checked: reading them would synchronize."""
-    if mask_BT is not None and mask_BT.device.type == "cpu" and not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
-        raise UserError(
-            f"batch: attention_mask holds {int(mask_BT.min())} to {int(mask_BT.max())}; 0 and 1 are needed (samples "
-            "that share a row are told apart by position_ids that restart at 0)"
         )
 
 

@@ -17,7 +17,7 @@ Legend: B rows, T positions, L labels.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from keyhole.errors import UserError
-from keyhole.model.batch import Batch, DeviceBatch, check_mask, check_tokens, move
+from keyhole.model.batch import Batch, DeviceBatch, check_entries, check_tokens, move
 from keyhole.model.structure.config_files import setting
 
 REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
@@ -108,32 +108,16 @@ class ClassificationHead:
 
     def check(self, batches: list[Batch], row_count: int) -> None:
         """UserError if the batches cannot be trained on. row_count: of the embedding."""
+        name = type(self.module).__name__
         for batch in batches:
-            self._check(batch, row_count)
-
-    def _check(self, batch: Batch, row_count: int) -> None:
-        if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
-            found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-            raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
-        if unknown := [str(name) for name in batch if name not in (*self.takes, "labels")]:
-            raise UserError(
-                f"batch: {', '.join(unknown)}: not used by {type(self.module).__name__}, and nothing is left out in "
-                f"silence; a batch may hold {', '.join(self.takes)} and labels"
-            )
-        shape = tuple(getattr(batch["input_ids"], "shape", ()))
-        for name, x in ((name, batch[name]) for name in self.takes if name in batch):
-            if not isinstance(x, torch.Tensor) or x.ndim != 2 or tuple(x.shape) != shape or x.numel() == 0:
-                shown = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-                raise UserError(f"batch: {name} is {shown}; tensors of one shape [rows, length] are needed")
-            if x.is_floating_point():
-                raise UserError(f"batch: {name} is {x.dtype}; integers are needed")
-        if self.longest is not None and shape[1] > self.longest:
-            raise UserError(f"batch: rows have {shape[1]} tokens; the model has positions for {self.longest}")
-        check_mask(batch.get("attention_mask"))
-        check_tokens("input_ids", batch["input_ids"], row_count)
-        if "token_type_ids" in batch:
-            check_tokens("token_type_ids", batch["token_type_ids"], self.type_count, has="types")
-        self._check_labels(batch["labels"], shape[0])
+            may_hold = f"{', '.join(self.takes)} and labels"
+            check_entries(batch, row_count, self.takes, ("labels",), f"by {name}", may_hold)
+            rows, length = batch["input_ids"].shape
+            if self.longest is not None and length > self.longest:
+                raise UserError(f"batch: rows have {length} tokens; the model has positions for {self.longest}")
+            if "token_type_ids" in batch:
+                check_tokens("token_type_ids", batch["token_type_ids"], self.type_count, has="types")
+            self._check_labels(batch["labels"], rows)
 
     def _check_labels(self, labels: Any, rows: int) -> None:
         count, kind = self.config.num_labels, self.problem

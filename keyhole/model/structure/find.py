@@ -138,7 +138,8 @@ class Experts:
 
 def find_experts(module: nn.Module) -> Experts | None:
     """The stacks of a module that is computed one expert at a time; None for other modules."""
-    if not is_marked(module) or getattr(module, "has_post_expert_norm", False):  # attribute is newer than 5.17
+    marked = all(hasattr(module, mark) for mark in MARKS)
+    if not marked or getattr(module, "has_post_expert_norm", False):  # attribute is newer than 5.17
         return None
     found = Experts(module, "gate_up_proj" if module.has_gate else "up_proj")
     own = module._parameters
@@ -152,11 +153,6 @@ def find_experts(module: nn.Module) -> Experts | None:
         return None
     fits = all(stack.dim() == 3 and stack.shape[0] == found.count > 1 for stack in found.stacks)
     return found if fits and max(stack.numel() for stack in found.stacks) > STACK_NUMEL else None
-
-
-def is_marked(module: nn.Module) -> bool:
-    """Whether Transformers has marked the module as a stack of experts."""
-    return all(hasattr(module, mark) for mark in MARKS)
 
 
 def expert_units(module: nn.Module) -> bool:

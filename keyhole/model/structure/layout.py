@@ -189,7 +189,7 @@ def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> li
     runs: list[list[nn.Module]] = []
     size = 0
     for leaf in leaves:
-        numel = sum(_numel(p) for p in leaf.parameters() if id(p) in owned)
+        numel = sum(p.numel() for p in leaf.parameters() if id(p) in owned)
         if numel == 0:
             continue
         if not runs or (max_numel is not None and size + numel > max_numel):
@@ -224,7 +224,7 @@ def find_layout(
             cuts = cut_experts and len(runs) > 1 and id(run[0]) in of.experts
             if cut_rows and len(runs) > 1 and len(run) == 1 and (tiles := row_tiles(run[0])):
                 builder.rows("block", name, params[0], tiles)
-            elif cuts and max_unit_numel is not None and sum(map(_numel, params)) > max_unit_numel:
+            elif cuts and max_unit_numel is not None and sum(p.numel() for p in params) > max_unit_numel:
                 for stack in params:
                     builder.experts(name, stack)
             else:
@@ -252,10 +252,6 @@ def _counts(module: nn.Module, blocks: list[nn.Module]) -> BlockCounts | None:
     if "keyhole_counts" not in module.__dict__:
         module.__dict__["keyhole_counts"] = block_counts(module, blocks[1]) if blocks else None
     return module.__dict__["keyhole_counts"]
-
-
-def _numel(param: nn.Parameter) -> int:
-    return param.numel()
 
 
 class _Builder:

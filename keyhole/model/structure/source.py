@@ -149,14 +149,13 @@ def _download(model: str | Path, patterns: Sequence[str]) -> Path:
 
 def _not_had(model: str | Path, error: Exception) -> UserError:
     """The error for each way in which the hub, the network or the disk can fail, with what to do about it."""
-    from huggingface_hub import errors
+    from huggingface_hub import errors, get_token
 
     if not hub_answers():
         offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached from here"
-        before = (
-            "it was downloaded in part only" if isinstance(error, _incomplete()) else "nor was it downloaded before"
-        )
+        in_part = type(error).__name__ == "IncompleteSnapshotError"  # older versions do not know it
+        before = "it was downloaded in part only" if in_part else "nor was it downloaded before"
         return UserError(
             f"model: {model} is not a directory here, and {why}; {before}. Check the name and the network, or give the "
             "directory of a copy"
@@ -168,15 +167,13 @@ def _not_had(model: str | Path, error: Exception) -> UserError:
             "and log in (hf auth login, or HF_TOKEN=...)"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        token = _has_token()
-        private = "your token may not see it" if token else "it is private"
-        act = (
-            "for a private one, a token with access to it"
-            if token
-            else "for a private one, hf auth login or HF_TOKEN=..."
+        has_token = get_token() is not None
+        private = "your token may not see it" if has_token else "it is private"
+        act = "a token with access to it" if has_token else "hf auth login or HF_TOKEN=..."
+        return UserError(
+            f"{what}the hub has no model of that name, or {private}. Check the spelling; for a private one, {act}"
         )
-        return UserError(f"{what}the hub has no model of that name, or {private}. Check the spelling; {act}")
-    if isinstance(error, errors.HfHubHTTPError) and _status(error) == 401:
+    if isinstance(error, errors.HfHubHTTPError) and error.response is not None and error.response.status_code == 401:
         return UserError(f"{what}the hub does not accept your token: log in anew (hf auth login), or unset HF_TOKEN")
     if isinstance(error, errors.RemoteEntryNotFoundError):
         return UserError(
@@ -196,20 +193,3 @@ def hub_page(model: str | Path) -> str:
     from huggingface_hub import constants
 
     return f"{constants.ENDPOINT}/{model}"
-
-
-def _has_token() -> bool:
-    from huggingface_hub import get_token
-
-    return get_token() is not None
-
-
-def _status(error: Exception) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _incomplete() -> type[Exception] | tuple[()]:
-    """The exception that the library raises for an incomplete cache; older versions do not check."""
-    from huggingface_hub import errors
-
-    return getattr(errors, "IncompleteSnapshotError", ())
