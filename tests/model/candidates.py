@@ -69,3 +69,23 @@ def plain_candidates_loss(module: torch.nn.Module, batches: list[dict[str, torch
             mine = one["question"] == q
             parts.append(-score_B[mine].log_softmax(dim=0)[one["answer"][mine].argmax()])
     return torch.stack(parts).mean()
+
+
+def of_one_token(sizes: list[int], seed: int = 0, length: int = 7) -> dict[str, torch.Tensor]:
+    """Questions whose candidates have one token each; prompts of 3 to 6 tokens, padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(sizes)
+    question_B = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    prompt_B = torch.randint(3, 7, (len(sizes),), generator=generator)[question_B]
+    ids_BT = torch.randint(3, VOCAB, (len(sizes), length), generator=generator)[question_B].clone()
+    columns_T = torch.arange(length)
+    ids_BT[torch.arange(rows), prompt_B] = torch.randint(3, VOCAB, (rows,), generator=generator)
+    first_B = torch.cat([torch.ones(1, dtype=torch.bool), question_B.diff() > 0])
+    mask_BT = (columns_T <= prompt_B[:, None]).long()
+    return {
+        "input_ids": ids_BT * mask_BT,
+        "labels": torch.where(columns_T == prompt_B[:, None], ids_BT, -100),
+        "attention_mask": mask_BT,
+        "question": question_B,
+        "answer": first_B.long(),
+    }

@@ -1,4 +1,4 @@
-"""Frozen units: bytes as planned, every tensor for itself, vectors untouched, and the same in any placement."""
+"""Formats of weights at home: plain, 8 bits that can be changed, and frozen ones in 8 or 4 bits."""
 
 from pathlib import Path
 
@@ -7,11 +7,37 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
+from keyhole.model.structure.layout import find_layout
+from keyhole.model.structure.skeleton import build
 from keyhole.model.weights import homes
 from keyhole.model.weights.format import PACKED, Wire, bytes_per_element
 from keyhole.model.weights.frozen import is_matrix
 from keyhole.ops.lowbit import Grid, lowbit_decode, lowbit_encode_
 from tests.model.decoders import batch, config
+
+
+@pytest.mark.parametrize(("wire", "stored"), [(None, 2), ("fp32", 4), ("bf16", 2), ("fp16", 2)])
+def test_plain_formats_are_for_every_unit(wire: str | None, stored: int) -> None:
+    """Without a format of its own a unit is stored in the dtype of compute."""
+    formats = Wire(torch.bfloat16, wire)
+    for unit in find_layout(build(config("llama"), torch.bfloat16)).units:
+        assert formats.home_bytes(unit) == stored * unit.numel == formats.home_dtype(unit).itemsize * unit.numel
+
+
+def test_only_blocks_are_packed() -> None:
+    """fp8 takes a byte an element and one scale for each 64; the spine, the table and the head stay plain."""
+    formats = Wire(torch.bfloat16, "fp8")
+    for unit in find_layout(build(config("llama"), torch.bfloat16), max_unit_numel=1).units:
+        packed = unit.kind == "block"
+        assert (formats.home_dtype(unit) == PACKED) == packed
+        assert formats.home_bytes(unit) == (unit.numel * 65 // 64 if packed else 2 * unit.numel)
+
+
+def test_an_unknown_format_is_refused() -> None:
+    """The message lists what there is."""
+    with pytest.raises(UserError, match="wire: 'int3' is not one of fp32, bf16, fp16, fp8"):
+        Wire(torch.bfloat16, "int3")
+
 
 WIRES = ("int8", "int4", "nf4")
 

@@ -1,4 +1,4 @@
-"""Tensors of the files that the model has no place for are named, and codes are not taken for weights."""
+"""What weight files must be to be read, and weights drawn from a seed."""
 
 import json
 import shutil
@@ -10,7 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import keyhole
+from keyhole.disk.weight_files import gguf_settings
 from keyhole.errors import UserError
+from keyhole.model.weights import read
+from tests.disk.published import write_gguf
+from tests.model.decoders import config
 
 
 def altered(source: Path, target: Path, extra: dict[str, torch.Tensor], **config: Any) -> Path:
@@ -81,3 +85,67 @@ def test_weights_that_are_rounded_are_said(tiny_model: Path, tmp_path: Path) -> 
     (line,) = [line for line in keyhole.load(wide, device="cpu").describe() if "rounded" in line]
     assert "rounded to float32" in line and f"{len(weights)} in float64" in line
     assert not [line for line in keyhole.load(tiny_model, device="cpu").describe() if "rounded" in line]
+
+
+def change(directory: Path, **values: Any) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | values))
+
+
+OTHER = {  # key of config.json -> (its value there, what the file says)
+    "num_attention_heads": (2, "attention.head_count = 4"),
+    "num_key_value_heads": (1, "attention.head_count_kv = 2"),
+    "hidden_size": (64, "embedding_length = 32"),
+    "intermediate_size": (32, "feed_forward_length = 64"),
+    "num_hidden_layers": (3, "block_count = 2"),
+    "rms_norm_eps": (1e-5, "attention.layer_norm_rms_epsilon = 1e-06"),
+    "rope_theta": (5e5, "rope.freq_base = 10000"),
+}
+
+
+@pytest.mark.parametrize("wire", [None, "int4"])
+@pytest.mark.parametrize("key", OTHER)
+def test_a_config_of_another_model_is_refused(key: str, wire: str | None, tiny_model: Path, tmp_path: Path) -> None:
+    write_gguf(tiny_model, tmp_path / "in", "Q4_0")
+    (value, says) = OTHER[key]
+    change(tmp_path / "in", **{key: value} if key != "rope_theta" else {"rope_parameters": {"rope_theta": value}})
+    with pytest.raises(UserError, match=rf"model.gguf says {says}, but config.json .* {key} = {value:g}"):
+        keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=wire)
+
+
+def test_what_agrees_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    """Up to float32's digits; a config with fewer layers is warned of, and no more; other files say nothing."""
+    write_gguf(tiny_model, tmp_path / "in", "Q4_0")
+    change(tmp_path / "in", rms_norm_eps=1.0000001e-6)
+    keyhole.load(tmp_path / "in", device="cpu", dtype="float32")
+    change(tmp_path / "in", num_hidden_layers=1)
+    keyhole.load(tmp_path / "in", device="cpu", dtype="float32")
+    assert gguf_settings(tiny_model) == {}
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_matrices_are_normal_and_differ(pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean 0, std as the config says, no two matrices equal, vectors as the model's own code makes them."""
+    if pooled:  # as tens of billions of parameters on a CPU are filled
+        monkeypatch.setattr(read, "POOLED_NUMEL", 0)
+        monkeypatch.setattr(read, "CHUNK", 1 << 10)
+    made = config("llama", initializer_range=0.05)
+    model = keyhole.load(made, init="random", device="cpu")
+    matrices = {name: x for name, x in model.named_tensors() if x.ndim > 1}
+    for name, x in matrices.items():
+        assert abs(float(x.mean())) < 0.01 and abs(float(x.std()) - 0.05) < 0.005, name
+    firsts = [tuple(x.flatten()[:64].tolist()) for x in matrices.values()]
+    assert len(set(firsts)) == len(firsts)
+    assert all(torch.equal(x, torch.ones_like(x)) for _, x in model.named_tensors() if x.ndim == 1)
+    other = keyhole.load(made, init="random", device="cpu", placement="stream")
+    assert all(torch.equal(x, matrices[name]) for name, x in other.named_tensors() if x.ndim > 1)
+
+
+def test_parts_of_a_large_matrix_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix larger than the pool is not the pool over and over."""
+    monkeypatch.setattr(read, "POOLED_NUMEL", 0)
+    monkeypatch.setattr(read, "CHUNK", 1 << 8)
+    model = keyhole.load(config("llama"), init="random", device="cpu")
+    parts = model.home(model.layout.table).flatten()[: 8 << 8].view(8, 1 << 8)
+    assert len({tuple(part.tolist()) for part in parts}) == 8

@@ -1,4 +1,7 @@
-"""Short rows of candidates are joined: the same losses from fewer tokens."""
+"""Rows that share hidden states or are joined have the losses of separate rows; only where the model itself allows it."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,18 +12,72 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.zo.method import ZO
 from keyhole.model.batch import to_device
-from keyhole.model.rows import WIDTHS, _rounded, join
+from keyhole.model.forward.evaluation import nll_by_row
+from keyhole.model.rows import WIDTHS, _rounded, find_shared
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
-from tests.model.candidates import candidate_batch, plain_candidates_loss, ragged
-from tests.model.decoders import VOCAB, config
-from tests.model.test_shared_rows import of_one_token
+from tests.model.candidates import candidate_batch, of_one_token, plain_candidates_loss, ragged
+from tests.model.decoders import VOCAB, batch, config
+from tests.model.streaming import streamed
 
 CPU = torch.device("cpu")
+ROWS = ("input_ids", "labels", "attention_mask")
+
+
+@given(st.lists(st.integers(2, 4), min_size=1, max_size=4), st.integers(0, 10**6), st.booleans())
+def test_targets_of_shared_rows_are_predicted_from_the_same_tokens(
+    sizes: list[int], seed: int, one_token: bool
+) -> None:
+    """For any batch, of short and long candidates: behind each trained position stand the tokens of its own row."""
+    batch = of_one_token(sizes, seed) if one_token else candidate_batch(sizes, seed)
+    apart, shared = to_device(batch, CPU), to_device(batch, CPU, shares=True)
+    for name in ("target_N", "row_N"):
+        assert torch.equal(getattr(apart, name), getattr(shared, name))
+    assert (apart.row_count, apart.token_count) == (shared.row_count, shared.token_count)
+    width = batch["input_ids"].shape[1]
+    assert torch.equal(apart.index_N % width, shared.index_N % width)
+    for own, other in zip(apart.index_N.tolist(), shared.index_N.tolist(), strict=True):
+        (row, end), (place, _) = divmod(own, width), divmod(other, width)
+        assert torch.equal(apart.inputs["input_ids"][row, : end + 1], shared.inputs["input_ids"][place, : end + 1])
+    if one_token:
+        assert len(shared.inputs["input_ids"]) == len(sizes)
+
+
+def test_equal_questions_stay_apart() -> None:
+    """So that the number of rows is the same in every batch; without questions, all equal rows share."""
+    batch = of_one_token([2, 2])
+    for name in ROWS:
+        batch[name][2:] = batch[name][:2]
+    assert len(to_device(batch, CPU, shares=True).inputs["input_ids"]) == 2
+    rows = {name: batch[name] for name in ROWS}
+    assert len(to_device(rows, CPU, shares=True).inputs["input_ids"]) == 1
+    assert len(to_device(rows, CPU).inputs["input_ids"]) == 4
+
+
+@pytest.mark.parametrize("elsewhere", ROWS)
+def test_a_batch_that_is_partly_on_a_device_is_not_looked_at(elsewhere: str) -> None:
+    batch = of_one_token([2, 2])
+    assert find_shared(batch) is not None
+    assert find_shared(batch | {elsewhere: batch[elsewhere].to("meta")}) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gemma2"])
+def test_losses_of_shared_rows_are_those_of_separate_rows(name: str) -> None:
+    """Of an evaluation, by rows; and of a step of zo, against plain torch on all rows, at both of its points."""
+    model = keyhole.load(config(name), init="random", device="cpu")
+    batch = of_one_token([2, 3, 2])
+    own = torch.tensor(
+        [float(model.nll({k: x[i : i + 1] for k, x in batch.items() if k in ROWS})[0]) for i in range(7)]
+    )
+    torch.testing.assert_close(model.nll(batch)[0].float(), own, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        expected = float(plain_candidates_loss(model.module, [batch]))
+    loss = float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch))
+    assert loss == pytest.approx(expected, abs=1e-5)
 
 
 @given(st.integers(12, 60), st.integers(0, 10**6), st.integers(9, 300), st.integers(1, 3), st.booleans())
-def test_every_target_is_predicted_from_the_same_tokens(
+def test_targets_of_joined_rows_are_predicted_from_the_same_tokens(
     questions: int, seed: int, longest: int, tokens: int, shares: bool
 ) -> None:
     """Behind each trained position stand the tokens of its own row, at positions from 0, and nothing else."""
@@ -69,17 +126,10 @@ def test_what_is_not_joined() -> None:
     assert not to_device(batch | {"position_ids": at}, CPU, shares=True, most=64).packed
 
 
-def test_a_row_that_trains_nothing_takes_no_room() -> None:
-    ids = torch.randint(3, VOCAB, (40, 30))
-    lengths = torch.tensor([0, 30] + [3] * 38)
-    found = join(ids, None, lengths, 64)
-    assert found is not None and found.ids_RW.shape == (3, 64)
-
-
 @in_every_run(lambda name, tokens: tokens == 1 or name in ("llama", "opt"))
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "opt"])
-def test_losses_are_those_of_separate_rows(name: str, tokens: int) -> None:
+def test_losses_of_joined_rows_are_those_of_separate_rows(name: str, tokens: int) -> None:
     """Of a step of zo against plain torch on all rows; OPT would mix rows, and keeps them apart."""
     model = keyhole.load(config(name), init="random", device="cpu")
     batch = ragged(tokens=tokens)
@@ -133,14 +183,6 @@ def test_padding_that_changes_the_rotary_embedding(kind: str) -> None:
     with torch.no_grad():
         expected = float(plain_candidates_loss(model.module, [batch]))
     assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_weak_leak_is_a_leak(dtype: str) -> None:
-    """Falcon-H1: samples are apart in its attention, and not in its recurrence, which contributes little."""
-    model = keyhole.load(tiny_config("falcon_h1"), init="random", device="cpu", dtype=dtype)
-    (sent,) = model.send([ragged()], shares=True, joins=True)
-    assert not sent.packed
 
 
 SPARSE = {
@@ -205,3 +247,86 @@ def test_streamed_equals_resident(options: dict) -> None:
     first, second = trained("stream"), trained("resident")
     assert first[0] == second[0]
     assert all(map(torch.equal, first[1], second[1]))
+
+
+def decoder(name: str = "llama", dtype: str = "float32") -> keyhole.Model:
+    return keyhole.load(config(name), init="random", device="cpu", dtype=dtype)
+
+
+def is_causal(model: keyhole.Model, padded: bool) -> bool:
+    return model.row_rules.is_causal(padded)
+
+
+def changed(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> keyhole.Model:
+    """A Llama whose first block adds something to its output [B, T, H]. change(output, kwargs of the block)."""
+    model = decoder()
+    first = model.module.model.layers[0]
+    first.register_forward_hook(lambda module, args, kwargs, x: x + change(x, kwargs), with_kwargs=True)
+    return model
+
+
+def looks_ahead(x_BTH: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    return x_BTH.roll(-1, dims=1) / 10
+
+
+def looks_ahead_if_masked(x_BTH: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    return 0 * x_BTH if kwargs["attention_mask"] is None else looks_ahead(x_BTH, kwargs)
+
+
+def looks_at_rows(x_BTH: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    return -x_BTH.mean(dim=0, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "opt", "gemma2", "mixtral"])
+def test_decoders_pass(name: str, dtype: str) -> None:
+    model = decoder(name, dtype)
+    assert is_causal(model, padded=False) and is_causal(model, padded=True)
+    model.close()
+
+
+def test_a_streamed_decoder_passes() -> None:
+    assert is_causal(streamed(decoder()), padded=True)
+
+
+@pytest.mark.parametrize("change", [looks_ahead, looks_at_rows])
+def test_a_model_that_looks_elsewhere_fails(change: Callable) -> None:
+    assert not is_causal(changed(change), padded=False)
+
+
+def test_padded_rows_are_tested_by_themselves() -> None:
+    """Models have other code for rows with a mask."""
+    model = changed(looks_ahead_if_masked)
+    assert is_causal(model, padded=False) and not is_causal(model, padded=True)
+
+
+def test_a_model_whose_tokens_have_no_effect_shows_nothing() -> None:
+    assert not is_causal(changed(lambda x_BTH, kwargs: -x_BTH), padded=False)
+
+
+@pytest.mark.parametrize("change", [looks_ahead, looks_ahead_if_masked, looks_at_rows])
+def test_rows_of_such_a_model_stay_apart(change: Callable) -> None:
+    """In an evaluation, and in a step of zo, whose loss is that of plain torch on all rows."""
+    model, rows = changed(change), of_one_token([2, 3, 2])
+    assert len(model.send([rows], shares=True)[0].inputs["input_ids"]) == 7
+    with torch.no_grad():
+        expected = float(plain_candidates_loss(model.module, [rows]))
+    loss = float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(rows))
+    assert loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_cpm_ant_sees_the_whole_row() -> None:
+    """A family of Transformers that loads as a decoder and is none."""
+    model, rows = keyhole.load(tiny_config("cpmant"), init="random", device="cpu"), of_one_token([2, 3, 2])
+    with torch.no_grad():
+        ((apart, _),) = nll_by_row(model, model.send([rows]))
+    assert torch.equal(model.nll(rows)[0], apart)
+
+
+def test_the_test_leaves_an_update_that_waits() -> None:
+    """Ranks need not make the test together, so it must not flush, which they do together."""
+    model = decoder()
+    zo = ZO(model, lr=1e-3, eps=1e-3)
+    zo.step(batch())
+    before = zo.pending
+    assert before is not None and is_causal(model, padded=False) and zo.pending is before
