@@ -1,4 +1,4 @@
-"""Rows that share hidden states or are joined have the losses of separate rows; only where the model itself allows it."""
+"""Rows that are shared or joined have the losses of separate rows, and only models that allow it do so."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,9 +25,7 @@ ROWS = ("input_ids", "labels", "attention_mask")
 
 
 @given(st.lists(st.integers(2, 4), min_size=1, max_size=4), st.integers(0, 10**6), st.booleans())
-def test_targets_of_shared_rows_are_predicted_from_the_same_tokens(
-    sizes: list[int], seed: int, one_token: bool
-) -> None:
+def test_targets_of_shared_rows_see_the_same_tokens(sizes: list[int], seed: int, one_token: bool) -> None:
     """For any batch, of short and long candidates: behind each trained position stand the tokens of its own row."""
     batch = of_one_token(sizes, seed) if one_token else candidate_batch(sizes, seed)
     apart, shared = to_device(batch, CPU), to_device(batch, CPU, shares=True)
@@ -77,7 +75,7 @@ def test_losses_of_shared_rows_are_those_of_separate_rows(name: str) -> None:
 
 
 @given(st.integers(12, 60), st.integers(0, 10**6), st.integers(9, 300), st.integers(1, 3), st.booleans())
-def test_targets_of_joined_rows_are_predicted_from_the_same_tokens(
+def test_targets_of_joined_rows_see_the_same_tokens(
     questions: int, seed: int, longest: int, tokens: int, shares: bool
 ) -> None:
     """Behind each trained position stand the tokens of its own row, at positions from 0, and nothing else."""
