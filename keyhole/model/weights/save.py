@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +37,8 @@ from keyhole.disk.files import flush, flush_all, replace_directory, staged
 from keyhole.disk.tensors import SHARD_BYTES, Ranges, Spec, create, fill, lay_out
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
+from keyhole.model.forward.low_rank import LowRank
+from keyhole.model.model import Model
 from keyhole.model.structure.config_files import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.structure.source import OF_ADAPTER
@@ -49,11 +50,12 @@ from keyhole.model.weights.saved_files import (
     weight_specs,
     write_small_files,
 )
+from keyhole.ranks import Ranks
 
 CONFIG = "config.json"
 
 
-def save_model(model: Any, path: Path, merged: bool = True) -> None:
+def save_model(model: Model, path: Path, merged: bool = True) -> None:
     """model is a keyhole Model; its weights are at their homes (methods flush before they save). merged: as in
     Model.named_tensors. NonFinite if one of them is NaN or infinity: nothing is written, and old files stay."""
     in_the_way = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None)
@@ -73,7 +75,7 @@ def _staged_for(path: Path) -> AbstractContextManager[Path]:
     return staged(path, "model") if path.is_dir() else staged(path.parent, path.name)
 
 
-def write_files(model: Any, path: Path, merged: bool = True) -> None:
+def write_files(model: Model, path: Path, merged: bool = True) -> None:
     """Writes the files themselves: weights, config, generation config, tokenizer."""
     if model.sharded:
         write_parts(model, path)
@@ -158,7 +160,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def merge_files(model: Any, path: Path, factors: Any) -> None:
+def merge_files(model: Model, path: Path, factors: LowRank) -> None:
     """Merges trained factors into the weight files that this model wrote to a directory, tensor by tensor."""
     names = names_on_disk(model)
     if names is None:
@@ -178,7 +180,7 @@ def merge_files(model: Any, path: Path, factors: Any) -> None:
         fill(path, place, factors.as_saved(tensor, stored.to(model.device)))
 
 
-def check_names(model: Any) -> None:
+def check_names(model: Model) -> None:
     """Refuses, before training, a model whose files store other tensors than it computes with."""
     if model.sharded and names_on_disk(model) is None:
         raise UserError(
@@ -187,7 +189,7 @@ def check_names(model: Any) -> None:
         )
 
 
-def bad_tensor(model: Any) -> str | None:
+def bad_tensor(model: Model) -> str | None:
     """The name of a tensor with NaN or infinity on any rank; None if all are finite."""
     if not model.sharded:
         return first_bad_tensor(model.named_tensors(merged=False))
@@ -197,7 +199,7 @@ def bad_tensor(model: Any) -> str | None:
     return next((name for name in model.ranks.objects(own) if name is not None), None)
 
 
-def write_parts(model: Any, path: Path | None) -> None:
+def write_parts(model: Model, path: Path | None) -> None:
     """Writes a sharded model into a directory. path: given on the leader; the other ranks receive it."""
     leads, ranks = model.ranks.is_leader, model.ranks
     if leads:
@@ -224,7 +226,7 @@ def write_parts(model: Any, path: Path | None) -> None:
     _together(ranks, write)
 
 
-def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Tensor | Ranges]) -> None:
+def write_state_parts(model: Model, path: Path | None, tensors: dict[str, torch.Tensor | Ranges]) -> None:
     """Writes a method's tensors into a file: each rank its ranges, the leader all other tensors. path: given on the
     leader; the other ranks receive it."""
     leads, ranks = model.ranks.is_leader, model.ranks
@@ -245,7 +247,7 @@ def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Te
     _together(ranks, write)
 
 
-def _together(ranks: Any, act: Any) -> None:
+def _together(ranks: Ranks, act: Callable[[], None]) -> None:
     """Every rank calls act(); the leader raises if one failed."""
     fault = None
     try:

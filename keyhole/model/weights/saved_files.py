@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out
+from keyhole.model.model import Model
 from keyhole.model.structure.config_files import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
@@ -30,7 +30,7 @@ def first_bad_tensor(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     return None
 
 
-def names_on_disk(model: Any) -> dict[str, str] | None:
+def names_on_disk(model: Model) -> dict[str, str] | None:
     """Name in the module -> name in the files; None if the two differ in more than names."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -44,7 +44,7 @@ def names_on_disk(model: Any) -> dict[str, str] | None:
     return names if names.keys() == tensors.keys() else None
 
 
-def weight_specs(model: Any) -> list[Spec]:
+def weight_specs(model: Model) -> list[Spec]:
     """The tensors in a model directory: parameters (a tied one once), and the saved buffers."""
     left_out = set(model.module._keys_to_ignore_on_save or ())
 
@@ -58,7 +58,7 @@ def weight_specs(model: Any) -> list[Spec]:
     return [spec for spec in specs if spec.name not in left_out]
 
 
-def plan_files(model: Any, names: dict[str, str]) -> Files:
+def plan_files(model: Model, names: dict[str, str]) -> Files:
     """How the weights are split into files; names: in the module -> in the files."""
     specs = [replace(spec, name=names[spec.name]) for spec in weight_specs(model)]
     return lay_out(specs, limit_bytes=SHARD_BYTES)
@@ -78,7 +78,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 @no_progress_bars()
-def small_files(model: Any) -> dict[str, bytes]:
+def small_files(model: Model) -> dict[str, bytes]:
     """Everything but the weights, as Transformers writes it: relative name -> content."""
     make_writable(getattr(model.module, "generation_config", None))
     with tempfile.TemporaryDirectory() as place:
@@ -90,7 +90,7 @@ def small_files(model: Any) -> dict[str, bytes]:
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def write_small_files(model: Any, path: Path) -> None:
+def write_small_files(model: Model, path: Path) -> None:
     """Everything but the weights."""
     for name, content in small_files(model).items():
         (path / name).parent.mkdir(exist_ok=True)
