@@ -1,7 +1,5 @@
 """The page: every method is in it, and nothing outside is needed to show it."""
 
-import pytest
-
 from keyhole.demo.report import COLOURS, cells, make_report, size
 from keyhole.demo.train import Demo, Result
 from tests.pages.made import Reader
@@ -45,16 +43,9 @@ def test_skipped_methods_say_why() -> None:
     assert f"c{len(COLOURS)}" not in make_report(many, 0, ENVIRONMENT)
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "-"), (2**20, "1.0 MiB"), (2**30, "1.00 GiB"), (5 * 2**30, "5.00 GiB"), (1000, "0.0 MiB")]
-)
-def test_sizes(count: int, text: str) -> None:
-    """Sizes are in MiB and GiB; nothing is a dash."""
-    assert size(count) == text
-
-
 def test_cells_of_terminal_and_page_agree() -> None:
-    """The page holds every cell of the printed row."""
+    """The page holds every cell of the printed row; sizes are in MiB and GiB, and nothing is a dash."""
     one = result("zo", moved_bytes=3 * 2**20, gpu_bytes=7 * 2**20)
     page = make_report([one], 0, ENVIRONMENT)
     assert all(cell.replace(">", "&gt;") in page for cell in cells(one))
+    assert [size(count) for count in (0, 1000, 2**20, 5 * 2**30)] == ["-", "0.0 MiB", "1.0 MiB", "5.00 GiB"]

@@ -28,7 +28,7 @@ from keyhole.report import page as run_page
 from keyhole.report.curves import Curves
 from keyhole.report.story import Answer, Answers, Planned, Sample, Story, View
 
-VOID = ("meta", "br")
+VOID = ("meta", "br", "input")
 
 
 class Reader(HTMLParser):
