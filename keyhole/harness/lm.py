@@ -14,10 +14,12 @@ while `hf` stays in the dtype of the model, so in bfloat16 they differ by its ro
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from lm_eval import utils
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
@@ -99,7 +101,7 @@ class KeyholeLM(TemplateLM):
             raise UserError("model: its tokenizer has neither bos nor eos; give prefix_token_id in --model_args")
         return first
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """The tokens of a text, after bos if the tokenizer adds one and the text does not begin with it."""
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
@@ -119,7 +121,7 @@ class KeyholeLM(TemplateLM):
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[object, list[int], list[int]]], disable_tqdm: bool = False, **_: object
     ) -> list[tuple[float, bool]]:
         pairs = [(before, after) for _, before, after in requests]
         cut = sum(len(context) + len(continuation) > self.max_length + 1 for context, continuation in pairs)
@@ -127,15 +129,21 @@ class KeyholeLM(TemplateLM):
             log.warning(
                 "%s of %s requests are longer than %s tokens: cut at the left", cut, len(pairs), self.max_length
             )
-        watch = _Bar("log-likelihoods", disable_tqdm)
-        how: dict[str, Any] = {"batch_tokens": self.batch_tokens, "passes": self.passes, "watch": watch}
-        found = list(zip(*score_continuations(self.model, pairs, self.max_length, **how), strict=True))
+        scored = score_continuations(
+            self.model,
+            pairs,
+            self.max_length,
+            batch_tokens=self.batch_tokens,
+            passes=self.passes,
+            watch=partial(tqdm, desc="log-likelihoods", disable=disable_tqdm or None),  # None: not without a terminal
+        )
+        found = list(zip(*scored, strict=True))
         for request, answer in zip(requests, found, strict=True):
             if request[0] is not None:
                 self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         windows: list[tuple[None, list[int], list[int]]] = []
         owner: list[int] = []
         for number, request in enumerate(requests):
@@ -155,7 +163,7 @@ class KeyholeLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return sums
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         texts = [""] * len(requests)
         alike: dict[str, list[int]] = {}  # requests with the same settings are batched together
         for number, request in enumerate(requests):
@@ -167,9 +175,16 @@ class KeyholeLM(TemplateLM):
             if room < 1:
                 raise UserError(f"max_gen_toks={new}: the model has {self.max_length} positions; ask for fewer tokens")
             prompts = [self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in numbers]
-            how: dict[str, Any] = {"batch_tokens": self.batch_tokens, "settings": settings}
-            how |= {"watch": _Bar("generated", disable_tqdm)}
-            made = continue_prompts(self.model, prompts, max_new_tokens=new, stop=stop, apart=True, **how)
+            made = continue_prompts(
+                self.model,
+                prompts,
+                max_new_tokens=new,
+                stop=stop,
+                apart=True,
+                batch_tokens=self.batch_tokens,
+                settings=settings,
+                watch=partial(tqdm, desc="generated", disable=disable_tqdm or None),
+            )
             for i, text in zip(numbers, made, strict=True):
                 texts[i] = text
                 self.cache_hook.add_partial("generate_until", requests[i].args, text)
@@ -189,18 +204,8 @@ class KeyholeLM(TemplateLM):
             settings["temperature"] = None
         return int(counts[0] if counts else NEW_TOKENS), stop, settings
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> dict[str, object]:
         """The description of the model in the file of results."""
         count = sum(tensor.shape.numel() for tensor in self.model.layout.tensors)
         dtype = str(self.model.dtype).removeprefix("torch.")
         return {"model_num_parameters": count, "model_dtype": dtype, "model_source": self.model.source}
-
-
-class _Bar:
-    """A progress bar over the groups of a sweep."""
-
-    def __init__(self, what: str, hidden: bool) -> None:
-        self.what, self.hidden = what, hidden
-
-    def __call__(self, groups: list[Any]) -> Any:
-        return tqdm(groups, desc=self.what, disable=self.hidden or None)  # None: hidden without a terminal

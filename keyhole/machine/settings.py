@@ -11,7 +11,10 @@ If other code has changed the setting meanwhile, that value is kept. docs/proces
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 SEGMENTS = "expandable_segments"
 
@@ -21,11 +24,11 @@ class Setting:
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self.read, self.write = read, write
-        self.before: Any = None
-        self.ours: Any = None  # the newest value, as read back (torch rounds a share to whole bytes)
-        self.holders: list[tuple[object, Any]] = []
+        self.before: object = None
+        self.ours: object = None  # the newest value, as read back (torch rounds a share to whole bytes)
+        self.holders: list[tuple[object, object]] = []
 
-    def hold(self, holder: object, value: Any) -> None:
+    def hold(self, holder: object, value: object) -> None:
         """Changes the setting for a holder, until let_go."""
         if not self.holders or self.read() != self.ours:  # changed by other code: earlier holders no longer count
             self.before, self.holders = self.read(), []
@@ -40,7 +43,7 @@ class Setting:
         if was_ours:
             self._change(left[-1][1] if left else self.before)
 
-    def _change(self, value: Any) -> None:
+    def _change(self, value: object) -> None:
         if self.read() != value:
             self.write(value)
         self.ours = self.read()
@@ -52,7 +55,7 @@ class Changes:
     def __init__(self) -> None:
         self.held: list[Setting] = []
 
-    def set(self, setting: Setting, value: Any) -> None:
+    def set(self, setting: Setting, value: object) -> None:
         setting.hold(self, value)
         self.held.append(setting)
 
@@ -88,7 +91,7 @@ def matmul_precision() -> Setting:
 
 
 @cache
-def memory_fraction(device: Any) -> Setting:
+def memory_fraction(device: "torch.device") -> Setting:
     """The share of a GPU's memory that the process may allocate."""
     import torch
 
@@ -129,7 +132,7 @@ def expandable_segments(changes: Changes) -> None:
     """PYTORCH_ALLOC_CONF=expandable_segments:True, added to its other options. If the user has set this
     option, it is kept."""
     setting = allocator()
-    users = setting.before if setting.holders else setting.read()
+    users = str(setting.before if setting.holders else setting.read())
     if SEGMENTS not in users:
         changes.set(setting, _joined(users, f"{SEGMENTS}:True"))
 
