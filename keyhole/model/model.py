@@ -100,6 +100,9 @@ class Model:
         self.head: Any = ClassificationHead(module) if self.classifies else Head(module)
         self.embedding: nn.Embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
+        self.visits: dict[
+            str, list[int]
+        ] = {}  # by the name of a sweep: its units, in the order in which they were used
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
         self.factored: set[int] = set()  # ids of modules whose forward asks for them
         self._lockstep = Lockstep()
@@ -204,17 +207,20 @@ class Model:
 
     @contextmanager
     def sweep(self, name: str, of_all: bool = False, head: bool = True, experts: bool = False) -> Iterator[None]:
-        """A context for one visit of every unit, in the order of the model. of_all: every rank makes this sweep and
+        """A context for one visit of every unit, in the order of the last sweep of this name, or of the model. of_all:
+        every rank makes this sweep and
         starts no other collective during it. head: the head is visited too; experts: and all experts that are units of
         their own, of which the others are announced when a router has chosen them (`expect`)."""
         self.check_idle()
         after = [u.index for u in self.layout.head_units] if head else []
         blocks = [u.index for u in self.layout.of_kind("block") if experts or u.expert is None]
-        with self.engine.sweep(name, blocks + after, of_all):
+        with self.engine.sweep(name, self.visits.get(name) or blocks + after, of_all):
             try:
                 yield
             finally:
                 self.binding.bind_homes()
+        if not (self.ranks.several or self.layout.has_expert_units):  # ranks upload in the order that all of them know
+            self.visits[name] = list(self.engine.visited)
 
     def lockstep(
         self,
