@@ -15,10 +15,7 @@
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
 (model/forward/lockstep.py), or a `Generation` (model/forward/generate.py), which loads each unit when its one pass
-enters it. Without a conductor a resident model behaves like any PyTorch module.
-This file says what a model consists of and what its callers may use; what a method here passes on is explained where it
-is done.
-Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
+enters it. Without a conductor a resident model behaves like any PyTorch module. Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
@@ -100,9 +97,7 @@ class Model:
         self.head: Any = ClassificationHead(module) if self.classifies else Head(module)
         self.embedding: nn.Embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
-        self.visits: dict[
-            str, list[int]
-        ] = {}  # by the name of a sweep: its units, in the order in which they were used
+        self.visits: dict[str, list[int]] = {}  # by a sweep's name: its units, in the order in which they were used
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
         self.factored: set[int] = set()  # ids of modules whose forward asks for them
         self._lockstep = Lockstep()
@@ -249,14 +244,6 @@ class Model:
         among = set().union(*{id(unit.tensors[0]): self._stack_pages[unit.tensors[0].name] for unit in units}.values())
         self.engine.expect(among, [unit.index for unit in units])
 
-    def acquire_weights(self, unit: Unit, place: int = 0) -> torch.Tensor:
-        """The unit's weights on the device, in the dtype of compute, for reading. Release the unit afterwards."""
-        return self.device_weights.acquire(unit, place)
-
-    def in_compute_dtype(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
-        """`stored` itself, or a copy in scratch memory that the next unit with the same `place` overwrites."""
-        return self.device_weights.in_compute_dtype(unit, stored, place)
-
     def table_rows(self, ids_M: torch.Tensor) -> torch.Tensor:
         """[M, H] rows of the input embedding, through the lens if one is set."""
         return self.device_weights.table_rows(ids_M, self.pinned)
@@ -269,16 +256,14 @@ class Model:
     @without_autocast()
     @torch.no_grad()
     def nll(self, batch: Batch | Sequence[Batch]) -> Any:
-        """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep: each unit crosses
-        the link once."""
+        """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep."""
         results = evaluation.nll_by_row(self, self.send(self.checked(batch, of_step=False), shares=True))
         return results[0] if isinstance(batch, Mapping) else results
 
     @without_autocast()
     @torch.no_grad()
     def token_scores(self, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(nll_N, best_N) of each batch: the NLL of each target, and the likeliest token at its position. All batches
-        run in lockstep; one position may have several targets."""
+        """(nll_N, best_N) of each batch: the NLL of each target, and the likeliest token at its position."""
         return evaluation.token_scores(self, batches)
 
     @without_autocast()
@@ -299,7 +284,7 @@ class Model:
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
-        """HF generation; a streamed model crosses the link once per token, for all rows of the batch together."""
+        """HF generation; a streamed model crosses the link once per token of a batch."""
         return generation.generate(self, input_ids, attention_mask, options)
 
     @property
@@ -320,8 +305,7 @@ class Model:
         return self.methods.low_rank
 
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
-        """Afterwards the weights at home are those after the last step of every method; with before_step_of, of every
-        other method."""
+        """Afterwards weights at home are those after the last step of every method (before_step_of: every other)."""
         if before_step_of is None:
             self.methods.take_changes()
         self.methods.apply_deferred(before_step_of)

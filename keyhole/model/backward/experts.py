@@ -81,7 +81,9 @@ class ExpertGradients:
                 stored = engine.acquire(unit.index, changes=len(sides) > 1)
                 shape = unit.tensors[0].shape[1:]
                 taken.append(unit)
-                computed = self.model.in_compute_dtype(unit, stored, place=self.reverse.most_units + side)
+                computed = self.model.device_weights.in_compute_dtype(
+                    unit, stored, place=self.reverse.most_units + side
+                )
                 found.append(tuple(flat[: shape.numel()].view(shape) for flat in (stored, computed)))
             yield found
         finally:

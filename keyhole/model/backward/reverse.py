@@ -136,7 +136,7 @@ class Reverse:
         alone = len(batches) == 1 and not may_draw and not self.layout.experts  # experts are announced by passes
         self.keeping = self._keeping(batches, alone, may_draw)
         self.tape = Tape(self.keeping)
-        self.spine = model.acquire_weights(self.layout.spine)
+        self.spine = model.device_weights.acquire(self.layout.spine)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
         held: list[Unit] = []
@@ -150,7 +150,7 @@ class Reverse:
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
             release(unit)
-            model.binding.bind(unit, model.acquire_weights(unit, len(held)) if unit else None, self.spine)
+            model.binding.bind(unit, model.device_weights.acquire(unit, len(held)) if unit else None, self.spine)
             held.extend([unit] if unit else [])
             for i in range(len(batches)):
                 with turn(i):
@@ -278,7 +278,7 @@ class Reverse:
         """Loads the block's units and points its parameters to them."""
         for place, unit in enumerate(self.units_of[block]):
             stored = self.model.engine.acquire(unit.index, changes=self.trains)
-            self.model.binding.bind(unit, self.model.in_compute_dtype(unit, stored, place), self.spine)
+            self.model.binding.bind(unit, self.model.device_weights.in_compute_dtype(unit, stored, place), self.spine)
             if self.trains:
                 self.gradients.enter_unit(unit, self._views(unit, stored))
 

@@ -117,7 +117,7 @@ class VocabularyGradients:
         """The nll of every trained token, per pass."""
         self.running, keeps = [RunningNLL(b.target_N) for b in batches], self._keeps_logits()
         for unit in self.layout.head_units:
-            weights = self.model.acquire_weights(unit)
+            weights = self.model.device_weights.acquire(unit)
             self.model.binding.bind_head(unit, weights, self.spine)
             for p, (state, hidden_NH) in enumerate(zip(self.running, self.hidden, strict=True)):
                 if keeps:
@@ -169,7 +169,7 @@ class VocabularyGradients:
         total: list[Any] = [None] * len(self.hidden)
 
         def rows_grad(unit: Unit, stored: torch.Tensor) -> torch.Tensor | None:
-            weight_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored))
+            weight_RH = rows_view(unit, self.model.device_weights.in_compute_dtype(unit, stored))
             dw_RH = db_R = None
             for p in range(len(self.hidden)):
                 dx, dw, db = self._head_grads(unit, p, weight_RH, wants=(True, trained, bias is not None))
@@ -203,7 +203,7 @@ class VocabularyGradients:
         """Gradients of the hidden states alone, [N, H] per pass: for methods that reverse nothing but the head."""
         total: list[Any] = [None] * len(self.hidden)
         for unit in self.layout.head_units:
-            weight_RH = rows_view(unit, self.model.acquire_weights(unit))
+            weight_RH = rows_view(unit, self.model.device_weights.acquire(unit))
             for p in range(len(self.hidden)):
                 dx = self._head_grads(unit, p, weight_RH, wants=(True, False, False))[0]
                 total[p] = dx.float() if total[p] is None else total[p].add_(dx)
@@ -213,7 +213,7 @@ class VocabularyGradients:
     @torch.no_grad()
     def _head_rows_grad(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor | None:
         """[R, H]: the gradient of a chunk of the head, over all passes."""
-        weight_RH, grad_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored)), None
+        weight_RH, grad_RH = rows_view(unit, self.model.device_weights.in_compute_dtype(unit, stored)), None
         for p in range(len(self.hidden)):
             grad_RH = _add(grad_RH, self._head_grads(unit, p, weight_RH, wants=(False, True, False))[1])
         return grad_RH

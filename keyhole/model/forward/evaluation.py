@@ -59,14 +59,14 @@ def swept(model: Any, batches: list[DeviceBatch], result: Result, head: bool = T
     """Like `evaluated`, without deferred updates: at the weights that are at home. head: the result visits the head."""
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-        model.binding.bind(unit, model.acquire_weights(unit) if unit else None, spine)
+        model.binding.bind(unit, model.device_weights.acquire(unit) if unit else None, spine)
         for i in range(len(batches)):
             resume(i)
         if unit:
             model.engine.release(unit.index)
 
     with model.sweep("evaluate" if head else "blocks", head=head):
-        spine = model.acquire_weights(model.layout.spine)
+        spine = model.device_weights.acquire(model.layout.spine)
         hidden = model.lockstep(batches, serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
         return result(hidden, spine)
 
@@ -81,7 +81,7 @@ def _after_the_head(
     """For every pass, the loss state of its trained tokens after all chunks of the vocabulary."""
     running = [kind(b.target_N) for b in batches]
     for unit in model.layout.head_units:
-        model.binding.bind_head(unit, model.acquire_weights(unit), spine)
+        model.binding.bind_head(unit, model.device_weights.acquire(unit), spine)
         for state, x in zip(running, hidden, strict=True):
             model.head.add_nll(state, x, unit.rows[0])
         model.engine.release(unit.index)

@@ -27,7 +27,7 @@ class Generation:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.unit: Unit | None = None
-        self.spine = model.acquire_weights(model.layout.spine)
+        self.spine = model.device_weights.acquire(model.layout.spine)
 
     @property
     def current(self) -> "Generation":
@@ -49,7 +49,7 @@ class Generation:
 
     def meet(self, unit: Unit) -> None:
         self._release()
-        weights = self.model.acquire_weights(unit)
+        weights = self.model.device_weights.acquire(unit)
         self.unit = unit  # only after success: if loading failed, nothing is held, and the error must be seen
         self.model.binding.bind(unit, weights, self.spine)
 
@@ -63,7 +63,7 @@ class Generation:
         self._release()
         parts = []
         for unit in self.model.layout.head_units:
-            self.model.binding.bind_head(unit, self.model.acquire_weights(unit), self.spine)
+            self.model.binding.bind_head(unit, self.model.device_weights.acquire(unit), self.spine)
             parts.append(nn.functional.linear(x, self.model.head.linear.weight, self.model.head.linear.bias))
             self.model.engine.release(unit.index)
         return torch.cat(parts, dim=-1)

@@ -75,7 +75,7 @@ def test_the_loss_is_the_mean_over_all_passes() -> None:
     model = load("qwen2")
     vocabulary, sent = VocabularyGradients(model), model.to_device(BATCHES)
     with torch.no_grad(), model.sweep("test"):
-        spine = model.acquire_weights(model.layout.spine)
+        spine = model.device_weights.acquire(model.layout.spine)
         loss = vocabulary.loss([model.hidden(b) for b in sent], sent, spine)
     total = sum(float(hf_nll(model.module, one).sum()) for one in BATCHES)
     assert float(loss) == pytest.approx(total / sum(b.token_count for b in sent), rel=1e-5)

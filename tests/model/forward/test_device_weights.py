@@ -21,10 +21,10 @@ def test_weights_are_copied_only_into_another_dtype(wire: str) -> None:
     model = load(wire=wire, dtype="bfloat16")
     (first, second), spine = model.layout.of_kind("block")[:2], model.layout.spine
     a, b, c = (model.engine.homes[unit.index] for unit in (first, second, spine))
-    here, beside = model.in_compute_dtype(first, a), model.in_compute_dtype(first, a, place=1)
-    own = model.in_compute_dtype(spine, c)
+    here, beside = model.device_weights.in_compute_dtype(first, a), model.in_compute_dtype(first, a, place=1)
+    own = model.device_weights.in_compute_dtype(spine, c)
     assert all(map(torch.equal, (here, beside, own), (a.bfloat16(), a.bfloat16(), c.bfloat16())))
-    after = model.in_compute_dtype(second, b)
+    after = model.device_weights.in_compute_dtype(second, b)
     assert torch.equal(after, b.bfloat16()) and torch.equal(beside, a.bfloat16())
     if wire == "bf16":
         assert here is a and beside is a and after is b and own is c

@@ -126,7 +126,7 @@ class LowRank(Dense):
         w = engine.acquire(unit.index, changes=awaited or self.factors.owes(unit))
         if merge.arrive(self.factors, unit, w, awaited) or awaited:
             engine.commit(unit.index)
-        return self.model.in_compute_dtype(unit, w)
+        return self.model.device_weights.in_compute_dtype(unit, w)
 
     def visit_rest(self) -> None:
         for unit in self.model.layout.of_kind("block"):
@@ -146,7 +146,7 @@ class LowRank(Dense):
     def weights_at(self, unit: Unit, stored: torch.Tensor, number: int, pair: Pair) -> Sequence[torch.Tensor]:
         if unit.index not in self.factors.units:
             return super().weights_at(unit, stored, number, pair)
-        weights = self.model.in_compute_dtype(unit, stored)  # the layers add the perturbation
+        weights = self.model.device_weights.in_compute_dtype(unit, stored)  # the layers add the perturbation
         return weights, weights
 
     # -- factors beside the weights --------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def token_errors(
     units = [unit.index for unit in model.layout.head_units]
     with model.engine.sweep("guide", units):
         try:
-            head.spine = model.acquire_weights(model.layout.spine)
+            head.spine = model.device_weights.acquire(model.layout.spine)
             head.restart(1.0)
             grads = head.hidden_grads()
         finally:
