@@ -21,7 +21,10 @@ def test_weights_are_copied_only_into_another_dtype(wire: str) -> None:
     model = load(wire=wire, dtype="bfloat16")
     (first, second), spine = model.layout.of_kind("block")[:2], model.layout.spine
     a, b, c = (model.engine.homes[unit.index] for unit in (first, second, spine))
-    here, beside = model.device_weights.in_compute_dtype(first, a), model.in_compute_dtype(first, a, place=1)
+    here, beside = (
+        model.device_weights.in_compute_dtype(first, a),
+        model.device_weights.in_compute_dtype(first, a, place=1),
+    )
     own = model.device_weights.in_compute_dtype(spine, c)
     assert all(map(torch.equal, (here, beside, own), (a.bfloat16(), a.bfloat16(), c.bfloat16())))
     after = model.device_weights.in_compute_dtype(second, b)
