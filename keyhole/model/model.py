@@ -15,7 +15,7 @@
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
 (model/forward/lockstep.py), or a `Generation` (model/forward/generate.py), which loads each unit when its one pass
-enters it. Without one a resident model behaves like any PyTorch module. B rows, T positions, M tokens looked up, H width.
+enters it. Without one a resident model behaves like any PyTorch module. B rows, T positions, M tokens, H width.
 """
 
 import weakref
