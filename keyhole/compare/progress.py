@@ -7,10 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
-
 from keyhole.machine.text import duration, printable
 from keyhole.report.entries import Entry
 from keyhole.training.display import Display
@@ -38,6 +34,10 @@ class Progress:
     """Counts finished runs, and shows a bar with the steps of the current run on a terminal."""
 
     def __init__(self, total: int) -> None:
+        from rich.console import Console  # only programs have it
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
         self.total, self.finished, self.before, self.label = total, 0, 0, ""
         self.began_s: float | None = None
         columns = (BarColumn(), TextColumn("{task.description}"))
