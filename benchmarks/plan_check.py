@@ -178,7 +178,7 @@ def recorded(path: Path) -> Iterator[Line]:
     """The lines of a file, planned today. Left out: baselines, and parts of `zo` that were switched off."""
     found = json.loads(path.read_text())
     for each in found.get("results", []):  # of this script, before it was a table of the harness
-        about, rates = each["case"], Rates.from_dict(found["rates"] | each["host_rates"])
+        about, rates = each["case"], Rates.from_dict(found["rates"] | each.get("host_rates", {}))
         yield planned_line(
             as_case(about | {"system": about["placement"], "batch": about["tokens"][0]}), rates, each["measured"]
         )

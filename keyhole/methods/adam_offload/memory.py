@@ -36,14 +36,12 @@ With schedule=monolithic all updates begin when the last gradient has arrived, s
 
 from collections import Counter
 
-from keyhole.errors import UserError
-from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.rates import Rates
-from keyhole.machine.sizes import GIB, MIB
+from keyhole.machine.sizes import MIB
 from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.adam_offload.updates import SLOTS, chunk_of
-from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.memory import check_host_memory, reverse_bytes
 from keyhole.methods.work import reverse_work
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
@@ -52,7 +50,6 @@ from keyhole.offload.shards import part_numel
 
 LANE, BESIDE_LANE, BESIDE_COPIES = 0.67, 0.45, 0.5
 WAITING = 512 * MIB
-SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
 def host_state_bytes(
@@ -85,18 +82,10 @@ def check_host_state(
     ranks: int = 1,
     of: int = 1,
 ) -> None:
-    """UserError with the missing amount if weights and state do not fit. loaded: the weights are loaded already; ranks:
-    the number of processes on this machine that each take this much memory."""
-    state, here = host_state_bytes(layout, streamed, element_bytes, cut, of), cut or {}
-    weights = element_bytes * sum(here.get(u.index, (0, u.numel))[1] for u in layout.units if u.index in streamed)
-    needed, slack = ranks * (state + (0 if loaded else weights)), 0 if loaded else ranks * SLACK_BYTES
-    available = host_memory().available_bytes
-    if needed + slack > available:
-        raise UserError(
-            f"method: adam-offload keeps {12 + element_bytes} bytes per parameter in host memory: "
-            f"{host_sum(needed, slack, available)}. Free memory, or use method=lomo, adalomo or zo, which keep no such "
-            "state."
-        )
+    """Refuses weights and state that do not fit (methods/memory.py)."""
+    state = host_state_bytes(layout, streamed, element_bytes, cut, of)
+    keeps = f"adam-offload keeps {12 + element_bytes} bytes per parameter"
+    check_host_memory(keeps, state, layout, streamed, element_bytes, loaded, cut, ranks)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:

@@ -12,13 +12,11 @@ Work: Newton-Schulz has, per step and matrix, products of 2 m^2 n, 2 m^3 and 2 m
 from collections import Counter
 from dataclasses import replace
 
-from keyhole.errors import UserError
-from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lomo.memory import step_work as lomo_work
 from keyhole.methods.lomo.traits import LOMO
-from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.memory import check_host_memory, reverse_bytes
 from keyhole.methods.muon.traits import MuonConfig
 from keyhole.methods.states import FORMATS
 from keyhole.methods.work import update_launches
@@ -72,17 +70,10 @@ def check_host_state(
     of: int = 1,
     own: MuonConfig | None = None,
 ) -> None:
-    """UserError with the missing amount if weights and state do not fit. Every rank has all of the state."""
-    here = cut or {}
-    weights = element_bytes * sum(here.get(u.index, (0, u.numel))[1] for u in layout.units if u.index in streamed)
+    """Refuses weights and state that do not fit (methods/memory.py). Every rank has all of the state."""
     state = host_state_bytes(layout, own or MuonConfig())
-    needed, slack = ranks * (state + (0 if loaded else weights)), 0 if loaded else ranks * SLACK_BYTES
-    available = host_memory().available_bytes
-    if needed + slack > available:
-        raise UserError(
-            f"method: muon keeps {state / GIB:.1f} GiB of state in host memory: {host_sum(needed, slack, available)}. "
-            "Free memory, set muon.moments=bfloat16, or use method=lomo, adalomo or zo, which keep no such state."
-        )
+    keeps = f"muon keeps {state / GIB:.1f} GiB of state"
+    check_host_memory(keeps, state, layout, streamed, element_bytes, loaded, cut, ranks)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
