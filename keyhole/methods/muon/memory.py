@@ -71,8 +71,9 @@ def check_host_state(
     own: MuonConfig | None = None,
 ) -> None:
     """Refuses weights and state that do not fit (methods/memory.py). Every rank has all of the state."""
-    state = host_state_bytes(layout, own or MuonConfig())
-    keeps = f"muon keeps {state / GIB:.1f} GiB of state"
+    own = own or MuonConfig()
+    state, less = host_state_bytes(layout, own), "" if own.moments == "bfloat16" else " (half: muon.moments=bfloat16)"
+    keeps = f"muon keeps {state / GIB:.1f} GiB of state{less}"
     check_host_memory(keeps, state, layout, streamed, element_bytes, loaded, cut, ranks)
 
 

@@ -136,8 +136,10 @@ def test_state_is_two_bytes_per_element_of_a_matrix(monkeypatch: pytest.MonkeyPa
     assert opt.update.pages.bytes == host_state_bytes(opt.model.layout, MuonConfig())
     assert 2 * numel + 4 * rest <= opt.update.pages.bytes < 2 * numel + 4 * rest + 4000
     monkeypatch.setattr("keyhole.methods.memory.host_memory", lambda: HostMemory(2**33, 100, None))
-    with pytest.raises(UserError, match=r"muon keeps .*moments=bfloat16"):
-        Muon(load(), LR)
+    with pytest.raises(UserError, match=r"muon keeps .* are missing. Free memory, or use method=lomo"):
+        keyhole.Muon(load(), LR)
+    with pytest.raises(UserError, match=r"muon keeps .*half: muon.moments=bfloat16"):
+        keyhole.Muon(load(), LR, moments="float32")
 
 
 @pytest.mark.gpu
