@@ -9,7 +9,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
@@ -55,6 +55,16 @@ Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
 
 WORDS = {bool: "true | false", int: "whole number", float: "number", str: "text", Bytes: A_SIZE}
+
+
+def setting(default: Any, doc: str) -> Any:
+    """A field of a dataclass of settings with its line in the help and the docs."""
+    return field(default=default, metadata={"doc": doc})
+
+
+def required(doc: str) -> Any:
+    """The same, without a default."""
+    return field(metadata={"doc": doc})
 
 
 class Twice(Exception):

@@ -1,4 +1,4 @@
-"""Documentation of the settings, from the line under each field of schema.py and of a method's settings.
+"""Documentation of the settings, from the line of each field of schema.py and of a method's settings.
 
 keyhole config show              every key, its type, default and line
 keyhole config show CONFIG       the values of a run, each with its line

@@ -1,14 +1,11 @@
 """The table of settings: each dotted key ("zo.eps") with its type, default and doc line.
 
-It is made once from schema.py and the methods' rows: types from typing, defaults from dataclasses, and doc lines from
-the source text, because Python discards the string under a field. A field whose type is a dataclass is a section; its
-fields appear under their dotted names and the section itself does not.
+It is made once from schema.py and the methods' rows. A field whose type is a dataclass is a section; its fields appear
+under their dotted names and the section itself does not.
 """
 
-import ast
 import dataclasses
 import functools
-import inspect
 import typing
 from dataclasses import MISSING, dataclass
 from typing import Any
@@ -40,21 +37,6 @@ class Setting:
     def section(self) -> str | None:
         """`zo` for `zo.eps`; None at the top level."""
         return self.key.split(".")[0] if "." in self.key else None
-
-
-def doc_lines(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, by field name; including base classes."""
-    bases = [base for base in cls.__bases__ if dataclasses.is_dataclass(base)]
-    docs = {name: doc for base in bases for name, doc in doc_lines(base).items()}
-    if cls is TrainConfig:  # generated from its base and the methods' rows, without source text
-        return docs
-    (source,) = ast.parse(inspect.getsource(cls)).body
-    body = source.body if isinstance(source, ast.ClassDef) else []
-    for statement, after in zip(body, body[1:], strict=False):
-        match statement, after:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                docs[name] = inspect.cleandoc(doc)
-    return docs
 
 
 @functools.cache
@@ -100,9 +82,9 @@ def around(config: TrainConfig) -> Around:
 
 def _keys(cls: type, prefix: str) -> dict[str, Setting]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    docs, names = doc_lines(cls), own_keys(cls)
+    names = own_keys(cls)
     own = [f for f in dataclasses.fields(cls) if f.name in names and not dataclasses.is_dataclass(hints[f.name])]
-    return {prefix + f.name: Setting(prefix + f.name, hints[f.name], f.default, docs.get(f.name, "")) for f in own}
+    return {prefix + f.name: Setting(prefix + f.name, hints[f.name], f.default, f.metadata.get("doc", "")) for f in own}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The doc line under a field is the help and the page."""
+"""The doc line of a field is the help and the page."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_setting_has_one_line_of_documentation() -> None:
-    """No field without its string; one line, one ending."""
+    """No field without its line; one line, one ending."""
     for key, setting in settings().items():
         assert setting.doc.endswith(".") and "\n" not in setting.doc and setting.doc.isascii(), key
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from keyhole.limits import Threads
+from keyhole.limits import Threads, setting
 from keyhole.methods.settings import AdamSettings, Around, Fault, python
 from keyhole.methods.traits import Traits
 
@@ -13,13 +13,16 @@ from keyhole.methods.traits import Traits
 class AdamOffloadConfig(AdamSettings):
     """AdamW, exact, with fp32 weights and moments in host memory (14 bytes per parameter), updated by CPU and GPU."""
 
+    # Update layer by layer while the GPU computes, or between two steps as ZeRO-Offload (baseline); same results.
     schedule: Literal["layerwise", "monolithic"] = python("layerwise")
-    """Update layer by layer while the GPU computes, or between two steps as ZeRO-Offload (baseline); same results."""
     threads: Threads | None = None
-    gpu_updates: bool | None = None
-    """The GPU also updates a part of the parameters, whose state is copied over the link; same bits. null = if there is a GPU."""  # noqa: E501
+    # fmt: off
+    gpu_updates: bool | None = setting(None,
+        "The GPU also updates a part of the parameters, whose state is copied over the link; same bits. null = if "
+        "there is a GPU.")
     activations: Literal["block", "host", "none", "auto"] = "block"
     compile: bool | str = False
+    # fmt: on
 
     def faults(self, around: Around) -> Iterator[Fault]:
         if self.gpu_updates and self.schedule != "layerwise":

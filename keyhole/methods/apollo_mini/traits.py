@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from keyhole.limits import Count, Positive
+from keyhole.limits import Count, Positive, setting
 from keyhole.methods.lomo.traits import LOMO, LOMOSettings
 from keyhole.methods.settings import AdamSettings
 
@@ -11,10 +11,11 @@ from keyhole.methods.settings import AdamSettings
 class APOLLOMiniConfig(AdamSettings, LOMOSettings):
     """APOLLO-Mini: LOMO with Adam's step size for each matrix, from a rank-1 sketch of its gradient. Streams."""
 
-    scale: Positive = 128**0.5
-    """Factor of every matrix's step; the paper's for rank 1 is the square root of 128."""
-    refresh: Count = 200
-    """Steps for which a sketch keeps its random direction."""
+    # fmt: off
+    scale: Positive = setting(128**0.5,
+        "Factor of every matrix's step; the paper's for rank 1 is the square root of 128.")
+    refresh: Count = setting(200, "Steps for which a sketch keeps its random direction.")
+    # fmt: on
 
     def exchanged(self, width: float) -> float:
         return 3.0  # pieces in 16 bits, their sums in 32

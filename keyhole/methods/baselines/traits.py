@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from keyhole.limits import BelowOne, Count, Positive
+from keyhole.limits import BelowOne, Count, Positive, setting
 from keyhole.methods.settings import AdamSettings, MethodSettings
 from keyhole.methods.traits import Traits
 
@@ -25,21 +25,21 @@ class AdamWConfig(AdamSettings, BaselineConfig):
 class SGDConfig(BaselineConfig):
     """Stochastic gradient descent, torch's own."""
 
-    momentum: BelowOne = 0.0
-    """Share of the last update that is kept; 0 needs no state."""
+    # fmt: off
+    momentum: BelowOne = setting(0.0, "Share of the last update that is kept; 0 needs no state.")
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaLoreConfig(AdamSettings, BaselineConfig):
     """GaLore: Adam on gradients projected to a low rank by SVD; plain AdamW for all other tensors."""
 
-    rank: Count = 128
-    """Rank of the projection; a matrix is projected if its shorter side is larger than this."""
-    update_proj_gap: Count = 200
-    """Steps between two SVDs."""
-    scale: Positive = 0.25
-    """Factor of the update of projected matrices."""
+    # fmt: off
+    rank: Count = setting(128, "Rank of the projection; a matrix is projected if its shorter side is larger than this.")
+    update_proj_gap: Count = setting(200, "Steps between two SVDs.")
+    scale: Positive = setting(0.25, "Factor of the update of projected matrices.")
     activations: Literal["none", "block"] = "none"
+    # fmt: on
 
 
 ADAMW = Traits(

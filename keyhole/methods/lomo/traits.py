@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from keyhole.limits import Fraction, Positive, Rank
+from keyhole.limits import Fraction, Positive, Rank, setting
 from keyhole.methods.settings import Around, Fault, MethodSettings, python
 from keyhole.methods.traits import Traits
 
@@ -21,11 +21,11 @@ class LOMOSettings(MethodSettings):
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
     activations: Literal["none", "block", "host", "auto"] = "block"
     compile: bool | str = False
+    # Compute the gradients of linear layers in one buffer; False: torch's own backward.
     fused: bool = python(True)
-    """Compute the gradients of linear layers in one buffer; False: torch's own backward."""
+    # [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first one that matches a tensor's
+    # name applies to it.
     groups: list[dict[str, Any]] | None = python(None)
-    """[{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first one that matches a tensor's
-    name applies to it."""
 
     @property
     def by_expert(self) -> bool:
@@ -42,8 +42,8 @@ class LOMOSettings(MethodSettings):
 class LOMOConfig(LOMOSettings):
     """LOMO: gradient descent with the update inside the backward pass; no gradient is kept. Streams."""
 
+    # Bound on the absolute value of each element of the gradient, in one backward pass; max_grad_norm needs two.
     clip_value: Positive | None = python(None)
-    """Bound on the absolute value of each element of the gradient, in one backward pass; max_grad_norm needs two."""
 
     def faults(self, around: Around) -> Iterator[Fault]:
         yield from super().faults(around)
@@ -60,16 +60,15 @@ class AdaLOMOConfig(LOMOSettings):
 class LOMOLoRAConfig(LOMOConfig):
     """LoRA + LOMO: the model by LOMO, low-rank adapters beside it (by peft) by AdamW. Streams."""
 
-    adapter_lr: Positive = 2e-4
-    """Peak rate of the adapters; follows the schedule of learning_rate."""
-    adapter_warmup_ratio: Fraction | None = None
-    """Share of the steps over which the adapters' rate warms up; null = warmup_ratio."""
-    r: Rank = 8
-    """Rank of the adapters; at most the smaller side of the largest matrix that gets one."""
-    alpha: Positive = 16.0
-    """Adapters are scaled by alpha / r."""
-    target_modules: str | list[str] | None = None
-    """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
+    # fmt: off
+    adapter_lr: Positive = setting(2e-4, "Peak rate of the adapters; follows the schedule of learning_rate.")
+    adapter_warmup_ratio: Fraction | None = setting(None,
+        "Share of the steps over which the adapters' rate warms up; null = warmup_ratio.")
+    r: Rank = setting(8, "Rank of the adapters; at most the smaller side of the largest matrix that gets one.")
+    alpha: Positive = setting(16.0, "Adapters are scaled by alpha / r.")
+    target_modules: str | list[str] | None = setting(None,
+        "Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks.")
+    # fmt: on
 
     def faults(self, around: Around) -> Iterator[Fault]:
         yield from super().faults(around)

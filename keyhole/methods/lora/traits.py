@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from keyhole.limits import BelowOne, Positive, Rank
+from keyhole.limits import BelowOne, Positive, Rank, setting
 from keyhole.methods.settings import FROZEN_WIRES, Around, Fault, MethodSettings
 from keyhole.methods.traits import Traits
 
@@ -13,17 +13,16 @@ from keyhole.methods.traits import Traits
 class LoRAConfig(MethodSettings):
     """LoRA, by peft: the model is frozen, low-rank matrices beside its linear layers are trained by AdamW. Streams."""
 
-    r: Rank = 8
-    """Rank of the adapters; at most the smaller side of the largest matrix that gets one."""
-    alpha: Positive = 16.0
-    """Adapters are scaled by alpha / r."""
-    dropout: BelowOne = 0.0
-    """Share of an adapter's inputs that is dropped in training."""
-    target_modules: str | list[str] | None = None
-    """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
+    # fmt: off
+    r: Rank = setting(8, "Rank of the adapters; at most the smaller side of the largest matrix that gets one.")
+    alpha: Positive = setting(16.0, "Adapters are scaled by alpha / r.")
+    dropout: BelowOne = setting(0.0, "Share of an adapter's inputs that is dropped in training.")
+    target_modules: str | list[str] | None = setting(None,
+        "Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks.")
     activations: Literal["none", "block", "host", "auto"] = "auto"
-    merge: bool = True
-    """Save the model with its adapters merged; false = the original model, and the adapters in adapter/."""
+    merge: bool = setting(True,
+        "Save the model with its adapters merged; false = the original model, and the adapters in adapter/.")
+    # fmt: on
 
     @property
     def by_expert(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from keyhole.limits import Count, Limit, Positive, Threads
+from keyhole.limits import Count, Limit, Positive, Threads, setting
 from keyhole.methods.settings import AdamSettings, Around, Fault, python
 from keyhole.methods.traits import Traits
 
@@ -37,32 +37,33 @@ RULES = {
 class LSPConfig(AdamSettings):
     """LSP-Offload: Adam in a learned sparse subspace of every matrix, its state on the GPU or the CPU. Streams."""
 
-    preset: Literal["default", "paper"] = "default"
-    """paper: LSP-Offload's Algorithm 1: kind free, every matrix checked, steps not scaled (docs/methods.md)."""
-    d: Count = 1024
-    """Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is not projected."""
-    r: Count = 4
-    """Numbers per row of a projector; at most d."""
-    alpha: Positive = 0.5
-    """A matrix gets new projectors when a check finds the bias of its compressed gradient above this (0 is perfect)."""
-    check_freq: Count = 1000
-    """Steps between two checks; the first step fits all projectors."""
-    fit_steps: Count = 50
-    """Maximum number of Adam steps to fit the projectors of preset paper: its Timeout."""
-    others: Literal["adam", "frozen"] = "adam"
-    """Tensors that are not matrices of a block (embeddings, head, vectors): trained by plain Adam, or frozen."""
-    optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
-    """Where Adam's moments are stored and updated; auto = on the GPU as far as gpu_memory allows, embedding and first layers first, the rest on the CPU."""  # noqa: E501
+    # fmt: off
+    preset: Literal["default", "paper"] = setting("default",
+        "paper: LSP-Offload's Algorithm 1: kind free, every matrix checked, steps not scaled (docs/methods.md).")
+    d: Count = setting(1024,
+        "Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is not projected.")
+    r: Count = setting(4, "Numbers per row of a projector; at most d.")
+    alpha: Positive = setting(0.5,
+        "A matrix gets new projectors when a check finds the bias of its compressed gradient above this (0 is "
+        "perfect).")
+    check_freq: Count = setting(1000, "Steps between two checks; the first step fits all projectors.")
+    fit_steps: Count = setting(50, "Maximum number of Adam steps to fit the projectors of preset paper: its Timeout.")
+    others: Literal["adam", "frozen"] = setting("adam",
+        "Tensors that are not matrices of a block (embeddings, head, vectors): trained by plain Adam, or frozen.")
+    optimizer_on: Literal["auto", "gpu", "cpu"] = setting("auto",
+        "Where Adam's moments are stored and updated; auto = on the GPU as far as gpu_memory allows, embedding and "
+        "first layers first, the rest on the CPU.")
     threads: Threads | None = None
+    # Positions of a projector's numbers: orthonormal blocks, or anywhere in a row; None: the preset's.
     kind: Literal["blocks", "free"] | None = python(None)
-    """Positions of a projector's numbers: orthonormal blocks, or anywhere in a row; None: the preset's."""
+    # Share of the matrices that a check measures; None: the preset's.
     check_share: Annotated[float, Limit(0, 1, above=True)] | None = python(None)
-    """Share of the matrices that a check measures; None: the preset's."""
+    # Fit projectors to gradients; False: keep the random ones (baseline).
     learn: bool = python(True)
-    """Fit projectors to gradients; False: keep the random ones (baseline)."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     activations: Literal["block", "host", "auto"] = "block"
     compile: bool | str = False
+    # fmt: on
 
     @property
     def rule(self) -> LearningRule:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from keyhole.limits import BelowOne, Count, Positive
+from keyhole.limits import BelowOne, Count, Positive, setting
 from keyhole.methods.lomo.traits import LOMO, LOMOSettings
 from keyhole.methods.settings import AdamSettings, Around, Fault
 
@@ -13,20 +13,18 @@ from keyhole.methods.settings import AdamSettings, Around, Fault
 class MuonConfig(AdamSettings, LOMOSettings):
     """Muon: orthogonalised momentum for matrices, AdamW for the rest; 16-bit state in host memory. Streams."""
 
-    momentum: BelowOne = 0.95
-    """Decay of the running mean of a matrix's gradients."""
-    nesterov: bool = True
-    """Orthogonalise the momentum mixed with the gradient once more."""
-    ns_coefficients: list[float] | None = None
-    """The three coefficients of a Newton-Schulz step; null = 3.4445, -4.775, 2.0315."""
-    ns_steps: Count = 5
-    """Newton-Schulz steps."""
-    ns_eps: Positive = 1e-7
-    """Least norm by which a matrix is divided before them (torch.optim.Muon's eps)."""
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Scale of a matrix's step: AdamW's (match_rms_adamw), so that one rate serves all, or Muon's own (original)."""
-    moments: Literal["bfloat16", "float32"] = "bfloat16"
-    """Format of momentum and moments, rounded stochastically: 2 or 4 bytes per parameter of host memory."""
+    # fmt: off
+    momentum: BelowOne = setting(0.95, "Decay of the running mean of a matrix's gradients.")
+    nesterov: bool = setting(True, "Orthogonalise the momentum mixed with the gradient once more.")
+    ns_coefficients: list[float] | None = setting(None,
+        "The three coefficients of a Newton-Schulz step; null = 3.4445, -4.775, 2.0315.")
+    ns_steps: Count = setting(5, "Newton-Schulz steps.")
+    ns_eps: Positive = setting(1e-7, "Least norm by which a matrix is divided before them (torch.optim.Muon's eps).")
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = setting("match_rms_adamw",
+        "Scale of a matrix's step: AdamW's (match_rms_adamw), so that one rate serves all, or Muon's own (original).")
+    moments: Literal["bfloat16", "float32"] = setting("bfloat16",
+        "Format of momentum and moments, rounded stochastically: 2 or 4 bytes per parameter of host memory.")
+    # fmt: on
 
     def exchanged(self, width: float) -> float:
         return 3.0  # pieces in 16 bits, their sums in 32

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from keyhole.limits import BelowOne, Count, Limit, Positive
+from keyhole.limits import BelowOne, Count, Limit, Positive, setting
 from keyhole.methods.settings import FROZEN_WIRES, Advice, Around, Fault, MethodSettings, Rates, python
 from keyhole.methods.traits import Traits
 
@@ -60,38 +60,48 @@ DEFAULTS = {
 class ZOConfig(MethodSettings):
     """Zeroth-order (MeZO and others): the gradient is estimated from losses near the weights, forward passes only."""
 
-    estimator: Literal["mezo", "fzoo"] = "mezo"
-    """From losses to an update (docs/methods.md): pairs; or one-sided, scaled by the spread of losses."""
-    eps: Annotated[float, Limit(1e-8, 1.0)] | None = None
-    """Size of the perturbation: losses are evaluated at w + eps z and w - eps z (fzoo: not the latter); null = 1e-3."""
-    directions: Annotated[int, Limit(1, 4096)] | None = None
-    """Number of random directions z per step: two passes each (fzoo: one); null = mezo 1, fzoo 7."""
-    distribution: Literal["gaussian", "rademacher"] | None = None
-    """Distribution of z: N(0, 1), or -1 and +1 with equal probability; null = gaussian (fzoo: rademacher)."""
+    # fmt: off
+    estimator: Literal["mezo", "fzoo"] = setting("mezo",
+        "From losses to an update (docs/methods.md): pairs; or one-sided, scaled by the spread of losses.")
+    eps: Annotated[float, Limit(1e-8, 1.0)] | None = setting(None,
+        "Size of the perturbation: losses are evaluated at w + eps z and w - eps z (fzoo: not the latter); null = "
+        "1e-3.")
+    directions: Annotated[int, Limit(1, 4096)] | None = setting(None,
+        "Number of random directions z per step: two passes each (fzoo: one); null = mezo 1, fzoo 7.")
+    distribution: Literal["gaussian", "rademacher"] | None = setting(None,
+        "Distribution of z: N(0, 1), or -1 and +1 with equal probability; null = gaussian (fzoo: rademacher).")
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    clip: Positive | None = None
-    """Bound on the absolute value of each projected gradient; null = no bound."""
+    clip: Positive | None = setting(None, "Bound on the absolute value of each projected gradient; null = no bound.")
+    # Apply a step's update at the next visit of the weights: one pass over them less; same results.
     deferred_update: bool = python(True)
-    """Apply a step's update at the next visit of the weights: one pass over them less; same results."""
+    # Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else
+    # 1.
     write_back_every: Count | None = python(None)
-    """Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else 1."""  # noqa: E501
     compile: bool | str = False
-    fp8_steps: Count = USUAL_STEPS
-    """wire: fp8: maximum number of steps of a run; updates are rounded to 8 bits, which adds noise that grows with the steps (docs/methods.md)."""  # noqa: E501
-    rank: Annotated[int, Limit(1, 256)] | None = None
-    """Rank of low-rank directions in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), trained as factors; weights are read once per step for all passes, and not written within a period; needs a lower learning_rate, rank / (rank + 1) of a dense one or less; null = full rank."""  # noqa: E501
-    refresh: Count = 50
-    """zo.rank: number of steps of a period, for which V is kept (U is drawn every step)."""
-    fold: bool = True
-    """zo.rank: merge the factors into the weights at the end of each period; false = keep the factors of every period, so that weights never change."""  # noqa: E501
+    fp8_steps: Count = setting(USUAL_STEPS,
+        "wire: fp8: maximum number of steps of a run; updates are rounded to 8 bits, which adds noise that grows with "
+        "the steps (docs/methods.md).")
+    rank: Annotated[int, Limit(1, 256)] | None = setting(None,
+        "Rank of low-rank directions in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), trained as "
+        "factors; weights are read once per step for all passes, and not written within a period; needs a lower "
+        "learning_rate, rank / (rank + 1) of a dense one or less; null = full rank.")
+    refresh: Count = setting(50, "zo.rank: number of steps of a period, for which V is kept (U is drawn every step).")
+    fold: bool = setting(True,
+        "zo.rank: merge the factors into the weights at the end of each period; false = keep the factors of every "
+        "period, so that weights never change.")
+    # zo.fold=false: number of periods after which all kept factors are compressed into one low-rank sum beside the
+    # weights; null = never.
     fold_periods: Count | None = python(FOLD_PERIODS)
-    """zo.fold=false: number of periods after which all kept factors are compressed into one low-rank sum beside the weights; null = never."""  # noqa: E501
+    # zo.fold=false: maximum error of all such compressions together, relative to the Frobenius norm of a matrix's sum;
+    # as many terms are kept as that needs.
     fold_error: BelowOne = python(FOLD_ERROR)
-    """zo.fold=false: maximum error of all such compressions together, relative to the Frobenius norm of a matrix's sum; as many terms are kept as that needs."""  # noqa: E501
-    guide: Count | None = None
-    """zo.rank: number of rows from whose errors, by forward passes, V is found at the start of each period (docs/methods.md); null = V is random."""  # noqa: E501
-    merge: bool = True
-    """zo.fold=false: save the model with all factors merged; false = the factors in adapter/, in peft's format, beside a model that holds the rest (trained embedding, head and norms too): load both."""  # noqa: E501
+    guide: Count | None = setting(None,
+        "zo.rank: number of rows from whose errors, by forward passes, V is found at the start of each period "
+        "(docs/methods.md); null = V is random.")
+    merge: bool = setting(True,
+        "zo.fold=false: save the model with all factors merged; false = the factors in adapter/, in peft's format, "
+        "beside a model that holds the rest (trained embedding, head and norms too): load both.")
+    # fmt: on
 
     @property
     def usual(self) -> Defaults:
