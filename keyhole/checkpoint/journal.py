@@ -26,21 +26,24 @@ memory, and written before the next one. When a flush fails, the system may drop
 report success the next time: so records are kept until they have been flushed, and are written again after a failure.
 """
 
+import errno
 import json
 import math
 import os
 import struct
 import threading
 import zlib
-from collections import deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 from keyhole.checkpoint.state import MOST_STEPS
-from keyhole.disk.files import Appender, open_regular, replacing, try_place
+from keyhole.disk.files import open_regular, replacing, reserve, try_place
 from keyhole.disk.json_text import Json
+from keyhole.disk.typed_json import decode
 from keyhole.errors import UserError
+from keyhole.limits import Limit
 from keyhole.methods import METHODS
 
 MAGIC, VERSION = b"KEYHOLEJ", 3
@@ -48,9 +51,8 @@ FRONT = struct.Struct("<8sII")
 CRC = struct.Struct("<I")
 DEVICES = ("cpu", "cuda")
 HEADER_BYTES = 16 * 2**20  # upper limit; real headers have a few kilobytes
-MOST_DIRECTIONS, MOST_MEMORY = 2**16, 64
+AHEAD_BYTES = 2**20  # of the disk, reserved at every flush: 19,000 records of one direction
 LIGHT = "light: "  # in place of the content hash of a base: what identifies a checkpoint without weights of blocks
-AHEAD_BYTES = 2**20  # of the disk, reserved: 19,000 records of one direction
 
 
 class BadJournal(Exception):
@@ -63,22 +65,22 @@ class Header:
     steps; `run` is the id of the run (training/rundir.py)."""
 
     base: str
-    first: int
+    first: Annotated[int, Limit(0, MOST_STEPS)]
     source: str
-    seed: int
-    directions: int
+    seed: Annotated[int, Limit(0, 2**64 - 1)]
+    directions: Annotated[int, Limit(1, 2**16)]
     distribution: str
     rounding: str
     eps: float
     dtype: str
     wire: str | None
     frozen: list[str]
-    end_token_ids: list[int]
+    end_token_ids: list[Annotated[int, Limit(0)]]
     loader: Json
     config: Json
     versions: Json
     run: str | None = None
-    memory: int = 0
+    memory: Annotated[int, Limit(0, 64)] = 0
 
     @property
     def record(self) -> struct.Struct:
@@ -165,31 +167,9 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
     if len(text) < length or len(stored) < CRC.size or CRC.unpack(stored)[0] != crc:
         raise BadJournal(f"the header of {path} is damaged (its checksum does not match)")
     try:
-        header = Header(**json.loads(text))
-        _check(header)
-    except (ValueError, TypeError, RecursionError) as error:
+        return decode(json.loads(text), Header), crc
+    except (ValueError, RecursionError) as error:
         raise BadJournal(f"the header of {path} cannot be true: {error}") from None
-    return header, crc
-
-
-def _check(header: Header) -> None:
-    """ValueError for values that no run could have written, although the checksum is right."""
-    ranges = {"first": (0, MOST_STEPS), "seed": (0, 2**64 - 1), "directions": (1, MOST_DIRECTIONS)}
-    told: Json = vars(header)
-    for name, (low, high) in (ranges | {"memory": (0, MOST_MEMORY)}).items():
-        if type(told[name]) is not int or not low <= told[name] <= high:
-            raise ValueError(f"{name} is {told[name]!r}, and must be a whole number from {low} to {high}")
-    kinds: dict[str, type | tuple[type, ...]]
-    kinds = {"base": str, "source": str, "distribution": str, "rounding": str, "dtype": str, "eps": (int, float)}
-    kinds |= {"wire": (str, type(None)), "run": (str, type(None)), "frozen": list, "end_token_ids": list}
-    kinds |= {"loader": dict, "config": dict, "versions": dict}
-    for name, kind in kinds.items():
-        if not isinstance(told[name], kind):
-            raise ValueError(f"{name} is {str(told[name])[:80]!r}, of the wrong kind")
-    if not all(isinstance(name, str) for name in header.frozen) or not math.isfinite(header.eps):
-        raise ValueError("frozen must be a list of names, and eps finite")
-    if not all(type(token) is int and token >= 0 for token in header.end_token_ids):
-        raise ValueError("end_token_ids must be a list of whole numbers")
 
 
 def _read_record(piece: bytes, header: Header, seed_crc: int, step: int) -> Record | str:
@@ -223,18 +203,18 @@ class Writer:
 
     def __init__(self, path: Path, journal: Journal, last: int, sync_every: int = 1) -> None:
         assert journal.header.first <= last <= journal.last, (journal.header.first, last, journal.last)
-        self.last, self.sync_every, self.header, self.seed_crc = last, sync_every, journal.header, journal.seed_crc
-        end = journal.begin + (last - journal.header.first) * (journal.header.record.size + CRC.size)
+        self.header, self.seed_crc, self.begin = journal.header, journal.seed_crc, journal.begin
+        self.sync_every, self.record_bytes = sync_every, journal.header.record.size + CRC.size
         self.file = open_regular(path, os.O_WRONLY)
         try:
-            os.ftruncate(self.file, end)
+            os.ftruncate(self.file, self._end(last))
+            reserve(self.file, self._end(last), AHEAD_BYTES)
             os.fsync(self.file)
         except OSError:
             os.close(self.file)
             raise
-        self.appender = Appender(self.file, end, self._taken, AHEAD_BYTES)
-        self.unsynced: deque[bytes] = deque()  # records in the file that are not flushed yet, from offset synced_end on
-        self.synced, self.synced_end, self.tried = last, end, last
+        self.unsynced: list[bytes] = []  # the records after step `synced`, of which those up to `last` are in the file
+        self.last = self.synced = self.tried = last
         self.fault: OSError | None = None
         self.closing = False
         self.changed = threading.Condition()
@@ -242,17 +222,31 @@ class Writer:
         self.syncer = threading.Thread(target=self._sync_behind, name="keyhole-journal", daemon=True)
         self.syncer.start()
 
+    def _end(self, step: int) -> int:
+        """The offset behind the record of a step."""
+        return self.begin + (step - self.header.first) * self.record_bytes
+
     def append(self, record: Record) -> None:
         """Writes a record; it then survives this process. OSError if the disk is full: the partial record is cut off,
         kept in memory, and written before the next one."""
         with self.changed:
-            assert record.step == self.last + len(self.appender.pending) + 1, (record.step, self.last)
-            self.appender.append(pack_record(record, self.header, self.seed_crc))
+            assert record.step == self.synced + len(self.unsynced) + 1, (record.step, self.last)
+            self.unsynced.append(pack_record(record, self.header, self.seed_crc))
+            self._write(self.last)
 
-    def _taken(self, piece: bytes) -> None:
-        self.unsynced.append(piece)
-        self.last += 1
-        self.changed.notify_all()
+    def _write(self, after: int) -> None:
+        """Writes the records after this step. OSError: the file ends with a whole record, but lacks some."""
+        data, done = b"".join(self.unsynced[after - self.synced :]), 0
+        try:
+            done = os.pwrite(self.file, data, self._end(after))
+            if done < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            self.last = after + done // self.record_bytes
+            if done < len(data):
+                with suppress(OSError):  # the next write begins there in any case
+                    os.ftruncate(self.file, self._end(self.last))
+            self.changed.notify_all()
 
     def _sync_behind(self) -> None:
         while True:
@@ -260,33 +254,30 @@ class Writer:
                 self.changed.wait_for(lambda: self.closing or self.last >= self.tried + self.sync_every)
                 if self.closing:
                     return
-            self._sync()
-
-    def _sync(self) -> OSError | None:
-        """Flushes the records appended before this call; returns the error if that failed."""
-        with self.flushing:
-            with self.changed:
-                step, pieces = self.last, list(self.unsynced)
-            error = None
-            try:
-                if self.fault is not None:
-                    os.pwrite(self.file, b"".join(pieces), self.synced_end)
-                os.fsync(self.file)
-            except OSError as fault:
-                error = fault
-            with self.changed:
-                self.fault, self.tried = error, step
-                if error is None:
-                    self.synced, self.synced_end = step, self.synced_end + sum(map(len, pieces))
-                    for _ in pieces:
-                        self.unsynced.popleft()
-                self.changed.notify_all()
-            return error
+            with suppress(OSError):
+                self.sync()
 
     def sync(self) -> None:
         """Returns when all records appended so far are on the disk. OSError if that failed."""
-        if (error := self._sync()) is not None:
-            raise error
+        with self.flushing:
+            fault = None
+            try:
+                with self.changed:
+                    step = self.last
+                    if self.fault is not None:
+                        self._write(self.synced)
+                reserve(self.file, self._end(step), AHEAD_BYTES)
+                os.fsync(self.file)
+            except OSError as error:
+                fault = error
+            with self.changed:
+                self.fault, self.tried = fault, step
+                if fault is None:
+                    del self.unsynced[: step - self.synced]
+                    self.synced = step
+                self.changed.notify_all()
+        if fault is not None:
+            raise fault
 
     def wait_for(self, step: int, timeout_s: float) -> bool:
         """Returns when the record of a step has been appended; False if it was never appended. OSError if it could not
@@ -294,11 +285,11 @@ class Writer:
         with self.changed:
 
             def known() -> bool:
-                return self.last + len(self.appender.pending) >= step
+                return self.synced + len(self.unsynced) >= step
 
             self.changed.wait_for(lambda: known() or self.closing, timeout_s)
-            if known():
-                self.appender.write_pending()
+            if known() and self.last < step:
+                self._write(self.last)
             return self.last >= step
 
     def end(self) -> None:
@@ -314,10 +305,10 @@ class Writer:
         self.syncer.join()
         try:
             with self.changed:
-                self.appender.write_pending()
+                self._write(self.last)
             self.sync()
+            os.ftruncate(self.file, self._end(self.last))  # gives the reserved space back
         finally:
-            self.appender.release()
             os.close(self.file)
 
 

@@ -17,18 +17,15 @@ import errno
 import os
 import shutil
 import stat
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 from keyhole.errors import UserError
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
-PIECES = 256
-KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE of Linux
+KEEP_SIZE = 1  # of its fallocate
 
 
 def flush(path: Path) -> None:
@@ -181,75 +178,10 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(one))
 
 
-class Appender:
-    """Appends pieces (records, lines) to an open file, from the offset `end` on. Not thread-safe.
-
-    The file always ends with a complete piece: one that was written only in part is cut off again. A piece that a full
-    disk refuses is kept and written before the next one; waiting pieces are tried again at every append, PIECES of them
-    at a time, so that a disk that stays full costs only one failed write per append. taken is called with every piece
-    that the operating system has accepted.
-
-    ahead: bytes of disk space that are reserved behind the end of the file, where the system can do that (Linux; not
-    every file system): a disk that others fill up still takes that much. The file's size does not show the space, and
-    `release` gives it back."""
-
-    def __init__(
-        self, file: int, end: int, taken: Callable[[bytes], None] = lambda piece: None, ahead: int = 0
-    ) -> None:
-        self.file, self.end, self.taken, self.ahead = file, end, taken, ahead
-        self.pending: deque[bytes] = deque()
-        self.reserved = end
-        self._reserve()
-
-    def _reserve(self) -> None:
-        """Keeps at least half of `ahead` reserved; what the disk does not give is not asked for again until then."""
-        if self.ahead and self.end + self.ahead // 2 >= self.reserved:
-            reserve(self.file, self.end, self.ahead)
-            self.reserved = self.end + self.ahead
-
-    def release(self) -> None:
-        """Gives the reserved space back, before the file is closed."""
-        if self.ahead:
-            self._cut()
-
-    def append(self, piece: bytes) -> None:
-        """Writes a piece. OSError: the write failed, and the piece waits for the next call."""
-        self.pending.append(piece)
-        self.write_pending()
-
-    def write_pending(self) -> None:
-        """Writes the waiting pieces. OSError: some of them still wait."""
-        while self.pending:
-            pieces = list(islice(self.pending, PIECES))
-            data, end = b"".join(pieces), self.end
-            try:
-                size = os.pwrite(self.file, data, end)
-            except OSError:
-                self._cut()
-                raise
-            for piece in pieces:
-                if self.end + len(piece) > end + size:
-                    break
-                self.end += len(piece)
-                self.taken(self.pending.popleft())
-            if size < len(data):
-                self._cut()
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._reserve()
-
-    def _cut(self) -> None:
-        with suppress(OSError):  # the next write starts at `end` in any case
-            os.ftruncate(self.file, self.end)  # also gives reserved space back
-            self.reserved = self.end
-
-
-def reserve(file: int, start: int, size: int) -> bool:
-    """Reserves disk space from an offset on, without changing the size of the file; False if that is not possible."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).fallocate64
-    except (AttributeError, OSError):
-        return False
-    return bool(call(file, KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size)) == 0)
+def reserve(file: int, start: int, size: int) -> None:
+    """Reserves disk space from an offset on, without changing the file's size, where the system can do that (Linux)."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).fallocate64(file, KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size))
 
 
 @contextmanager

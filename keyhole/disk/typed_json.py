@@ -32,6 +32,8 @@ def finite(value: object) -> float | None:
 def decode(value: Any, kind: Any, most: int | None = None) -> Any:
     """The JSON value as one of this type; ValueError if it is none."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
     if origin is Annotated:
         found = decode(value, args[0], most)
         if not args[1].holds(found):

@@ -20,18 +20,20 @@ step, the samples, and the last good checkpoint. In float16 a gradient may occas
 finite: its update is skipped with a warning, and a run that skips MOST_SKIPS steps in a row stops too.
 """
 
+import errno
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keyhole.disk.files import Appender, open_regular, replacing
+from keyhole.disk.files import open_regular, replacing
 from keyhole.disk.json_text import json_text
 from keyhole.errors import NonFinite
 from keyhole.machine.host import read_text
@@ -40,7 +42,6 @@ from keyhole.model.batch import Batch
 from keyhole.report.entries import Entry, is_test, read_lines
 from keyhole.training.observer import Observer, Reading
 
-AHEAD_BYTES = 2**20  # disk space that metrics.jsonl reserves
 MOST_SKIPS = 10
 
 
@@ -171,12 +172,13 @@ class MetricsFile(Observer):
         with replacing(path) as file:
             file.write("".join(_line(entry) for entry in self.kept).encode())
         self.file = open_regular(path, os.O_WRONLY)
-        self.appender = Appender(self.file, os.fstat(self.file).st_size, ahead=AHEAD_BYTES)
+        self.end, self.waiting = os.fstat(self.file).st_size, list[bytes]()
 
     def note(self, reading: Reading) -> None:
         """Appends an entry."""
         try:
-            self.appender.append(_line(reading.entry).encode())
+            self.waiting.append(_line(reading.entry).encode())
+            self._write()
         except OSError as error:
             if not self.failing:
                 again = "entries are kept in memory and tried again at every step"
@@ -187,15 +189,24 @@ class MetricsFile(Observer):
             self.say(f"run/metrics.jsonl is complete again, up to step {reading.step}")
         self.failing = False
 
+    def _write(self) -> None:
+        """Appends the waiting lines. OSError: some still wait, and the file ends with a whole line."""
+        while self.waiting:
+            size = os.pwrite(self.file, self.waiting[0], self.end)
+            if size < len(self.waiting[0]):
+                with suppress(OSError):  # the next write begins there in any case
+                    os.ftruncate(self.file, self.end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.end += len(self.waiting.pop(0))
+
     def close(self) -> None:
         """Writes what is left, says if it cannot be."""
         try:
-            self.appender.write_pending()
+            self._write()
         except OSError as error:
             what = f"{type(error).__name__}: {error}; some entries are lost"
             self.say(f"warning: closing run/metrics.jsonl failed: {what}")
         finally:
-            self.appender.release()
             os.close(self.file)
 
 

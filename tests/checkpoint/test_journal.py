@@ -153,7 +153,6 @@ UNTRUE = {
     "config": ["x"],
     "dtype": [None, 3],
     "run": [7],
-    "no such field": [1],
 }
 
 
