@@ -64,13 +64,15 @@ def report(
     """
     from keyhole.disk.files import write_text
     from keyhole.disk.json_text import check_result_file
-    from keyhole.report.compared import make_page, name_runs, table
+    from keyhole.machine.text import last_parts
+    from keyhole.report.compared import make_page, table
     from keyhole.report.story import find_runs, read_view
 
     path = Path(output)
     check_result_file("--output", path)
     found = find_runs([Path(directory) for directory in directories])
-    views = [read_view(directory, name) for directory, name in zip(found, name_runs(found), strict=True)]
+    names = last_parts([directory.absolute().parent for directory in found])
+    views = [read_view(directory, name) for directory, name in zip(found, names, strict=True)]
     for line in table(views):
         typer.echo(line)
     try:

@@ -5,7 +5,7 @@
     output_dir/results/<id>.json  its numbers, once it has ended (result.py)
     output_dir/table.json, table.md, report.html
 
-First every model is scored without training (zero_shot.py), then every point of every grid is run with the first seed
+First every model is scored without training, then every point of every grid is run with the first seed
 (with all seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read,
 with the rows of every seed, before the first run and before anything is written, so that a mistake in the last task is
 found at once.
@@ -15,24 +15,23 @@ result itself changed, which is reported); an interrupted run continues from its
 Only metrics are kept of a run, unless save_model is set.
 """
 
+import hashlib
+import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from keyhole.checkpoint import select
-from keyhole.compare import kept as shared
 from keyhole.compare.file import ZERO_SHOT, Comparison
-from keyhole.compare.kept import Kept
+from keyhole.compare.kept import Kept, questions
 from keyhole.compare.page import make_page
 from keyhole.compare.plan import Group, Trial, flat_settings, plan, with_data
-from keyhole.compare.progress import Progress, Quiet
 from keyhole.compare.result import (
     CRASH,
     FORMAT,
@@ -42,6 +41,7 @@ from keyhole.compare.result import (
     Result,
     blank,
     changes,
+    finite_tests,
     inspect,
     mark,
     path_of,
@@ -54,19 +54,24 @@ from keyhole.compare.table import Cell, cell_of, choose, number, seeds_of_grid, 
 from keyhole.config.data import data_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.files import remove, write_text
+from keyhole.disk.typed_json import finite
 from keyhole.errors import UserError
+from keyhole.eval.rows import BATCH_TOKENS, PASSES
+from keyhole.loading import load
 from keyhole.machine.gpu import free_memory
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.probe import environment
 from keyhole.machine.text import counted, duration, without_controls
+from keyhole.methods.workload import Workload
 from keyhole.model.structure.source import check_directory
-from keyhole.training.display import Waiting
+from keyhole.training.display import Display, Waiting
 from keyhole.training.rundir import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import Parts, train
-from keyhole.training.validation import Judge
+from keyhole.training.validation import Judge, common_metric
 
 FAILED = 1  # exit code
+OF_UNTRAINED = ("task", "task_data", "task_splits", "num_train", "num_dev", "num_eval", "dtype", "max_length", "seed")
 
 
 def compare(
@@ -79,27 +84,24 @@ def compare(
 ) -> int:
     """Executes the runs that are not done yet and returns the exit code: 0, FAILED if a run of the table failed, now or
     before, or 130 if interrupted. retry: repeats failed runs too."""
-    kept = Kept()
+    kept, root = Kept(), Path(comparison.output_dir)
     groups, warnings = plan(comparison, kept.model_hash)
-    for warning in [*comparison.warnings, *warnings]:
+    for warning in warnings:
         say(f"warning: {warning}")
-    root = Path(comparison.output_dir)
     if dry_run:
         for group in groups:
             first = next(iter(group.trials.values())).config
             check_directory(first.model)
             check_sources(data_settings(first, None))
-        for group in groups:
-            for trial in group.trials.values():
-                say(f"{trial.id}: {trial.label}")
-        total, listed = number_of_runs(comparison, groups), sum(len(group.trials) for group in groups)
+        listed = [trial for group in groups for trial in group.trials.values()]
+        for trial in listed:
+            say(f"{trial.id}: {trial.label}")
+        total = number_of_runs(comparison, groups)
         fewer = " (choose_by: first-seed: of each grid only the best point is run with the other seeds)"
-        say(f"{counted(total, 'run')}{fewer if total < listed else ''}")
+        say(f"{counted(total, 'run')}{fewer if total < len(listed) else ''}")
         return 0
     kept.day = inspect(root).day
-    code = allow_code_execution
-    execution = Execution(comparison, groups, kept, root, retry, code, lambda text: say(without_controls(text)))
-    execution.read_tasks()
+    execution = Execution(comparison, groups, kept, retry, allow_code_execution, say)
     hashes = {name: kept.model_hash(path) for name, path in comparison.models.items()}
     now = Marker(FORMAT, comparison.title, comparison.source, kept.day, hashes)
     if not (root / MARKER).is_file():  # one that is there stays until the directory is locked
@@ -119,37 +121,71 @@ def number_of_runs(comparison: Comparison, groups: list[Group]) -> int:
     return sum(len(group.points) for group in groups) + len(groups) * (len(comparison.seeds) - 1)
 
 
-@dataclass
+class Quiet(Display):
+    """The display of a run inside a comparison: its lines go only to run/log.txt; on a terminal it has its bar."""
+
+    def _print(self, text: str) -> None:
+        """Prints nothing: the lines of a terminal are the comparison's."""
+
+
 class Execution:
-    """A comparison that is being executed."""
+    """A comparison that is being executed. untrained: for each model and task, the model without training, as a run
+    that takes no step."""
 
-    comparison: Comparison
-    groups: list[Group]
-    kept: Kept
-    root: Path
-    retry: bool
-    allow_code_execution: bool
-    say: Callable[[str], None]
+    def __init__(
+        self,
+        comparison: Comparison,
+        groups: list[Group],
+        kept: Kept,
+        retry: bool,
+        allow_code_execution: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.comparison, self.kept, self.retry, self.code = comparison, kept, retry, allow_code_execution
+        self.say: Callable[[str], None] = lambda text: say(without_controls(text))
+        self.root, self.results, self.environment = Path(comparison.output_dir), dict[str, Result](), environment()
+        self.total, self.finished = number_of_runs(comparison, groups), 0
+        for group in groups:  # all data, with the rows of every seed: mistakes are found before hours of training
+            for seed in comparison.seeds:
+                data = kept.load_data(data_settings(group.trials[group.points[0], seed].config))
+                judge = Judge(data.dev, data.test, allow_code_execution=allow_code_execution)
+                for point in group.points:
+                    judge.check(group.trials[point, seed].config, bool(data.eval), bool(data.labels))
+        self.groups = [with_data(group, kept.data_hash) for group in groups]
+        self.untrained = self._untrained()
 
-    results: dict[str, Result] = field(default_factory=dict)
-    zero_shot: dict[tuple[str, str], Result] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=environment)
+    def _untrained(self) -> dict[tuple[str, str], Trial]:
+        """Ids are equal where the score would be: methods and their settings have no part in them. The weights are in
+        the format of the runs where all runs of the task have one: the model may fit host memory in no other."""
+        found: dict[tuple[str, str], Trial] = {}
+        for group in self.groups:
+            place, trial = (group.model, group.task), next(iter(group.trials.values()))
+            if place in found or trial.config.head is not None:  # a new head is untrained
+                continue
+            of_task = [each for each in self.groups if (each.model, each.task) == place]
+            wires = [other.config.wire for each in of_task for other in each.trials.values()]
+            config, values = replace(trial.config, wire=None if None in wires else wires[0]), asdict(trial.config)
+            told: list[object] = [self.kept.model_hash(config.model) or config.model, *map(values.get, OF_UNTRAINED)]
+            told += [questions(self.kept.load_data(data_settings(config)))]
+            told += [config.wire] if config.wire is not None else []
+            digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=6).hexdigest()
+            run = f"{trial.id.rsplit('-', 2)[0]}-{ZERO_SHOT}-{digest}"
+            found[place] = replace(trial, method=ZERO_SHOT, point=(), config=config, id=run)
+        return found
 
     def go(self) -> int:
         """Executes the remaining runs. Tables are written also after an interruption."""
-        total = number_of_runs(self.comparison, self.groups)
         self._recall()
-        left = f"{counted(total, 'run')}, {len(self.results)} done" if self.results else counted(total, "run")
+        done = sum(result.method != ZERO_SHOT for result in self.results.values())
+        left = counted(self.total, "run") + (f", {done} done" if done else "")
         self.say(f"{self.comparison.title}: {left}; everything goes to {self.root}/")
-        self.progress = Progress(total)
-        with self.progress.bar:
-            self._score_untrained()
-            for trial in self._trials():
-                if trial.id not in self.results and not self._run(trial):
-                    self._write_or_warn()
-                    self.say("interrupted; the same command goes on from here")
-                    return EXIT_INTERRUPTED
-                self.progress.finished += 1
+        self.began_s, self.before = time.monotonic(), done
+        for trial in self._trials():
+            if trial.id not in self.results and not self._run(trial):
+                self._write_or_warn()
+                self.say("interrupted; the same command goes on from here")
+                return EXIT_INTERRUPTED
+            self.finished += trial.method != ZERO_SHOT
         fault = self._write()
         self.say(to_markdown(self.comparison, self.cells()))
         if fault is not None:
@@ -158,37 +194,34 @@ class Execution:
                 f"{self.root / 'results'}, and the same command writes the tables from them"
             )
         self.say(f"page: {self.root / 'report.html'}")
-        ended = [*self.results.values(), *self.zero_shot.values()]
-        count = sum(result.error is not None for result in ended)
+        count = sum(result.error is not None for result in self.results.values())
         if count:
-            self.say(
-                f"{count} of {len(ended)} runs failed, zero-shot included: table.md says why, --retry repeats them"
-            )
+            told = f"{count} of {len(self.results)} runs failed, zero-shot included"
+            self.say(f"{told}: table.md says why, --retry repeats them")
         return FAILED if count else 0
 
     def _recall(self) -> None:
-        """Reads the results of earlier runs of the plan."""
+        """Reads the results of earlier runs of the plan; a damaged one is deleted."""
         changed: dict[str, int] = {}
-        for trial in (trial for group in self.groups for trial in group.trials.values()):
-            found = self._read(trial.id)
-            if found is not None and found.kind != CRASH and not (found.error and self.retry):
-                self.results[trial.id] = found
-            elif found is None and any((self.root / "results").glob(f"{trial.id.rpartition('-')[0]}*.json")):
-                changed[trial.task] = changed.get(trial.task, 0) + 1
+        trials = [trial for group in self.groups for trial in group.trials.values()]
+        for trial in (*self.untrained.values(), *trials):
+            found, path = read_result(self.root, trial.id), path_of(self.root, trial.id)
+            if found is None and path.exists():
+                self.say(f"{path}: damaged; this is done again")
+                remove(path)
+            elif found is None and any(path.parent.glob(f"{trial.id.rpartition('-')[0]}*.json")):
+                changed[trial.task] = changed.get(trial.task, 0) + (trial.method != ZERO_SHOT)
+            if found is None or found.kind == CRASH or found.error and (self.retry or trial.method == ZERO_SHOT):
+                continue
+            self.results[trial.id] = found
         for task, count in changed.items():
             runs = "1 run is" if count == 1 else f"{count} runs are"
-            self.say(f"{task}: the data or the task file have changed since the last time; {runs} done again")
-
-    def _read(self, run: str) -> Result | None:
-        """The result of a run, if it has one; a damaged one is reported and deleted."""
-        found, path = read_result(self.root, run), path_of(self.root, run)
-        if found is None and path.exists():
-            self.say(f"{path}: damaged; this is done again")
-            remove(path)
-        return found
+            if count:
+                self.say(f"{task}: the data or the task file have changed since the last time; {runs} done again")
 
     def _trials(self) -> Iterator[Trial]:
-        """The runs in order; the second part depends on the results of the first."""
+        """The runs in order; the last part depends on the results of those before."""
+        yield from self.untrained.values()
         seeds = self.comparison.seeds
         first = seeds_of_grid(self.comparison)
         for seed in first:
@@ -198,54 +231,69 @@ class Execution:
             for group in self.groups:
                 point = choose(group, seeds, self.results, self.comparison.choose_by)
                 if point is None:
-                    self.progress.finished += 1
+                    self.finished += 1
                 else:
                     yield group.trials[point, seed]
 
-    def read_tasks(self) -> None:
-        """Reads all data, with the rows of every seed: mistakes in a task are found before hours of training, and the
-        ids of runs contain a hash of their data."""
-        for group in self.groups:
-            for seed in self.comparison.seeds:
-                data = self.kept.load_data(data_settings(group.trials[group.points[0], seed].config))
-                judge = Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution)
-                for config in (group.trials[point, seed].config for point in group.points):
-                    judge.check(config, bool(data.eval), bool(data.labels))
-        self.groups = [with_data(group, self.kept.data_hash) for group in self.groups]
-
     def _run(self, trial: Trial) -> bool:
         """Executes a run and keeps its result; False if it was interrupted."""
-        began_s = time.monotonic()
-        self.progress.begin(trial.label)
+        began_s, result = time.monotonic(), blank(trial)
         parts = Parts(
             load_data=self.kept.load_data,
-            display=lambda total, every: Quiet(total, every, self.progress.step),
+            display=Quiet,
             model_hash=self.kept.model_hash,
             waiting=Waiting(silent=True),
-            allow_code_execution=self.allow_code_execution,
+            allow_code_execution=self.code,
         )
         try:
-            if train(trial.config, resume="last", parts=parts) == EXIT_INTERRUPTED:
+            if trial.method == ZERO_SHOT:
+                self._score_untrained(trial, result)
+            elif train(trial.config, resume="last", parts=parts) == EXIT_INTERRUPTED:
                 return False
-            result = summarise(trial, self.kept.load_data(data_settings(trial.config)))
+            else:
+                result = summarise(trial, self.kept.load_data(data_settings(trial.config)))
         except Exception as error:
-            result = self._failed(blank(trial), error)
+            self._failed(result, error)
         free_memory()
         self.results[result.id] = result
         write_result(self.root, result)
         if result.kind != CRASH and not trial.config.save_model:  # a crashed run will go on from its checkpoint
             select.delete(select.checkpoints(Path(trial.config.output_dir)), self.say).join()
-        told = f"{trial.label}: {_line(result)}, {duration(time.monotonic() - began_s)}"
-        self.say(f"[{self.progress.count()}] {told}")
+        done, place = self.finished + (trial.method != ZERO_SHOT), ""
+        left_s = (time.monotonic() - self.began_s) / max(1, done - self.before) * (self.total - done)
+        if trial.method != ZERO_SHOT:
+            place = f"[{done}/{self.total}{f', {duration(left_s)} left' if done < self.total else ''}] "
+        self.say(f"{place}{trial.label}: {_line(result)}, {duration(time.monotonic() - began_s)}")
         self._write_or_warn()
         return True
 
-    def _failed(self, result: Result, error: Exception) -> Result:
-        """The result of a run, or of a model without training, that ended with this error; the other runs continue."""
+    def _score_untrained(self, trial: Trial, made: Result) -> None:
+        """The metrics of the model that the runs would train, evaluated as a run evaluates (training/validation.py)."""
+        config, data = trial.config, self.kept.load_data(data_settings(trial.config))
+        judge = Judge(data.dev, data.test, config.max_length, self.code)
+        made.dev_metric, made.test_metric = judge.metric or "loss", common_metric(data.test)
+        model = load(
+            config.model,
+            dtype=config.dtype or "auto",
+            workload=Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES),
+            placement=config.placement,
+            gpu_memory=config.gpu_memory,
+            device=config.device,
+            wire=config.wire,
+        )
+        try:
+            made.tests = finite_tests(judge.test_metrics(model, lambda: False) or {})
+            dev = judge.dev_metrics(model, lambda: False, has_loss=False) or {}
+        finally:
+            model.close()
+        made.test, made.dev = made.tests.get(f"test_{made.test_metric}"), finite(dev.get(f"eval_{made.dev_metric}"))
+
+    def _failed(self, result: Result, error: Exception) -> None:
+        """Completes the result of a run that ended with this error; the other runs continue."""
         told = str(error) if isinstance(error, UserError) else out_of_memory(error)
-        if told is not None:  # would happen again; the other runs continue
+        if told is not None:  # would happen again
             result.error, result.kind = _one_line(told), REFUSED
-            return result
+            return
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: no later run can work
         result.error, result.kind = f"{type(error).__name__}: {error}", CRASH
@@ -253,34 +301,13 @@ class Execution:
             (self.root / "results").mkdir(exist_ok=True)
             trace = "".join(traceback.format_exception(error))
             write_text(self.root / "results" / f"{result.id}.error.txt", trace)
-        return result
-
-    def _score_untrained(self) -> None:
-        """Scores every model without training on the test questions of every task."""
-        for group in self.groups:
-            place = (group.model, group.task)
-            trial = next(iter(group.trials.values()))
-            if place in self.zero_shot or trial.config.head is not None:  # a new head is untrained
-                continue
-            made = blank(trial)
-            made.id, made.method, made.point = shared.untrained_id(trial, self.groups, self.kept), ZERO_SHOT, []
-            found = self._read(made.id)
-            if found is None or found.error:
-                self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
-                found = shared.score_untrained(
-                    trial, made, self.groups, self.kept, self.allow_code_execution, self._failed
-                )
-                free_memory()
-                write_result(self.root, found)
-                self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {_line(found)}")
-            self.zero_shot[place] = found
 
     def cells(self) -> list[Cell]:
         """The table so far."""
-        cells, untrained = list[Cell](), dict(self.zero_shot)
+        cells, untrained = list[Cell](), dict(self.untrained)
         for group in self.groups:
             first = untrained.pop((group.model, group.task), None)
-            cells += [] if first is None else [zero_shot_cell(first)]
+            cells += [zero_shot_cell(self.results[first.id])] if first is not None and first.id in self.results else []
             cells.append(cell_of(group, self.comparison, self.results))
         return cells
 

@@ -15,8 +15,7 @@ A method's name is the method itself, unless its settings have `method: ...`; th
 that a file can compare variants of one method. A task file, dir/plants.yaml, is called plants, as
 everywhere. Settings are those of `keyhole train` (docs/config.md), sections included. If a setting is given in several
 places, the command line wins, then the method, the task, and `common`. For a setting that is itself a list
-(lora.target_modules, freeze), a grid is a list of lists, or a list with null: [null, embeddings]. Seeds are listed, not
-counted: `seeds: 3` is seed 3 alone, which a warning says.
+(lora.target_modules, freeze), a grid is a list of lists, or a list with null: [null, embeddings].
 
 On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` replace or select what is compared, as names
 separated by commas; any other setting applies to all runs.
@@ -30,6 +29,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,14 +42,13 @@ from keyhole.config.rules import expanded
 from keyhole.config.types import is_null, show
 from keyhole.data.tasks.spec import task_name
 from keyhole.errors import UserError
-from keyhole.machine.text import printable
+from keyhole.machine.text import last_parts, printable
 
 ZERO_SHOT = "zero-shot"  # the row of an untrained model
 DIRECTORY = Path(__file__).parents[1] / "comparisons"
 KEYS = ("models", "tasks", "methods", "seeds", "common", "output_dir", "choose_by")
 WORDS = ("model", *KEYS[:4], *KEYS[5:])  # keys of the command line besides settings
 CHOOSE_BY = ("first-seed", "all-seeds")
-MOST_COUNTED = 20  # a single seed up to this may be meant as a number of seeds
 TOP = "at the top of the file"
 MODELS = f"models are compared: write `models: [...]` {TOP}, or model=DIR on the command line"
 SEEDS = f"seeds are compared: write `seeds: [...]` {TOP}, or seeds=0,1 on the command line"
@@ -82,7 +81,6 @@ class Comparison:
     overrides: Entries = field(default_factory=dict)
     choose_by: str = CHOOSE_BY[0]
     words: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
@@ -97,18 +95,16 @@ def comparisons() -> dict[str, Path]:
 
 def find_comparison(name: str) -> Path:
     """The file with this name, or the shipped comparison."""
-    path = Path(name)
+    path, shipped = Path(name), comparisons()
     if path.is_file():
         return path
     if path.is_dir():
         raise UserError(f"{name} is a directory; a comparison is a YAML file")
     stem = name.removesuffix(".yaml")
-    if stem in comparisons():
-        return comparisons()[stem]
-    shipped = ", ".join(comparisons())
-    if near := nearest(stem, comparisons()):
-        raise UserError(f"{name}: no such comparison file{near} Shipped are {shipped}")
-    raise UserError(f"{name}: no such comparison file; shipped are {shipped}")
+    if stem in shipped:
+        return shipped[stem]
+    near = nearest(stem, shipped) or "."
+    raise UserError(f"{name}: no such comparison file{near} Shipped are {', '.join(shipped)}")
 
 
 def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
@@ -125,13 +121,11 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
         methods=reader.named("methods"),
         seeds=reader.seeds(),
         output_dir=expanded(reader.text("output_dir") or f"{path.stem}-out"),
-        common=reader.settings(reader.nodes.get("common")),
+        common=reader.settings(reader.nodes.get("common"), "in `common`"),
         overrides=reader.overrides,
         choose_by=reader.text("choose_by") or CHOOSE_BY[0],
         words=words,
-        warnings=reader.warnings,
     )
-    reader.refuse_misplaced(made.common, "in `common`")
     if made.output_dir.startswith("~") or re.search(r"\$\{?\w", made.output_dir):
         reader.fault("output_dir", f"found `{made.output_dir}`, which stands for no directory here")
     if made.choose_by not in CHOOSE_BY:
@@ -149,9 +143,8 @@ class _Reader:
         self.picked: dict[str, str] = {}
         self.overrides: Entries = {}
         self.faults: list[Finding] = []
-        self.warnings: tuple[str, ...] = ()
         for key, node in root.value:
-            where, name = _line_of(key), key.value if isinstance(key, yaml.ScalarNode) else show(key)
+            where, name = _line_of(key), _word(key) or show(key)
             if name in self.nodes:
                 self.fault(name, f"given twice, also in {self.nodes[name].where}", where)
             elif name in KEYS:
@@ -182,18 +175,20 @@ class _Reader:
             self.fault(key, f"found {show(entry.node)}, expected text", entry.where)
         return self.picked.get(key) or (_word(entry.node) if entry is not None else None)
 
-    def settings(self, entry: LocatedNode | None) -> Entries:
-        """The settings of a mapping; {} for null or nothing."""
-        if entry is not None and isinstance(entry.node, yaml.MappingNode):
-            return open_sections(entry.node, "", None, self.faults)
-        if entry is not None and not is_null(entry.node):
-            expected = "expected settings such as {learning_rate: 1e-5}"
-            self.fault("", f"found {show(entry.node)}, {expected}", entry.where)
-        return {}
+    def settings(self, entry: LocatedNode | None, place: str, own: str = "") -> Entries:
+        """The settings of a mapping; {} for null or nothing. own: one that this place alone may have."""
+        if entry is None or is_null(entry.node):
+            return {}
+        if not isinstance(entry.node, yaml.MappingNode):
+            self.fault("", f"found {show(entry.node)}, expected settings such as {{learning_rate: 1e-5}}", entry.where)
+            return {}
+        found = open_sections(entry.node, "", None, self.faults)
+        self.refuse_misplaced({key: each for key, each in found.items() if key != own}, place)
+        return found
 
-    def refuse_misplaced(self, entries: Entries, place: str, own: str = "") -> None:
-        """Refuses settings that have their own place in the file. own: one that is allowed here."""
-        for key in (key for key in entries if key in PLACES and key != own):
+    def refuse_misplaced(self, entries: Entries, place: str) -> None:
+        """Refuses settings that have their own place in the file."""
+        for key in entries.keys() & PLACES.keys():
             self.fault(key, f"cannot stand {place}; {PLACES[key]}", entries[key].where or COMMAND_LINE)
 
     def names(self, key: str, wanted: str) -> list[tuple[str, LocatedNode | None]]:
@@ -201,69 +196,62 @@ class _Reader:
         if key not in self.nodes:
             return []
         node, where = self.nodes[key].node, self.nodes[key].where
-        found: list[tuple[str, LocatedNode | None]] = []
         if isinstance(node, yaml.MappingNode):
-            for name, value in node.value:
-                if (text := _word(name)) is None:
+            pairs = [(name, LocatedNode(value, _line_of(name))) for name, value in node.value]
+            for name, _ in pairs:
+                if _word(name) is None:
                     self.fault(key, f"a name must be a word, found {show(name)}", _line_of(name))
-                else:
-                    found.append((text, LocatedNode(value, _line_of(name))))
-            return found
+            return [(text, entry) for name, entry in pairs if (text := _word(name)) is not None]
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        for i, item in enumerate(items, 1):
-            if (text := _word(item)) is None:
-                odd = f" whose item {i} is {show(item)}" if item is not node else ""
-                self.fault(key, f"found {show(node)}{odd}, expected {wanted}", where)
-                return []
-            found.append((text, None))
-        if not found:
-            self.fault(key, f"found {show(node)}, expected {wanted}", where)
+        found: list[tuple[str, LocatedNode | None]] = [(text, None) for item in items if (text := _word(item))]
+        if not found or len(found) < len(items):
+            odd = next((f" with {show(item)}" for item in items if item is not node and _word(item) is None), "")
+            self.fault(key, f"found {show(node)}{odd}, expected {wanted}", where)
+            return []
         return found
 
     def models(self) -> dict[str, str]:
-        """Name -> directory or hub id."""
-        found, known = self.names("models", "directories or hub ids"), dict[str, str]()
+        """Name -> directory or hub id. A model without a name is called by the last parts of its path."""
+        found = self.names("models", "directories or hub ids")
         where = self.nodes["models"].where if "models" in self.nodes else ""
-        for name, entry in found:
-            if entry is not None:
-                known[name] = _word(entry.node) or ""
-            if entry is not None and _word(entry.node) is None:
+        named = [(name, entry) for name, entry in found if entry is not None]
+        for name, entry in named:
+            if _word(entry.node) is None:
                 message = f"{show(entry.node)} under `{printable(name)}`, expected a directory or hub id"
                 self.fault("models", message, entry.where)
         paths = [name for name, entry in found if entry is None]
-        known |= self.by_path(paths, where)
-        self.check_names("models", [*known] if paths else [name for name, _ in found], where)
-        if asked := _split(self.picked.get("model") or self.picked.get("models") or ""):
-            known = {name: known[name] for name in asked} if {*asked} <= known.keys() else {}
-            known = known or self.by_path(asked, COMMAND_LINE)
-            self.check_names("models", asked if {*asked} == known.keys() else [*known], COMMAND_LINE)
+        known = {name: _word(entry.node) or "" for name, entry in named} | self.by_path(paths, where)
+        self.check_names("models", [name for name, _ in named] or [*known], where)
+        asked = _split(self.picked.get("model") or self.picked.get("models") or "")
+        if asked and {*asked} <= known.keys():
+            known = {name: known[name] for name in asked}
+            self.check_names("models", asked, COMMAND_LINE)
+        elif asked:
+            known = self.by_path(asked, COMMAND_LINE)
+            self.check_names("models", [*known], COMMAND_LINE)
         if not known and not any(fault.key == "models" for fault in self.faults):
             self.fault("models", "missing; name a directory or hub id, here or as model=DIR")
         return known
 
     def by_path(self, paths: Sequence[str], where: str) -> dict[str, str]:
-        """Name -> path, by as many last parts as are needed to distinguish the paths; a repeated path is refused."""
-        parts, names = [Path(path).parts or (path,) for path in paths], {}
+        """Name -> path; a repeated path is refused."""
+        parts = [Path(path).parts for path in paths]
         for i, own in enumerate(parts):
             if own in parts[:i]:
                 first = paths[parts.index(own)]
                 self.fault("models", f"`{first}` and `{paths[i]}` are one model, named twice; leave one out", where)
-            others = [each for j, each in enumerate(parts) if j != i]
-            depth = next((n for n in range(1, len(own)) if all(own[-n:] != each[-n:] for each in others)), len(own))
-            names[str(Path(*own[-depth:]))] = paths[i]
-        return names
+        return dict(zip(last_parts(paths), paths, strict=True))
 
     def named(self, key: str) -> dict[str, Entries]:
         """Tasks or methods with their settings. The command line may add tasks, and select methods."""
         found, known = self.names(key, "a list of names, or a mapping with a line `name: {settings}` for each"), {}
+        asked = _split(self.picked.get(key, ""))
         where = self.nodes[key].where if key in self.nodes else ""
         self.check_names(key, [_called(key, name) for name, _ in found], where)
-        for name, entry in found:
-            own = self.settings(entry)
-            self.refuse_misplaced(own, f"under `{printable(name)}`", key.removesuffix("s"))
-            known[_called(key, name)] = ({} if "train_data" in own else _file_entry(key, name)) | own
-        asked = _split(self.picked.get(key, ""))
         self.check_names(key, [_called(key, name) for name in asked], COMMAND_LINE)
+        for name, entry in found:
+            own = self.settings(entry, f"under `{printable(name)}`", key.removesuffix("s"))
+            known[_called(key, name)] = ({} if "train_data" in own else _file_entry(key, name)) | own
         for name in (name for name in asked if key == "methods" and name not in known):
             self.fault(key, f"`{name}` is not in the file, which has {', '.join(known)}", COMMAND_LINE)
         if not (asked or known) and not any(fault.key == key for fault in self.faults):
@@ -281,28 +269,22 @@ class _Reader:
                 message = f"`{name}` is named twice; leave one out, or give one of them another name (name: ...)"
                 self.fault(key, message, where)
             if key == "methods" and name == ZERO_SHOT:
-                message = f"`{ZERO_SHOT}` is the row of the model as it is; give the method another name"
-                self.fault(key, message, where)
+                self.fault(key, f"`{ZERO_SHOT}` is the row of the model as it is; choose another name", where)
 
     def seeds(self) -> list[int]:
-        """The seeds; one without brackets that may be meant as the number of seeds is a warning."""
-        if "seeds" not in self.nodes and "seeds" not in self.picked:
-            return [0]
-        node = self.nodes["seeds"].node if "seeds" in self.nodes else None
-        items = node.value if isinstance(node, yaml.SequenceNode) else [] if node is None else [node]
-        words = _split(self.picked["seeds"]) if "seeds" in self.picked else [_word(item) or "" for item in items]
-        try:
+        """Different whole numbers: a list in the file, so that nobody takes `seeds: 3` for three of them."""
+        words = ["0"]
+        if "seeds" in self.nodes:
+            node = self.nodes["seeds"].node
+            words = [_word(item) or "" for item in node.value] if isinstance(node, yaml.SequenceNode) else []
+        if "seeds" in self.picked:
+            words = _split(self.picked["seeds"])
+        with suppress(ValueError):
             seeds = [int(text) for text in words]
-        except ValueError:
-            seeds = []
-        if not seeds or len(set(seeds)) < len(seeds):
-            self.fault("seeds", "expected different whole numbers, such as [0, 1, 2]")
-        alone = self.picked.get("seeds") or (_word(node) if node is not None else None) or ""
-        count = int(alone) if alone.isdecimal() and len(alone) <= 2 else 0
-        if 1 < count <= MOST_COUNTED:
-            several = ", ".join(map(str, range(count))) if count <= 3 else f"0, 1, ..., {count - 1}"
-            self.warnings = (f"seeds: {count} is seed {count} alone; [{several}] are {count} seeds",)
-        return seeds
+            if seeds and len(set(seeds)) == len(seeds):
+                return seeds
+        self.fault("seeds", "expected a list of different whole numbers, such as [0, 1, 2]")
+        return []
 
 
 def _word(node: yaml.Node) -> str | None:

@@ -5,7 +5,6 @@ as finished.
     test       the test metric of the weights of that step
     seconds    of the training steps, without evaluations and saves
     curve      (step, seconds so far, dev, loss on dev) of every evaluation
-    losses     (step, seconds so far, mean training loss) in at most MOST_POINTS pieces
     warnings   of the run's log, those that say that the numbers are not what they seem: a head that stays as it was
                drawn, a loss that has risen, a gradient of 0
 
@@ -44,7 +43,6 @@ from keyhole.training import rundir
 from keyhole.training.selection import Selection, value_of
 from keyhole.training.validation import Judge, common_metric
 
-MOST_POINTS = 200
 MOST_BYTES, MOST_LOG_BYTES, MOST_MARKER_BYTES = 2**24, 2**26, 2**20
 MARKER, FORMAT = "comparison.json", 1
 CHECKSUM = "crc"
@@ -76,7 +74,6 @@ class Result:
     tokens: int = 0
     gpu_gib: float | None = None
     curve: list[tuple[int, float, float | None, float | None]] = field(default_factory=list)
-    losses: list[tuple[int, float, float]] = field(default_factory=list)
     tests: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     error: str | None = None
@@ -132,10 +129,6 @@ def summarise(trial: Trial, data: Data) -> Result:
     made.curve = [
         (e["step"], seconds.get(e["step"], 0.0), finite(value_of(e, metric)), e["eval_loss"]) for e in evaluations
     ]
-    size = max(1, -(-len(steps) // MOST_POINTS))
-    for group in (steps[i : i + size] for i in range(0, len(steps), size)):
-        known, last = [entry["loss"] for entry in group if entry["loss"] is not None], group[-1]["step"]
-        made.losses += [(last, seconds[last], sum(known) / len(known))] if known else []
     made.best_step = _chosen_step(trial, evaluations, metric, steps[-1]["step"] if steps else None)
     at = [entry for entry in evaluations if entry["step"] == made.best_step]
     made.dev = finite(value_of(at[0], metric)) if at else None

@@ -9,10 +9,13 @@ window, or hide earlier output. It may also be a megabyte long. So all printed t
     duration(seconds)       a readable time
     counted(number, noun)   `1 row`, `2,000 rows`
     aligned(rows)           the lines of a table
+    last_parts(paths)       names of paths
 """
 
 import re
 from collections.abc import Collection, Sequence
+from os import PathLike
+from pathlib import Path
 
 LINE_CHARACTERS = 2000
 MESSAGE_LINES = 100
@@ -66,3 +69,13 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
         "  ".join(text.ljust(widths[i]) if i in left else text.rjust(widths[i]) for i, text in enumerate(row)).rstrip()
         for row in rows
     ]
+
+
+def last_parts(paths: Sequence[str | PathLike[str]]) -> list[str]:
+    """A name for each path: as many of its last parts as distinguish it from the others."""
+    parts, names = [Path(path).parts for path in paths], []
+    for i, own in enumerate(parts):
+        others = [each for j, each in enumerate(parts) if j != i]
+        depth = next((n for n in range(1, len(own)) if all(own[-n:] != each[-n:] for each in others)), len(own))
+        names.append(str(Path(*own[-depth:])) if own else str(paths[i]))
+    return names

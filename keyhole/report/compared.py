@@ -26,16 +26,6 @@ UNTOLD = {"output_dir"}
 NO_METRICS = ("eval_tokens", "eval_rows", "eval_questions")
 
 
-def name_runs(directories: Sequence[Path]) -> list[str]:
-    """A name for each run/ directory: its output_dir, with as many parents as are needed to distinguish all."""
-    paths = [directory.absolute().parent.parts for directory in directories]
-    for depth in range(1, max(map(len, paths), default=1) + 1):
-        names = [os.path.join(*parts[-depth:]) for parts in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(Path(*parts)) for parts in paths]
-
-
 def cells(view: View) -> list[str]:
     """A row of the table, as text; terminal and page show the same."""
     story, curves = view.story, view.curves

@@ -23,7 +23,7 @@ seeds: [0, 1]
 common: {max_steps: 4, eval_steps: 2, batch_size: 8, num_train: 32, num_dev: 12, num_eval: 12, max_length: 128,
          device: cpu, dtype: float32}
 """
-TIMED = {"seconds", "gpu_gib", "losses", "environment", "source"}
+TIMED = {"seconds", "gpu_gib", "environment", "source"}
 
 
 def write(path: Path, text: str = TEXT) -> Path:

@@ -23,7 +23,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     root = tmp_path_factory.mktemp("undisturbed")
     counts = {"data": 0, "left": 0}
     left: weakref.WeakSet[Any] = weakref.WeakSet()
-    load, free_memory = kept_module.load, execute.free_memory
+    load, free_memory = execute.load, execute.free_memory
 
     def loaded(*args: Any, **how: Any) -> Any:
         model = load(*args, **how)
@@ -44,7 +44,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
             return found
 
         patch.setattr(kept_module, "load_data", counted)
-        for module in (model_and_method, kept_module):
+        for module in (model_and_method, execute):
             patch.setattr(module, "load", loaded)
         patch.setattr(execute, "free_memory", freed)
         assert run(write(root / "small.yaml"), root / "out") == 0

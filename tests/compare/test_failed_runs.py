@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.compare import execute, kept
+from keyhole.compare import execute
 from keyhole.compare.execute import FAILED, compare
 from keyhole.compare.file import read_comparison
 from keyhole.errors import NonFinite, UserError
@@ -58,7 +58,7 @@ def test_a_model_is_scored_untrained_in_the_format_of_all_its_runs(
         asked.append((how["workload"].method, how["wire"]))
         raise UserError("enough")
 
-    for module in (model_and_method, kept):
+    for module in (model_and_method, execute):
         monkeypatch.setattr(module, "load", load)
     methods = f"{{a: {{method: lora, wire: int4}}, b: {{{wire}method: lora, lora.r: 4}}}}"
     text = TEXT[: TEXT.index("methods:")] + f"methods: {methods}\nseeds: [0]\n" + TEXT[TEXT.index("common:") :]

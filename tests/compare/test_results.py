@@ -134,7 +134,7 @@ DAMAGED = {"point": 3, "dev": "abc", "seed": None, "tests": {"a": "b"}, "curve":
 
 @pytest.mark.parametrize("key", DAMAGED)
 def test_a_result_with_wrong_values_is_no_result(tmp_path: Path, key: str) -> None:
-    good = Result("a", "m", "t", "adamw", [("k", "v")], 0, dev=1, curve=[(1, 0.5, None, 2.0)], losses=[(1, 0.5, 2.0)])
+    good = Result("a", "m", "t", "adamw", [("k", "v")], 0, dev=1, curve=[(1, 0.5, None, 2.0)])
     write_result(tmp_path, good)
     assert read_result(tmp_path, "a") == good
     content = json.loads((tmp_path / "results" / "a.json").read_text())

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from keyhole.cli import main
 from keyhole.errors import UserError
+from keyhole.machine.text import last_parts
 from keyhole.report import compared
 from keyhole.report import page as run_page
-from keyhole.report.compared import cells, name_runs, table
+from keyhole.report.compared import cells, table
 from keyhole.report.curves import Curves
 from keyhole.report.story import Story, View, find_runs, read_view, write_story
 
@@ -143,7 +144,8 @@ def test_lines_that_are_left_out_are_counted(tmp_path: Path, capsys: pytest.Capt
 def test_runs_are_told_apart(tmp_path: Path) -> None:
     """By as much of their paths as it takes; one that is named twice is one."""
     places = [tmp_path / "x" / "out" / "run", tmp_path / "y" / "out" / "run"]
-    assert name_runs(places) == ["x/out", "y/out"] and name_runs(places[:1]) == ["out"]
+    names = [place.parent for place in places]
+    assert last_parts(names) == ["x/out", "y/out"] and last_parts(names[:1]) == ["out"]
     one = made(tmp_path, "one", [1.0])
     assert main(["report", str(one), str(one / "run"), "-o", str(tmp_path / "p.html")]) == 0
     assert "1 run" in (tmp_path / "p.html").read_text()
