@@ -1,14 +1,15 @@
 """The types of settings, in a config and in Python: what a type says in words, and whether a value is of it.
 
 Handled types: bool, int, float, str, Bytes, Literal, list[T], dict[str, T], T | None, T | U, and numbers with bounds,
-`Annotated[int, Limit(1)]`, with names for the usual ones. `convert` walks through a type. How a value is taken apart is
-the business of its `Source`: here values of Python, in config/types.py the nodes of a YAML file.
+`Annotated[int, Limit(1)]`, with names for the usual ones. `convert` walks through a type; what has no parts is a value
+of Python here, and a word of a YAML file in config/types.py.
 """
 
 import math
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
@@ -54,6 +55,7 @@ NotNegative = Annotated[float, Limit(0)]
 Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
 
+UNIONS = (typing.Union, types.UnionType)
 WORDS = {bool: "true | false", int: "whole number", float: "number", str: "text", Bytes: A_SIZE}
 
 
@@ -67,81 +69,41 @@ def required(doc: str) -> Any:
     return field(metadata={"doc": doc})
 
 
-class Twice(Exception):
-    """A name of a mapping is given twice; YAML's loaders would take the last in silence."""
-
-
-class Source:
-    """Values that are given in Python."""
-
-    unfit: tuple[type[Exception], ...] = (ValueError,)
-    """Raised for a value that is not of a type."""
-
-    def is_null(self, value: Any) -> bool:
-        return value is None
-
-    def items(self, value: Any) -> Sequence[Any] | None:
-        """The items of a list; None if it is none."""
-        return value if isinstance(value, list | tuple) else None
-
-    def pairs(self, value: Any) -> Iterable[tuple[Any, Any]] | None:
-        """Names and values of a mapping; None if it is none."""
-        return value.items() if isinstance(value, dict) else None
-
-    def scalar(self, value: Any, kind: Any) -> Any:
-        """A value of a type without parts, or ValueError."""
-        if kind is Any:
-            return value
-        if typing.get_origin(kind) is Literal:
-            fits = isinstance(value, str) and value in typing.get_args(kind)
-        elif kind is float or kind is int:
-            is_number = isinstance(value, Real if kind is float else Integral) and not isinstance(value, bool)
-            fits = is_number and math.isfinite(value)
-        else:
-            fits = isinstance(value, kind)
-        if not fits:
-            raise ValueError(value)
+def scalar(value: Any, kind: Any) -> Any:
+    """A value of Python as one of a type without parts, or ValueError."""
+    if kind is Any:
         return value
+    if typing.get_origin(kind) is Literal:
+        is_one = isinstance(value, str) and value in typing.get_args(kind)
+    elif kind is float or kind is int:
+        is_number = isinstance(value, Real if kind is float else Integral) and not isinstance(value, bool)
+        is_one = is_number and math.isfinite(value)
+    else:
+        is_one = isinstance(value, kind)
+    if not is_one:
+        raise ValueError(value)
+    return value
 
 
-PYTHON = Source()
-
-
-def convert(value: Any, kind: Any, source: Source = PYTHON) -> Any:
-    """The value as one of this type; one of `source.unfit`, or Twice, if it is none."""
+def convert(value: Any, kind: Any, scalar: Callable[[Any, Any], Any] = scalar) -> Any:
+    """The value as one of this type, or ValueError. scalar: reads what has no parts."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        found = convert(value, args[0], source)
+        found = convert(value, args[0], scalar)
         if not args[1].holds(found):
             raise ValueError(f"not {args[1].describe()}")
         return found
-    if origin in (typing.Union, types.UnionType):
-        return _first(value, args, source)
-    if origin is list and (items := source.items(value)):
-        return [convert(item, args[0], source) for item in items]
-    if origin is dict and (pairs := source.pairs(value)):
-        found = {}
-        for key, item in pairs:
-            name = convert(key, str, source)
-            if name in found:
-                raise Twice(name)
-            found[name] = convert(item, args[1], source)
-        return found
-    if origin in (list, dict):
-        raise ValueError("another kind of value")
-    return source.scalar(value, kind)
-
-
-def _first(value: Any, arms: Sequence[Any], source: Source) -> Any:
-    """The value, by the first type of a union that it fits; null only then (`none` may be a word)."""
-    for arm in arms:
-        try:
-            return convert(value, arm, source)
-        except source.unfit:
-            continue
-    if type(None) in arms and source.is_null(value):
-        return None
-    raise ValueError("no type of the union fits")
+    if origin in UNIONS:
+        for arm in args:  # null is the last one: `none` may be a word
+            with suppress(ValueError):
+                return convert(value, arm, scalar)
+    elif origin is list and isinstance(value, list | tuple) and value:
+        return [convert(item, args[0], scalar) for item in value]
+    elif origin is dict and isinstance(value, dict) and value:
+        return {key: convert(item, args[1], scalar) for key, item in value.items()}
+    elif origin not in (list, dict):
+        return scalar(value, kind)
+    raise ValueError("another kind of value")
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -160,7 +122,7 @@ def describe(kind: Any, full: bool = False) -> str:
         return f"{describe(args[0])} {args[1].describe(full)}"
     if origin is Literal:
         return " | ".join(args)
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return " or ".join(describe(arm, full) for arm in args)
     if origin is list:
         return f"list of {describe(args[0])}"
@@ -173,7 +135,7 @@ def choices(kind: Any) -> tuple[str, ...]:
     """The words of a Literal (or an optional one), for suggestions."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    if typing.get_origin(kind) in UNIONS:
         return tuple(word for arm in typing.get_args(kind) for word in choices(arm))
     return ()
 

@@ -9,6 +9,8 @@ from typing import Any
 from keyhole.config.schema import TrainConfig
 from keyhole.data.settings import AUTO, BEFORE, DataSettings
 from keyhole.errors import UserError
+from keyhole.limits import Count, fits
+from keyhole.methods.settings import kinds
 
 
 def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> DataSettings:
@@ -19,23 +21,17 @@ def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> 
     settings = DataSettings(**{name: vars(config)[name] for name in same})
     if loader is None:
         return settings
-    asked, *numbers = _padding(loader.get("padding", [BEFORE, BEFORE, None]))
+    kept = loader.get("padding", [BEFORE, BEFORE, None])
+    whole = isinstance(kept, list | tuple) and len(kept) == 3
+    if not (whole and all(map(fits, kept, (kinds(TrainConfig)["pad_to_multiple_of"], Count, Count | None)))):
+        raise UserError(
+            f"--resume: the padding of the batches cannot be true ({str(kept):.100}); the checkpoint or journal was "
+            "edited: go on from another one"
+        )
+    asked, *numbers = kept
     began = settings.template_date or loader.get("date")
-    kept = tuple(numbers) if asked == AUTO else None
+    padding = tuple(numbers) if asked == AUTO else None
     strata = loader.get("stratified", False) is True if settings.stratify == AUTO else settings.stratify
-    return dataclasses.replace(settings, template_date=began, pad_to_multiple_of=asked, padding=kept, stratify=strata)
-
-
-def _padding(kept: Any) -> list[Any]:
-    """The padding in the loader's state: the setting, the multiple, and the largest number of tokens per row."""
-    try:
-        asked, multiple, most = kept
-        whole = all(type(n) is int and n > 0 for n in (multiple, 1 if most is None else most))
-        if whole and (asked in (AUTO, None) or (type(asked) is int and asked > 0)):
-            return [asked, multiple, most]
-    except (TypeError, ValueError):
-        pass
-    raise UserError(
-        f"--resume: the padding of the batches cannot be true ({str(kept):.100}); the checkpoint or journal was "
-        "edited: go on from another one"
+    return dataclasses.replace(
+        settings, template_date=began, pad_to_multiple_of=asked, padding=padding, stratify=strata
     )

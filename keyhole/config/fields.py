@@ -6,7 +6,6 @@ under their dotted names and the section itself does not.
 
 import dataclasses
 import functools
-import typing
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -42,23 +41,20 @@ class Setting:
 @functools.cache
 def sections() -> dict[str, type]:
     """Section name -> dataclass, in the order of the schema."""
-    hints = typing.get_type_hints(TrainConfig, include_extras=True)
-    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
+    types = kinds(TrainConfig)
+    return {name: kind for name, kind in types.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
 
 
-def run_keys(cls: type[MethodSettings]) -> dict[str, Any]:
+def run_keys(cls: type) -> dict[str, Any]:
     """The keys of the run that are settings of a method as well, each with the type that it has there."""
-    keyed = {each.metadata.get("key", each.name): each for each in dataclasses.fields(cls)}
-    shared = {key: each for key, each in keyed.items() if key in RUN and not each.metadata.get("python")}
-    return {key: kinds(cls)[each.name] for key, each in shared.items()}
+    own = [each for each in dataclasses.fields(cls) if not each.metadata.get("python")]
+    return {key: kinds(cls)[each.name] for each in own if (key := each.metadata.get("key", each.name)) in RUN}
 
 
 def own_keys(cls: type) -> set[str]:
     """The fields of a section, without settings of a method that are the run's, or have no key."""
-    names = dataclasses.fields(cls)
-    if not issubclass(cls, MethodSettings):
-        return {each.name for each in names}
-    return {e.name for e in names if not e.metadata.get("python") and e.metadata.get("key", e.name) not in RUN}
+    own = [each for each in dataclasses.fields(cls) if not each.metadata.get("python")]
+    return {each.name for each in own if each.metadata.get("key", each.name) not in RUN}
 
 
 def own_settings(config: TrainConfig, row: Traits | None = None) -> MethodSettings:
@@ -80,19 +76,16 @@ def around(config: TrainConfig) -> Around:
     return Around(config.wire, config.placement, config.max_steps, config.learning_rate == AUTO_RATE)
 
 
-def _keys(cls: type, prefix: str) -> dict[str, Setting]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    names = own_keys(cls)
-    own = [f for f in dataclasses.fields(cls) if f.name in names and not dataclasses.is_dataclass(hints[f.name])]
-    return {prefix + f.name: Setting(prefix + f.name, hints[f.name], f.default, f.metadata.get("doc", "")) for f in own}
-
-
 @functools.cache
 def settings() -> dict[str, Setting]:
     """All settings by dotted key: the top level first, then section by section."""
-    table = _keys(TrainConfig, "")
-    for name, cls in sections().items():
-        table |= _keys(cls, f"{name}.")
+    table: dict[str, Setting] = {}
+    for section, cls in {"": TrainConfig, **sections()}.items():
+        names = own_keys(cls) if section else RUN - sections().keys()
+        for each in dataclasses.fields(cls):
+            if each.name in names:
+                key = f"{section}.{each.name}" if section else each.name
+                table[key] = Setting(key, kinds(cls)[each.name], each.default, each.metadata["doc"])
     return table
 
 

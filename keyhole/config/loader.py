@@ -91,17 +91,15 @@ def parse_config(
     faults: list[Finding] = []
     warnings: list[str] = []
     entries = open_sections(compose(text, source), "", where, faults)
-    given = [parse_override(word, faults) for word in overrides]
-    method = _method_of({key: entry for each in (entries, *given) for key, entry in each.items()})
-    entries = _renamed(entries, method, faults, warnings)
-    typed: set[str] = set()
-    for new in (_renamed(each, method, faults, warnings) for each in given):
-        for key in typed & new.keys():
-            before, after = show(entries[key].node), show(new[key].node)
+    typed: dict[str, LocatedNode] = {}
+    for word in overrides:
+        new = parse_override(word, faults)
+        for key in typed.keys() & new.keys():
+            before, after = show(typed[key].node), show(new[key].node)
             if before != after:
                 warnings.append(str(Finding(key, f"given twice; {after} counts, not {before}", COMMAND_LINE)))
-        entries, typed = entries | new, typed | new.keys()
-    config, more = build_config(entries, source, faults)
+        typed |= new
+    config, more = build_config(entries | typed, source, faults)
     return config, [*warnings, *more]
 
 
@@ -110,7 +108,7 @@ def build_config(
 ) -> tuple[TrainConfig, list[str]]:
     """The config from these entries, and warnings. faults: those found so far."""
     faults, renamed = faults or [], list[str]()
-    entries = _renamed(entries, _method_of(entries), faults, renamed)
+    entries = _renamed(entries, faults, renamed)
     values = _typed(entries, faults)
     for key, setting in settings().items():
         if setting.required and key not in entries:
@@ -123,25 +121,20 @@ def build_config(
     return config, renamed + [str(_placed(warning, entries)) for warning in warnings]
 
 
-def _method_of(entries: dict[str, LocatedNode]) -> str:
-    node = entries["method"].node if "method" in entries else None
-    return node.value if isinstance(node, yaml.ScalarNode) else ""
-
-
-def _renamed(
-    entries: dict[str, LocatedNode], method: str, faults: list[Finding], warnings: list[str]
-) -> dict[str, LocatedNode]:
-    """The entries by their names of today. One of the section of another method is dropped, as that section is."""
+def _renamed(entries: dict[str, LocatedNode], faults: list[Finding], warnings: list[str]) -> dict[str, LocatedNode]:
+    """The entries by their names of today; the command line goes before the file under either name. One of the section
+    of another method is dropped, as that section is."""
     found = {key: entry for key, entry in entries.items() if key not in RENAMED}
-    for key, entry in entries.items():
-        if key not in RENAMED:
-            continue
-        new, of = RENAMED[key], key.partition(".")[0]
-        if method in METHODS and of != METHODS[method].section and of != "offload":
+    method = entries["method"].node.value if "method" in entries else None
+    own = METHODS[method].section if isinstance(method, str) and method in METHODS else None
+    for key in [key for key in entries if key in RENAMED]:
+        entry, new, of = entries[key], RENAMED[key], key.partition(".")[0]
+        typed, beside = entry.where == COMMAND_LINE, entries.get(new)
+        if own is not None and of not in (own, "offload"):
             warnings.append(str(Finding(key, f"has no effect: the method is {method}", entry.where)))
-        elif new in entries:
+        elif beside is not None and (beside.where == COMMAND_LINE) == typed:
             faults.append(Finding(key, f"is `{new}` now, which is given too; leave this one out", entry.where))
-        else:
+        elif beside is None or typed:
             warnings.append(str(Finding(key, f"is `{new}` now; the old name is still read", entry.where)))
             found[new] = entry
     return found

@@ -13,8 +13,10 @@ import dataclasses
 import io
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import yaml
@@ -22,17 +24,21 @@ import yaml
 from keyhole.config.fields import own_keys
 from keyhole.config.schema import TrainConfig
 from keyhole.errors import printable
-from keyhole.limits import Source, Twice, convert, describe
+from keyhole.limits import convert, describe
 from keyhole.machine.sizes import Bytes
 
 NULL_TAG = "tag:yaml.org,2002:null"
-MOST_NODES = 1000
+MOST_NODES = 10**5  # of one value
 FASTEST: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper  # of libyaml: four times as fast
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 class Mismatch(ValueError):
     """The node has no value of the type."""
+
+
+class Twice(Exception):
+    """A name of a mapping is given twice; YAML's loaders would take the last in silence."""
 
 
 def is_null(node: yaml.Node) -> bool:
@@ -54,44 +60,60 @@ def show(node: yaml.Node) -> str:
     return f"`{text}`" if text.isprintable() else ascii(text)
 
 
-class Nodes(Source):
-    """Values that are written in YAML."""
-
-    unfit = (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError)
-
-    def is_null(self, value: yaml.Node) -> bool:
-        return is_null(value)
-
-    def items(self, value: yaml.Node) -> Sequence[yaml.Node] | None:
-        return value.value if isinstance(value, yaml.SequenceNode) else None
-
-    def pairs(self, value: yaml.Node) -> Sequence[tuple[yaml.Node, yaml.Node]] | None:
-        return value.value if isinstance(value, yaml.MappingNode) else None
-
-    def scalar(self, value: yaml.Node, kind: Any) -> Any:
-        if kind is Any:
-            return _plain(value, [MOST_NODES])
-        if not isinstance(value, yaml.ScalarNode):
-            raise ValueError("a list or a mapping")
-        if typing.get_origin(kind) is Literal and value.tag != NULL_TAG:
-            words = typing.get_args(kind)
-            return words[words.index(value.value)]  # `none` too, where it is one of the words
-        if is_null(value):
-            raise ValueError("null")
-        return _SCALARS[kind](value.value)
+def tree(node: yaml.Node, left: list[int] | None = None) -> Any:
+    """Lists and mappings of scalar nodes. Each use of an alias counts, so that aliases cannot multiply; left: nodes
+    still allowed."""
+    left = left or [MOST_NODES]
+    left[0] -= 1
+    if left[0] <= 0:
+        raise ValueError("too large")
+    if isinstance(node, yaml.SequenceNode):
+        return [tree(item, left) for item in node.value]
+    if not isinstance(node, yaml.MappingNode):
+        return node
+    found: dict[str, object] = {}
+    for key, item in node.value:
+        name = _scalar(tree(key, left), str)
+        if name in found:
+            raise Twice(name)
+        found[name] = tree(item, left)
+    return found
 
 
-NODES = Nodes()
+def _scalar(value: Any, kind: Any) -> Any:
+    """A scalar node as a value of this type, or ValueError; Any: everything below it, by YAML's rules."""
+    if kind is Any and isinstance(value, list):
+        return [_scalar(item, Any) for item in value]
+    if kind is Any and isinstance(value, dict):
+        return {name: _scalar(item, Any) for name, item in value.items()}
+    if isinstance(value, list | dict):
+        raise ValueError("a list or a mapping")
+    if typing.get_origin(kind) is Literal and value.tag != NULL_TAG:
+        words = typing.get_args(kind)
+        return words[words.index(value.value)]  # `none` too, where it is one of the words
+    if kind is not Any and is_null(value) != (kind is NoneType):
+        raise ValueError("null, or not")
+    try:
+        return _plain(value) if kind is Any else _SCALARS[kind](value.value)
+    except (KeyError, OverflowError, yaml.YAMLError) as error:
+        raise ValueError(value.value) from error
+
+
+def _plain(node: yaml.ScalarNode) -> object:
+    value = yaml.SafeLoader("").construct_object(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError("not a value of JSON")
+    return value
 
 
 def parse(node: yaml.Node, kind: object) -> Any:
     """The node's value with this type; Mismatch says what was expected."""
     try:
-        return convert(node, kind, NODES)
+        return convert(tree(node), kind, _scalar)
     except Twice as error:
         again = printable(str(error), 80)
         raise Mismatch(f"{describe(kind, full=True)}, each name once: `{again}` is given twice") from None
-    except NODES.unfit:
+    except (ValueError, RecursionError):
         raise Mismatch(describe(kind, full=True) + _bad_item(node, kind)) from None
 
 
@@ -110,33 +132,10 @@ def _bad_item(node: yaml.Node, kind: object) -> str:
 
 
 def _fits(node: yaml.Node, kind: object) -> bool:
-    try:
-        convert(node, kind, NODES)
-    except (*NODES.unfit, Twice):
-        return False
-    return True
-
-
-def _plain(node: yaml.Node, left: list[int]) -> object:
-    """A JSON value by YAML's rules; each use of an alias counts, so that aliases cannot multiply. left: nodes still
-    allowed."""
-    left[0] -= 1
-    if left[0] < 0:
-        raise ValueError("too large")
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(item, left) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        found: dict[str, object] = {}
-        for key, item in node.value:
-            name = convert(key, str, NODES)
-            if name in found:
-                raise Twice(name)
-            found[name] = _plain(item, left)
-        return found
-    value = yaml.SafeLoader("").construct_object(node)
-    if not isinstance(value, str | int | float | bool | None):
-        raise ValueError("not a value of JSON")
-    return value
+    with suppress(Mismatch):
+        parse(node, kind)
+        return True
+    return False
 
 
 def _parse_int(text: str) -> int:
@@ -169,7 +168,8 @@ _SCALARS: dict[object, Callable[[str], object]] = {
     int: _parse_int,
     float: _parse_float,
     str: _parse_text,
-    Bytes: lambda text: Bytes.parse(text),
+    Bytes: Bytes.parse,
+    NoneType: lambda text: None,
 }
 
 
