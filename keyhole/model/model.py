@@ -324,12 +324,12 @@ class Model:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.engine.invalidate(everywhere=True)
+        self.engine.invalidate()
         self.ranks.barrier()
         yield
         self.engine.wait_for_homes()
         self.ranks.barrier()
-        self.engine.invalidate(everywhere=True)
+        self.engine.invalidate()
 
     # -- reading and saving ----------------------------------------------------------------------------------------
 

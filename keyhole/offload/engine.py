@@ -258,9 +258,8 @@ class Engine:
         self.free.add(slot)
         self._prefetch()
 
-    def invalidate(self, everywhere: bool = False) -> None:
-        """Discards all uploaded pages, because other code has written homes. everywhere: every process that shares
-        homes makes this call now."""
+    def invalidate(self) -> None:
+        """Discards all uploaded pages, because other code has written homes."""
         self._drop_ahead()
         for slot in self.slots:
             slot.intact = False
@@ -327,13 +326,38 @@ class Engine:
         if not self.overlap:
             torch.cuda.synchronize(self.device)
 
+    def _prefetch(self) -> None:
+        while self.free and self.order and (self.overlap or not self.held):
+            place = self.cursor + len(self.ahead)
+            if place >= len(self.order) and not self._goes_round():
+                return
+            page = self.order[place % len(self.order)]
+            if page in self.held or any(slot.page == page for slot in self.ahead) or not self._may_prefetch(page):
+                return
+            self._upload(page)
+            if not self.overlap:
+                return
+
+    # -- what differs where pages are shared (gather.py) or sharded (shards.py) ----------------------------------------
+
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
-        """For sharded pages (shards.py): the index of the first element of this process's shard, and the shard."""
+        """For sharded pages: the index of the first element of this process's shard, and the shard."""
         return {}
 
     def kept(self, page: int) -> torch.Tensor:
         """The part of a page that this process stores: all of it, or its shard."""
         return self.homes[page]
+
+    def _goes_round(self) -> bool:
+        """Whether the first pages of the next sweep are prefetched at the end of this one."""
+        return True
+
+    def _may_prefetch(self, page: int) -> bool:
+        return self.gate is None or self.gate.ready(page)
+
+    def _may_reuse(self, page: int) -> bool:
+        """Whether the engine may skip the upload if a free slot still holds the page."""
+        return self.gate is None and self.reuse_slots
 
     def _room(self, page: int) -> int:
         """Bytes that a page takes in a slot."""
@@ -343,29 +367,16 @@ class Engine:
         """Bytes that an upload of the page transfers over the link."""
         return page_bytes(self.homes[page])
 
-    def _may_reuse(self, page: int) -> bool:
-        """Whether the engine may skip the upload if a free slot still holds the page."""
-        return self.gate is None and self.reuse_slots
-
     def _copy_up(self, page: int, slot: Slot) -> None:
         slot.as_page(self.homes[page]).copy_(self.homes[page], non_blocking=True)
 
     def _copy_down(self, page: int, slot: Slot) -> None:
         self.homes[page].copy_(slot.as_page(self.homes[page]), non_blocking=True)
 
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
     def _new_buffer(self) -> torch.Tensor:
         return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
-
-    def _prefetch(self) -> None:
-        while self.free and self.order and (self.overlap or not self.held):
-            page = self.order[(self.cursor + len(self.ahead)) % len(self.order)]
-            if page in self.held or any(slot.page == page for slot in self.ahead):
-                return
-            if self.gate is not None and not self.gate.ready(page):
-                return
-            self._upload(page)
-            if not self.overlap:
-                return
 
     def _drop_ahead(self) -> None:
         while self.ahead:

@@ -17,19 +17,18 @@ exchange their times, so all of them decide alike.
 **Order.** A gather is a collective: all ranks of the machine must issue the same gathers in the same order. But ranks
 may visit different pages: their tokens reach other experts, a rank has no batch in a short step, ranks run different
 numbers of evaluations between two steps, and in a flush each visits only its own pages. So gathers do not follow the
-visits. In every sweep that all ranks make (`of_all`) they follow an agreed list of pages, the *lap*:
+visits. In a sweep that all ranks make (`of_all`) they follow its list of shared pages, which is the same on all ranks:
 
-    lap     the shared pages in the order of the sweep, which is the same on all ranks
-    turn    of a page: the number of its next gather in the lap, if that gather is still to come. The upload is then
-            this gather. Gathers that this rank skipped come first, into the same slot, because other ranks need them
-    else    (already gathered, not in the lap, or the sweep is not `of_all`) the page is uploaded whole
-    end     of the sweep: the rank issues the gathers left in the lap, and the first ones of the next lap, as many as
-            there are slots: those that the engine prefetches anyway
+    gather      the upload of a page whose gather is still to come. Gathers that this rank skipped come first, into the
+                same slot, because other ranks need them
+    else        (gathered before, not in the list, or the sweep is not `of_all`) the page is uploaded whole
+    end         of the sweep: the rank issues the gathers that are left
 
-A rank that visits pages in the order of the lap gathers each once and does nothing else; a rank that deviates gets
-correct pages, more slowly. A page of the lap is never taken from a free slot that still holds it (slots.py), because
-that differs between ranks. Ranks issue no other collective within such a sweep, so they cannot deadlock. On one machine
-gathers and exchanged losses share a NCCL communicator, which runs them in the order in which the hosts issue them.
+A rank that visits pages in the order of the list gathers each once and does nothing else; a rank that deviates gets
+correct pages, more slowly. A page of the list is never taken from a free slot that still holds it (slots.py), and none
+is prefetched for the next sweep, because that differs between ranks. Ranks issue no other collective within such a
+sweep, so they cannot deadlock. On one machine gathers and exchanged losses share a NCCL communicator, which runs them
+in the order in which the hosts issue them.
 
 **One writer.** A shared home changes only in a flush that all ranks make together (methods/zo/write_back.py), between
 two barriers. Before the first barrier every rank synchronizes its GPU, so all gathers of the old bytes are complete;
@@ -40,7 +39,7 @@ Tested with gloo between processes on a CPU. NCCL between several GPUs is untest
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Unpack
 
@@ -73,11 +72,8 @@ class GatheringEngine(Engine):
     ) -> None:
         self.ranks, self.chosen = ranks, chosen
         self.gathers = False  # the result of `decide`
-        self.gathering = False  # an `of_all` sweep that gathers is running
-        self.lap: list[int] = []
-        self.places: dict[int, int] = {}  # page -> its index in the lap
-        self.beyond = 0  # number of gathers of the next lap that a sweep makes in advance
-        self.made = 0  # number of gathers since the lap began
+        self.places: dict[int, int] = {}  # page that this sweep gathers -> its place in their order
+        self.made = 0  # number of gathers in this sweep
         super().__init__(homes, streamed, device, shared=shared, **options)
         ranks.meet_neighbours()
         if self.cuda:
@@ -113,15 +109,12 @@ class GatheringEngine(Engine):
             self._synchronize()
             self.ranks.barrier()
             begin_s = time.perf_counter()
-            self._agree(pages, 0)
-            self.gathering = gathering
+            self._agree(pages if gathering else [])
             for page in pages:
                 self._upload(page)
                 self._drop_ahead()
             self._synchronize()
             seconds = time.perf_counter() - begin_s
-            self.gathering = False
-        self._agree([], 0)
         self.invalidate()
         self.bytes_up = counted
         return seconds
@@ -132,52 +125,31 @@ class GatheringEngine(Engine):
 
     # -- the order of gathers --------------------------------------------------------------------------------------
 
-    def _agree(self, lap: list[int], beyond: int) -> None:
-        self.lap, self.beyond, self.made = lap, beyond, 0
-        self.places = {page: place for place, page in enumerate(lap)}
+    def _agree(self, pages: Iterable[int]) -> None:
+        """These pages are to be gathered, in this order."""
+        self.places, self.made = {page: place for place, page in enumerate(dict.fromkeys(pages))}, 0
+        if self.places:
+            self._drop_ahead()
 
     @contextmanager
     def sweep(self, name: str, order: list[int], of_all: bool = False) -> Iterator[None]:
-        self.gathering = of_all and self.gathers
-        lap = [page for page in order if page in self.shared - self.chosen]
-        if self.gathering and lap != self.lap:
-            pages = [page for page in order if page in self.streamed]
-            self._drop_ahead()
-            self._agree(lap, len(set(lap) & set(pages[: self.slot_count])))
+        gathers = of_all and self.gathers
+        self._agree(page for page in order if gathers and page in self.shared - self.chosen)
         try:
             with super().sweep(name, order, of_all):
                 yield
-            if self.gathering:
-                self._end_lap()
+                for page in list(self.places)[self.made :]:
+                    self._drop_ahead()
+                    self._upload(page)
         finally:
-            self.gathering = False
+            self.made = len(self.places)
 
-    def _turn(self, page: int) -> int | None:
-        """The number of the page's gather, if it is still to come; else None."""
-        if not self.gathering or page not in self.places:
-            return None
-        length, place = len(self.lap), self.places[page]
-        if self.made < length:
-            return place if place >= self.made else None
-        return length + place if self.made <= length + place < length + self.beyond else None
+    def _goes_round(self) -> bool:
+        return not self.places
 
-    def _end_lap(self) -> None:
-        """Issues the remaining gathers; the pages of the next lap stay in their slots as prefetched."""
-        length = len(self.lap)
-        if self.made < length + self.beyond:
-            self._drop_ahead()
-        while self.made < length + self.beyond:
-            if not self.free:
-                self._drop_ahead()
-            self._upload(self.lap[self.made % length])
-            if self.made <= length:
-                self._drop_ahead()
-        self.made = self.beyond
-
-    def invalidate(self, everywhere: bool = False) -> None:
-        super().invalidate(everywhere)
-        if everywhere:
-            self.made = 0
+    def _due(self, page: int) -> list[int]:
+        """The pages to gather for an upload of this page: the skipped ones, then itself. Empty: upload it whole."""
+        return list(self.places)[self.made : self.places.get(page, -1) + 1]
 
     # -- one page --------------------------------------------------------------------------------------------------
 
@@ -192,20 +164,17 @@ class GatheringEngine(Engine):
     def _room(self, page: int) -> int:
         return self.ranks.local_size * self._part_bytes(page) if page in self.shared else super()._room(page)
 
-    def _due(self, page: int) -> list[int]:
-        """The pages to gather for an upload of this page: the skipped ones, then itself. Empty: upload it whole."""
-        turn = self._turn(page)
-        return [] if turn is None else [self.lap[i % len(self.lap)] for i in range(self.made, turn + 1)]
-
     def _crossing_bytes(self, page: int) -> int:
         parts = [self._own(each) for each in self._due(page)]
         return sum(part.stop - part.start for part in parts) if parts else super()._crossing_bytes(page)
 
     def _may_reuse(self, page: int) -> bool:
-        return self._turn(page) is None and super()._may_reuse(page)
+        return not self._due(page) and super()._may_reuse(page)
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         due = self._due(page)
+        if self.cuda:
+            self.ends_on = self.between if due else self.up
         if not due:
             super()._copy_up(page, slot)
         for number, each in enumerate(due):
@@ -213,8 +182,6 @@ class GatheringEngine(Engine):
                 self.up.wait_stream(self.between)
             self._gather(each, slot)
         self.made += len(due)
-        if self.cuda:
-            self.ends_on = self.between if due else self.up
 
     def _gather(self, page: int, slot: Slot) -> None:
         own = self._own(page)

@@ -9,7 +9,7 @@ are in host memory (streamed) or on the device (resident). Visits work as in the
 
 All ranks must visit the same pages in the same order, so that their collectives match: the order of uploads depends
 only on the order of acquire and release, never on anything that differs between ranks. Prefetch works as usual, as far
-as there are slots. Only a gate (protocols.py) depends on timing: where one process would skip a page that is not ready
+as there are slots. Only a gate (engine.py) depends on timing: where one process would skip a page that is not ready
 and check again later, a rank waits for it. A rank prefetches no page that this sweep has begun to rewrite, and none of
 the next sweep.
 
@@ -88,16 +88,15 @@ class ShardedEngine(Engine):
         if page in self.numels:
             self.held[page].intact = False
 
-    def _prefetch(self) -> None:
-        if self.gate is None:
-            super()._prefetch()
-            return
-        while self.free and (self.overlap or not self.held) and self.cursor + len(self.ahead) < len(self.order):
-            page = self.order[self.cursor + len(self.ahead)]
-            if page in self.held or page in self.rewritten or any(slot.page == page for slot in self.ahead):
-                return
+    def _goes_round(self) -> bool:
+        return self.gate is None
+
+    def _may_prefetch(self, page: int) -> bool:
+        if self.gate is not None:
+            if page in self.rewritten:
+                return False
             self.gate.wait(page)
-            self._upload(page)
+        return True
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         if page not in self.numels:

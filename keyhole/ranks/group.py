@@ -5,7 +5,7 @@ every rank has a GPU of its own (two ranks on one GPU use gloo, through host mem
 every rank computes sums itself, in the order of ranks.
 
 Collectives have no time limit of their own (DAY): a leader may save for an hour while the others wait. Dead ranks are
-detected in other ways: a closed connection (failures.py), or no heartbeat for limit_s (alive.py).
+detected in other ways: a closed connection, or no heartbeat for limit_s (failures.py).
 
 Bytes per rank: gather of n bytes sends and receives (N - 1) n; gather_into and sum_of_parts of a whole of n bytes
 (N - 1) / N n each, sum both. A small collective takes two to three network round trips.
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from keyhole.errors import UserError
-from keyhole.ranks.alive import Alive
 from keyhole.ranks.failures import POLL_S, Failures, RankFailed, told
 from keyhole.ranks.single import Ranks
 
@@ -43,15 +42,14 @@ class Group(Ranks):
     ) -> None:
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
         self.machine = machine
-        self.store = connect()
-        self.failures = Failures(self.store, rank)
+        self.failures = Failures(connect, rank, size, self.limit_s)
+        self.store = self.failures.store
         self.store.set_timeout(START)
         self.nccl: Any = None
         self.machine_gloo: Any = None  # group of the ranks of this machine; None: there are no others
         self.machine_nccl: Any = None
         self.bytes_received = 0  # of weights and gradients
         self.columns: list[torch.Tensor] = []  # tensors gathered last, to find the rank of a non-finite number
-        self.alive = Alive(connect, self.failures, range(1, size) if rank == 0 else [0], self.limit_s)
 
     def meet(self) -> None:
         """Returns when all ranks have started and are connected."""
@@ -67,7 +65,7 @@ class Group(Ranks):
         if own_gpus and len({(host, gpu) for host, _, gpu in everyone}) == self.size and dist.is_nccl_available():
             torch.cuda.set_device(self.local_rank)
             self.nccl = dist.new_group(backend="nccl", timeout=DAY)
-            self.alive.always = True
+            self.failures.always = True
 
     def _wait_for_all(self) -> None:
         """Waits until all ranks have started; names those that have not in time. (A collective would wait for them
@@ -91,22 +89,22 @@ class Group(Ranks):
     @contextmanager
     def _together(self) -> Iterator[None]:
         """A context for a collective: a connection that closes within it means that another rank has ended."""
-        self.alive.waiting_since = time.monotonic()
+        self.failures.waiting_since = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            raise self.failures.found(self.limit_s) from error
+            raise self.failures.found() from error
         finally:
-            self.alive.waiting_since = None
+            self.failures.waiting_since = None
 
     def set_limit(self, limit_s: float) -> None:
         """Seconds without a heartbeat after which a rank counts as dead."""
         self.limit_s = limit_s
-        self.alive.set_limit(limit_s)
+        self.failures.set_limit(limit_s)
 
     @property
     def orphaned(self) -> bool:
-        return self.alive.orphaned
+        return self.failures.orphaned
 
     # -- operations between ranks ----------------------------------------------------------------------------------
 
@@ -234,34 +232,27 @@ class Group(Ranks):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """The exception with which this process ends after `error`: the leader reports it, the other ranks are silent,
-        unless the leader does not read their message."""
-        if isinstance(error, RankFailed):
-            self._leave()
-            without_leader = error.code == 1 and "rank 0" in str(error)
-            says = self.is_leader or without_leader and self.failures.is_first_to_say()
-            return error if says else SystemExit(error.code)
-        self.failures.publish(error)
+        """What this process ends with after `error`: the leader says it; the others are silent, but for the first to
+        fail, if the leader does not hear of it."""
+        code_of_first = self.failures.publish(error)
         self._leave()
         if self.is_leader:
-            self.failures.hear()
+            with suppress(Exception):
+                self.failures.read()  # those that ended too need not say it
             return error
-        first = self.failures.read()  # another rank failed first: this error is a consequence
-        if first is not None:
-            return SystemExit(first.code)
-        if self.failures.wait_until_heard(self.limit_s):
-            return SystemExit(told(error)[0])
-        return error
+        if code_of_first is None and not self.failures.heard():
+            return error
+        return SystemExit(told(error)[0] if code_of_first is None else code_of_first)
 
     def _leave(self) -> None:
         """Closes the connections, which wakes ranks that wait for this one."""
-        self.alive.waiting_since = None
+        self.failures.waiting_since = None
         with suppress(Exception):
             dist.destroy_process_group()
 
     def close(self) -> None:
         """The end of a successful run: closes the connections when no rank needs them any more."""
-        self.alive.close()
+        self.failures.close()
         if dist.is_initialized() and not self.orphaned:  # torchrun took its store along
             end_s = time.monotonic() + self.limit_s
             with suppress(Exception):

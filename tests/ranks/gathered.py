@@ -104,12 +104,12 @@ def random_sweeps(ranks: Ranks, device: str, seed: int = 7) -> int:
         if own.random() < 0.2:
             engine.invalidate()
         if alike.random() < 0.3:
-            engine.invalidate(everywhere=True)
+            engine.invalidate()
             ranks.barrier()
             for page in range(ranks.local_rank, 8, ranks.local_size):
                 homes[page] += 1
             ranks.barrier()
-            engine.invalidate(everywhere=True)
+            engine.invalidate()
     return ranks.bytes_received
 
 
@@ -118,7 +118,7 @@ def dying_train(words: list[str]) -> int:
     real, decide, sweeps = GatheringEngine.acquire, GatheringEngine.decide, []
 
     def acquire(self: GatheringEngine, page: int, changes: bool = True) -> torch.Tensor:
-        if self.gathering and len(self.visited) == 1:
+        if self.places and len(self.visited) == 1:
             sweeps.append(page)
         if len(sweeps) == 3 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)

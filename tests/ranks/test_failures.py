@@ -65,11 +65,11 @@ def orphaned_train(words: list[str], gone: Path) -> int:
     """`keyhole train`, started by torchrun, which ends when the file is there."""
     import os
 
-    from keyhole.ranks import alive
+    from keyhole.ranks import failures
 
     parent = os.getppid()
     os.environ["TORCHELASTIC_RUN_ID"] = "a run"
-    alive.os.getppid = lambda: 1 if gone.exists() else parent
+    failures.os.getppid = lambda: 1 if gone.exists() else parent
     return train(words)
 
 

@@ -109,7 +109,7 @@ def test_ranks_without_a_batch_gather_all_the_same(idle: set[int]) -> None:
                     assert torch.equal(engine.acquire(page, changes=False), homes[page])
                     engine.release(page)
         assert ranks.objects("end") == ["end"] * 4
-        return len(engine.lap)
+        return len(engine.places)
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(live, range(4))) == [5] * 4
