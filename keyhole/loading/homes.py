@@ -142,7 +142,7 @@ def _reserve(
             flat = arena.shared_memory(sum(sizes), ranks) if pages is shared else arena.host_memory(sum(sizes))
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        for unit, piece in zip(units, arena.split(flat, sizes), strict=True):
+        for unit, piece in zip(units, flat.split(sizes), strict=True):
             home = piece[: home_bytes(unit)].view(formats.home_dtype(unit))
             homes[unit.index] = home
             if unit.index in sharded:

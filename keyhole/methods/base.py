@@ -58,12 +58,12 @@ class Method:
     model: Model
     lr: float
     settings: MethodSettings
+    # Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen.
     keeps_base: bool = False
-    """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
+    # What an optimizer of torch trains for it, by name; None: the model's own parameters that require gradients.
     params: dict[str, nn.Parameter] | None = None
-    """What an optimizer of torch trains for it, by name; None: the model's own parameters that require gradients."""
+    # Whether parameters may be frozen between its steps: it trains what gets a gradient.
     may_freeze: bool = True
-    """Whether parameters may be frozen between its steps: it trains what gets a gradient."""
     _torch_optimizer: TorchOptimizer | None = None
 
     def __init__(self, model: Model | None = None, lr: float | str | None = None, **settings: Any) -> None:

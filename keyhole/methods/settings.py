@@ -41,8 +41,8 @@ class Around:
     wire: str | None = None
     placement: str = "resident"
     max_steps: int | None = None
+    # learning_rate: auto
     searches: bool = False
-    """learning_rate: auto"""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Advice:
 class MethodSettings:
     """Settings that all methods have."""
 
+    # Keys of earlier versions in the method's section, and what to do instead.
     gone: ClassVar[dict[str, str]] = {}
-    """Keys of earlier versions in the method's section, and what to do instead."""
 
     weight_decay: NotNegative = 0.0
     weight_decay_on: Literal["matrices", "all"] = "matrices"

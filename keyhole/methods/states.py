@@ -140,7 +140,7 @@ class StatePages:
         flat = arena.host_memory(sum(-(-size // ALIGN) * ALIGN for size in sizes))
         if device.type == "cuda":
             arena.pin(flat, device)
-        pieces = arena.split(flat, [-(-size // ALIGN) * ALIGN for size in sizes])
+        pieces = flat.split([-(-size // ALIGN) * ALIGN for size in sizes])
         self.homes = [piece[:size].view(format.dtype) for piece, size in zip(pieces, sizes, strict=True)]
         self.units = {unit for unit, home in enumerate(self.homes) if home.numel()}
         self.engine = Engine(self.homes, self.units, device, slot_count=max(2, slots))

@@ -28,47 +28,46 @@ class Traits:
     """The row of a method."""
 
     name: str
+    # The subclass of Method, as "module:name".
     cls: str
-    """The subclass of Method, as "module:name"."""
+    # The dataclass of the settings; the config section of the method's name has those that are no settings of the run.
     settings: type[MethodSettings]
-    """The dataclass of the settings; the config section of the method's name has those that are no settings of the
-    run."""
+    # The formulas of bytes and work, as "module:name".
     formulas: str = "keyhole.methods.work:FORWARD"
-    """The formulas of bytes and work, as "module:name"."""
+    # The default learning rate.
     learning_rate: float
-    """The default learning rate."""
+    # The range of rates that worked on models of 0.1 to 13 billion parameters.
     sane_rates: tuple[float, float]
-    """The range of rates that worked on models of 0.1 to 13 billion parameters."""
+    # Number of steps of a learning-rate search.
     search_steps: int = 0
-    """Number of steps of a learning-rate search."""
+    # Forward passes per micro-batch of a step of the rate search; 0: `learning_rate: auto` is not supported.
     search_passes: int = 0
-    """Forward passes per micro-batch of a step of the rate search; 0: `learning_rate: auto` is not supported."""
+    # How a step visits the model: forward passes in lockstep; forward and backward pass block by block; or torch's
+    # autograd over a resident model.
     sweep: Literal["forward", "reverse", "torch"]
-    """How a step visits the model: forward passes in lockstep; forward and backward pass block by block; or torch's
-    autograd over a resident model."""
+    # Steps needed to learn what AdamW learns in one: a rule of thumb by which the planner compares methods.
     steps: float = 1.0
-    """Steps needed to learn what AdamW learns in one: a rule of thumb by which the planner compares methods."""
+    # Formats that weights may have at home and on the link, beside the dtype of compute.
     wires: tuple[str, ...] = ()
-    """Formats that weights may have at home and on the link, beside the dtype of compute."""
+    # For messages: own settings with which the method supports frozen formats, if its defaults do not.
     frozen_by: str = ""
-    """For messages: own settings with which the method supports frozen formats, if its defaults do not."""
+    # float16 is safe: the method has no gradients, or scales its loss.
     underflow_safe: bool = False
-    """float16 is safe: the method has no gradients, or scales its loss."""
+    # Each step is a record of a few numbers from which its update can be recomputed.
     journaled: bool = False
-    """Each step is a record of a few numbers from which its update can be recomputed."""
+    # How a checkpoint that is being written learns of changes of weights: page by page through the engine, once before
+    # an update (Method.call_before_update), or not at all.
     announces: Literal["pages", "step", "never"] = "never"
-    """How a checkpoint that is being written learns of changes of weights: page by page through the engine, once before
-    an update (Method.call_before_update), or not at all."""
+    # How several ranks (keyhole/ranks) train together; each takes its share of the micro-batches. replicas: each rank
+    # has all weights and makes the same update; shards: each keeps and updates a part. None: not supported.
     ranks: Literal["replicas", "shards"] | None = None
-    """How several ranks (keyhole/ranks) train together; each takes its share of the micro-batches. replicas: each rank
-    has all weights and makes the same update; shards: each keeps and updates a part. None: not supported."""
+    # For an optimizer on the host, per step: bytes over the link per byte of 16-bit weights, if these are resident, and
+    # bytes through host memory per parameter.
     through_host: tuple[float, float] = (0.0, 0.0)
-    """For an optimizer on the host, per step: bytes over the link per byte of 16-bit weights, if these are resident,
-    and bytes through host memory per parameter."""
+    # The model's own weights never change: a run resumes from the original model and the method's state.
     keeps_base: bool = False
-    """The model's own weights never change: a run resumes from the original model and the method's state."""
+    # Own settings that may change on resume.
     may_change: tuple[str, ...] = ()
-    """Own settings that may change on resume."""
 
     @property
     def section(self) -> str:

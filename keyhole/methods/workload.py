@@ -70,27 +70,27 @@ class StepWork:
     touched: float = 0.0
     up: float = 0.0
     down: float = 0.0
+    # Parameters that the CPU updates.
     adam: float = 0.0
-    """Parameters that the CPU updates."""
+    # Those of them whose update begins after the backward pass and ends before the next forward pass, so that nothing
+    # hides it.
     exposed_adam: float = 0.0
-    """Those of them whose update begins after the backward pass and ends before the next forward pass, so that nothing
-    hides it."""
+    # Bytes of the gradients of these parameters, and of their steps, each way.
     exposed_bytes: float = 0.0
-    """Bytes of the gradients of these parameters, and of their steps, each way."""
     launches: float = 0.0  # of the host
     nodes: float = 0.0
+    # State in host memory.
     host_bytes: int = 0
-    """State in host memory."""
+    # State in a checkpoint, beside the weights.
     saved_bytes: int = 0
-    """State in a checkpoint, beside the weights."""
+    # Activations that are kept on the device because there is room, beyond what the step needs.
     kept_bytes: int = 0
-    """Activations that are kept on the device because there is room, beyond what the step needs."""
+    # Passes whose rows share one product.
     together: int = 1
-    """Passes whose rows share one product."""
+    # Forward passes over a block per micro-batch, with recomputation.
     forwards: float = 1.0
-    """Forward passes over a block per micro-batch, with recomputation."""
+    # Blocks run as CUDA graphs.
     recorded: bool = False
-    """Blocks run as CUDA graphs."""
 
     def plus(self, **more: float) -> StepWork:
         """A copy with these amounts added."""

@@ -58,9 +58,7 @@ def _as_tensor(pages: "_Pages") -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
-        except (
-            OSError
-        ):  # a kernel without huge pages, or without those of shared memory: slower to touch, otherwise the same
+        except OSError:  # a kernel without huge pages, or without those of shared memory: slower to touch
             pass
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     pages.address = flat.data_ptr()
@@ -138,12 +136,3 @@ def _forget_error(device: torch.device | None) -> None:
         except RuntimeError:
             continue
         return
-
-
-def split(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Consecutive pieces of flat memory, by their number of elements."""
-    pieces, start = [], 0
-    for size in sizes:
-        pieces.append(flat[start : start + size])
-        start += size
-    return pieces

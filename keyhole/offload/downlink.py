@@ -23,30 +23,13 @@ from keyhole.offload.engine import Engine
 FEW = 256  # elements; smaller copies are left out of the trace
 
 
-class InFlight:
-    """Copies that may not have finished: at most so many bytes, or a single copy."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.bytes = most_bytes, 0
-        self.copies: deque[tuple[int, Any]] = deque()
-
-    def add(self, size: int, event: Any) -> None:
-        """A copy was enqueued, with an event after it. Waits for the oldest while there are too many bytes."""
-        self.copies.append((size, event))
-        self.bytes += size
-        while self.bytes > self.most_bytes and len(self.copies) > 1:
-            oldest, event = self.copies.popleft()
-            event.synchronize()
-            self.bytes -= oldest
-
-
 class Downlink:
     """Copies tensors to host memory, ordered after the kernels of an engine's compute stream."""
 
     def __init__(self, engine: Engine, most_bytes: int | None = None) -> None:
-        self.engine, self.cuda = engine, engine.cuda
+        self.engine, self.cuda, self.most_bytes = engine, engine.cuda, most_bytes
         self.stream = torch.cuda.Stream(engine.device) if engine.cuda else None
-        self.waiting = None if most_bytes is None else InFlight(most_bytes)
+        self.in_flight: deque[tuple[int, Any]] = deque()  # bytes of copies that may not have finished, and their event
 
     def numbers(self, count: int) -> torch.Tensor:
         """A small host tensor as the target of copies; pinned for a CUDA device."""
@@ -69,10 +52,15 @@ class Downlink:
             return
         for source, _ in copies:
             source.record_stream(self.stream)
-        if self.waiting is not None:
-            event = torch.cuda.Event(blocking=True)
-            event.record(self.stream)
-            self.waiting.add(sum(source.numel() * source.element_size() for source, _ in copies), event)
+        if self.most_bytes is not None:
+            self.wait_for_room(sum(source.nbytes for source, _ in copies), self.sent())
+
+    def wait_for_room(self, size: int, event: Any) -> None:
+        """Copies of so many bytes were enqueued, with an event after them. Waits for the oldest ones until at most
+        `most_bytes` are on their way, or these alone."""
+        self.in_flight.append((size, event))
+        while sum(each for each, _ in self.in_flight) > (self.most_bytes or 0) and len(self.in_flight) > 1:
+            self.in_flight.popleft()[1].synchronize()
 
     def _span(self, source: torch.Tensor) -> AbstractContextManager[Any]:
         """A span of the trace; copies of a few numbers get none."""

@@ -1,12 +1,10 @@
-"""When uploads, kernels and write-backs ran: spans in lanes, for a chart or as a Chrome / Perfetto trace.
+"""When uploads, kernels and write-backs ran: spans in lanes, for the chart of a run's page.
 
 A span is a pair of times. On a GPU these are timing events recorded on the stream where the work is enqueued, so
 measuring adds no wait; on a CPU, which runs everything sequentially, they are clock readings. The engine fills three
 lanes: `upload` and `write-back` hold its copies; `compute` holds the work of the caller's stream from the arrival of a
 page until the next acquire or the end of the sweep. A gap in `compute` is a wait for an upload. The lane `gradients`
 holds the methods' other D2H copies (downlink.py). A step that is replayed as one CUDA graph has no spans.
-
-Open the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing).
 
 `Stalls` measures the share of a sweep that the GPU spent waiting for pages. The compute stream waits for uploads
 (engine.py). Two timing events, before and after each wait, measure its length:
@@ -18,11 +16,9 @@ may be several sweeps ahead; at most AT_ONCE sweeps are measured at a time. Cost
 sweeps and in every NTH sweep after that.
 """
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +26,6 @@ import torch
 NOTHING = nullcontext()
 AT_ONCE = 3
 FIRST, NTH = 4, 8
-LANES = ("upload", "compute", "write-back", "gradients")
 
 
 class Timeline:
@@ -105,26 +100,6 @@ class Timeline:
 
     def _ms(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) if self.cuda else 1e3 * (end - begin)
-
-    def save(self, path: Path) -> None:
-        """Writes the trace as JSON."""
-        events = [
-            {
-                "name": label,
-                "cat": lane,
-                "ph": "X",
-                "pid": 0,
-                "tid": LANES.index(lane),
-                "ts": 1e3 * start,
-                "dur": 1e3 * ms,
-            }
-            for lane, label, start, ms in self.rows()
-        ]
-        names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}}
-            for i, lane in enumerate(LANES)
-        ]
-        path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
 
 
 class Stalls:

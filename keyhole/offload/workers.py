@@ -18,11 +18,10 @@ function that waits for its end. The helper starts the next job before it waits,
 Whichever thread is free takes the most urgent job; the relative speed of the two need not be known.
 
 The first job that fails ends the work: queued jobs are dropped, the threads end, and the caller gets WorkerFailed with
-the cause at its next submit, ready, wait or drain. Nothing hangs.
+the cause at its next submit, ready, wait or drain. Nothing hangs. The threads keep the pool alive: its owner closes it.
 """
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,16 +41,13 @@ class WorkerFailed(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A submitted job."""
+    """A submitted job. after: a CUDA event, or None."""
 
     job: Job
     page: Any
-    after: Any  # a CUDA event, or None
+    after: Any
     urgency: int
     on_device: DeviceJob | None
-
-    def may_start(self) -> bool:
-        return self.after is None or self.after.query()
 
 
 def default_threads(launches_all_the_time: bool = False) -> int:
@@ -66,44 +62,46 @@ class Workers:
 
     def __init__(self, threads: int | None = None, helper: bool = False) -> None:
         self.threads = threads or max(1, default_threads() - helper)
-        self._state = _State()
-        self._threads = [threading.Thread(target=_work, args=(self._state, self.threads), name="keyhole-host")]
+        self._changed = threading.Condition()  # of all that follows
+        self._waiting: list[Ticket] = []
+        self._pending: Counter[Any] = Counter()  # page -> jobs not done
+        self._error: BaseException | None = None
+        self._closed = False
+        self._started = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=self._run, args=(self._work, self.threads), name="keyhole-host")]
         if helper:
-            self._threads.append(threading.Thread(target=_help, args=(self._state,), name="keyhole-helper"))
+            self._threads.append(threading.Thread(target=self._run, args=(self._help, 1), name="keyhole-helper"))
         before = torch.get_num_threads()
         for thread in self._threads:
             thread.daemon = True
             thread.start()
-            self._state.started.acquire()
+            self._started.acquire()
         torch.set_num_threads(before)  # threads that are started later inherit this number
-        self._end = weakref.finalize(self, _close, self._state, self._threads)
 
     def submit(
         self, job: Job, page: Any = None, after: Any = None, urgency: int = 0, on_device: DeviceJob | None = None
-    ) -> Ticket:
+    ) -> None:
         """Queues a job. after: a CUDA event that must fire before the job starts. on_device: the same job for the
         helper."""
-        ticket = Ticket(job, page, after, urgency, on_device)
-        with self._state.changed:
-            self._state.check()
-            self._state.waiting.append(ticket)
-            self._state.pending[page] += 1
-            self._state.changed.notify_all()
-        return ticket
+        with self._changed:
+            self._check()
+            self._waiting.append(Ticket(job, page, after, urgency, on_device))
+            self._pending[page] += 1
+            self._changed.notify_all()
 
     def ready(self, page: Any) -> bool:
         """Whether this page has no unfinished job."""
-        with self._state.changed:
-            self._state.check()
-            return self._state.pending[page] == 0
+        with self._changed:
+            self._check()
+            return self._pending[page] == 0
 
     def wait(self, page: Any) -> None:
         """Blocks until this page has no unfinished job."""
-        self._wait_until(lambda: self._state.pending[page] == 0)
+        self._wait_until(lambda: self._pending[page] == 0)
 
     def drain(self) -> None:
         """Blocks until no unfinished job is left."""
-        self._wait_until(lambda: self._state.pending.total() == 0)
+        self._wait_until(lambda: self._pending.total() == 0)
 
     def finish(self) -> bool:
         """Ends the threads after the last job, or after one that failed. False: one has failed, and whoever asks for a
@@ -111,111 +109,87 @@ class Workers:
         itself), and nothing was done."""
         if threading.current_thread() in self._threads:
             return False
-        state = self._state
-        with state.changed:
-            state.changed.wait_for(lambda: state.error is not None or state.closed or state.pending.total() == 0)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._closed or self._pending.total() == 0)
         self.close()
-        return state.error is None
+        return self._error is None
 
     def close(self) -> None:
         """Drops the jobs that have not started and ends the threads. Safe to call again."""
-        self._end()
+        self._stop()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            what = f"{type(self._error).__name__}: {self._error}"
+            raise WorkerFailed(f"work on the host failed, the run cannot go on: {what}") from self._error
+        assert not self._closed, "the workers were closed"
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
-        with self._state.changed:
-            self._state.changed.wait_for(lambda: self._state.error is not None or self._state.closed or done())
-            self._state.check()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._closed or done())
+            self._check()
 
+    def _stop(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
 
-class _State:
-    """The state that threads and callers share, under one lock. (Not in Workers: the threads would keep it alive.)"""
+    # -- the threads -------------------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.started = threading.Semaphore(0)
-        self.waiting: list[Ticket] = []
-        self.pending: Counter[Any] = Counter()  # page -> jobs not done
-        self.error: BaseException | None = None
-        self.closed = False
-
-    def check(self) -> None:
-        if self.error is not None:
-            what = f"{type(self.error).__name__}: {self.error}"
-            raise WorkerFailed(f"work on the host failed, the run cannot go on: {what}") from self.error
-        assert not self.closed, "the workers were closed"
-
-    def take(self, helper: bool = False, wait: bool = True) -> Ticket | None:
-        """The next job for the worker or the helper. None: the work has ended, or, without `wait`, no job may start
-        now."""
-        with self.changed:
-            jobs = [] if self.closed else self._jobs_for(helper)
-            while wait and not jobs and not self.closed:
-                self.changed.wait()
-                jobs = self._jobs_for(helper)
-            startable = [ticket for ticket in jobs if ticket.may_start()]
-            if self.closed or not (startable or wait):
-                return None
-            ticket = min(startable, key=lambda t: t.urgency) if startable else jobs[0]
-            self.waiting.remove(ticket)
-            return ticket
-
-    def _jobs_for(self, helper: bool) -> list[Ticket]:
-        return [ticket for ticket in self.waiting if ticket.on_device is not None] if helper else self.waiting
-
-    def finish(self, ticket: Ticket) -> None:
-        with self.changed:
-            self.pending[ticket.page] -= 1
-            self.changed.notify_all()
-
-    def stop(self, error: BaseException | None = None) -> None:
-        with self.changed:
-            self.error = self.error or error
-            self.closed = True
-            self.waiting.clear()
-            self.changed.notify_all()
-
-
-def _work(state: _State, threads: int) -> None:
-    torch.get_num_threads()  # a thread's first call copies the process's number, and would overwrite a later setting
-    torch.set_num_threads(threads)
-    state.started.release()
-    try:
-        while (ticket := state.take()) is not None:
-            if ticket.after is not None:
-                ticket.after.synchronize()
+    def _run(self, loop: Callable[[], None], threads: int) -> None:
+        torch.get_num_threads()  # a thread's first call copies the process's number, and would overwrite a later one
+        torch.set_num_threads(threads)
+        self._started.release()
+        try:
             with torch.no_grad():
-                ticket.job()
-            state.finish(ticket)
-    except BaseException as error:  # of any kind: the caller must be told
-        state.stop(error)
+                loop()
+        except BaseException as error:  # of any kind: the caller must be told
+            self._stop(error)
 
+    def _work(self) -> None:
+        while (ticket := self._take()) is not None:
+            ticket.job()
+            self._finished(ticket)
 
-def _help(state: _State) -> None:
-    """Like _work, but on the device and one job ahead: it waits for a job after the next one has started."""
-    torch.get_num_threads()
-    torch.set_num_threads(1)
-    state.started.release()
-    begun: tuple[Ticket, Job] | None = None
-    try:
-        while (ticket := state.take(helper=True, wait=begun is None)) is not None or begun is not None:
+    def _help(self) -> None:
+        """Like _work, but on the device and one job ahead: it waits for a job after the next one has started."""
+        begun: tuple[Ticket, Job] | None = None
+        while (ticket := self._take(helper=True, wait=begun is None)) is not None or begun is not None:
             last, begun = begun, None
             try:
                 if ticket is not None:
-                    if ticket.after is not None:
-                        ticket.after.synchronize()
-                    assert ticket.on_device is not None  # take gives a helper no other
-                    with torch.no_grad():
-                        begun = ticket, ticket.on_device()
+                    assert ticket.on_device is not None  # a helper takes no other
+                    begun = ticket, ticket.on_device()
             finally:  # also when that failed: the device may still be running the last job
                 if last is not None:
                     last[1]()
-                    state.finish(last[0])
-    except BaseException as error:
-        state.stop(error)
+                    self._finished(last[0])
 
+    def _take(self, helper: bool = False, wait: bool = True) -> Ticket | None:
+        """The next job, whose event has fired. None: the work has ended, or, without `wait`, no job may start now."""
 
-def _close(state: _State, threads: list[threading.Thread]) -> None:
-    state.stop()
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join()
+        def jobs() -> list[Ticket]:
+            return [ticket for ticket in self._waiting if ticket.on_device is not None or not helper]
+
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._closed or jobs())
+            found = jobs()
+            startable = [ticket for ticket in found if ticket.after is None or ticket.after.query()]
+            if self._closed or not (startable or wait):
+                return None
+            ticket = min(startable, key=lambda each: each.urgency) if startable else found[0]
+            self._waiting.remove(ticket)
+        if ticket.after is not None:
+            ticket.after.synchronize()
+        return ticket
+
+    def _finished(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._pending[ticket.page] -= 1
+            self._changed.notify_all()

@@ -8,7 +8,6 @@ import keyhole
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
-from keyhole.offload.arena import split
 from keyhole.offload.engine import Engine
 
 
@@ -24,7 +23,7 @@ def streamed(
     module = build(config or resident.config, resident.dtype)
     layout = find_layout(module, max_unit_numel)
     flat = torch.full((layout.numel,), float("nan"), dtype=resident.dtype)
-    homes = split(flat, [unit.numel for unit in layout.units])
+    homes = list(flat.split([unit.numel for unit in layout.units]))
     away = {unit.index for unit in layout.units[1:] if unit.kind not in keep}
     model = Model(module, layout, Engine(homes, away, torch.device("cpu"), **engine_options), resident.formats)
     for mine, theirs in zip(layout.tensors, resident.layout.tensors, strict=True):

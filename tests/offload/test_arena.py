@@ -14,7 +14,7 @@ from tests.training.children import server
 def test_pieces_lie_side_by_side() -> None:
     """Pieces share the memory they are cut from, without gap or overlap; from any piece the whole is found."""
     flat = arena.host_memory(12)
-    pieces = arena.split(flat, [5, 0, 3, 4])
+    pieces = flat.split([5, 0, 3, 4])
     assert [piece.numel() for piece in pieces] == [5, 0, 3, 4]
     for i, piece in enumerate(pieces):
         piece.fill_(i)
@@ -76,7 +76,7 @@ def test_memory_is_unpinned_before_it_is_freed(cudart: Cudart) -> None:
     """The last view decides, after every copy has arrived; the same address can then be pinned again."""
     flat = arena.host_memory(4096)
     assert arena.pin(flat)
-    piece = arena.split(flat, [1024, 3072])[1].view(torch.float32)
+    piece = flat.split([1024, 3072])[1].view(torch.float32)
     del flat
     assert cudart.calls == ["register"]
     del piece

@@ -1,6 +1,9 @@
 """Copies to the host that have not finished are bounded in bytes."""
 
-from keyhole.offload.downlink import InFlight
+import torch
+
+from keyhole.offload.downlink import Downlink
+from keyhole.offload.engine import Engine
 
 
 class Event:
@@ -16,10 +19,9 @@ class Event:
 def test_the_host_waits_for_the_oldest_copies_and_for_no_more_than_needed() -> None:
     """Never more bytes than allowed, unless a single copy is larger; the oldest first, and the newest never."""
     waited: list[int] = []
-    flight = InFlight(100)
+    down = Downlink(Engine([], set(), torch.device("cpu")), most_bytes=100)
     for number, size in enumerate((60, 40, 30, 150, 10, 90)):
-        flight.add(size, Event(number, waited))
-        assert flight.bytes <= 100 or len(flight.copies) == 1
-        assert flight.bytes == sum(size for size, _ in flight.copies)
+        down.wait_for_room(size, Event(number, waited))
+        assert sum(size for size, _ in down.in_flight) <= 100 or len(down.in_flight) == 1
     assert waited == [0, 1, 2, 3]
-    assert [event.number for _, event in flight.copies] == [4, 5]
+    assert [event.number for _, event in down.in_flight] == [4, 5]

@@ -111,16 +111,6 @@ def test_a_caller_that_waits_already_is_woken_by_the_error(pool: Workers) -> Non
         pool.wait(1)
 
 
-def test_the_thread_ends_with_its_owner() -> None:
-    """Nothing is left behind when the pool is dropped without being closed."""
-    pool = Workers(threads=1)
-    thread = pool._threads[0]
-    pool.submit(lambda: None)
-    del pool
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-
-
 def test_finish_waits_for_the_last_job_and_never_for_its_own_thread() -> None:
     """All jobs are done when it returns, and the threads have ended; in a job it does nothing."""
     pool, done, found = Workers(threads=1), [], []
@@ -225,7 +215,7 @@ def test_what_was_begun_on_the_device_is_waited_for_when_the_next_cannot_begin()
         raise RuntimeError("no device any more")
 
     pool.submit(lambda: gate.wait(WAIT_S), page=0)
-    with pool._state.changed:  # both at once: the second is there when the first has begun
+    with pool._changed:  # both at once: the second is there when the first has begun
         pool.submit(lambda: None, page=1, urgency=1, on_device=lambda: lambda: ended.append(1))
         pool.submit(lambda: None, page=2, urgency=2, on_device=fail)
     pool._threads[1].join(WAIT_S)

@@ -76,7 +76,7 @@ def random_sweeps(ranks: Ranks, device: str, seed: int = 7) -> int:
     alike, own = random.Random(seed), random.Random(100 * seed + ranks.rank)
     numels = [alike.randrange(1, 4000) for _ in range(9)]
     flat = arena.shared_memory(4 * sum(numels[:8]), ranks).view(torch.float32)
-    homes = [*arena.split(flat, numels[:8]), torch.full((numels[8],), float(ranks.rank))]
+    homes = [*flat.split(numels[:8]), torch.full((numels[8],), float(ranks.rank))]
     if ranks.local_rank == 0:
         flat.copy_(torch.arange(flat.numel()))
     ranks.barrier()

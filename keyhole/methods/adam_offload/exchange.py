@@ -225,6 +225,6 @@ def _staging(engine: Engine, kept: dict[int, torch.Tensor]) -> dict[int, torch.T
     if engine.cuda:
         arena.pin(flat, engine.device)
     staging = {page: kept[page] for page in kept if page in engine.on_host}
-    for page, piece in zip(own, arena.split(flat, sizes), strict=True):
+    for page, piece in zip(own, flat.split(sizes), strict=True):
         staging[page] = piece[: _bytes(kept[page])].view(kept[page].dtype)
     return staging

@@ -34,12 +34,12 @@ from keyhole.model.structure.skeleton import saved_buffers
 SHOWN = 3
 TABLES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 NEAR = 1e-3  # relative; GGUF has float32
+# Key of a GGUF, after its architecture -> key of config.json.
 GGUF_KEYS = {
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
     "rope.freq_base": "rope_theta", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
-"""Key of a GGUF, after its architecture -> key of config.json."""
 
 
 @dataclass(frozen=True)

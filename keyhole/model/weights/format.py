@@ -34,16 +34,16 @@ PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Codec:
     """The kernels of a packed format."""
 
+    # (elements) -> bytes.
     bytes_of: Callable[[int], int]
-    """(elements) -> bytes."""
+    # (weights, packed, offset, seed, step, rounding): packs fp32 weights, rounding with the bits of these elements.
     encode_: Callable[..., None]
-    """(weights, packed, offset, seed, step, rounding): packs fp32 weights, rounding with the bits of these elements."""
+    # (packed, weights): unpacks into the dtype of `weights`.
     decode: Callable[[torch.Tensor, torch.Tensor], None]
-    """(packed, weights): unpacks into the dtype of `weights`."""
+    # (packed, elements, plus, minus, step): a zeroth-order update in place, and both perturbed copies.
     zo_: Callable[..., None]
-    """(packed, elements, plus, minus, step): a zeroth-order update in place, and both perturbed copies."""
+    # (packed, elements, begin, end) -> views of all bytes that belong to elements [begin, end).
     parts: Callable[[torch.Tensor, int, int, int], list[torch.Tensor]]
-    """(packed, elements, begin, end) -> views of all bytes that belong to elements [begin, end)."""
 
 
 CODECS = {"fp8": Codec(fp8.packed_bytes, fp8.fp8_encode_, fp8.fp8_decode, ops.zo_packed_, fp8.packed_parts)}

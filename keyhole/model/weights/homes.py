@@ -20,8 +20,8 @@ from keyhole.ops.lowbit import Grid, table
 
 PIECE = 1 << 26
 Write = Callable[[torch.Tensor], object]
+# (flat memory, index of its first element in the tensor): fills the memory.
 WritePiece = Callable[[torch.Tensor, int], object]
-"""(flat memory, index of its first element in the tensor): fills the memory."""
 
 
 def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
