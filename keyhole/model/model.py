@@ -40,10 +40,9 @@ from keyhole.model.forward.device_weights import DeviceWeights, Lens
 from keyhole.model.forward.experts import compute_by_expert
 from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
-from keyhole.model.forward.hooks import Conductor, install_hooks
+from keyhole.model.forward.hooks import Conductor, Patches, install_hooks
 from keyhole.model.forward.lockstep import Lockstep, Serve
 from keyhole.model.forward.low_rank import LowRank
-from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.row_rules import RowRules
 from keyhole.model.spare_memory import Placed
@@ -229,7 +228,7 @@ class Model:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
         block_at_once: a pass waits for all units of a block before it enters the block. streams: of single passes, in
-        place of the current one; `serve` forks and joins them (forward/branches.py)."""
+        place of the current one; `serve` forks and joins them (forward/captured.py)."""
         passes = self._lockstep
         with self.conducted_by(passes):
             passes.streams = streams or {}

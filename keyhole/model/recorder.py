@@ -28,11 +28,13 @@ next capture gets a new one.
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import NoneType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
 
 from keyhole.machine.gpu import capturing
 from keyhole.model.spare_memory import SpareMemory
@@ -41,6 +43,8 @@ Values = list[Any]
 OTHER_BITS = "a recording gave other bits"
 PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 NUMBERS = itertools.count(1)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+KNOWN = ("keyhole.", "transformers.utils.output_capturing")  # modules whose hooks are no user's
 
 
 class Recording:
@@ -78,7 +82,7 @@ class Recorder:
 
     def __init__(self, spare: SpareMemory, most: int, sights: int = 2) -> None:
         self.spare, self.device, self.most, self.sights = spare, spare.device, most, sights
-        self.recordings: dict[Hashable, Any] = {}  # Recording; None: runs eagerly
+        self.recordings: dict[Hashable, Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
         self.why = ""  # the reason of the last capture that failed
         self.pool: Any = None
@@ -87,8 +91,6 @@ class Recorder:
         self.results: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]
         self.longest: Counter[Hashable] = Counter()  # by place of results: elements of the longest shape so far
         self.static: set[int] = set()  # addresses of results
-
-    # -- key and room ----------------------------------------------------------------------------------------------
 
     def is_due(self, kind: Hashable) -> bool:
         """Counts a call; whether it is to be captured or replayed."""
@@ -103,10 +105,10 @@ class Recorder:
 
     def capture(self, run: Callable[[], Any], pool: Any = None, kind: str = "graphs") -> Recording | None:
         """Captures run(); nothing is computed. None: it cannot be captured. pool: instead of the common one."""
-        if not any(self.recordings.values()):
-            self.pool = None
+        if self.pool is None or not any(self.recordings.values()):
+            self.pool = self.new_pool()
         self.stream = self.stream or torch.cuda.Stream(self.device)
-        self.pool, graph = self.new_pool() if self.pool is None else self.pool, torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         try:
             with self.spare.holding(kind), capturing(graph, self.pool if pool is None else pool, self.stream):
@@ -118,7 +120,8 @@ class Recorder:
             return None
         finally:
             torch.cuda.synchronize(self.device)
-            self.spare.held["static memory"] = self.static_bytes
+            kept = [*self.results.values(), *(place.memory for place in self.inputs.values())]
+            self.spare.held["static memory"] = sum(memory.nbytes for memory in kept)
 
     def new_pool(self) -> Any:
         """A pool of memory for temporaries of graphs."""
@@ -146,12 +149,6 @@ class Recorder:
             self.spare.held.pop(kind, None)
 
     # -- static memory ---------------------------------------------------------------------------------------------
-
-    @property
-    def static_bytes(self) -> int:
-        """Of all static memory."""
-        copies = sum(place.memory.nbytes for place in self.inputs.values())
-        return copies + sum(rows.nbytes for rows in self.results.values())
 
     def is_static(self, tensor: torch.Tensor) -> bool:
         """Whether the next replay may overwrite this tensor."""
@@ -228,6 +225,34 @@ def copy_into(places: list[torch.Tensor], value: Any) -> Any:
 
 
 def same_bits(mine: Any, theirs: Any) -> bool:
-    """Whether two values are equal to the bit. Waits for the device."""
-    alike = signature_of(mine) == signature_of(theirs)
+    """Whether two values are equal to the bit, and nothing in them could change unnoticed. Waits for the device."""
+    signature = signature_of(mine)
+    alike = signature is not None and signature == signature_of(theirs)
     return alike and all(map(torch.equal, tensors_of(mine), tensors_of(theirs)))
+
+
+# -- hooks of the user's, which a replay does not call ----------------------------------------------------------------
+
+
+class UsersHooks:
+    """Whether one of these modules, or all modules, have a hook of the user's. A graph holds kernels and no Python, so
+    what has such a hook runs eagerly. Our own hooks belong to what is captured, and Transformers' own act only if a
+    caller asks for hidden states. They are looked at only if their number has changed."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._tables: list[dict[int, Any]] = [vars(one)[name] for one in modules for name in HOOKS]
+        self._tables += [vars(torch_module)[f"_global{name}"] for name in HOOKS]
+        self._count, self._found = -1, False
+
+    def any(self) -> bool:
+        """Takes some 30 ns per module and kind of hook."""
+        count = sum(map(len, self._tables))
+        if count != self._count:
+            hooks = [hook for table in self._tables for hook in table.values()]
+            self._count, self._found = count, not all(map(is_known, hooks))
+        return self._found
+
+
+def is_known(hook: Any) -> bool:
+    """Whether it is one of keyhole's own, or of Transformers'."""
+    return (getattr(hook, "__module__", None) or "").startswith(KNOWN)

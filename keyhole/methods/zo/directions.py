@@ -37,7 +37,7 @@ from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
-from keyhole.model.forward.branches import Branches
+from keyhole.model.forward.captured import Branches
 from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit

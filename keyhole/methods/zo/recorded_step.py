@@ -11,7 +11,7 @@ per shape (model/recorder.py) and replayed from then on. What differs from step 
 
     host per step:    copies of the batch, two numbers, one launch, and a few small kernels from losses to coefficients
 
-Within the graph the looks run beside each other (model/forward/branches.py): those of a pair, and if the copies of a
+Within the graph the looks run beside each other (model/forward/captured.py): those of a pair, and if the copies of a
 unit for every pair fit into SHARE of the free memory, those of all pairs.
 
 A graph is used only if it gives the same bits as eager execution. The step in which it is captured runs both: first
@@ -31,13 +31,11 @@ from keyhole.methods.zo.directions import Copies, Dense
 from keyhole.methods.zo.looks import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
-from keyhole.model.forward.branches import Branches
+from keyhole.model.forward.captured import Branches, is_plain, left_out, noted
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
-from keyhole.model.forward.masks import is_plain, left_out, noted
 from keyhole.model.forward.memory import activation_bytes, launched_as_graphs
-from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.objective import Candidates
-from keyhole.model.recorder import Recorder, Recording, signature_of, tensors_of, with_tensors
+from keyhole.model.recorder import Recorder, Recording, UsersHooks, signature_of, tensors_of, with_tensors
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import Layout
 

@@ -20,7 +20,7 @@ be. A resident block always has the same addresses, a streamed one has those of 
 
 A visit is recorded if it is a function of its inputs and weights (no mapping, no random numbers), all blocks are small
 in all passes of the step, the budget, if there is one, has room for so many tokens, no block is used twice in a pass (a
-second output would overwrite the first), the user has no hook in it (forward/users_hooks.py), its gradients reach no
+second output would overwrite the first), the user has no hook in it (recorder.py), its gradients reach no
 parameters but its own, and the sink's `linear` can be recorded (sink.py: any other sink that takes gradients as tensors
 is wrapped in UnitGradients).
 
@@ -43,9 +43,17 @@ from keyhole.model.backward.tape import KeptInputs, pass_on
 from keyhole.model.backward.unit_gradients import UnitGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.graphs import SMALL_FLOP
-from keyhole.model.forward.users_hooks import UsersHooks
 from keyhole.model.model import Model
-from keyhole.model.recorder import OTHER_BITS, Recorder, Recording, Values, copy_into, signature_of, tensors_of
+from keyhole.model.recorder import (
+    OTHER_BITS,
+    Recorder,
+    Recording,
+    UsersHooks,
+    Values,
+    copy_into,
+    signature_of,
+    tensors_of,
+)
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import FlatTensor, Unit
 

@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 
 from keyhole.errors import UserError, listed
 from keyhole.model.backward.memory import HELD
-from keyhole.model.forward.users_hooks import is_known
 from keyhole.model.model import Model
+from keyhole.model.recorder import is_known
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.format import PACKED
 

@@ -1,15 +1,13 @@
 """Forward passes of the unmodified module while units are streamed.
 
-hooks.py        where the module's forward calls the engine
+hooks.py        where the module's forward calls the engine; forwards and hooks are installed and removed
 lockstep.py     several passes that advance together        generate.py    one pass
 evaluation.py   losses, likeliest tokens and logits         head.py        hidden states -> logits, in chunks
-binding.py      what parameters point to                    patches.py     installs forwards and hooks, and removes them
+binding.py      what parameters point to
 device_weights.py   a unit's weights on the device, in the dtype of compute
 row_tiles.py, graphs.py, compile.py                         blocks with less memory, fewer launches
-users_hooks.py  hooks of the user's, which a CUDA graph would not call
-masks.py        no attention mask in a captured pass where the eager one has none
 experts.py      mixtures of experts, one expert at a time
 memory.py       the device bytes of forward passes
 low_rank.py     layers with low-rank factors, for several looks of a zeroth-order step at once
-branches.py     a stream per look
+captured.py     a stream per look, and no attention mask where the eager pass has none
 """

@@ -6,7 +6,8 @@ computed chunk by chunk. Per token the model crosses the link once, for all rows
 positions (`logits`) are one such call.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,18 +70,26 @@ class Generation:
         return torch.cat(parts, dim=-1)
 
 
+@contextmanager
+def usable(model: Any, what: str) -> Iterator[None]:
+    """A context in which the module may be called: with all of its weights at home, or as one pass that loads units."""
+    model.check_idle()
+    model.apply_deferred()
+    if model.is_plain:
+        model.engine.wait_for_homes()  # a method may still be updating them
+        yield
+        return
+    with model.sweep(what), Generation(model) as conductor, model.conducted_by(conductor):
+        yield
+
+
 def logits(model: Any, batch: Batch) -> torch.Tensor:
     """[B, T, V]: the logits of a decoder at all positions of a batch."""
     if not isinstance(batch, Mapping):
         raise UserError(f"batch: found a {type(batch).__name__}, expected a dict of tensors with input_ids")
     check_ids(model, batch.get("input_ids"))
     sent = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
-    model.check_idle()
-    model.apply_deferred()
-    if model.is_plain:
-        model.engine.wait_for_homes()  # a method may still be updating them
-        return model.module(**sent, use_cache=False).logits
-    with model.sweep("logits"), Generation(model) as conductor, model.conducted_by(conductor):
+    with usable(model, "logits"):
         return model.module(**sent, use_cache=False).logits
 
 
@@ -91,14 +100,9 @@ def generate(
     if model.classifies:
         raise UserError(f"model: {type(model.module).__name__} classifies texts and cannot write any")
     check_ids(model, input_ids)
-    model.check_idle()
-    model.apply_deferred()
     input_ids = input_ids.to(model.device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(model.device)
-    if model.is_plain:
-        model.engine.wait_for_homes()  # a method may still be writing them
-        return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
-    with model.sweep("generate"), Generation(model) as conductor, model.conducted_by(conductor):
+    with usable(model, "generate"):
         return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
 
 

@@ -148,30 +148,24 @@ class Head:
 
     def add_nll(self, running: RunningNLL, hidden_NH: torch.Tensor, first_row: int, tokens: int = HEAD_TOKENS) -> None:
         """Adds the bound rows' logits to a running loss, in slices of tokens if there are many."""
-        if hidden_NH.shape[0] <= tokens:
-            running.add(self.logits(hidden_NH), first_row)
-            return
         for part, x in zip(running.split(tokens), hidden_NH.split(tokens), strict=True):
             part.add(self.logits(x), first_row)
 
     def loss_sum(self, hidden_NH: torch.Tensor, target_N: torch.Tensor, tokens: int = 1024) -> torch.Tensor:
         """Summed NLL with gradients, for a head that holds all rows; computes logits of `tokens` tokens at a time."""
-
-        def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(self.logits(x).float(), y, reduction="sum")
-
-        parts = zip(hidden_NH.split(tokens), target_N.split(tokens), strict=True)
-        if not torch.is_grad_enabled():
-            return torch.stack([part(x, y) for x, y in parts]).sum()
-        checkpoint = torch.utils.checkpoint.checkpoint
-        return torch.stack([checkpoint(part, x, y, use_reentrant=False) for x, y in parts]).sum()
+        return torch.stack(self._parts(hidden_NH, target_N, tokens, "sum")).sum()
 
     def nll_N(self, hidden_NH: torch.Tensor, target_N: torch.Tensor, tokens: int = 1024) -> torch.Tensor:
         """Like `loss_sum`, but one NLL per token."""
+        return torch.cat(self._parts(hidden_NH, target_N, tokens, "none"))
 
+    def _parts(
+        self, hidden_NH: torch.Tensor, target_N: torch.Tensor, tokens: int, reduction: str
+    ) -> list[torch.Tensor]:
         def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(self.logits(x).float(), y, reduction="none")
+            return nn.functional.cross_entropy(self.logits(x).float(), y, reduction=reduction)
 
         parts = zip(hidden_NH.split(tokens), target_N.split(tokens), strict=True)
-        checkpoint = torch.utils.checkpoint.checkpoint
-        return torch.cat([checkpoint(part, x, y, use_reentrant=False) for x, y in parts])
+        if not torch.is_grad_enabled():
+            return [part(x, y) for x, y in parts]
+        return [torch.utils.checkpoint.checkpoint(part, x, y, use_reentrant=False) for x, y in parts]

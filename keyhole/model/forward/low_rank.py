@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from keyhole import ops
-from keyhole.model.forward.patches import Patches
+from keyhole.model.forward.hooks import Patches
 from keyhole.model.forward.row_tiles import RowTiles
 from keyhole.model.recorder import signature_of, tensors_of
 from keyhole.model.structure.layout import FlatTensor

@@ -349,7 +349,7 @@ def test_graphs_change_no_number(name: str) -> None:
         assert train(model, 9, batches, directions=2, **LOW) == expected
         assert equal(weights(plain), weights(model))
         if where == "resident":
-            assert any(model.graphs.checked.values()) and all(model.graphs.recorded.values())
+            assert any(model.graphs.checked.values()) and all(model.graphs.recordings.values())
         model.close()
 
 

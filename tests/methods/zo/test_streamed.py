@@ -90,5 +90,5 @@ def test_graphs_change_no_number(name: str) -> None:
         assert train(model, 8, batches, directions=2) == expected
         assert equal(weights(plain), weights(model))
         if name in ("opt", "llama"):
-            assert any(model.graphs.checked.values()) and all(model.graphs.recorded.values())
+            assert any(model.graphs.checked.values()) and all(model.graphs.recordings.values())
         model.close()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keyhole.model.forward.branches import Branches
+from keyhole.model.forward.captured import Branches
 
 
 def test_without_streams_everything_stays_where_it_is() -> None:

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import keyhole
 from keyhole.model import recorder
 from keyhole.model.forward.graphs import BlockGraphs
-from keyhole.model.recorder import signature_of
+from keyhole.model.recorder import UsersHooks, signature_of
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.find import find_blocks
 from tests.methods.zo.loops import EPS, load
-from tests.model.decoders import batch
+from tests.model.decoders import batch, config
 
 
 class Loop:
@@ -55,7 +55,7 @@ def test_graphs_of_a_model_that_is_gone_do_not_spoil_those_of_another() -> None:
     opt = keyhole.ZO(model, 1e-3, eps=EPS)
     for _ in range(8):
         opt.step(batch())
-    assert littered and model.graphs.recorded and all(model.graphs.recorded.values())
+    assert littered and model.graphs.recordings and all(model.graphs.recordings.values())
 
 
 class Recorder(TorchDispatchMode):
@@ -138,7 +138,7 @@ def what_a_block_returned_stays(device: str) -> None:
     model = graphed(device=device)
     at_once, later = outputs_of_every_block(model)
     graphs = model.graphs
-    assert graphs.recorded and all(graphs.recorded.values()) and all(graphs.checked.values())
+    assert graphs.recordings and all(graphs.recordings.values()) and all(graphs.checked.values())
     for mine in (at_once, later):
         assert len(mine) == len(plain[0]) and all(torch.equal(a, b) for a, b in zip(mine, plain[0], strict=True))
 
@@ -165,7 +165,7 @@ def test_blocks_with_factors_have_graphs_of_their_own() -> None:
         opt.recorded.possible = False  # of whole steps
         losses.append([float(opt.step(batch(seed=step))) for step in range(10)])
     graphs = model.graphs
-    assert len(graphs.recorded) == model.layout.block_count and all(graphs.recorded.values())
+    assert len(graphs.recordings) == model.layout.block_count and all(graphs.recordings.values())
     assert all(graphs.checked.values()) and losses[0] == losses[1]
 
 
@@ -222,7 +222,7 @@ def alone(block: nn.Module) -> BlockGraphs:
     )
     graphs = BlockGraphs(model, [block])
     graphs.held = model  # they hold it weakly
-    graphs.warm_up_calls = 0
+    graphs.sights = 1
     return graphs
 
 
@@ -270,7 +270,7 @@ def test_a_spine_that_lies_elsewhere_is_seen() -> None:
         graphs.held.binding.spine = block.shared[0].data = torch.full((4,), value)
         for _ in range(3):
             assert torch.equal(block(x), graphs.ordinary[0](x))
-    assert len(graphs.recorded) == 2 and all(graphs.checked.values())
+    assert len(graphs.recordings) == 2 and all(graphs.checked.values())
 
 
 def test_what_could_change_unseen_gets_no_graph() -> None:
@@ -289,7 +289,7 @@ def test_a_hook_of_the_user_s_is_called_at_every_step(pretended: None) -> None:
     opt.recorded.possible, calls = False, []
     for step in range(5):
         opt.step(batch(seed=step))
-    assert model.graphs.recorded and all(model.graphs.checked.values())
+    assert model.graphs.recordings and all(model.graphs.checked.values())
     inside = find_blocks(model.module)[0].mlp.up_proj
     for register in (inside.register_forward_hook, nn.modules.module.register_module_forward_hook):
         handle = register(lambda module, args, output: calls.append(module) if module is inside else None)
@@ -319,6 +319,31 @@ def test_a_pool_whose_capture_failed_is_not_used_again(monkeypatch: pytest.Monke
     model = graphed(device="cpu")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     for length in (5, 7, 9):
-        model.graphs._record(lambda x: 2 * x, (torch.ones(length),), {})
-        model.graphs.recorded[length,] = object()  # type: ignore[assignment]  # alive
+        x = torch.ones(length)
+        model.graphs.capture(lambda x=x: 2 * x)
+        model.graphs.recordings[length] = object()  # type: ignore[assignment]  # alive
     assert used[0] == used[1] != used[2]
+
+
+def test_hooks_of_users_are_told_from_those_that_are_always_there() -> None:
+    """On any module, of any kind, and for all modules; not keyhole's own, and not those with which Transformers
+    collects hidden states."""
+    model = keyhole.load(config("llama"), init="random", device="cpu")
+    hooks, layer = UsersHooks(model.module.modules()), model.module.model.layers[1].mlp.up_proj
+    assert not hooks.any()
+    with torch.no_grad():
+        model.module(input_ids=batch()["input_ids"], output_hidden_states=True, output_attentions=True)
+    assert not hooks.any()
+    for register in (
+        layer.register_forward_hook,
+        layer.register_forward_pre_hook,
+        layer.register_full_backward_hook,
+        layer.register_full_backward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ):
+        handle = register(lambda *args: None)
+        assert hooks.any(), register
+        handle.remove()
+        assert not hooks.any(), register

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import keyhole
-from keyhole.model.forward.masks import is_plain, left_out, noted
+from keyhole.model.forward.captured import is_plain, left_out, noted
 from tests.model.decoders import batch, config
 
 ROWS, LENGTH = 2, 10
