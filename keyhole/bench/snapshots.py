@@ -41,9 +41,8 @@ from keyhole.bench.report import Columns, Record, Report, number, table_of
 from keyhole.bench.shapes import known
 from keyhole.bench.steps import batches_of, load, method_of
 from keyhole.checkpoint import journal, select
-from keyhole.checkpoint.pages import PIECE_BYTES, write_at
 from keyhole.checkpoint.replay import apply_records
-from keyhole.checkpoint.snapshot import WORKERS
+from keyhole.checkpoint.snapshot import PIECE_BYTES, WORKERS, write_at
 from keyhole.checkpoint.state import State, verify
 from keyhole.checkpoint.writer import Writer
 from keyhole.machine.sizes import GIB

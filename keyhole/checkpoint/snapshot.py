@@ -17,53 +17,93 @@ A deferred update needs no extra pass: step t + 1 writes the weights after step 
 page then does not change until step t + 2 or later (methods/zo/write_back.py). This is the paper's idea of two halves
 (one is saved while the other is in use), applied per page, with a copy only where needed. The host queues work one step
 ahead of the GPU, so a short wait here does not stall the GPU.
+
+A page contains tensors, or parts of them, so it has segments: elements [begin, end) belong to a tensor and are stored
+at an offset of a file. Memory is written in pieces: from a GPU through a page-locked buffer, from host memory directly.
+Each piece is checked to be finite first, because broken weights must not replace good ones, and its CRC-32 is kept, so
+that the file need not be read again (disk/files.py).
 """
 
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from keyhole.checkpoint.pages import BUFFER_BYTES, COPYING, DONE, READY, TAKEN, WAITING, PageWriter, Source
-from keyhole.disk.crc import Span
-from keyhole.machine.host import cpu_count
+from keyhole.disk.files import Span
+from keyhole.disk.tensors import Place
+from keyhole.errors import NonFinite
 from keyhole.offload import arena
 
 WORKERS = 4
-PAGE_WRITERS = WORKERS + 1  # one more for the training thread; on a GPU each has a buffer of BUFFER_BYTES
-COPY_THREADS = 8
-SMALL_BYTES = 2**20  # smaller copies are not divided
 FLUSH_EVERY_S = 0.1
+PIECE_BYTES = 16 * 2**20
+BUFFER_BYTES = 4 * 2**20  # page-locked, for pieces from a GPU; 4 MiB already reach the full rate
+CHECKED_TOGETHER = 2**20  # elements; they and their integer view stay in a core's cache
+INFINITY = {  # the integer of the same width, and the bits of infinity
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+WAITING, READY, COPYING, TAKEN, DONE = range(5)
 
 
 class Cancelled(Exception):
     """The snapshot cannot be finished: training ended before its weights were whole."""
 
 
-class CopyThreads:
-    """Threads that copy host memory; they are started by the constructor, on the cores that the caller may use.
+@dataclass(frozen=True)
+class Segment:
+    """Elements [begin, end) of a source belong to this tensor, and are stored at this offset of this file."""
 
-    A page must be copied before its next change is queued, and training waits meanwhile. 400 MB every 45 ms (a 6.7B
-    model, 16 x 2048 tokens) need 9 GB/s; one core reaches 3 to 5, including the allocation of fresh memory. torch's own
-    threads would stay on the core to which training may be pinned; numpy's copy releases the GIL."""
+    tensor: str
+    begin: int
+    end: int
+    file: str
+    offset: int
 
-    def __init__(self, count: int | None = None) -> None:
-        self.count = min(COPY_THREADS, cpu_count()) if count is None else count
-        self.pool = ThreadPoolExecutor(self.count, thread_name_prefix="keyhole-copy")
-        together = threading.Barrier(self.count)
-        list(self.pool.map(lambda _: together.wait(), range(self.count)))  # a pool starts its threads lazily
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies source to target: flat host tensors of one dtype and length."""
-        into, out_of = (flat.view(torch.uint8).numpy() for flat in (target, source))
-        parts = self.count if len(into) > SMALL_BYTES else 1
-        cuts = [len(into) * i // parts for i in range(parts + 1)]
-        spans = [slice(begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
-        list(self.pool.map(lambda at: np.copyto(into[at], out_of[at]), spans))
+@dataclass
+class Source:
+    """Flat memory that is written to the disk. unpack: for a packed page, returns its numbers from its bytes."""
+
+    flat: torch.Tensor
+    segments: list[Segment]
+    unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
+    state: int = READY
+    event: torch.cuda.Event | None = None  # after it the home has the weights to save
+    copy: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+    def pieces(self) -> Iterator[tuple[Segment, int, torch.Tensor]]:
+        """(segment, offset in its file, elements) of everything to write, from the copy if there is one."""
+        flat = self.flat if self.copy is None else self.copy
+        most = BUFFER_BYTES if flat.is_cuda else PIECE_BYTES
+        flat = flat if self.unpack is None else self.unpack(flat.cpu())
+        for segment in self.segments:
+            parts = flat[segment.begin : segment.end].split(most // flat.element_size())
+            for i, part in enumerate(parts if segment.end > segment.begin else ()):
+                yield segment, segment.offset + i * len(parts[0]) * flat.element_size(), part
+
+
+def segments_of(
+    tensors: Iterable[tuple[str, int, int]], start: int, stop: int, places: dict[str, Place], element_bytes: int
+) -> list[Segment]:
+    """The parts of the flat array [start, stop) that belong to tensors (name, start, stop), and their places."""
+    found = []
+    for name, first, last in tensors:
+        begin, end = max(start, first), min(stop, last)
+        if begin < end and name in places:
+            offset = places[name].offset + (begin - first) * element_bytes
+            found.append(Segment(name, begin - start, end - start, places[name].file, offset))
+    return found
 
 
 class Snapshot:
@@ -73,22 +113,13 @@ class Snapshot:
     everything is written.
     """
 
-    def __init__(
-        self,
-        pages: dict[int, Source],
-        others: list[Source],
-        pool_bytes: int,
-        device: torch.device,
-        copy_threads: CopyThreads,
-    ) -> None:
+    def __init__(self, pages: dict[int, Source], others: list[Source], pool_bytes: int, device: torch.device) -> None:
         self.pages, self.queue = pages, [*others, *pages.values()]
         self.order = [source for source in self.queue if source.state == READY]  # in the order of training's changes
-        self.pool_bytes, self.device, self.copy_threads = pool_bytes, device, copy_threads
-        self.spare: list[torch.Tensor] = []  # memory of written copies, reused for the next ones
+        self.pool_bytes, self.device = pool_bytes, device
         self.copied_bytes = self.peak_bytes = 0
         self.waited_s = 0.0  # how long training waited
         self.error: BaseException | None = None
-        self.own_writer: PageWriter | None = None  # of the training thread
         self.sums: dict[str, list[Span]] = {}  # file -> checksums of its pieces
         self.turn = threading.Condition()
 
@@ -96,14 +127,12 @@ class Snapshot:
 
     def before_change(self, page: int) -> None:
         """Returns when the page's home may change: it is written, copied, or still waiting for its update."""
-        source = self.pages.get(page)
-        if source is not None:
-            self.release(source)
+        if page in self.pages:
+            self.release(self.pages[page])
 
     def waits_for(self, page: int) -> bool:
         """Whether the page still lacks its last update."""
-        source = self.pages.get(page)
-        return source is not None and source.state == WAITING
+        return page in self.pages and self.pages[page].state == WAITING
 
     def release(self, source: Source) -> None:
         """Returns when a source may change: copies it if it is not written yet."""
@@ -130,12 +159,12 @@ class Snapshot:
         try:
             if source.event is not None:
                 source.event.synchronize()
-            copy = self._spare(source.size_bytes)
-            copy = (arena.host_memory(source.size_bytes) if copy is None else copy).view(source.flat.dtype)
+            copy = arena.host_memory(source.size_bytes).view(source.flat.dtype)
             if source.flat.is_cuda:
-                self._fetch(source.flat, copy)
+                with torch.cuda.stream(torch.cuda.Stream(self.device)):  # not behind the work that training has queued
+                    copy.copy_(source.flat)
             else:
-                self.copy_threads.copy(copy, source.flat)
+                copy.copy_(source.flat)
         except BaseException as error:  # of any kind: workers must not wait for a failed copy
             self.fail(error)
             if isinstance(error, OSError):  # no memory for the copy: training continues
@@ -167,23 +196,6 @@ class Snapshot:
         """Whether no source waits for an update."""
         return all(source.state != WAITING for source in self.queue)
 
-    def _spare(self, size_bytes: int) -> torch.Tensor | None:
-        """Spare memory of this size, if any. Otherwise frees spare memory of other sizes, since all share the pool."""
-        with self.turn:
-            fits = next((i for i, memory in enumerate(self.spare) if memory.numel() == size_bytes), None)
-            if fits is not None:
-                return self.spare.pop(fits)
-            while self.spare and self.copied_bytes + sum(m.numel() for m in self.spare) > self.pool_bytes:
-                self.spare.pop()
-            return None
-
-    def _fetch(self, flat: torch.Tensor, copy: torch.Tensor) -> None:
-        """Copies from the device, through the page writer's buffer."""
-        self.own_writer = self.own_writer or PageWriter(self.device)
-        size = BUFFER_BYTES // copy.element_size()
-        for target, piece in zip(copy.split(size), flat.split(size), strict=True):
-            self.copy_threads.copy(target, self.own_writer.to_host(piece))
-
     # -- called by writers ---------------------------------------------------------------------------------------------
 
     def write(self, directory: Path) -> None:
@@ -206,18 +218,29 @@ class Snapshot:
                 thread.join()
             for file in files.values():
                 os.close(file)
-            with self.turn:  # training may be about to copy one of them
-                self.spare.clear()
         if self.error is not None:
             raise self.error
 
     def _work(self, files: dict[str, int]) -> None:
+        """A worker; on a GPU it has a page-locked buffer and a stream of its own."""
         try:
-            writer = PageWriter(self.device)
+            if self.device.type == "cuda":
+                stream = torch.cuda.Stream(self.device)
+                buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
             while (source := self._take()) is not None:
                 if source.event is not None:
                     source.event.synchronize()
-                writer.write(source, files, self.sums)
+                for segment, offset, piece in source.pieces():
+                    if piece.is_cuda:
+                        with torch.cuda.stream(stream):
+                            host = buffer[: piece.nbytes].view(piece.dtype).copy_(piece, non_blocking=True)
+                        stream.synchronize()
+                    else:
+                        host = piece
+                    check_finite(host, segment.tensor)
+                    data = host.view(torch.uint8).numpy().data
+                    write_at(files[segment.file], data, offset)
+                    self.sums[segment.file].append((offset, len(data), zlib.crc32(data)))
                 with self.turn:
                     self._free(source)
                     source.state = DONE
@@ -241,7 +264,6 @@ class Snapshot:
     def _free(self, source: Source) -> None:
         if source.copy is not None:
             self.copied_bytes -= source.size_bytes
-            self.spare.append(source.copy.view(torch.uint8))
             source.copy = None
 
     def fail(self, error: BaseException) -> None:
@@ -260,3 +282,21 @@ def event_on(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     event = torch.cuda.Event(blocking=True)  # waiting does not spin
     event.record(stream)
     return event
+
+
+def check_finite(piece: torch.Tensor, name: str) -> None:
+    """NonFinite if the bits of a number without its sign, as an integer, are at least those of infinity. (With numpy:
+    torch would start a thread team for each worker, which would disturb the thread that launches kernels.)"""
+    if piece.dtype in INFINITY and piece.numel():
+        integer, infinity = INFINITY[piece.dtype]
+        bits, unsigned = piece.view(integer).numpy(), torch.iinfo(integer).max
+        for begin in range(0, len(bits), CHECKED_TOGETHER):
+            if (bits[begin : begin + CHECKED_TOGETHER] & unsigned).max() >= infinity:
+                raise NonFinite(f"{name} holds NaN or infinity")
+
+
+def write_at(file: int, data: memoryview, offset: int) -> None:
+    """Writes all bytes at this offset of the file."""
+    while data:
+        done = os.pwrite(file, data, offset)
+        data, offset = data[done:], offset + done

@@ -15,8 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keyhole.disk.crc import checksums
-from keyhole.disk.files import read_small
+from keyhole.disk.files import checksums, read_small
 from keyhole.disk.json_text import Json
 from keyhole.disk.weights_hash import INDEX, OWN_NAME, stored_weights
 from keyhole.errors import UserError, printable

@@ -18,19 +18,26 @@ Transformers stores in another form), where other ranks write parts of it, and w
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keyhole.checkpoint.pages import BUFFER_BYTES, READY, WAITING, Source, segments_of, whole
 from keyhole.checkpoint.select import put_in_place
-from keyhole.checkpoint.snapshot import PAGE_WRITERS, Cancelled, CopyThreads, Snapshot, event_on
+from keyhole.checkpoint.snapshot import (
+    READY,
+    WAITING,
+    Cancelled,
+    Segment,
+    Snapshot,
+    Source,
+    event_on,
+    segments_of,
+)
 from keyhole.checkpoint.state import STATE, TENSORS, State, dump
-from keyhole.disk.crc import Span, checksums
-from keyhole.disk.files import flush_all, staged
+from keyhole.disk.files import Span, checksums, flush_all, staged
 from keyhole.disk.json_text import Json
 from keyhole.disk.tensors import Files, MethodState, Ranges, Spec, create, lay_out
 from keyhole.errors import NonFinite
@@ -42,11 +49,28 @@ from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.save import bad_tensor, write_files, write_state_parts
-from keyhole.model.weights.saved_files import names_on_disk, plan_files, small_files
+from keyhole.model.weights.saved_files import names_on_disk, plan_files, small_files, write_contents
 
 SLACK_BYTES = 2**30  # host memory that is left free
 MARGIN_BYTES = 64 * 2**20  # of the disk, for small files
 Tensors = dict[str, torch.Tensor | Ranges]
+
+
+@dataclass
+class Writing:
+    """One checkpoint. thread: writes it (None: training waits); error: what went wrong; lines: about a user's files of
+    its name."""
+
+    snapshot: Snapshot
+    path: Path
+    about: State
+    files: list[Files]
+    tensors: Tensors
+    before_rename: Callable[[], None]
+    error: BaseException | None = None
+    lines: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    thread: threading.Thread | None = None
 
 
 class Writer:
@@ -59,9 +83,10 @@ class Writer:
         self.waits = self.names is None or bool(model.engine.shared)
         self.files = plan_files(model, self.names) if self.names else Files()
         self.small = {} if self.names is None else small_files(model)
-        self.pool_bytes = _pool_bytes(model) if pool_bytes is None else pool_bytes
+        half = sum(home.nbytes for home in model.engine.homes) // 2
+        free = max(0, host_memory().available_bytes - SLACK_BYTES)
+        self.pool_bytes = min(half, free) if pool_bytes is None else pool_bytes
         self.writing: Writing | None = None
-        self.copy_threads = CopyThreads()
         if self.announces == "step" and not self.waits:
             method.call_before_update(self.release_all)
 
@@ -86,13 +111,14 @@ class Writer:
         make_room(saved_bytes(self.model, tensors, bool(scalars.get("light"))))
         in_memory = {} if any(isinstance(t, Ranges) for t in tensors.values()) else tensors
         snapshot, files = self._snapshot(in_memory, deferred=state is not None)
-        self.writing = Writing(self, snapshot, path, replace(about, method=scalars), files, tensors, before_rename)
+        writing = Writing(snapshot, path, replace(about, method=scalars), files, tensors, before_rename)
+        self.writing = writing
         if waits:
-            self.writing.run()
+            self._run(writing)
             return
         self.model.engine.watch = snapshot
-        self.writing.thread = threading.Thread(target=self.writing.run, name="keyhole-snapshot", daemon=True)
-        self.writing.thread.start()
+        writing.thread = threading.Thread(target=self._run, args=(writing,), name="keyhole-snapshot", daemon=True)
+        writing.thread.start()
         if self.announces == "never":
             snapshot.release_all()
         elif self.announces == "pages":  # only pages are announced, not the method's own tensors
@@ -102,24 +128,31 @@ class Writer:
     def _snapshot(self, tensors: Tensors, deferred: bool) -> tuple[Snapshot, list[Files]]:
         """What is read from memory: the method's tensors, buffers and pages; and the files that they are written to.
         deferred: units may wait for an update that the next step applies; otherwise all are as they are saved."""
+        engine, formats = self.model.engine, self.model.formats
         specs = [Spec(name, t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())]
         own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files()
-        others = [whole(name, t, own.places[name]) for name, t in tensors.items() if isinstance(t, torch.Tensor)]
+        alone = [(own.places[name], name, t) for name, t in tensors.items() if isinstance(t, torch.Tensor)]
         pages: dict[int, Source] = {}
         if self.names:
             places = {name: self.files.places[on_disk] for name, on_disk in self.names.items()}
-            others += [whole(name, b, places[name]) for name, b in saved_buffers(self.model.module).items()]
+            alone += [(places[name], name, buffer) for name, buffer in saved_buffers(self.model.module).items()]
             for unit in self.model.layout.units:
-                home = self.model.engine.homes[unit.index]
-                packed, saved = home.dtype == PACKED, self.model.formats.saved
+                home = engine.homes[unit.index]
+                packed = home.dtype == PACKED
+                itemsize = (formats.saved if packed else home.dtype).itemsize
                 tensors_in = [(t.name, t.start, t.stop) for t in unit.tensors]
-                itemsize = (saved if packed else home.dtype).itemsize
                 segments = segments_of(tensors_in, unit.start, unit.stop, places, itemsize)
                 state = WAITING if deferred and self.method.owes(unit) else READY
                 pages[unit.index] = Source(home, segments, partial(self._unpacked, unit) if packed else None, state)
-        snapshot = Snapshot(pages, others, self.pool_bytes, self.model.device, self.copy_threads)
-        for source in snapshot.order:
-            source.event = self._event(source)
+        others = [
+            Source(t.detach().reshape(-1), [Segment(name, 0, t.numel(), place.file, place.offset)])
+            for place, name, t in alone
+        ]
+        snapshot = Snapshot(pages, others, self.pool_bytes, self.model.device)
+        if engine.cuda:
+            for source in snapshot.order:  # an event after all work queued so far that changes it
+                on_device = source.flat.is_cuda
+                source.event = event_on(torch.cuda.current_stream(engine.device) if on_device else engine.down)
         return snapshot, [self.files, own]
 
     def _unpacked(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
@@ -127,25 +160,45 @@ class Writer:
         self.model.formats.decode(unit, flat, numbers)
         return numbers
 
-    def _event(self, source: Source) -> torch.cuda.Event | None:
-        """An event after all work queued so far that changes the source; None on a CPU."""
-        engine = self.model.engine
-        if not engine.cuda:
-            return None
-        return event_on(torch.cuda.current_stream(engine.device) if source.flat.is_cuda else engine.down)
+    def _run(self, writing: Writing) -> None:
+        """Writes the checkpoint, with what went wrong in `error`."""
+        begin_s = time.perf_counter()
+        try:
+            with staged(writing.path.parent, writing.path.name) as temporary:
+                self._write(writing, temporary)
+                write_state(temporary, writing.about, writing.snapshot.sums)
+                writing.before_rename()
+                writing.lines = put_in_place(temporary, writing.path)
+        except BaseException as error:
+            writing.snapshot.fail(error)
+            writing.error = error
+        writing.seconds = time.perf_counter() - begin_s
+
+    def _write(self, writing: Writing, directory: Path) -> None:
+        """Everything but the state: a further file of a checkpoint is a line here."""
+        if self.names is None:
+            if (bad := bad_tensor(self.model)) is not None:
+                raise NonFinite(f"{bad} holds NaN or infinity")
+            write_files(self.model, directory, merged=False)
+        write_contents(directory, self.small)
+        for files in writing.files:
+            create(files, directory)
+        writing.snapshot.write(directory)
+        if any(isinstance(tensor, Ranges) for tensor in writing.tensors.values()):
+            write_state_parts(self.model, directory / TENSORS, writing.tensors)
 
     def release_all(self) -> None:
         """Waits until training may change all memory."""
         if self.writing is not None:
             self.writing.snapshot.release_all()
 
-    def wait(self) -> "Writing | None":
+    def wait(self) -> Writing | None:
         """Waits for the checkpoint that is being written, and returns it; None if there is none."""
         if self.writing is not None and not self.writing.snapshot.is_whole:
             self.method.flush()
         return self._finish()
 
-    def poll(self) -> "Writing | None":
+    def poll(self) -> Writing | None:
         """The checkpoint that has been finished since the last call, if any."""
         running = self.writing is not None and self.writing.thread is not None and self.writing.thread.is_alive()
         return None if running else self._finish()
@@ -156,7 +209,7 @@ class Writer:
             self.writing.snapshot.fail(Cancelled("training ended before the weights of this step were whole"))
         self._finish()
 
-    def _finish(self) -> "Writing | None":
+    def _finish(self) -> Writing | None:
         done, self.writing = self.writing, None
         if done is not None:
             if done.thread is not None:
@@ -169,64 +222,6 @@ def saved_bytes(model: Model, tensors: Tensors, light: bool = False) -> int:
     """Bytes on disk of the weights and of the method's tensors, and a margin for the small files."""
     weights = sum(t.shape.numel() for t in model.layout.tensors) * model.dtype.itemsize
     return (0 if light else weights) + sum(int(tensor.nbytes) for tensor in tensors.values()) + MARGIN_BYTES
-
-
-def _pool_bytes(model: Model) -> int:
-    """Host memory for copies: half of the weights, less the workers' buffers (unless these are most of it), if free."""
-    half = sum(home.numel() * home.element_size() for home in model.engine.homes) // 2
-    buffers = PAGE_WRITERS * BUFFER_BYTES if model.engine.cuda else 0
-    return min(max(half - buffers, half // 2), max(0, host_memory().available_bytes - SLACK_BYTES))
-
-
-class Writing:
-    """One checkpoint, and the thread that writes it."""
-
-    def __init__(
-        self,
-        writer: Writer,
-        snapshot: Snapshot,
-        path: Path,
-        about: State,
-        files: list[Files],
-        tensors: Tensors,
-        before_rename: Callable[[], None],
-    ) -> None:
-        self.writer, self.snapshot, self.path, self.about = writer, snapshot, path, about
-        self.files, self.tensors, self.before_rename = files, tensors, before_rename
-        self.error: BaseException | None = None
-        self.lines: list[str] = []  # about a user's files of that name
-        self.seconds = 0.0
-        self.thread: threading.Thread | None = None  # None: training waits
-
-    def run(self) -> None:
-        """Writes the checkpoint, with what went wrong in `error`."""
-        begin_s = time.perf_counter()
-        try:
-            with staged(self.path.parent, self.path.name) as temporary:
-                self._write(temporary)
-                write_state(temporary, self.about, self.snapshot.sums)
-                self.before_rename()
-                self.lines = put_in_place(temporary, self.path)
-        except BaseException as error:
-            self.snapshot.fail(error)
-            self.error = error
-        self.seconds = time.perf_counter() - begin_s
-
-    def _write(self, directory: Path) -> None:
-        """Everything but the state: a further file of a checkpoint is a line here."""
-        model = self.writer.model
-        if self.writer.names is None:
-            if (bad := bad_tensor(model)) is not None:
-                raise NonFinite(f"{bad} holds NaN or infinity")
-            write_files(model, directory, merged=False)
-        for name, content in self.writer.small.items():
-            (directory / name).parent.mkdir(exist_ok=True)
-            (directory / name).write_bytes(content)
-        for files in self.files:
-            create(files, directory)
-        self.snapshot.write(directory)
-        if any(isinstance(tensor, Ranges) for tensor in self.tensors.values()):
-            write_state_parts(model, directory / TENSORS, self.tensors)
 
 
 def split_state(method_state: Mapping[str, Any]) -> tuple[Tensors, Json]:

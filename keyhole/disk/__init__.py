@@ -1,7 +1,6 @@
 """Files that survive a crash, and weight files in published formats. Nothing here depends on models or training.
 
-files.py          durable writes: temporary names, flushes, renames, appends; links are not followed
-crc.py            the checksum of a file from the checksums of its pieces
+files.py          durable writes: temporary names, flushes, renames; links are not followed; checksums
 tensors.py        safetensors files, tensor by tensor
 weight_files.py   the weight files of a model directory: safetensors, .bin or GGUF
 gguf.py           GGUF files

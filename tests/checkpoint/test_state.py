@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keyhole
-from keyhole.checkpoint import pages
+from keyhole.checkpoint import snapshot
 from keyhole.checkpoint import state as state_file
 from keyhole.checkpoint.state import FORMAT, STATE, TENSORS, Damaged, State, verify
 from keyhole.checkpoint.writer import method_state
@@ -60,7 +60,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(
     def fail(file: int, data: memoryview, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pages, "write_at", fail)
+    monkeypatch.setattr(snapshot, "write_at", fail)
     with pytest.raises(OSError):
         write(path, model)
     assert verify(path) == before

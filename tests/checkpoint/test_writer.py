@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.weak import TensorWeakRef
 
 import keyhole
-from keyhole.checkpoint import pages as hand
 from keyhole.checkpoint import snapshot as snapshots
-from keyhole.checkpoint.pages import READY, WAITING, Segment, Source
-from keyhole.checkpoint.snapshot import SMALL_BYTES, CopyThreads, Snapshot
+from keyhole.checkpoint.snapshot import READY, WAITING, Segment, Snapshot, Source
 from keyhole.checkpoint.state import STATE, State, verify
 from keyhole.checkpoint.writer import Writer
 from keyhole.errors import NonFinite
@@ -66,13 +63,13 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = hand.write_at
+    real = snapshots.write_at
 
     def write(*args: Any) -> None:
         time.sleep(0.003)
         real(*args)
 
-    monkeypatch.setattr(hand, "write_at", write)
+    monkeypatch.setattr(snapshots, "write_at", write)
 
 
 NO_POOL = [case for case in CASES if case[0] in ("zo", "adamw", "adam-offload")]
@@ -161,9 +158,9 @@ def test_numbers_that_are_not_finite_are_seen(dtype: torch.dtype, bad: float) ->
     """In every format, of both signs; the largest finite ones, zeros and denormals pass."""
     top = torch.finfo(dtype).max
     fine = torch.tensor([0.0, -0.0, 1.0, -top, top, torch.finfo(dtype).tiny / 2], dtype=dtype)
-    hand.check_finite(fine, "w")
+    snapshots.check_finite(fine, "w")
     with pytest.raises(NonFinite, match="w holds"):
-        hand.check_finite(torch.cat([fine, torch.tensor([bad], dtype=dtype)]), "w")
+        snapshots.check_finite(torch.cat([fine, torch.tensor([bad], dtype=dtype)]), "w")
 
 
 class Halts(threading.Condition):
@@ -219,7 +216,7 @@ def test_memory_is_at_most_half_of_the_weights(
 
 def one_page(state: int = READY, pool_bytes: int = 100) -> tuple[Snapshot, Source]:
     source = Source(torch.arange(4.0), [Segment("w", 0, 4, "f", 0)], state=state)
-    return Snapshot({0: source}, [], pool_bytes, torch.device("cpu"), CopyThreads(2)), source
+    return Snapshot({0: source}, [], pool_bytes, torch.device("cpu")), source
 
 
 def read(path: Path) -> list[float]:
@@ -247,41 +244,13 @@ def test_copy_on_write(tmp_path: Path) -> None:
     assert read(tmp_path / "f") == [9, 9, 9, 9] and snapshot.copied_bytes == 0
 
 
-def test_memory_of_written_copies_counts_in_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is kept for the next copy of its size; for one of another size it goes. Never more than the pool."""
-    alive: list[TensorWeakRef] = []
-    most_bytes = 0
-
-    def host_memory(size_bytes: int) -> torch.Tensor:
-        nonlocal most_bytes
-        memory = torch.empty(size_bytes, dtype=torch.uint8)
-        alive.append(TensorWeakRef(memory))
-        most_bytes = max(most_bytes, sum(m.numel() for ref in alive if (m := ref()) is not None))
-        return memory
-
-    monkeypatch.setattr(snapshots.arena, "host_memory", host_memory)
-    sizes = [4, 4, 8, 8, 4, 16, 4, 16, 8]  # elements
-    starts = [4 * sum(sizes[:i]) for i in range(len(sizes))]
-    pages = {
-        i: Source(torch.full((n,), float(i)), [Segment(f"w{i}", 0, n, "f", at)])
-        for i, (n, at) in enumerate(zip(sizes, starts, strict=True))
-    }
-    snapshot = Snapshot(pages, [], 80, torch.device("cpu"), CopyThreads(2))
-    for page in pages.values():  # copied and written, one after the other
-        snapshot.release(page)
-        with snapshot.turn:
-            assert page.copy is not None
-            snapshot._free(page)
-    assert len(alive) < len(sizes) and 0 < most_bytes <= 80
-
-
 def test_training_waits_for_a_page_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither copied nor changed before it is on its way to the disk; the page that changes last goes first."""
     sources = [Source(torch.full((2,), float(i)), [Segment("w", 0, 2, "f", 8 * i)]) for i in range(3)]
-    snapshot = Snapshot(dict(enumerate(sources)), [], 100, torch.device("cpu"), CopyThreads(2))
+    snapshot = Snapshot(dict(enumerate(sources)), [], 100, torch.device("cpu"))
     snapshot.turn = Halts()
     (tmp_path / "f").write_bytes(bytes(24))
-    real, go, order = hand.write_at, threading.Event(), []
+    real, go, order = snapshots.write_at, threading.Event(), []
 
     def steered(file: int, data: memoryview, offset: int) -> None:
         order.append(offset // 8)
@@ -293,7 +262,7 @@ def test_training_waits_for_a_page_that_is_being_written(tmp_path: Path, monkeyp
             snapshot.before_change(page)
             source.flat.fill_(9.0)
 
-    monkeypatch.setattr(hand, "write_at", steered)
+    monkeypatch.setattr(snapshots, "write_at", steered)
     monkeypatch.setattr(snapshots, "WORKERS", 1)
     writing, changing = threading.Thread(target=snapshot.write, args=(tmp_path,)), threading.Thread(target=change)
     writing.start()
@@ -309,10 +278,9 @@ def test_training_waits_for_a_page_that_is_being_written(tmp_path: Path, monkeyp
 
 
 FAULTS: dict[str, tuple[Any, str, BaseException]] = {
-    "a full disk": (hand, "write_at", OSError(28, "No space left on device")),
-    "a bug": (hand, "write_at", RuntimeError("a bug")),
+    "a full disk": (snapshots, "write_at", OSError(28, "No space left on device")),
+    "a bug": (snapshots, "write_at", RuntimeError("a bug")),
     "a disk that cannot be flushed": (os, "fdatasync", OSError(5, "Input/output error")),
-    "no page-locked memory": (snapshots, "PageWriter", RuntimeError("no page-locked memory")),
 }
 
 
@@ -323,14 +291,14 @@ def test_a_fault_lets_training_go_on(
     """Whatever breaks in a worker, nobody waits for it, nothing is left on disk, and the error is handed over. What the
     kernel took and could not put on the disk is known before the checkpoint gets its name."""
     place, name, error = FAULTS[fault]
-    failed, write_at = threading.Event(), hand.write_at
+    failed, write_at = threading.Event(), snapshots.write_at
 
     def fail(*args: Any) -> None:
         failed.set()
         raise error
 
     if place is os:  # writers of so little might be done before anything is flushed
-        monkeypatch.setattr(hand, "write_at", lambda *args: failed.wait(20) and write_at(*args))
+        monkeypatch.setattr(snapshots, "write_at", lambda *args: failed.wait(20) and write_at(*args))
     monkeypatch.setattr(place, name, fail)
     background, opt = begun(tiny_model, tmp_path, 0)
     stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2, 3)], daemon=True)
@@ -411,13 +379,3 @@ def test_added_weights_are_waited_for(tiny_model: Path) -> None:
     pytest.importorskip("peft")
     model = keyhole.load(tiny_model, device="cpu")
     assert Writer(model, METHODS["lora"].load()(model, 1e-3)).waits
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("numel", [0, 1, 5, SMALL_BYTES + 13])
-def test_every_byte_of_a_copy_arrives(numel: int, dtype: torch.dtype) -> None:
-    """Whatever the length: shared out over several threads or not."""
-    source = torch.randint(0, 255, (numel,), generator=torch.Generator().manual_seed(numel)).to(dtype)
-    target = torch.zeros(numel, dtype=dtype)
-    CopyThreads(3).copy(target, source)
-    assert torch.equal(target, source)

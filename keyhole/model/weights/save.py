@@ -47,8 +47,9 @@ from keyhole.model.weights.saved_files import (
     names_on_disk,
     no_progress_bars,
     plan_files,
+    small_files,
     weight_specs,
-    write_small_files,
+    write_contents,
 )
 from keyhole.ranks import Ranks
 
@@ -88,7 +89,7 @@ def write_files(model: Model, path: Path, merged: bool = True) -> None:
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(path)
     else:
-        write_small_files(model, path)
+        write_contents(path, small_files(model))
         files = plan_files(model, names)
         create(files, path)
         for name, tensor in tensors:
@@ -210,7 +211,7 @@ def write_parts(model: Model, path: Path | None) -> None:
     files = plan_files(model, names)
 
     def make() -> None:
-        write_small_files(model, path)
+        write_contents(path, small_files(model))
         create(files, path)
         if model.addon is not None:
             model.addon.write_files(path)

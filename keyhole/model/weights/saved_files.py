@@ -90,8 +90,8 @@ def small_files(model: Model) -> dict[str, bytes]:
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def write_small_files(model: Model, path: Path) -> None:
-    """Everything but the weights."""
-    for name, content in small_files(model).items():
+def write_contents(path: Path, contents: dict[str, bytes]) -> None:
+    """Writes small files into a directory: relative name -> content."""
+    for name, content in contents.items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(content)
