@@ -40,8 +40,7 @@ from typing import Annotated, BinaryIO
 
 from keyhole.checkpoint.state import MOST_STEPS
 from keyhole.disk.files import open_regular, replacing, reserve, try_place
-from keyhole.disk.json_text import Json
-from keyhole.disk.typed_json import decode
+from keyhole.disk.json_text import Json, decode
 from keyhole.errors import UserError
 from keyhole.limits import Limit
 from keyhole.methods import METHODS

@@ -1,8 +1,8 @@
 """Which checkpoints a directory has, which of them are intact, and which are deleted.
 
 A run resumes from the newest checkpoint that passes `verify`; damaged ones are named and skipped. Old checkpoints are
-deleted only after a newer one is complete on the disk, so there is always one to go back to. Files that keyhole did not
-write stay, when a checkpoint is deleted and when a new one takes its name:
+deleted only after a newer one is complete on the disk, so there is always one to go back to. What has the name of a new
+one already gets another name. Files that keyhole did not write stay when a checkpoint is deleted:
 
     keyhole_state.json -> .keyhole_state.json.deleted    one rename; from here on the directory is no checkpoint
     the files that the state lists, then the state, then the directories that have become empty
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from keyhole.checkpoint.state import NAME, STATE, Damaged, State, listed_files, verify
-from keyhole.disk.files import flush, replace_directory
+from keyhole.disk.files import flush
 from keyhole.errors import UserError, listed
 
 LAST = ("", "auto", "last")
@@ -112,22 +112,10 @@ def refuse_to_branch(step: int, path: Path, root: Path) -> None:
 
 def set_aside(path: Path, suffix: str) -> Path:
     """Renames a directory to NAME.suffix, or NAME.suffix1 and so on if there is one already; returns the new name."""
-    new = free_name(path, suffix)
+    names = (path.with_name(f"{path.name}.{suffix}{i or ''}") for i in itertools.count())
+    new = next(name for name in names if not os.path.lexists(name))
     os.replace(path, new)
     return new
-
-
-def free_name(path: Path, suffix: str) -> Path:
-    """A name that nothing has yet: NAME.suffix, NAME.suffix1, ..."""
-    names = (path.with_name(f"{path.name}.{suffix}{i or ''}") for i in itertools.count())
-    return next(name for name in names if not os.path.lexists(name))
-
-
-def strangers(path: Path) -> list[str]:
-    """The files in a checkpoint that its state does not list, by their names in it; Damaged if it cannot be read."""
-    own = {STATE, *listed_files(path / STATE)}
-    files = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
-    return sorted(name for file in files if (name := file.relative_to(path).as_posix()) not in own)
 
 
 def prune(
@@ -169,11 +157,13 @@ def delete(paths: Iterable[Path], say: Callable[[str], None] = print) -> threadi
 def begin_deletion(path: Path, say: Callable[[str], None] = print) -> None:
     """Makes a checkpoint none, so that `finish_deletion` will delete it; says what stays."""
     try:
-        kept = strangers(path)
+        own = {STATE, *listed_files(path / STATE)}
     except Damaged as fault:
         new = set_aside(path, "damaged")
         say(f"warning: {path} is not deleted ({fault}: which files are its own is unknown); it is now {new.name}")
         return
+    files = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
+    kept = sorted(name for file in files if (name := file.relative_to(path).as_posix()) not in own)
     os.replace(path / STATE, path / DELETED)
     flush(path)
     if kept:
@@ -204,24 +194,12 @@ def finish_deletion(path: Path) -> None:
 
 
 def put_in_place(new: Path, path: Path) -> list[str]:
-    """Moves a complete checkpoint to `path`, and deletes one that had this name. Files there that keyhole did not write
-    are moved to checkpoint-N.kept before; returns lines about them."""
+    """Gives a complete checkpoint its name. What has that name already is called checkpoint-N.kept then; returns a line
+    about that."""
     finish_deletion(path)
     lines: list[str] = []
     if os.path.lexists(path):
-        try:
-            moved = None if path.is_symlink() else strangers(path)
-        except Damaged:
-            moved = None
-        if moved is None:
-            kept = set_aside(path, "kept")
-            lines = [f"{path} was there already, and is no checkpoint that keyhole wrote: it is called {kept.name} now"]
-        elif moved:
-            kept = free_name(path, "kept")
-            for name in moved:
-                (kept / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(path / name, kept / name)
-            which = f"{path} is replaced; files in it that keyhole did not write ({listed(moved, MOST_SHOWN)})"
-            lines = [f"{which} are in {kept.name} now"]
-    replace_directory(new, path)
+        lines = [f"{path} was there already: it is called {set_aside(path, 'kept').name} now"]
+    os.replace(new, path)
+    flush(path.parent)
     return lines

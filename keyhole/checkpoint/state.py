@@ -14,11 +14,13 @@ import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from keyhole.disk.files import checksums, read_small
-from keyhole.disk.json_text import Json
+from keyhole.disk.json_text import Json, decode
 from keyhole.disk.weights_hash import INDEX, OWN_NAME, stored_weights
 from keyhole.errors import UserError, printable
+from keyhole.limits import Limit
 
 FORMAT = 2
 STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"
@@ -33,17 +35,25 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
+class Written:
+    """A file of a checkpoint, as it was written."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
 class State:
     """keyhole_state.json. `config` is flat, by dotted key. `run` is the id of the run that wrote the checkpoint, `base`
     the content hash of the run's original model (None: unknown), which identifies a directory that was moved;
     `selection` has the evaluations and the training seconds so far, from which the best step is selected."""
 
-    step: int
+    step: Annotated[int, Limit(0, MOST_STEPS)]
     loader: Json = field(default_factory=dict)
     method: Json = field(default_factory=dict)
     config: Json = field(default_factory=dict)
     versions: Json = field(default_factory=dict)
-    files: dict[str, Json] = field(default_factory=dict)
+    files: dict[str, Written] = field(default_factory=dict)
     format: int = FORMAT
     run: str | None = None
     base: str | None = None
@@ -53,7 +63,7 @@ class State:
     def tensors(self) -> str:
         """What identifies the tensors of a checkpoint: names, sizes and checksums of their files."""
         files = sorted((name, about) for name, about in self.files.items() if name.endswith(".safetensors"))
-        return ", ".join(f"{name} {about['bytes']} {about['crc32']}" for name, about in files)
+        return ", ".join(f"{name} {about.bytes} {about.crc32}" for name, about in files)
 
 
 def _own_crc(content: Json) -> str:
@@ -103,13 +113,13 @@ def read_state(path: Path) -> State:
                 f"{printable(str(content['format']), 40)}; this one reads format {FORMAT}); go on with that version, "
                 "or name another checkpoint in a new output_dir"
             )
-        state = State(**content)
+        state: State = decode(content, State)
         fault = _fault(state, path)
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{STATE} cannot be read: {error}") from None
     if fault is not None:
         raise Damaged(f"{STATE} cannot be true: {fault}")
@@ -117,45 +127,25 @@ def read_state(path: Path) -> State:
 
 
 def _fault(state: State, path: Path) -> str | None:
-    """A value that no run could have written, although the checksum is right; None if there is none."""
+    """What no run could have written, although the checksum is right; None if there is nothing."""
     name = NAME.fullmatch(path.name)
-    if type(state.step) is not int or not 0 <= state.step <= MOST_STEPS:
-        return f"step is {state.step!r}"
     if name is not None and int(name[1]) != state.step:
         return f"step is {state.step}, and the directory is called {path.name}"
-    tables = (state.loader, state.method, state.config, state.versions, state.files)
-    if not all(isinstance(table, dict) for table in tables):
-        return "loader, method, config, versions and files are tables"
-    if not isinstance(state.run, str | None) or not isinstance(state.base, str | None):
-        return f"run is {state.run!r:.80} and base {state.base!r:.80}"
-    if state.selection is not None and not _is_selection(state.selection):
-        return f"selection is {str(state.selection):.100}"
-    for file, about in state.files.items():
-        if _is_outside(file):
-            return f"files has {file!r}, which is no file of a checkpoint"
-        if type(about["bytes"]) is not int or not isinstance(about["crc32"], str):
-            return f"files has {about} for {file}"
+    if outside := [file for file in state.files if _is_outside(file)]:
+        return f"files has {outside[0]!r}, which is no file of a checkpoint"
     if not any(OWN_NAME.fullmatch(file) for file in state.files) and not state.method.get("light"):
         return "files lists no weights"
     loaded = {"config.json", *stored_weights(path)} | ({INDEX} if (path / INDEX).exists() else set())
     return next((f"files does not list {file}" for file in sorted(loaded - state.files.keys())), None)
 
 
-def _is_selection(found: Json) -> bool:
-    """Whether this has pairs (step, number, or null if that was not finite), seconds, and fingerprints of rows."""
-    pairs, rows = found["evaluations"], found.get("rows", [])
-    numbers = [*(step for step, _ in pairs), *(value for _, value in pairs if value is not None), found["seconds"]]
-    listed_rows = isinstance(rows, list) and all(isinstance(row, str) for row in rows)
-    return listed_rows and all(type(number) in (int, float) for number in numbers)
-
-
-def check_sizes(path: Path, files: dict[str, Json]) -> None:
+def check_sizes(path: Path, files: dict[str, Written]) -> None:
     """Damaged if a file of a checkpoint is missing or incomplete. files: those of its state, or some of them."""
     for name, expected in files.items():
         if not (path / name).is_file():
             raise Damaged(f"{name} is missing")
-        if (size := (path / name).stat().st_size) != expected["bytes"]:
-            raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")
+        if (size := (path / name).stat().st_size) != expected.bytes:
+            raise Damaged(f"{name} has {size} bytes, {expected.bytes} were written")
 
 
 def verify(path: Path, but: Collection[str] = ()) -> State:
@@ -169,6 +159,6 @@ def verify(path: Path, but: Collection[str] = ()) -> State:
     except OSError as error:
         raise Damaged(f"{error.filename} cannot be read: {error.strerror}") from None
     for (name, expected), crc in zip(files.items(), sums, strict=True):
-        if crc != expected["crc32"]:
+        if crc != expected.crc32:
             raise Damaged(f"{name} was changed (its checksum does not match)")
     return state

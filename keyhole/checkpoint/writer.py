@@ -36,7 +36,7 @@ from keyhole.checkpoint.snapshot import (
     event_on,
     segments_of,
 )
-from keyhole.checkpoint.state import STATE, TENSORS, State, dump
+from keyhole.checkpoint.state import STATE, TENSORS, State, Written, dump
 from keyhole.disk.files import Span, checksums, flush_all, staged
 from keyhole.disk.json_text import Json
 from keyhole.disk.tensors import Files, MethodState, Ranges, Spec, create, lay_out
@@ -239,8 +239,7 @@ def write_state(
     files = {name: directory / name for name in sorted(names) if name not in leave_out}
     found = checksums(list(files.values()), [(sums or {}).get(name, []) for name in files])
     inventory = {
-        name: {"bytes": file.stat().st_size, "crc32": crc}
-        for (name, file), crc in zip(files.items(), found, strict=True)
+        name: Written(file.stat().st_size, crc) for (name, file), crc in zip(files.items(), found, strict=True)
     }
     (directory / STATE).write_text(dump(asdict(replace(about, files=inventory))), encoding="utf-8")
     flush_all(directory)

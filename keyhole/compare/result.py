@@ -32,8 +32,7 @@ from keyhole.data.run import Data
 from keyhole.data.settings import today
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text, writing_to
-from keyhole.disk.json_text import json_text
-from keyhole.disk.typed_json import decode, finite
+from keyhole.disk.json_text import decode, finite, json_text
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS

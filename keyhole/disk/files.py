@@ -5,7 +5,6 @@ rename, and the parent directory after it. Temporary names start with a dot:
 
     .NAME.tmp             a file that is being written
     .NAME.saving-PID      a directory that is being written
-    .NAME.old-PID         a directory that is being replaced, if the system cannot exchange two names
 
 A temporary file is in the directory of its final name, so that no rename crosses file systems. Files are created
 exclusively, and links are not followed, so nobody with write access to the directory can make this process write
@@ -35,8 +34,7 @@ from typing import BinaryIO
 
 from keyhole.errors import UserError
 
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
-KEEP_SIZE = 1  # of its fallocate
+KEEP_SIZE = 1  # of Linux's fallocate
 Span = tuple[int, int, int]  # offset in the file, bytes, checksum
 POLYNOMIAL, ONE = 0xEDB88320, 1 << 31
 READ_BYTES = 4 * 2**20
@@ -153,44 +151,6 @@ def remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
-
-
-def replace_directory(new: Path, path: Path) -> None:
-    """Moves `new` to `path`; deletes what had that name before.
-
-    If the system can exchange two names (Linux), there is always a complete directory at `path`. Elsewhere two renames
-    are needed, and a crash between them leaves the old directory as .NAME.old-PID, which `restore` renames back.
-    """
-    if not os.path.lexists(path):
-        os.replace(new, path)
-        flush(path.parent)
-    elif exchange(new, path):
-        flush(path.parent)
-        remove(new)
-    else:
-        old = path.parent / f".{path.name}.old-{os.getpid()}"
-        os.replace(path, old)
-        try:
-            os.replace(new, path)
-        except OSError:
-            os.replace(old, path)
-            raise
-        flush(path.parent)
-        remove(old)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step; False if this system or file system cannot."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(one))
 
 
 def reserve(file: int, start: int, size: int) -> None:

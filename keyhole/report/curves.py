@@ -12,7 +12,7 @@ saves; a resumed run continues it.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keyhole.disk.typed_json import finite
+from keyhole.disk.json_text import finite
 from keyhole.report.entries import Entry, entries, is_test
 
 MOST = 300

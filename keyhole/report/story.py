@@ -24,8 +24,7 @@ import yaml
 
 from keyhole import assets
 from keyhole.disk.files import read_small, write_text
-from keyhole.disk.json_text import json_text
-from keyhole.disk.typed_json import decode
+from keyhole.disk.json_text import decode, json_text
 from keyhole.errors import UserError
 from keyhole.limits import Limit, NotNegative
 from keyhole.machine.text import printable

@@ -19,7 +19,7 @@ from statistics import fmean
 
 import torch
 
-from keyhole.disk.typed_json import finite
+from keyhole.disk.json_text import finite
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.model.batch import Batch

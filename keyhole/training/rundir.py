@@ -43,10 +43,9 @@ from keyhole.ranks.join import others_launched
 FORMAT = 1
 MARKER_BYTES = 2**20
 WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
-# Leftovers of a killed process, half-written or half-replaced (names: disk/files.py). Only our own; the lock is held,
-# so no process is at them.
-LEFTOVER = re.compile(r"\.(checkpoint-[0-9]+|model)\.(saving|old)-[0-9]+|\.probe\.tmp")
-REPLACED = re.compile(r"\.(checkpoint-[0-9]+)\.old-[0-9]+")
+# Leftovers of a killed process, half-written (names: disk/files.py). Only our own; the lock is held, so no process is
+# at them.
+LEFTOVER = re.compile(r"\.(checkpoint-[0-9]+|model)\.saving-[0-9]+|\.probe\.tmp")
 LOCK_CONTENT = re.compile(rb"[\d\0]{0,20}\n?")
 
 
@@ -181,7 +180,6 @@ def inspect(output_dir: str, resume: bool, lock: Lock | None = None) -> RunDir:
         )
     if lock is not None and (resume or found.holds is None):  # another run may add to it until it is taken
         lock.take()
-        restore(found)
     if not resume and found.holds is not None:
         way = "go on from there with --resume, or " if checkpoints(found.root) or found.has_steps else ""
         raise UserError(f"output_dir: {found.root} holds a run already ({found.holds}); {way}choose another output_dir")
@@ -250,15 +248,6 @@ def _first_file(root: Path) -> Path | None:
         return next((p for p in root.rglob("*") if not p.is_dir() and p not in early), None)
     except OSError as error:
         raise UserError(f"output_dir: {root} cannot be read: {error.strerror}") from error
-
-
-def restore(found: RunDir) -> None:
-    """Restores the name of a checkpoint whose replacement was interrupted between two renames (disk/files.py)."""
-    with writing_to(found.root):
-        for path in list(found.root.iterdir()):
-            name = REPLACED.fullmatch(path.name)
-            if name is not None and not os.path.lexists(found.root / name[1]):
-                os.replace(path, found.root / name[1])
 
 
 def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock: Lock, run_id: str | None) -> None:

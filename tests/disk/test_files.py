@@ -14,54 +14,6 @@ from keyhole.disk import files
 from keyhole.disk.files import crc_of, joined
 
 
-def directory(path: Path, text: str) -> Path:
-    path.mkdir()
-    (path / "file").write_text(text)
-    return path
-
-
-def test_a_directory_is_replaced_without_an_instant_in_which_it_has_no_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After every single system call that moves a name, one of the two versions is complete at its place."""
-    new, path = directory(tmp_path / "new", "new"), directory(tmp_path / "path", "old")
-    if not files.exchange(new, path):
-        pytest.skip("this file system cannot exchange two names")
-    files.exchange(new, path)
-    real, seen = os.replace, []
-
-    def replace(source: Path, target: Path) -> None:
-        real(source, target)
-        seen.append((path / "file").read_text())
-
-    monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(files, "remove", lambda gone: seen.append((path / "file").read_text()))
-    files.replace_directory(new, path)
-    assert set(seen) == {"new"}
-
-
-def test_a_rename_that_fails_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two renames are needed and the second fails, the first is undone."""
-    path = directory(tmp_path / "path", "old")
-    monkeypatch.setattr(files, "exchange", lambda one, other: False)
-    with pytest.raises(FileNotFoundError):
-        files.replace_directory(tmp_path / "nowhere", path)
-    assert (path / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["path"]
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_link_is_replaced_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
-    """A checkpoint that is a link to another disk: the link goes, what it points to stays."""
-    there = directory(tmp_path / "there", "precious")
-    (tmp_path / "path").symlink_to(there)
-    if not exchanges:
-        monkeypatch.setattr(files, "exchange", lambda one, other: False)
-    files.replace_directory(directory(tmp_path / "new", "new"), tmp_path / "path")
-    assert (tmp_path / "path" / "file").read_text() == "new" and not (tmp_path / "path").is_symlink()
-    assert (there / "file").read_text() == "precious"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["path", "there"]
-
-
 def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
     """Whatever ends the block: the file is the old one."""
     files.write_text(tmp_path / "file", "old")

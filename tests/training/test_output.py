@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
-from keyhole.checkpoint import select
+from keyhole.checkpoint import writer
 from keyhole.checkpoint.journal import Writer
 from keyhole.config import load_config
 from keyhole.errors import UserError
@@ -112,9 +112,9 @@ def test_bad_directories_are_refused_before_anything(make: Make, tmp_path: Path)
 def test_a_save_that_is_waited_for_flushes_the_journal_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where records are flushed rarely: a checkpoint has its name when its step and all before it are on the
     disk."""
-    events, sync, rename = [], Writer.sync, select.replace_directory
+    events, sync, rename = [], Writer.sync, writer.put_in_place
     monkeypatch.setattr(Writer, "sync", lambda self: (sync(self), events.append(("flushed", self.synced))))
-    monkeypatch.setattr(select, "replace_directory", lambda new, path: (events.append(path.name), rename(new, path)))
+    monkeypatch.setattr(writer, "put_in_place", lambda new, path: (events.append(path.name), rename(new, path))[1])
     train(make(method="zo", max_steps=3, save_steps=2, background_save=False, journal_sync=1000))
     assert events[:4] == [("flushed", 2), "checkpoint-2", ("flushed", 3), "checkpoint-3"]
 
@@ -124,11 +124,11 @@ def test_a_journal_that_cannot_be_flushed_holds_up_checkpoints_and_not_the_end(
 ) -> None:
     """During training the save is tried again later; the last one is worth more than the journal."""
 
-    def broken(self: Writer) -> OSError:
+    def broken(self: Writer) -> None:
         self.fault = OSError(errno.EIO, "the disk is broken")
-        return self.fault
+        raise self.fault
 
-    monkeypatch.setattr(Writer, "_sync", broken)
+    monkeypatch.setattr(Writer, "sync", broken)
     config = make(method="zo", max_steps=4, save_steps=2, background_save=False)
     assert train(config) == 0
     out = capsys.readouterr().out

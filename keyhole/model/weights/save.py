@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from keyhole.disk.files import flush, flush_all, replace_directory, staged
+from keyhole.disk.files import flush, flush_all, staged
 from keyhole.disk.tensors import SHARD_BYTES, Ranges, Spec, create, fill, lay_out
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
@@ -116,7 +116,8 @@ def move_into_place(temporary: Path, path: Path) -> None:
     """One rename if the target does not exist; otherwise one rename per file, those without which it does not load
     last."""
     if not path.exists():
-        replace_directory(temporary, path)
+        os.replace(temporary, path)
+        flush(path.parent)
         return
     names = {file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if not file.is_dir()}
     adapter = {f"adapter/{name}" for name in OF_ADAPTER if (path / "adapter" / name).is_file()}  # of the model before
