@@ -54,7 +54,7 @@ from keyhole.compare.table import Cell, cell_of, choose, number, seeds_of_grid, 
 from keyhole.config.data import data_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.files import remove, write_text
-from keyhole.disk.typed_json import finite
+from keyhole.disk.json_text import finite
 from keyhole.errors import UserError
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.loading import load
