@@ -27,7 +27,7 @@ import keyhole
 from keyhole import assets
 from keyhole.bench.process import Say
 from keyhole.bench.report import Columns, Record, Report, table_of
-from keyhole.data.loader import Loader
+from keyhole.data.batches import Loader, Padding
 from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from keyhole.machine.probe import environment
@@ -102,7 +102,7 @@ def _differentiate(model: keyhole.Model, chosen: list[FlatTensor], how: Sampling
         )
     if how.batch % how.micro_batch:
         raise UserError(f"--micro-batch: {how.micro_batch} does not divide --batch {how.batch}")
-    loader = Loader(dataset, how.micro_batch, how.batch // how.micro_batch, seed=how.seed, pad_to_multiple_of=1)
+    loader = Loader(dataset, how.micro_batch, how.batch // how.micro_batch, seed=how.seed, padding=Padding(1))
     model.module.requires_grad_(False)
     for tensor in chosen:
         tensor.param.requires_grad_()

@@ -11,8 +11,7 @@ chat_template, answers           a chat as text, and the positions of its answer
 tokens, render                   what is asked of a tokenizer; text as tokens, and which of them are trained on
 collect, prepare, report         cuts, drops, mixes and packs samples; counts what was lost on the way
 cache                            what was made of files, kept for the next run
-dataset, loader                  samples in memory, batches in a resumable order
-order, padding                   the order of rows in an epoch; the width of a batch
+dataset, batches                 samples in memory; batches in a resumable order, padded to a few widths
 capacity                         the limits of a model
 run                              the data of a run
 preview                          samples as readable text, and for a page

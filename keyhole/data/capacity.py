@@ -15,7 +15,7 @@ trained on such positions.
                                 ids that occur are compared, not the sizes
 
 Padding counts too. Packed rows are padded with positions from 0 on, up to the longest row of the batch, so with a table
-whole rows must fit; and a batch is not padded beyond L (epoch.py).
+whole rows must fit; and a batch is not padded beyond L (batches.py).
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from keyhole.data.dataset import Dataset
-from keyhole.data.epoch import longest_row
 from keyhole.errors import UserError
 from keyhole.model.classification import text_positions
 from keyhole.model.structure.skeleton import build, is_classifier
@@ -99,7 +98,7 @@ def check_data(data: Dataset, model: object, config: "PreTrainedConfig", module:
     check_ids(data.ids[at], data.where[int(np.searchsorted(data.starts, at, side="right")) - 1], model, config)
     if data.pad_token_id >= (embedding_rows(config) or data.pad_token_id + 1):
         data.pad_token_id = 0
-    length, row = context_length(config), longest_row(data)
+    length, row = context_length(config), data.longest_row()
     if length is None or row <= length:
         return []
     if has_table(config, module):

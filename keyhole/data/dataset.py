@@ -2,20 +2,12 @@
 
 All token ids are in one int32 array and all masks in one bool array, with the start of every sample beside them; lists
 of Python ints would take 40 bytes per token. A *row* is one row of a batch: one sample, or several samples packed into
-max_length tokens (model/rows.py). Rows are built on access:
-
-    row.input_ids      the ids of its samples, one after another
-    row.labels         the id where trained, -100 elsewhere and at the first token of every sample, so that
-                       nothing is predicted from one sample into the next
-    row.position_ids   0, 1, 2, ... from the beginning of every sample (packed rows only)
+max_length tokens (model/rows.py). Rows are built on access (`Sample`).
 
 A data set for a *classifier* has a number per sample (a label, or the value of a regression), no trained tokens, and
 token types if the model has them (1 byte per token). A data set of *questions* has one row per question, with one
 sample per candidate, of which one is right. The loader reads the samples of such a row; read as a single sample, the
 row is its right candidate.
-
-`fingerprint` is a hash of everything a batch is made of. A resumed run compares it, because a position such as "sample
-512" is meaningless in other data.
 """
 
 import hashlib
@@ -31,7 +23,9 @@ IGNORED = -100
 
 
 class Sample(NamedTuple):
-    """One row. `position_ids` is None unless rows are packed; `target` unless the row is classified."""
+    """One row: its ids, and its labels, which are the ids where they are trained and IGNORED elsewhere and at the first
+    token of every sample, so that nothing is predicted from one sample into the next. position_ids: of packed rows.
+    target: of a classifier."""
 
     input_ids: list[int]
     labels: list[int]
@@ -50,7 +44,7 @@ class Cut(NamedTuple):
 
 
 class Places(Sequence[str]):
-    """Where each sample came from ("train.jsonl, line 17"), in 12 bytes per sample; formatted on access."""
+    """Where each sample came from ("train.jsonl, line 17"), in 12 bytes per sample."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []  # without the number at the end
@@ -60,8 +54,10 @@ class Places(Sequence[str]):
     def add(self, place: str) -> None:
         text, _, number = place.rpartition(" ")
         text, found = (text, int(number)) if number.isdecimal() and len(number) < 18 else (place, -1)
-        self.text.append(self._index.setdefault(text, len(self.texts)))
-        self.texts += [text] if self.text[-1] == len(self.texts) else []
+        if text not in self._index:
+            self._index[text] = len(self.texts)
+            self.texts.append(text)
+        self.text.append(self._index[text])
         self.number.append(found)
 
     def __len__(self) -> int:
@@ -70,19 +66,6 @@ class Places(Sequence[str]):
     def __getitem__(self, index: int) -> str:  # type: ignore[override]  # no slices
         text, number = self.texts[self.text[index]], self.number[index]
         return text if number < 0 else f"{text} {number}"
-
-
-class _OneEach(Sequence[list[int]]):
-    """Rows of one sample each."""
-
-    def __init__(self, count: int) -> None:
-        self.range = range(count)
-
-    def __len__(self) -> int:
-        return len(self.range)
-
-    def __getitem__(self, index: int) -> list[int]:  # type: ignore[override]  # no slices
-        return [self.range[index]]
 
 
 class Dataset(Sequence[Sample]):
@@ -94,7 +77,7 @@ class Dataset(Sequence[Sample]):
         trained: Sequence[np.ndarray] | np.ndarray,
         *,
         lengths: Sequence[int] | None = None,
-        rows: Sequence[list[int]] | None = None,
+        rows: list[list[int]] | None = None,
         questions: tuple[list[list[int]], list[int]] | None = None,
         targets: Sequence[int | float] | None = None,
         types: Sequence[list[int]] | None = None,
@@ -109,7 +92,7 @@ class Dataset(Sequence[Sample]):
     ) -> None:
         """ids and trained: an array per sample, or one array of all samples with their lengths. rows: the samples of
         each packed row; None: one sample per row. questions: the samples of each question, and which of them is right.
-        targets, types: one per sample, for a classifier. classes: one per sample, from 0 (epoch.py). sources: the
+        targets, types: one per sample, for a classifier. classes: one per sample, from 0 (batches.py). sources: the
         source of each sample. chat_template: the template of the chats, if it is not the tokenizer's."""
         if lengths is None:
             lengths = [len(x) for x in ids]
@@ -119,11 +102,8 @@ class Dataset(Sequence[Sample]):
         self.lengths, self.ids, self.trained = list(lengths), ids, trained
         self.starts = np.concatenate(([0], np.cumsum(np.array(self.lengths, dtype=np.int64))))
         self.trained[self.starts[:-1]] = False
-        self.packed = rows is not None
-        self.rows: Sequence[list[int]] = rows if rows is not None else _OneEach(len(self.lengths))
-        self.right: list[int] | None = None  # index of the right one among a question's samples
-        if questions is not None:
-            self.rows, self.right = questions
+        self.packed, self.right = rows is not None, None if questions is None else questions[1]
+        self.rows = rows or ([[i] for i in range(len(self.lengths))] if questions is None else questions[0])
         self.targets = None if targets is None else list(targets)
         self.types = None if types is None else np.array([kind for row in types for kind in row], dtype=np.uint8)
         self.classes, self.sources = classes, sources
@@ -132,26 +112,32 @@ class Dataset(Sequence[Sample]):
         self.cuts = cuts or {}
         self.end_token_ids, self.pad_token_id, self.chat_template = list(end_token_ids), pad_token_id, chat_template
 
+    @classmethod
+    def of(cls, samples: Sequence[Sample], pad_token_id: int) -> "Dataset":
+        """These samples, a row each."""
+        return cls(
+            [np.array(sample.input_ids, dtype=np.int32) for sample in samples],
+            [np.array(sample.labels) != IGNORED for sample in samples],
+            targets=[s.target for s in samples if s.target is not None] or None,
+            types=[s.token_type_ids for s in samples if s.token_type_ids is not None] or None,
+            pad_token_id=pad_token_id,
+        )
+
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]  # no slices
-        return self._joined(self.rows[index] if self.right is None else [self.rows[index][self.right[index]]])
-
-    def candidates(self, index: int) -> list[Sample]:
-        """The samples of a question."""
-        return [self._joined([i]) for i in self.rows[index]]
-
-    def _joined(self, samples: list[int]) -> Sample:
+        samples = self.rows[index] if self.right is None else [self.rows[index][self.right[index]]]
         parts = [slice(self.starts[i], self.starts[i + 1]) for i in samples]
         ids = [token for part in parts for token in self.ids[part].tolist()]
         trained = [flag for part in parts for flag in self.trained[part].tolist()]
-        labels = [token if flag else IGNORED for token, flag in zip(ids, trained, strict=True)]
-        positions = [t for i in samples for t in range(self.lengths[i])] if self.packed else None
-        if self.targets is None:
-            return Sample(ids, labels, positions)
-        types = None if self.types is None else self.types[parts[0]].tolist()
-        return Sample(ids, labels, positions, types, self.targets[samples[0]])
+        return Sample(
+            ids,
+            [token if flag else IGNORED for token, flag in zip(ids, trained, strict=True)],
+            [t for i in samples for t in range(self.lengths[i])] if self.packed else None,
+            None if self.types is None else self.types[parts[0]].tolist(),
+            None if self.targets is None else self.targets[samples[0]],
+        )
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
@@ -161,9 +147,17 @@ class Dataset(Sequence[Sample]):
         lengths = [self.lengths[i] for i in self.rows[index]]
         return sum(lengths) if self.packed else max(lengths)
 
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        return max(map(self.row_length, range(len(self)))) if self.packed else max(self.lengths)
+
     def row_samples(self, index: int) -> int:
         """How many rows of a batch a row is: one for each candidate of a question."""
         return 1 if self.packed else len(self.rows[index])
+
+    def most_samples(self, rows: int) -> int:
+        """The largest number of rows of a batch that this many rows can be."""
+        return sum(sorted(map(self.row_samples, range(len(self))), reverse=True)[:rows])
 
     def row_classes(self) -> np.ndarray | None:
         """The class of each row; None if there is only one, or if a row may have samples of several."""
@@ -177,14 +171,10 @@ class Dataset(Sequence[Sample]):
         self.right = None if self.right is None else [self.right[i] for i in rows]
         self.rows = [self.rows[i] for i in rows]
 
-    def most_samples(self, rows: int) -> int:
-        """The largest number of samples that this many rows can have in a batch: each candidate of a question
-        counts."""
-        return sum(sorted((self.row_samples(i) for i in range(len(self))), reverse=True)[:rows])
-
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that change with any token, type, mask, boundary, row, label or right answer, and packing."""
+        """32 hex digits that change with any token, type, mask, boundary, row, label or right answer, and packing: a
+        position such as "sample 512" is meaningless in other data."""
         digest = hashlib.blake2b(bytes([self.packed]), digest_size=16)
         rows = np.array([i for row in self.rows for i in (*row, -1)], dtype=np.int64)
         right = [] if self.right is None else [np.array(self.right, dtype=np.int64)]

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from keyhole.data.batches import order
 from keyhole.data.cache import Arrays, kept
 from keyhole.data.collect import Collector
 from keyhole.data.dataset import Cut, Dataset, Places
-from keyhole.data.epoch import order
 from keyhole.data.files import read, remarks, resolve
 from keyhole.data.formats import COLUMNS, Example, normalise, unread
 from keyhole.data.opened import Record

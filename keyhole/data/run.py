@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from keyhole.assets import MODEL, TEST, TRAIN, locate
+from keyhole.data.batches import EvalBatches, Loader, Padding, choose_padding, stratifies
 from keyhole.data.capacity import check_data, context_length
 from keyhole.data.collect import Collector
 from keyhole.data.dataset import Dataset
-from keyhole.data.epoch import Padding, choose, describe, describe_classes, stratifies
-from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings
@@ -118,25 +117,21 @@ def load_data(settings: DataSettings, tokenizer: Tokenizer | None = None) -> Dat
         find_labels(specs, known, settings.head is not None)  # refuses tests with other labels
         about |= {"labels": list(rows.labels), "pad_token_id": train.pad_token_id}
     positions, asked = context_length(known), settings.pad_to_multiple_of
-    padding = choose(train, asked, positions) if settings.padding is None else Padding(*settings.padding)
+    padding = choose_padding(train, asked, positions) if settings.padding is None else Padding(*settings.padding)
     loader = Loader(
         train,
         settings.batch_size,
         settings.gradient_accumulation_steps,
         seed=settings.seed,
         about=about | {"padding": [asked, *padding]},
-        pad_to_multiple_of=padding.multiple,
-        pad_to_most=padding.most,
+        padding=padding,
         stratified=stratifies(train, settings.stratify),
     )
-    report.append(describe(train, loader.order_of(0), settings.batch_size, padding, asked))
-    if loader.stratified:
-        report.append(describe_classes(train, settings.stratify))
+    report += loader.report(asked, settings.stratify)
     batches = EvalBatches(None, settings.batch_size)
     if rows.held_out is not None:
-        batches = EvalBatches(
-            rows.held_out, settings.batch_size, *choose(rows.held_out, asked, positions, padding.multiple)
-        )
+        padding = choose_padding(rows.held_out, asked, positions, padding.multiple)
+        batches = EvalBatches(rows.held_out, settings.batch_size, padding)
         report += rows.held_lines
     return Data(
         loader,

@@ -30,7 +30,7 @@ def today() -> datetime.date:
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """The data of a run: train_data and eval_data, or tasks by name. stop_token_ids: tokens that end an answer of the
-    model, besides eos. padding: (multiple, most) of a resumed run that began with auto (epoch.py)."""
+    model, besides eos. padding: (multiple, most) of a resumed run that began with auto (batches.py)."""
 
     model: str = ""
     train_data: str | list[str] | None = None

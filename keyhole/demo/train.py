@@ -21,7 +21,7 @@ import yaml
 
 import keyhole
 from keyhole import assets
-from keyhole.data.loader import Loader
+from keyhole.data.batches import Loader, Padding
 from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
@@ -85,7 +85,7 @@ def start(name: str, settings: Demo, seed: int, device: str | None) -> tuple[key
 def train(model: keyhole.Model, method: Method, settings: Demo, seed: int) -> tuple[list[float], list[float]]:
     """The training loop: a rate, a batch, a step. Returns the loss of each step, and the seconds until it was done."""
     dataset = prepare(str(assets.TRAIN), model.tokenizer, max_length=MAX_LENGTH)
-    loader = Loader(dataset, settings.batch_size, seed=seed, pad_to_multiple_of=1)
+    loader = Loader(dataset, settings.batch_size, seed=seed, padding=Padding(1))
     schedule = Schedule("linear", settings.lr, settings.steps)
     losses, times_s, begin_s = [], [], time.perf_counter()
     for step in range(settings.steps):
@@ -158,7 +158,7 @@ def _train_deeper(
     model = keyhole.load(config, init="random", dtype="float32", device=device, seed=seed, workload=work, **where)
     method = row.load()(model, demo.lr, seed=seed, **demo.options)
     dataset = prepare(str(assets.TRAIN), read_tokenizer(str(assets.MODEL)), max_length=LENGTH)
-    loader = Loader(dataset, NOTES, seed=seed, pad_to_multiple_of=1)
+    loader = Loader(dataset, NOTES, seed=seed, padding=Padding(1))
     began_s = time.perf_counter()
     losses = [float(method.step(loader.next_step())) for _ in range(steps)]
     method.flush()

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from keyhole.data.batches import collate
 from keyhole.data.dataset import Sample
-from keyhole.data.loader import collate
 from keyhole.errors import NonFinite
 from keyhole.model.model import Model
 from keyhole.model.weights.saved_files import first_bad_tensor
@@ -36,7 +36,7 @@ def score_rows(model: Model, rows: Sequence[Sample], **options: Any) -> tuple[to
     count_R = torch.zeros(len(rows), dtype=torch.int64)
 
     def run(group: list[list[int]]) -> Found:
-        found: Found = model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
+        found: Found = model.nll([collate([rows[i] for i in batch], 0) for batch in group])
         return found
 
     own = []
@@ -55,7 +55,7 @@ def class_logits(
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
 
     def run(group: list[list[int]]) -> Found:
-        batches = [collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group]
+        batches = [collate([rows[i] for i in batch], pad_token_id) for batch in group]
         found: Found = model.logits(batches)
         return found
 

@@ -21,7 +21,7 @@ import torch
 
 from keyhole.checkpoint.state import read_state
 from keyhole.checkpoint.writer import method_state, split_state
-from keyhole.data.loader import Loader
+from keyhole.data.batches import Loader
 from keyhole.data.run import Data
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method

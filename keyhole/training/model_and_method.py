@@ -23,8 +23,7 @@ from keyhole.checkpoint.resume import Origin
 from keyhole.checkpoint.writer import method_state
 from keyhole.config import TrainConfig
 from keyhole.config.fields import around, own_settings
-from keyhole.data.epoch import longest_row
-from keyhole.data.loader import EvalBatches, Loader
+from keyhole.data.batches import EvalBatches, Loader
 from keyhole.data.run import Data
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
@@ -142,7 +141,7 @@ def workload(config: TrainConfig, data: Data) -> Workload:
         settings=own,
         clips=config.max_grad_norm is not None,
         searches=searches,
-        length=max(1, longest_row(trains)),
+        length=max(1, trains.longest_row()),
         steps=total_steps(config, data.train.steps_per_epoch),
         chooses=config.loss == "candidates",
         rows=len(trains),
@@ -153,7 +152,7 @@ def workload(config: TrainConfig, data: Data) -> Workload:
 def _tokens(batches: Loader | EvalBatches) -> int:
     """Tokens of the largest micro-batch, padding included."""
     assert batches.dataset is not None
-    width = batches.padding.width(longest_row(batches.dataset))
+    width = batches.padding.width(batches.dataset.longest_row())
     return batches.dataset.most_samples(batches.batch_size) * width
 
 

@@ -6,7 +6,7 @@ steps to come would not be one run, so changes are refused, all in one message, 
 ignored.
 
 Model and data are identified by content, so a directory may be moved. The model's weights are compared by hash here;
-training data are compared by their tokens when they are read (data/loader.py), which also detects another tokenizer.
+training data are compared by their tokens when they are read (data/batches.py), which also detects another tokenizer.
 """
 
 import json

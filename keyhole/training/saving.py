@@ -33,7 +33,7 @@ from keyhole.checkpoint.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, State, read_state, verify
 from keyhole.checkpoint.writer import MARGIN_BYTES, Writer, Writing, method_state, saved_bytes
 from keyhole.config import TrainConfig
-from keyhole.data.loader import Loader
+from keyhole.data.batches import Loader
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB

@@ -7,7 +7,7 @@ import pytest
 
 from keyhole.compare.execute import compare
 from keyhole.compare.file import read_comparison
-from keyhole.data.epoch import order
+from keyhole.data.batches import order
 from keyhole.errors import UserError
 from tests.compare.comparisons import TASK, TEXT, run, write
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
+from keyhole.data.batches import Padding, make_batch
 from keyhole.data.dataset import Dataset
-from keyhole.data.loader import collate
 from keyhole.errors import UserError
 from keyhole.model.rows import pack
 from tests.families.tiny import tiny_config
@@ -127,7 +127,8 @@ def test_a_packed_batch_costs_what_its_samples_cost() -> None:
     trained = [torch.ones(n, dtype=torch.bool).numpy() for n in lengths]
     alone, packed = Dataset(ids, trained), Dataset(ids, trained, rows=pack(lengths, 13))
     assert len(packed) < len(alone)
-    assert nll(module, collate(list(packed), 0)) == pytest.approx(nll(module, collate(list(alone), 0)), rel=1e-5)
+    losses = [nll(module, make_batch(data, range(len(data)), Padding())) for data in (packed, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def nll(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:

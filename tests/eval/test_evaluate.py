@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.data.loader import collate
+from keyhole.data.batches import collate
 from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from keyhole.eval.evaluate import evaluate, score_data, table

@@ -13,7 +13,7 @@ import pytest
 import keyhole
 from keyhole.config.data import data_settings
 from keyhole.data import settings as data_settings_module
-from keyhole.data.epoch import Padding
+from keyhole.data.batches import Padding
 from keyhole.data.run import load_data, load_tokenizer
 from keyhole.errors import UserError
 from keyhole.eval.conversation import Conversation

@@ -3,7 +3,7 @@
 As in MeZO, train and dev are drawn from the training split and share no row; test is drawn from the validation set,
 whose answers are public.
 
-    order    a permutation of the rows that is a pure function of the seed (loader.order)
+    order    a permutation of the rows that is a pure function of the seed (batches.order)
     train    its first num_train rows
     dev      the next num_dev; if there are fewer than num_train + num_dev rows, dev takes its number first, but at
              most two fifths of the rows (CB: 250 rows, num_dev 100 -> 150 to train, as in MeZO)
@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from keyhole.data.batches import order
 from keyhole.data.cache import Arrays, kept
-from keyhole.data.epoch import order
 from keyhole.data.opened import Record
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.expressions import extracted
