@@ -5,8 +5,7 @@ target.py               the trained tensors, their projectors and places
 learn.py, fit.py        when and how projectors are learned
 sink.py                 the sink of the reverse sweep: sums compressed gradients in buffers
 update.py               from complete gradients to updated weights
-adam.py, host.py        Adam on the GPU; Adam on the CPU
-shards.py               on several ranks
+adam.py                 Adam on the GPU, and on the CPU
 memory.py               bytes, and where moments live
 traits.py               settings and row
 """

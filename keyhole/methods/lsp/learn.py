@@ -20,159 +20,146 @@ Cost: one backward pass, and the fits: products of d columns for blocks, some 50
 `lsp.preset: paper` is LSP-Offload's Algorithm 1; traits.py lists the differences from ours. Details that the paper
 leaves open are the same in both: the weight of the regularisation, the optimizer of the fit (Adam), its time limit
 (lsp.fit_steps), and which batch is the sampled subset (the step's own).
+
+On several ranks the one that has the first micro-batch (`judge`) decides, and sends the numbers of new projectors (r
+per row and side); every rank draws their positions from the seed. The gradient of a matrix that no linear layer uses is
+first summed over ranks.
 """
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from keyhole.errors import UserError
-from keyhole.methods.base import Saved
 from keyhole.methods.lsp.fit import Gradient, bias, fit, norm_squared, transfer_moments
 from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.shards import of_any_rank
 from keyhole.model.backward.sink import Sink, SinkPolicy
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.ops.lsp.projector import Projector
-
-Moments = tuple[torch.Tensor, torch.Tensor]
-MomentsOf = Callable[[Target], Moments]
+from keyhole.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The result for one matrix: the bias that was found (None for its first projectors, which are not measured), the
-    bias of the projectors that it will use, and new projectors (None: it keeps its own)."""
+    bias of the projectors that it will use, and the numbers of new ones (None: it keeps its own)."""
 
     found: float | None
     bias: float
-    taken: tuple[Projector, Projector] | None = None
-
-
-@dataclass(frozen=True)
-class Learning:
-    """Draws the projectors of a run, and says when they are checked."""
-
-    own: LSPConfig
-    device: torch.device
-
-    def is_due(self, step_count: int) -> bool:
-        """Whether there is a check before the next update."""
-        since = step_count - self.own.rule.first_check
-        return self.own.learn and since >= 0 and since % self.own.check_freq == 0
-
-    def draw(self, target: Target) -> tuple[Projector, Projector]:
-        """Newly drawn projectors for a matrix."""
-        return target.draw(self.own.d, self.own.r, self.own.seed, self.device)
-
-    def restore(self, target: Target, state: Saved) -> None:
-        """Restores projectors from a checkpoint: positions are drawn again, numbers are loaded."""
-        generation = int(state[f"{target.name}/generation"])
-        target.generation = max(0, generation - 1)  # they were drawn in the generation before
-        p, q = self.draw(target)
-        target.generation = generation
-        for key, drawn in (("p", p), ("q", q)):
-            values = state[f"{target.name}/{key}"]
-            if values.shape != drawn.values_Rr.shape:
-                raise UserError(
-                    f"lsp: the checkpoint's projector of {target.name} has another shape; keep lsp.d, r and kind"
-                )
-        values_p, values_q = (state[f"{target.name}/{key}"].to(self.device) for key in "pq")
-        target.p, target.q = p.with_values(values_p), q.with_values(values_q)
-        target.rescale()
+    values: list[torch.Tensor] | None = None
 
 
 class Check(Sink):
     """A sink that measures the bias of projectors and fits new ones, and changes no weight. targets: by the first
-    element; moments_of: returns Adam's moments of a target. found, biases: by name, before and after fits."""
+    element; moments_of: returns Adam's moments of a target; sample: the first micro-batch, of which padding is not
+    counted. found, biases: by name, before and after fits."""
 
     policy = SinkPolicy(accumulates=True, by_factors=True)
 
-    def __init__(self, learning: Learning, targets: dict[int, Target], step_count: int, moments_of: MomentsOf) -> None:
-        self.learning, self.own, self.rule = learning, learning.own, learning.own.rule
-        self.targets, self.moments_of = targets, moments_of
-        self.positions = 0  # of the sample; 0: unknown
-        self.places: list[int] = []  # those of them that are not padding
+    def __init__(
+        self,
+        own: LSPConfig,
+        targets: dict[int, Target],
+        step_count: int,
+        moments_of: Callable[[Target], list[torch.Tensor]],
+        sample: DeviceBatch | None,
+        ranks: Ranks,
+        judge: int,
+    ) -> None:
+        self.own, self.targets, self.moments_of, self.ranks, self.judge = own, targets, moments_of, ranks, judge
         self.found: dict[str, float] = {}
         self.biases: dict[str, float] = {}
         matrices = [start for start, target in targets.items() if target.p is not None]
         if step_count:
-            count = math.ceil(self.rule.check_share * len(matrices))
-            matrices = random.Random(f"{self.own.seed} {step_count}").sample(matrices, count)
+            count = math.ceil(own.rule.check_share * len(matrices))
+            matrices = random.Random(f"{own.seed} {step_count}").sample(matrices, count)
         self.wanted = set(matrices)
-
-    def know(self, sample: DeviceBatch) -> None:
-        """Takes the first micro-batch, of which padding is not to be counted. The host waits."""
-        mask_BT = sample.inputs.get("attention_mask")
-        if mask_BT is not None:
-            self.positions, self.places = mask_BT.numel(), mask_BT.flatten().nonzero().flatten().tolist()
+        self.asked: dict[int, list[int]] = defaultdict(list)  # by unit
+        for start in sorted(matrices):
+            self.asked[targets[start].unit].append(start)
+        self.complete: dict[int, torch.Tensor] = {}  # gradients that are to be summed over ranks
+        self.verdicts: dict[int, Verdict] = {}
+        mask_BT = None if sample is None else sample.inputs.get("attention_mask")
+        self.positions = 0 if mask_BT is None else mask_BT.numel()  # of the sample; 0: unknown
+        self.places = [] if mask_BT is None else mask_BT.flatten().nonzero().flatten().tolist()  # without padding
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """Uses the first micro-batch as the sample."""
-        if tensor.start in self.wanted:
+        if tensor.start in self.wanted and self.ranks.rank == self.judge:
             places = self.places if self.places and len(dy_MO) == self.positions else range(len(dy_MO))
-            self._check(tensor, slices_of(dy_MO.detach(), x_MI.detach(), self.rule.slices, places))
+            self._look(tensor, slices_of(dy_MO.detach(), x_MI.detach(), self.own.rule.slices, places))
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Takes the gradient of a matrix that is not used by a linear layer."""
-        if tensor.start in self.wanted:
-            self._check(tensor, [grad.detach()])
+        if tensor.start in self.wanted and self.ranks.several:
+            self.complete[tensor.start] = grad.detach()
+        elif tensor.start in self.wanted:
+            self._look(tensor, [grad.detach()])
 
+    @torch.no_grad()
     def finished(self, unit: Unit) -> bool:
+        """Gives the unit's targets their new projectors."""
+        if starts := self.asked.pop(unit.index, []):
+            for start in of_any_rank(self.ranks, starts, [start in self.complete for start in starts]):
+                tensor, own = self.targets[start].tensor, self.complete.pop(start, None)
+                device = self.targets[start].pair[0].values_Rr.device
+                total = self.ranks.sum(torch.zeros(tensor.shape, device=device) if own is None else own)
+                if self.ranks.rank == self.judge:
+                    self._look(tensor, [total])
+            for start, verdict in self.ranks.from_rank(self.judge, lambda: self.verdicts).items():
+                self._decided(self.targets[start], verdict)
+            self.verdicts = {}
         return False
 
-    def _check(self, tensor: FlatTensor, grads: list[Gradient]) -> None:
+    def _look(self, tensor: FlatTensor, grads: list[Gradient]) -> None:
         self.wanted.discard(tensor.start)
-        target = self.targets[tensor.start]
         grads = [grad for grad in grads if 0 < float(norm_squared(grad)) < float("inf")]
         if grads:
             with torch.no_grad():
-                self._decided(target, self._consider(target, grads))
+                self.verdicts[tensor.start] = self._consider(self.targets[tensor.start], grads)
 
     def _consider(self, target: Target, grads: list[Gradient]) -> Verdict:
         """Fits the target's first projectors, or new ones if its own are no longer good. Changes nothing."""
         fitted = partial(fit, grads, steps=self.own.fit_steps, alpha=self.own.alpha)
-        if self._is_first(target):
-            p, q = fitted(*target.pair)
-            return Verdict(None, mean_bias(grads, p, q), (p, q))
-        before = mean_bias(grads, *target.pair)
-        if before <= self.own.alpha:
-            return Verdict(before, before)
-        p, q = fitted(*self.learning.draw(target))
+        first, before = self._is_first(target), None
+        if not first:
+            before = mean_bias(grads, *target.pair)
+            if before <= self.own.alpha:
+                return Verdict(before, before)
+        p, q = fitted(*(target.pair if first else target.draw(target.pair[0].values_Rr.device)))
         after = mean_bias(grads, p, q)
-        if self.rule.only_better and not after < before:
+        if before is not None and self.own.rule.only_better and not after < before:
             return Verdict(before, before)
-        return Verdict(before, after, (p, q))
+        return Verdict(before, after, [side.values_Rr.cpu() for side in (p, q)])
 
     def _is_first(self, target: Target) -> bool:
         """Whether the target's projectors are not fitted yet: positions stay, and there are no moments yet."""
-        return target.generation == 0 and self.rule.first_check == 0
+        return target.generation == 0 and self.own.rule.first_check == 0
 
     def _decided(self, target: Target, verdict: Verdict) -> None:
         """Records biases, and gives the target its new projectors; transfers its moments."""
         if verdict.found is not None:
             self.found[target.name] = verdict.found
         self.biases[target.name] = verdict.bias
-        if verdict.taken is not None:
-            if not self._is_first(target):
-                self._carry_moments(target, *verdict.taken)
-            target.take(*verdict.taken)
-
-    def _carry_moments(self, target: Target, p: Projector, q: Projector) -> None:
-        old = self.moments_of(target)
-        for moment, new in zip(old, self._carried(old, target, p, q), strict=True):
-            moment.copy_(new)
-
-    def _carried(self, old: Moments, target: Target, p: Projector, q: Projector) -> Moments:
-        """The moments in the subspace of other projectors, on the device."""
-        m, v = (moment.to(self.learning.device) for moment in old)
-        return transfer_moments(m, v, target.pair, (p, q))
+        if verdict.values is None:
+            return
+        first, device = self._is_first(target), target.pair[0].values_Rr.device
+        drawn = target.pair if first else target.draw(device)
+        p, q = (side.with_values(new.to(device)) for side, new in zip(drawn, verdict.values, strict=True))
+        if not first:
+            moments = self.moments_of(target)
+            m, v = (moment.to(device) for moment in moments)
+            for moment, new in zip(moments, transfer_moments(m, v, target.pair, (p, q)), strict=True):
+                moment.copy_(new)
+        target.take(p, q)
 
 
 def slices_of(dy_MO: torch.Tensor, x_MI: torch.Tensor, count: int, places: Sequence[int]) -> list[Gradient]:

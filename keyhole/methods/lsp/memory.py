@@ -40,6 +40,7 @@ from itertools import accumulate
 import torch
 
 from keyhole.machine.rates import Rates
+from keyhole.methods.lsp.adam import SLOTS
 from keyhole.methods.lsp.target import Targets
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.memory import reverse_bytes
@@ -49,8 +50,6 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout, Unit
-
-SLOTS = 2  # units whose steps are being uploaded
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,11 @@ class LSPBytes(ReverseBytes):
 
 @dataclass(frozen=True)
 class Numbers:
-    """The number of numbers that the optimizer sees, by unit; groups of units; bytes of projectors. ranks: those over
-    which the moments are sharded."""
+    """The number of numbers that the optimizer sees, by unit; groups of units; bytes of projectors."""
 
     of: dict[int, int]
     groups: dict[int, Hashable]
     projector_bytes: int = 0
-    ranks: int = 1
 
     @cached_property
     def largest_group(self) -> int:
@@ -96,11 +93,8 @@ class Numbers:
     def bytes_of(self, on_device: int, away: int, clips: bool) -> tuple[int, int]:
         """Bytes of moments and of buffers on the device. on_device: numbers whose moments are there; away: numbers of
         the largest unit whose moments are elsewhere (0: none)."""
-        moments = (12 if clips else 8) * on_device // self.ranks
         gathered = 4 * self.largest_group * (2 if away else 1)
-        if self.ranks > 1:  # a unit's gradient is exchanged, and its steps are gathered
-            gathered += 8 * max(self.of.values(), default=0)
-        return moments, gathered + 4 * SLOTS * away + self.projector_bytes
+        return (12 if clips else 8) * on_device, gathered + 4 * SLOTS * away + self.projector_bytes
 
 
 AWAY = 54, 36  # launches per group and per unit whose numbers the CPU updates
@@ -153,24 +147,19 @@ def place_moments(model: Model, targets: Targets, own: LSPConfig) -> set[int]:
     optimizer_on, clips = own.optimizer_on, own.max_grad_norm is not None
     groups = {unit: group_of(model.layout.units[unit]) for unit in targets}
     numels = {unit: sum(target.numel for target in members) for unit, members in targets.items()}
-    numbers = Numbers(numels, groups, ranks=model.ranks.size if model.sharded else 1)
+    pairs = [target.pair for members in targets.values() for target in members if target.p is not None]
+    numbers = Numbers(numels, groups, sum(4 * side.values_Rr.numel() for pair in pairs for side in pair))
     if model.placed is None:
         return choose_units(numbers, optimizer_on, clips, None)
     planned, limit = model.placed.device_bytes, model.placed.limit_bytes
     taken = planned.without_state if isinstance(planned, LSPBytes) else planned.total
-    numbers = replace(numbers, projector_bytes=_projector_bytes(targets))
     chosen = choose_units(numbers, optimizer_on, clips, None if limit is None else limit - taken)
-    if model.sharded:  # all ranks must update a unit at the same time
+    if model.ranks.several:  # the same on all of them: a unit gets other bits from the other kernel
         chosen = chosen.intersection(*model.ranks.objects(chosen))
     if isinstance(planned, LSPBytes):
         moments, buffers = numbers.state(chosen, clips)
         model.placed.device_bytes = replace(planned, moments=moments, buffers=buffers)
     return chosen
-
-
-def _projector_bytes(targets: Targets) -> int:
-    found = [target for members in targets.values() for target in members if target.p is not None]
-    return sum(4 * side.values_Rr.numel() for target in found for side in target.pair)
 
 
 def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:

@@ -9,8 +9,8 @@ both are compressed, and their product is S. Micro-batches accumulate in S. Tens
 
 Adam's moments are, per unit (`optimizer_on`, update.py):
 
-    gpu    adam.py. The weights are updated at once, in the reverse sweep. 8 d^2 bytes per matrix.
-    cpu    host.py. Gradients and steps are copied while the GPU computes. 12 d^2 bytes per matrix in host memory.
+    gpu    The weights are updated at once, in the reverse sweep. 8 d^2 bytes per matrix.
+    cpu    Gradients and steps are copied while the GPU computes. 12 d^2 bytes per matrix in host memory.
     auto   on the GPU as far as gpu_memory allows, in the order in which the next forward pass needs them: embedding,
            first layers, ...; the rest on the CPU, which has most time for the last layers (arithmetic: memory.py)
 
@@ -26,8 +26,6 @@ unit's moments in the same place (auto: in the same budget). Different places gi
 
 Projectors are learned from the gradients of the first batch, one matrix at a time, in an extra backward pass; every
 check_freq steps a sample of the matrices is checked again (learn.py).
-
-On several ranks: shards.py.
 """
 
 import time
@@ -36,19 +34,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from keyhole.disk.tensors import Ranges, range_of
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 from keyhole.machine.sizes import GIB
 from keyhole.methods import shards
 from keyhole.methods.base import Saved, State
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
-from keyhole.methods.lsp.adam import MOMENTS
-from keyhole.methods.lsp.host import HostAdam
-from keyhole.methods.lsp.learn import Check, Learning
+from keyhole.methods.lsp.adam import MOMENTS, HostAdam
+from keyhole.methods.lsp.learn import Check
 from keyhole.methods.lsp.memory import place_moments
-from keyhole.methods.lsp.shards import SharedCheck, SharedUpdates
-from keyhole.methods.lsp.target import Target, find_targets
+from keyhole.methods.lsp.target import find_targets
 from keyhole.methods.lsp.traits import LSP as ROW
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.lsp.update import SubspaceUpdates
@@ -72,15 +67,14 @@ class LSP(GradientMethod):
             raise UserError("dtype: lsp has no loss scaling, and float16 gradients underflow without; use bfloat16")
         if model.sharded:
             shards.check(own)
-        self.learning = Learning(own, model.device)
         self.units = find_targets(model, own)
         self.targets = {target.tensor.start: target for members in self.units.values() for target in members}
         self.reverse = Reverse(
             model, activations=own.activations, compiled=own.compile, deterministic=own.deterministic
         )
         self.dropout = ModelDropout(model, own.seed, own.model_dropout)
-        asked = model, self.units, place_moments(model, self.units, own), own, weight_decay_of(model.module, own)
-        self.updates = SharedUpdates(*asked) if model.sharded else SubspaceUpdates(*asked, self.reverse.recorded)
+        on_device, decay = place_moments(model, self.units, own), weight_decay_of(model.module, own)
+        self.updates = SubspaceUpdates(model, self.units, on_device, own, decay, self.reverse.recorded)
         self.step_count, self.learn_s = 0, 0.0
         self.check: Check | None = None  # of this step, and its seconds
         self.sample: DeviceBatch | None = None  # the micro-batch whose gradients projectors are learned from,
@@ -95,11 +89,11 @@ class LSP(GradientMethod):
 
     @property
     def sweeps(self) -> int:
-        return 2 if self.learning.is_due(self.step_count) else 1
+        return 2 if self.settings.checks(self.step_count) else 1
 
     def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
         self.updates.check()
-        if self.learning.is_due(self.step_count):
+        if self.settings.checks(self.step_count):
             self._flush()
         if self.updates.host is not None:
             self.updates.host.wait_s = self.updates.host.update_s = 0.0
@@ -117,14 +111,9 @@ class LSP(GradientMethod):
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         updates, self.check = self.updates, None
         updates.check()
-        if self.learning.is_due(self.step_count):
-            begin_s, asked = time.perf_counter(), (self.learning, self.targets, self.step_count)
-            if isinstance(updates, SharedUpdates):
-                self.check = SharedCheck(*asked, updates, self.judge)
-            else:
-                self.check = Check(*asked, updates.moments_of)
-            if self.sample is not None:
-                self.check.know(self.sample)
+        if self.settings.checks(self.step_count):
+            begin_s, asked = time.perf_counter(), (self.targets, self.step_count, updates.moments_of)
+            self.check = Check(self.settings, *asked, self.sample, self.model.ranks, self.judge)
             backward(self.check, last=False)
             self.learn_s = time.perf_counter() - begin_s
         self.step_count += 1
@@ -145,7 +134,8 @@ class LSP(GradientMethod):
         """Applies all owed updates: the weights at home are those after the last step."""
         self.updates.check()
         self.updates.apply_owed(lambda unit: True)
-        self.updates.drain()
+        if self.updates.host is not None:
+            self.updates.host.drain()
         self._is_flushed = True
         self.updates.check(wait=True)
 
@@ -175,15 +165,37 @@ class LSP(GradientMethod):
         seconds."""
         found: dict[str, torch.Tensor | float] = {} if self.norm is None else {"grad_norm": self.norm}
         if self.check is not None:
-            found |= {"bias_found": _mean(self.check.found)} if self.check.found else {}
-            found |= {"bias": _mean(self.check.biases)} if self.check.biases else {}
+            for key, values in (("bias_found", self.check.found.values()), ("bias", self.check.biases.values())):
+                found |= {key: sum(values) / len(values)} if values else {}
             found["learn_s"] = self.learn_s
         host = self.updates.host
         return found if host is None else found | {"host_wait_s": host.wait_s}
 
     def describe(self) -> list[str]:
-        """Lines for the start block."""
-        return describe_targets(list(self.targets.values()), self.settings, self.updates) + self.dropout.describe()
+        """Lines for the start block: the decisions made."""
+        own, updates, tensors = self.settings, self.updates, self.model.layout.tensors
+        compressed = [target for target in self.targets.values() if target.p is not None]
+        plain = [target for target in self.targets.values() if target.p is None]
+        before, after = sum(t.tensor.shape.numel() for t in compressed), sum(t.numel for t in compressed)
+        scale = "scaled to AdamW's rates" if own.rule.scaled else "not scaled, as in the paper"
+        here, host = sum(updates.device.lengths.values()), updates.host
+        away = 0 if host is None else sum(host.lengths.values())
+        places = [f"{8 * here / GIB:.2f} GiB in device memory"] if here else []
+        places += [f"{8 * away / GIB:.2f} GiB in host memory, updated by the CPU"] if away else []
+        lines = [
+            f"lsp: {len(compressed)} matrices through ({own.d}, {own.r})-sparse projectors ({own.rule.kind}): "
+            f"{before:,} weights seen as {after:,}; steps {scale}; Adam's moments: {' and '.join(places)}"
+        ]
+        clamped = [target for target in compressed if min(target.tensor.shape) <= own.d]
+        clamped += [target for target in plain if target.tensor.block is not None and len(target.tensor.shape) == 2]
+        if clamped:
+            lines.append(f"lsp: d = {own.d} is more than a side of {len(clamped)} matrices has: nothing is lost there")
+        if stacks := [target for target in plain if len(target.tensor.shape) > 2]:
+            lines.append(f"lsp: {len(stacks)} stacks of matrices (experts) are trained by plain Adam, not compressed")
+        frozen = [tensor.name for tensor in tensors if not tensor.param.requires_grad]
+        lines += [f"lsp: not trained: {listed(frozen)}"] if frozen else []
+        lines += [f"lsp: by plain Adam: {listed([target.name for target in plain])}"] if plain else []
+        return lines + self.dropout.describe()
 
     def _state(self) -> State:
         """Flushes. Saves the numbers of projectors; their positions are drawn again from the seed."""
@@ -191,9 +203,8 @@ class LSP(GradientMethod):
         state: State = {"step_count": self.step_count, "seed": self.settings.seed, **self.dropout.state_dict()}
         for target in self.targets.values():
             place = self.updates.place_of(target.unit)
-            for key, moment in zip(MOMENTS, self.updates.moments_of(target), strict=True):
-                state[f"{target.name}/{key}"] = self._as_saved(target, moment)
-            state[f"{target.name}/step"] = place.count(target)
+            state |= {f"{target.name}/{key}": m for key, m in zip(MOMENTS, place.of(target), strict=True)}
+            state[f"{target.name}/step"] = int(place.counts[target.name])
             if target.p is not None:
                 state |= {f"{target.name}/{side}": each.values_Rr for side, each in zip("pq", target.pair, strict=True)}
                 state[f"{target.name}/generation"] = target.generation
@@ -212,74 +223,19 @@ class LSP(GradientMethod):
             if f"{target.name}/exp_avg" not in state:
                 raise UserError(f"the optimizer state has no {target.name}, which this run trains")
             if target.p is not None:
-                self.learning.restore(target, state)
+                target.restore(state, self.model.device)
             place = self.updates.place_of(target.unit)
-            for moment, key in zip(place.moments(target), MOMENTS, strict=True):
-                moment.copy_(self._of_saved(target, state, f"{target.name}/{key}"))
-            place.set_count(target, int(state[f"{target.name}/step"]))
-
-    def _as_saved(self, target: Target, moment: torch.Tensor) -> torch.Tensor | Ranges:
-        if not isinstance(self.updates, SharedUpdates):
-            return moment
-        begin, _ = self.updates.own_place(target)
-        return Ranges(target.shape, moment.dtype, [(begin, moment)] if moment.numel() else [])
-
-    def _of_saved(self, target: Target, state: Saved, key: str) -> torch.Tensor:
-        if not isinstance(self.updates, SharedUpdates):
-            found: torch.Tensor = state[key]
-            return found
-        return range_of(state, key, *self.updates.own_place(target))
+            for key, moment in zip(MOMENTS, place.of(target), strict=True):
+                moment.copy_(state[f"{target.name}/{key}"])
+            place.counts[target.name].fill_(int(state[f"{target.name}/step"]))
 
     def close(self) -> None:
         """Ends the worker. Flush first."""
         self._end()
 
 
-def _mean(values: dict[str, float]) -> float:
-    return sum(values.values()) / len(values)
-
-
 def _end(host: HostAdam | None, engine: Engine, arrival: object) -> None:
     if host is not None:
-        host.close()
+        host.pool.close()
     if arrival is not None and engine.arrival is arrival:  # not that of a later method
         engine.arrival = None
-
-
-def describe_targets(targets: list[Target], own: LSPConfig, updates: SubspaceUpdates) -> list[str]:
-    """Lines for the start block: the decisions made."""
-    compressed = [target for target in targets if target.p is not None]
-    plain = [target for target in targets if target.p is None]
-    before = sum(target.tensor.shape.numel() for target in compressed)
-    after = sum(target.numel for target in compressed)
-    d, kind = own.d, compressed[0].kind if compressed else "none"
-    scale = "scaled to AdamW's rates" if own.rule.scaled else "not scaled, as in the paper"
-    lines = [
-        f"lsp: {len(compressed)} matrices through ({d}, {own.r})-sparse projectors ({kind}): {before:,} weights "
-        f"seen as {after:,}; steps {scale}; {_describe_moments(updates)}"
-    ]
-    clamped = [target for target in compressed if min(target.tensor.shape) <= d]
-    clamped += [target for target in plain if target.tensor.block is not None and len(target.tensor.shape) == 2]
-    if clamped:
-        lines.append(f"lsp: d = {d} is more than a side of {len(clamped)} matrices has: nothing is lost there")
-    stacks = [target for target in plain if len(target.tensor.shape) > 2]
-    if stacks:
-        lines.append(f"lsp: {len(stacks)} stacks of matrices (experts) are trained by plain Adam, not compressed")
-    frozen = [t.name for t in updates.model.layout.tensors if not t.param.requires_grad]
-    lines += [f"lsp: not trained: {_names(frozen)}"] if frozen else []
-    return lines + ([f"lsp: by plain Adam: {_names([target.name for target in plain])}"] if plain else [])
-
-
-def _describe_moments(updates: SubspaceUpdates) -> str:
-    on_device = sum(updates.device.lengths.values())
-    on_host = 0 if updates.host is None else sum(updates.host.lengths.values())
-    places = [f"{8 * on_device / GIB:.2f} GiB in device memory"] if on_device else []
-    places += [f"{8 * on_host / GIB:.2f} GiB in host memory, updated by the CPU"] if on_host else []
-    units = updates.model.layout.units
-    first = [units[unit].name for unit in updates.lengths if unit not in updates.device.lengths]
-    return f"Adam's moments: {' and '.join(places)}" + (f" (from {first[0]} on)" if on_device and on_host else "")
-
-
-def _names(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

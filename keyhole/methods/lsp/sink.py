@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from keyhole.methods.lsp.adam import DeviceAdam
-from keyhole.methods.lsp.target import Target, Targets, view_in
+from keyhole.methods.lsp.target import Target, Targets
 from keyhole.methods.step_numbers import Flags
 from keyhole.model.backward.sink import RecordableSink, SinkPolicy
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -32,12 +32,9 @@ class LSPStep:
     received: dict[int, dict[str, Target]] = field(default_factory=lambda: defaultdict(dict))
     """The targets with a gradient, by unit; `weights` are theirs."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    norms: list[torch.Tensor] = field(default_factory=list)  # of units on the device, and of groups sent to the host
-    target_norms: dict[int, torch.Tensor] = field(default_factory=dict)  # of their targets, by the first element
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)  # of targets, by the first element
     host_norms: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     """On the host: norms by the first unit sent, and at the end that of all."""
-    clip: torch.Tensor | None = None  # once the norm is known
-    skip: torch.Tensor | None = None
     submitted: int = 0  # number of jobs submitted to the worker
     outcomes: list[bool] = field(default_factory=list)  # from the worker: whether the units of a job were updated
     skips: list[torch.Tensor] = field(default_factory=list)  # of units on the device: 1.0 means not updated
@@ -45,7 +42,7 @@ class LSPStep:
 
     def norm(self) -> torch.Tensor | None:
         """The norm of all that the optimizer sees: over targets in the order of the model, however it is cut."""
-        norms = [self.target_norms[start] for start in sorted(self.target_norms)]
+        norms = [self.norms[start] for start in sorted(self.norms)]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     def is_known(self) -> bool:
@@ -184,10 +181,4 @@ class GradientSink(RecordableSink):
         first = target.name not in received
         received[target.name] = target
         self.current.weights[target.name] = w
-        return view_in(self.buffer(target.unit), target), first
-
-    def _complete(self, unit: Unit) -> tuple[list[Target], list[torch.Tensor]]:
-        """The targets of a unit that have a gradient, and their weights."""
-        step = self.current
-        targets = sorted(step.received.pop(unit.index, {}).values(), key=lambda target: target.begin)
-        return targets, [step.weights.pop(target.name) for target in targets]
+        return target.view_in(self.buffer(target.unit)), first

@@ -28,6 +28,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.base import Saved
 from keyhole.methods.lsp.fit import compressed
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.model.backward.sink import chunk
@@ -42,12 +43,11 @@ ALIGN = 64  # elements
 
 @dataclass
 class Target:
-    """One trained tensor (or chunk of a table). p is None: plain. scaled: its steps are multiplied by `scale`."""
+    """One trained tensor (or chunk of a table). p is None: plain."""
 
     tensor: FlatTensor
     unit: int
-    kind: str = ""
-    scaled: bool = True
+    own: LSPConfig
     p: Projector | None = None
     q: Projector | None = None
     scale: float = 1.0
@@ -79,10 +79,15 @@ class Target:
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its part of a buffer of its unit."""
+        return flat[self.begin : self.begin + self.numel].view(self.shape)
+
     def add(self, s: torch.Tensor, first: bool, dy_TM: torch.Tensor, x_TN: torch.Tensor) -> None:
         """s += the (compressed) gradient dy^T x; first: overwrites s."""
         if self.p is not None and self.q is not None:
-            dy_TM, x_TN = ops.compress(_rows(dy_TM), self.p), ops.compress(_rows(x_TN), self.q)
+            dy_TM, x_TN = (x if x.stride(1) == 1 else x.contiguous() for x in (dy_TM, x_TN))
+            dy_TM, x_TN = ops.compress(dy_TM, self.p), ops.compress(x_TN, self.q)
         if dy_TM.dtype == torch.float32 or dy_TM.device.type == "cpu":
             s.addmm_(dy_TM.float().t(), x_TN.float(), beta=0.0 if first else 1.0)
         elif first:
@@ -119,89 +124,47 @@ class Target:
 
     def rescale(self) -> None:
         """Sets `scale` for the projectors."""
-        if not self.scaled:
-            return
-        p, q = self.pair
-        lengths = p.values_Rr.double().norm() * q.values_Rr.double().norm()
-        self.scale = float((p.rows * q.rows) ** 0.5 / lengths.clamp(min=1e-30))
+        if self.own.rule.scaled:
+            p, q = self.pair
+            lengths = p.values_Rr.double().norm() * q.values_Rr.double().norm()
+            self.scale = float((p.rows * q.rows) ** 0.5 / lengths.clamp(min=1e-30))
 
-    def draw(self, d: int, r: int, seed: int, device: torch.device) -> tuple[Projector, Projector]:
+    def draw(self, device: torch.device, generation: int | None = None) -> tuple[Projector, Projector]:
         """Newly drawn projectors: a function of the seed, the tensor and its generation."""
-        first = (seed * 1_000_003 + self.tensor.start) * SEEDS + 2 * self.generation
-        sides = self.tensor.shape
-        p, q = (_side(self.kind, rows, d, r, (first + i) % 2**63, device) for i, rows in enumerate(sides))
+        own, kind = self.own, self.own.rule.kind
+        generation = self.generation if generation is None else generation
+        seed = (own.seed * 1_000_003 + self.tensor.start) * SEEDS + 2 * generation
+        p, q = (
+            random_projector(kind, rows, own.d, own.r, seed=(seed + i) % 2**63, device=device)
+            if own.d < rows
+            else identity_projector(rows, device, kind)
+            for i, rows in enumerate(self.tensor.shape)
+        )
         return p, q
 
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _side(kind: str, rows: int, d: int, r: int, seed: int, device: torch.device) -> Projector:
-    if d < rows:
-        return random_projector(kind, rows, d, r, seed=seed, device=device)
-    return identity_projector(rows, device, kind)
-
-
-def is_plain(shape: torch.Size, d: int) -> bool:
-    """Whether compression would not make the tensor smaller, or is not possible."""
-    return len(shape) != 2 or d >= max(shape)
+    def restore(self, state: Saved, device: torch.device) -> None:
+        """Restores projectors from a checkpoint: positions are drawn again, numbers are loaded."""
+        self.generation = int(state[f"{self.name}/generation"])
+        pair = self.draw(device, max(0, self.generation - 1))  # they were drawn in the generation before
+        values = [state[f"{self.name}/{side}"].to(device) for side in "pq"]
+        if any(new.shape != drawn.values_Rr.shape for new, drawn in zip(values, pair, strict=True)):
+            raise UserError(f"lsp: the checkpoint's projector of {self.name} has another shape; keep lsp.d, r and kind")
+        self.p, self.q = (drawn.with_values(new) for new, drawn in zip(values, pair, strict=True))
+        self.rescale()
 
 
 Targets = dict[int, list[Target]]  # by unit
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of every unit's numbers that this rank's optimizer has: one of `size` adjacent equal parts."""
-
-    rank: int = 0
-    size: int = 1
-
-    def numel(self, length: int) -> int:
-        """Numbers in this part, for a unit of `length` numbers."""
-        return length // self.size
-
-    def range_of(self, target: Target, numel: int) -> tuple[int, int]:
-        """[begin, end) of the target in this rank's part of `numel` numbers; may be empty."""
-        first = target.begin - self.rank * numel
-        return min(max(first, 0), numel), min(max(first + target.numel, 0), numel)
-
-    def view_in(self, flat: torch.Tensor, target: Target) -> torch.Tensor:
-        """The target's numbers in this rank's part of the unit: all of them in their shape, or some, flat."""
-        if self.size == 1:
-            return view_in(flat, target)
-        begin, end = self.range_of(target, flat.numel())
-        return flat[begin:end]
-
-    def has(self, target: Target, flat: torch.Tensor) -> bool:
-        """Whether any of the target's numbers are in this part."""
-        begin, end = self.range_of(target, flat.numel())
-        return begin < end
-
-    def first_in(self, target: Target, numel: int) -> int:
-        """The index in the target of the first number of this part."""
-        return min(max(self.rank * numel - target.begin, 0), target.numel)
-
-
-ALL = Share()
-
-
-def assign_places(targets: Targets, share: Share = ALL) -> dict[int, int]:
-    """Assigns every target its place in the buffers of its unit; returns the lengths of the buffers, which can be cut
-    into equal parts."""
+def assign_places(targets: Targets) -> dict[int, int]:
+    """Assigns every target its place in the buffers of its unit; returns the lengths of the buffers."""
     lengths = {}
     for unit, members in targets.items():
-        end = 0
+        lengths[unit] = 0
         for target in members:
-            target.begin, end = end, end + -(-target.numel // ALIGN) * ALIGN
-        lengths[unit] = -(-end // (share.size * ALIGN)) * ALIGN * share.size
+            target.begin = lengths[unit]
+            lengths[unit] += -(-target.numel // ALIGN) * ALIGN
     return lengths
-
-
-def view_in(flat: torch.Tensor, target: Target) -> torch.Tensor:
-    """The target's slice of a buffer of its unit."""
-    return flat[target.begin : target.begin + target.numel].view(target.shape)
 
 
 def find_targets(model: Model, own: LSPConfig) -> Targets:
@@ -210,11 +173,11 @@ def find_targets(model: Model, own: LSPConfig) -> Targets:
     for unit in model.layout.units:
         tensors = [chunk(unit)] if unit.rows is not None else unit.tensors
         tensors = [tensor for tensor in tensors if tensor.param.requires_grad]
-        members = [Target(tensor, unit.index, own.rule.kind, own.rule.scaled) for tensor in tensors]
+        members = [Target(tensor, unit.index, own) for tensor in tensors]
         for target in list(members):
             matrix = unit.kind == "block" and len(target.tensor.shape) == 2
-            if matrix and not is_plain(target.tensor.shape, own.d):
-                target.p, target.q = target.draw(own.d, own.r, own.seed, model.device)
+            if matrix and own.d < max(target.tensor.shape):
+                target.p, target.q = target.draw(model.device)
                 target.rescale()
             elif not matrix and own.others == "frozen":
                 target.tensor.param.requires_grad_(False)

@@ -71,6 +71,11 @@ class LSPConfig(AdamSettings):
         found = RULES[self.preset]
         return replace(found, kind=self.kind or found.kind, check_share=self.check_share or found.check_share)
 
+    def checks(self, updates: int) -> bool:
+        """Whether projectors are checked after so many updates."""
+        since = updates - self.rule.first_check
+        return self.learn and since >= 0 and since % self.check_freq == 0
+
     def exchanged(self, width: float) -> float:
         return 4.0 * min(1.0, LSPConfig.d / width) ** 2  # 8 bytes per number, d x d of width x width
 

@@ -3,7 +3,7 @@
 Depending on where the moments of the unit are,
 
     device (adam.py)     the weights are updated at once, while the unit is on the device
-    host (host.py)       the gradients of a block are sent to the host, and the step returns. A resident unit is updated
+    host (adam.py)       the gradients of a block are sent to the host, and the step returns. A resident unit is updated
                          as soon as it has arrived, at the latest at its use in the next forward pass; a streamed unit
                          is updated at that use
 
@@ -15,20 +15,27 @@ until its next use. Nothing is stale either way.
 
 If a gradient is not finite, its unit stays unchanged, on the host its block (`check`: whether the run can go on); with
 clipping the global norm decides.
+
+On several ranks the compressed gradients of a unit, d x d numbers per matrix, are summed over the ranks in float32, in
+their order, when it is finished. Each rank has all moments, and makes the same update in its slot, of which it writes
+back its part. A target without a gradient on any rank stays unchanged, as in one process.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.lsp.adam import DeviceAdam
-from keyhole.methods.lsp.host import DecidingNorm, HostAdam
+from keyhole.machine.sizes import GIB
+from keyhole.methods.lsp.adam import DecidingNorm, DeviceAdam, HostAdam
 from keyhole.methods.lsp.memory import group_of
 from keyhole.methods.lsp.sink import GradientBuffers, GradientSink, LSPStep
-from keyhole.methods.lsp.target import ALL, Share, Target, Targets, assign_places, view_in
+from keyhole.methods.lsp.target import Target, Targets, assign_places
 from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.memory import check_host_memory
+from keyhole.methods.shards import of_any_rank
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.backward.recorded import RecordedBlocks
@@ -48,8 +55,7 @@ class OwedUpdate:
 
 
 class SubspaceUpdates(GradientSink):
-    """The optimizer of all targets, by unit. on_device: units whose moments are there; share: this rank's part of the
-    moments (shards.py)."""
+    """The optimizer of all targets, by unit. on_device: units whose moments are there."""
 
     def __init__(
         self,
@@ -59,22 +65,25 @@ class SubspaceUpdates(GradientSink):
         own: LSPConfig,
         decay: WeightDecay,
         recorded: RecordedBlocks | None = None,
-        share: Share = ALL,
     ) -> None:
-        self.model, self.own, self.decay, self.recorded, self.share = model, own, decay, recorded, share
-        adam = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
+        self.model, self.own, self.decay, self.recorded, self.ranks = model, own, decay, recorded, model.ranks
+        rule = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
         self.numbers = None if recorded is None else StepNumbers(model.device)
         self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, at fixed addresses for CUDA graphs
-        self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, read by CUDA graphs
-        self.units, lengths = units, assign_places(units, share)
+        self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, for what is owed
+        self.units, lengths = units, assign_places(units)
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
         host_units = {unit: members for unit, members in units.items() if unit not in on_device}
         groups = {unit: group_of(model.layout.units[unit]) for unit in units}
-        device = DeviceAdam(device_units, lengths, model.device, adam, self.clips, share)
+        device = DeviceAdam(device_units, lengths, rule, model.device, self.clips)
         gradients = GradientBuffers(lengths, groups, model.device, count=2 if host_units else 1)
         super().__init__(units, lengths, gradients, device)
-        at = model.engine, adam, own.threads, share
-        self.host = HostAdam(host_units, lengths, groups, *at) if host_units else None
+        self.host: HostAdam | None = None
+        if host_units:
+            state = 12 * sum(lengths[unit] for unit in host_units)
+            keeps = f"lsp (less: lsp.d, lsp.others=frozen) keeps {state / GIB:.2f} GiB of moments and gradients"
+            check_host_memory(keeps, state, model.layout, set(), model.dtype.itemsize, loaded=True)
+            self.host = HostAdam(host_units, lengths, rule, groups, model.engine, own.threads)
         self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
         self.unchecked: list[LSPStep] = []  # of which it is not known yet whether they were applied to all units
@@ -93,9 +102,9 @@ class SubspaceUpdates(GradientSink):
         assert self.host is not None
         return self.host
 
-    def moments_of(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments_of(self, target: Target) -> list[torch.Tensor]:
         """m and v of a target, as views, wherever they are. Drain first."""
-        return self.place_of(target.unit).moments(target)
+        return self.place_of(target.unit).of(target)
 
     @property
     def clips(self) -> bool:
@@ -125,7 +134,9 @@ class SubspaceUpdates(GradientSink):
         targets, weights = self._complete(unit)
         if not targets:
             return False
-        grad, update = self._total(page), OwedUpdate(targets, step)
+        grad, update = self.buffer(page), OwedUpdate(targets, step)
+        if self.ranks.several:
+            grad.copy_(self.ranks.sum(grad))
         if self.place_of(page) is self.host:
             self._collect(page, update, grad)
             return False
@@ -137,16 +148,15 @@ class SubspaceUpdates(GradientSink):
         norms, norm, skip = measured[:-2], measured[-2], measured[-1]
 
         def measure() -> None:
-            torch.stack(self._norms_of([self.share.view_in(grad, target) for target in targets]), out=norms)
+            torch.stack(torch._foreach_norm([target.view_in(grad) for target in targets]), out=norms)
             torch.linalg.vector_norm(norms, out=norm)
             skip.copy_(~torch.isfinite(norm))
             if moves:
-                self.device.deltas_(page, targets, grad, None, skip)
-                self._apply(update, self._all_of(page, grad), weights, numbers)
+                self.device.deltas_(targets, grad, None, skip)
+                self._apply(update, grad, weights, numbers)
 
         self._maybe_recorded(page, update, [grad, *weights, measured], measure)
-        step.target_norms |= zip((target.tensor.start for target in targets), norms, strict=True)
-        step.norms.append(norm)
+        step.norms |= zip((target.tensor.start for target in targets), norms, strict=True)
         if self.clips:
             self.owed[page] = update
         else:
@@ -154,17 +164,19 @@ class SubspaceUpdates(GradientSink):
             self.gradients.done(page)
         return moves
 
-    def _total(self, page: int) -> torch.Tensor:
-        """The part of a unit's gradient that this rank's optimizer updates."""
-        return self.buffer(page)
-
-    def _norms_of(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The norms of the gradients of targets, from this rank's part of them."""
-        return list(torch._foreach_norm(grads))
-
-    def _all_of(self, page: int, deltas: torch.Tensor) -> torch.Tensor:
-        """All steps of a unit, from those of this rank's optimizer."""
-        return deltas
+    def _complete(self, unit: Unit) -> tuple[list[Target], list[torch.Tensor]]:
+        """The targets of a unit that have a gradient, on any rank, and their weights. One that is missing on this rank
+        is zero."""
+        page, step = unit.index, self.current
+        members, received = self.units.get(page, []), step.received.pop(page, {})
+        targets = [target for target in members if target.name in received]
+        if self.ranks.several:
+            targets = of_any_rank(self.ranks, members, [target.name in received for target in members])
+            for target in (one for one in targets if one.name not in received):
+                target.view_in(self.buffer(page)).zero_()
+                w = self.model.engine.held[page].as_page(self.model.engine.homes[page])
+                step.weights[target.name] = view(w, target.tensor, unit.start)
+        return targets, [step.weights.pop(target.name) for target in targets]
 
     def _maybe_recorded(
         self, page: int, update: OwedUpdate, at: list[torch.Tensor], run: Callable[[], None], kind: str = "finished"
@@ -198,11 +210,11 @@ class SubspaceUpdates(GradientSink):
             return
         step, first = self.current, next(iter(complete))
         found = [(target, grad) for update, grad in complete.values() for target in update.targets]
-        norms = self._norms_of([self.share.view_in(grad, target) for target, grad in found])
+        norms = list(torch._foreach_norm([target.view_in(grad) for target, grad in found]))
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        step.target_norms |= zip((target.tensor.start for target, _ in found), norms, strict=True)
-        step.norms.append(norm)
-        self.at_host.send_gradients({page: grad for page, (_, grad) in complete.items()}, norm, step.host_norms[first])
+        step.norms |= zip((target.tensor.start for target, _ in found), norms, strict=True)
+        grads = [(grad, self.at_host.staging[page]) for page, (_, grad) in complete.items()]
+        self.at_host.down.send_all([(norm, step.host_norms[first]), *grads])
         self.gradients.done(*complete, stream=self.at_host.down.stream)
         self.model.engine.bytes_down += 4 * sum(self.at_host.lengths[page] for page in complete)
         self.owed |= {page: update for page, (update, _) in complete.items()}
@@ -231,17 +243,14 @@ class SubspaceUpdates(GradientSink):
             return
         if self.norm is None or self.own.max_grad_norm is None:
             return
-        step.clip, step.skip = self.decided
-        step.clip.copy_((self.own.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0))
-        step.skip.copy_((~torch.isfinite(self.norm)).float())
+        clip, skip = self.decided
+        clip.copy_((self.own.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0))
+        skip.copy_(~torch.isfinite(self.norm))
         if self.host is not None:
-            self.at_host.down.send(self.norm, step.host_norms[-1])
-            groups: dict[Hashable, list[int]] = {}
-            for page in self.owed:
-                if self.place_of(page) is self.host:
-                    groups.setdefault(self.at_host.groups[page], []).append(page)
-            for pages in groups.values():
-                self._submit(pages, step.host_norms[-1])
+            self.host.down.send(self.norm, step.host_norms[-1])
+            sent = [page for page in self.owed if self.place_of(page) is self.host]
+            for _, pages in groupby(sent, self.host.groups.__getitem__):
+                self._submit(list(pages), step.host_norms[-1])
 
     # -- weights are updated ---------------------------------------------------------------------------------------
 
@@ -263,9 +272,8 @@ class SubspaceUpdates(GradientSink):
 
         def move() -> None:
             if on_device:
-                skip = self.decided[1] if update.step.skip is None else update.step.skip
-                self.device.deltas_(page, update.targets, delta, update.step.clip, skip)
-            self._apply(update, self._all_of(page, delta), weights, numbers)
+                self.device.deltas_(update.targets, delta, *self.decided)
+            self._apply(update, delta, weights, numbers)
 
         with torch.no_grad():
             self._maybe_recorded(page, update, [delta, *weights], move, "arrived") if on_device else move()
@@ -302,7 +310,7 @@ class SubspaceUpdates(GradientSink):
             if numbers is not None:
                 first, second = self.rates_K2[self.place_in_rates[target.name]]
                 rates = (first, 0.0 if target.p is None else second)
-            target.apply(w, view_in(deltas, target), rates, how)
+            target.apply(w, target.view_in(deltas), rates, how)
 
     def apply_owed(self, wanted: Callable[[Unit], bool]) -> None:
         """Applies the owed updates of units that are `wanted`."""
@@ -332,8 +340,3 @@ class SubspaceUpdates(GradientSink):
                 "had been applied: the weights in memory are not usable. Go on from the last checkpoint; max_grad_norm "
                 "makes it skip a step with gradients that are not finite"
             )
-
-    def drain(self) -> None:
-        """Waits for the host."""
-        if self.host is not None:
-            self.at_host.drain()

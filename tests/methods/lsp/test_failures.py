@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from keyhole.errors import UserError
+from keyhole.machine.host import HostMemory
 from keyhole.methods.lsp.method import LSP
 from keyhole.offload.workers import WorkerFailed
 from tests.methods.lomo.loops import weights
@@ -95,11 +96,8 @@ def test_what_cannot_be_done_is_refused() -> None:
 
 def test_host_memory_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is reserved."""
-    from keyhole.machine.host import HostMemory
-    from keyhole.methods.lsp import host as lsp_host
-
-    monkeypatch.setattr(lsp_host, "host_memory", lambda: HostMemory(2**20, 2**10, None))
-    with pytest.raises(UserError, match="GiB more than is free"):
+    monkeypatch.setattr("keyhole.methods.memory.host_memory", lambda: HostMemory(2**20, 2**10, None))
+    with pytest.raises(UserError, match="less: lsp.d"):
         LSP(load(), optimizer_on="cpu", **SMALL)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.lsp import method as lsp
-from keyhole.methods.lsp.host import HostAdam
-from keyhole.methods.lsp.memory import SLOTS, count_numbers
+from keyhole.methods.lsp.adam import SLOTS, HostAdam
+from keyhole.methods.lsp.memory import count_numbers
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.workload import Workload
