@@ -155,9 +155,10 @@ def _fill(loaded: Model, ready: Prepared, seed: int, fresh_head: bool) -> None:
         raise UserError('a config object has no weights: pass init="random", or a model directory')
     given_head = source.beside is not None and source.beside.is_light
     fresh = fill_from(loaded, source.weights, ready.choice.dtype, fresh_head=fresh_head or given_head)
+    loaded.drawn_head = fresh
     if not given_head:
         fill_random(loaded, _std(loaded), seed, only=fresh)
-        loaded.drawn, loaded.drawn_head = bool(fresh), fresh
+        loaded.drawn = bool(fresh)
         if fresh:
             names, labels = ", ".join(tensor.name for tensor in fresh), loaded.config.num_labels
             ready.placed.reasons.append(

@@ -17,7 +17,6 @@ from keyhole.checkpoint.replay import replay
 from keyhole.errors import UserError
 from keyhole.loading import model as loading
 from keyhole.methods.zo import rate_search
-from keyhole.methods.zo.low_rank import state
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.freeze import is_left_out
 from keyhole.training.start import train
@@ -161,28 +160,17 @@ def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_pa
 
 
 @pytest.mark.parametrize("placement", ["resident", "stream"])
-def test_light_checkpoints_leave_frozen_weights_out(
-    make: Make, monkeypatch: pytest.MonkeyPatch, placement: str
-) -> None:
+def test_light_checkpoints_leave_frozen_weights_out(make: Make, placement: str) -> None:
     """With frozen embeddings a light checkpoint holds factors and norms alone, and is as good as a whole one: it is
-    resumed, loaded as a model and replayed to the same numbers. A checkpoint that holds all of them, as older ones do,
-    is resumed too, and what came from it is saved again."""
+    resumed and loaded as a model to the same numbers."""
     kept = settings("low rank") | {"zo": ZOConfig(rank=2, refresh=2, fold=False), "freeze": "embeddings"}
     kept |= {"placement": placement, "dtype": "float32", "save_steps": 2, "save_total_limit": None, "max_steps": 4}
     through, stopped = make("through", **kept), make("stopped", **kept | {"max_steps": 2})
-    assert train(through) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(state, "_may_differ", lambda factors, unit: True)
-        assert train(stopped) == 0
+    assert train(through) == 0 and train(stopped) == 0
     root, other = Path(through.output_dir), Path(stopped.output_dir)
-    sizes = [sum(t.numel() for t in saved(path / "checkpoint-2").values()) for path in (root, other)]
-    table = keyhole.load(through.model, device="cpu").module.get_input_embeddings().weight.numel()
-    assert sizes[0] + table < sizes[1]
-    assert train(replace(stopped, max_steps=4), resume="") == 0
-    again = replace(make("again", **kept), output_dir=str(root.parent / "again"))
-    assert train(again, resume=str(root / "checkpoint-2")) == 0
-    assert same(weights(root), weights(other)) and same(weights(root), weights(again.output_dir))
-    assert saved(other / "checkpoint-4").keys() == saved(other / "checkpoint-2").keys() - {"homes"}
+    table = keyhole.load(through.model, device="cpu").module.get_input_embeddings().weight.shape
+    assert all(tensor.numel() != table.numel() for tensor in saved(root / "checkpoint-2").values())
+    assert train(replace(stopped, max_steps=4), resume="") == 0 and same(weights(root), weights(other))
     batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[5, 6, 7, 8]])}
     at_end = keyhole.load(str(root), device="cpu").nll(batch)[0]
     for path in (root, other):

@@ -206,11 +206,6 @@ class Dense:
         """Units that a step leaves as they are."""
         return frozenset()
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether the next step is like others."""
-        return True
-
     def prepare(self, batches: list[Batch]) -> None:
         """Before a step."""
 
@@ -247,14 +242,6 @@ class Dense:
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {}
-
-    @property
-    def checksums(self) -> list[float]:
-        """Of what a replay computes again, and another machine may round otherwise: part of journals."""
-        return []
-
-    def compare(self, checksums: Sequence[float]) -> None:
-        """Warns where a replay has led to other numbers."""
 
     def load(self, state: Mapping[str, Any], steps: int) -> None:
         if "factors" in state:

@@ -20,8 +20,8 @@ from dataclasses import replace
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, may_keep, tokens_per_pass
-from keyhole.methods.zo.low_rank.kept import room_for
-from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
+from keyhole.methods.zo.low_rank.factors import room_for
+from keyhole.methods.zo.low_rank.parts import factor_sides
 from keyhole.methods.zo.traits import DEFAULTS, ZOConfig
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import ForwardBytes, activation_bytes, launched_as_graphs, recorded_numel
@@ -102,20 +102,15 @@ def _guide_bytes(layout: Layout, work: Workload, own: ZOConfig, element_bytes: i
 def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, steps: int | None = None) -> int:
     """Bytes of factors, their looks, and a waiting fold, or all kept terms at the end of a run of `steps` steps."""
     assert own.rank is not None
-    factors, v = factor_numels(layout, own.rank)
+    outputs, inputs, vectors = factor_sides(layout)
+    factors, v = own.rank * outputs + vectors, own.rank * inputs
     now = 4 * factors * (1 + 2 * pairs) + element_bytes * v
     later = 4 * factors + element_bytes * v if own.fold else element_bytes * kept_terms(layout, own, steps)
     return now + later
 
 
 def kept_terms(layout: Layout, own: ZOConfig, steps: int | None) -> int:
-    """Numbers in the rooms of all kept terms at the end of a run (low_rank/kept.py), at most: a fold may be able to
-    drop only the terms beyond a matrix's full rank."""
+    """Numbers in the rooms of all kept terms at the end of a run (low_rank/factors.py)."""
     assert own.rank is not None
-    rank, periods = own.rank, KEPT_PERIODS if steps is None else steps // own.refresh
-    since = periods if own.fold_periods is None else min(periods, own.fold_periods)
-
-    def terms(side: int) -> int:
-        return room_for(rank * since + min(side, rank * (periods - since)))
-
-    return kept_numels(layout, terms)
+    periods = KEPT_PERIODS if steps is None else steps // own.refresh
+    return room_for(own.rank * periods) * sum(factor_sides(layout)[:2])

@@ -37,7 +37,6 @@ from keyhole.methods.zo.looks import Looks, look_at
 from keyhole.methods.zo.low_rank.directions import LowRank
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
-from keyhole.methods.zo.low_rank.kept import check_folds
 from keyhole.methods.zo.low_rank.parts import find_parts
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.recorded_step import RecordedSteps
@@ -84,8 +83,7 @@ class ZO(Method):
     @classmethod
     def check_shapes(cls, base: Skeleton, own: Any) -> None:
         if own.rank is not None:
-            parts = find_parts(base, own.rank)
-            check_folds(parts, None if own.fold else own.fold_periods)
+            find_parts(base, own.rank)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -219,7 +217,7 @@ class ZO(Method):
         return [rule, *self.directions.describe(), *off, *([] if self.search is None else self.search.describe())]
 
     def news(self) -> list[str]:
-        """The rate, when it was just found, folds of kept periods, and layers without directions of their own."""
+        """The rate, when it was just found, and layers without directions of their own."""
         return self.directions.news() + ([] if self.search is None else self.search.news())
 
     def _flush(self) -> None:
@@ -255,29 +253,24 @@ class ZO(Method):
         return self.directions.learned_beside(state)
 
     def journal_update(self) -> torch.Tensor | None:
-        """[lr, c_1 .. c_q] of the last step, applied or not, and the numbers that records hold beside it: what a search
-        for a rate remembers, and checksums."""
-        if self.latest is None:
-            return None
-        return torch.cat([self.latest.coef, self.memory, self.memory.new_tensor(self.directions.checksums)])
+        """[lr, c_1 .. c_q] of the last step, applied or not, and what a search for a rate remembers."""
+        return None if self.latest is None else torch.cat([self.latest.coef, self.memory])
 
     @property
     def remembers(self) -> int:
         """How many numbers a record of the journal has beside the update."""
-        return self.memory.numel() + len(self.directions.checksums)
+        return self.memory.numel()
 
     def remember(self, numbers: Sequence[float]) -> None:
-        """Sets what a search for a rate remembers, from a checkpoint or a journal record, and compares checksums."""
-        own = list(numbers[: self.memory.numel()])
-        self.directions.compare(numbers[len(own) :])
+        """Sets what a search for a rate remembers, from a checkpoint or a journal record."""
         if self.search is None:
             return
-        if len(own) != self.memory.numel():
+        if len(numbers) != self.memory.numel():
             raise UserError(
                 "learning_rate: auto finds a rate in the first steps of a run, and this run began with a number; set "
                 "learning_rate to one"
             )
-        self.memory = torch.tensor(own, dtype=torch.float32, device=self.model.device)
+        self.memory = torch.tensor(numbers, dtype=torch.float32, device=self.model.device)
         self.search.read(self.memory)
 
     def _load(self, state: Mapping[str, Any]) -> None:

@@ -86,7 +86,7 @@ class RecordedSteps:
 
     def _is_usual(self, looks: Looks) -> bool:
         """Whether every unit lacks exactly the last update, and no checkpoint, gate or timeline observes the step."""
-        if not self.possible or self.hooks.any() or not self.directions.is_steady or not self.update.is_usual:
+        if not self.possible or self.hooks.any() or not self.update.is_usual:
             return False
         engine = self.directions.model.engine
         watched = engine.watch is not None or engine.gate is not None or engine.timeline.enabled

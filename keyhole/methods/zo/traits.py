@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from keyhole.limits import BelowOne, Count, Limit, Positive, setting
+from keyhole.limits import Count, Limit, Positive, setting
 from keyhole.methods.settings import FROZEN_WIRES, Advice, Around, Fault, MethodSettings, Rates, python
 from keyhole.methods.traits import Traits
 
 SEARCH_STEPS = 24  # of learning_rate: auto
-FOLD_PERIODS, FOLD_ERROR = 32, 0.1  # zo.fold=false
 BOUNDED_RATE = 3e-4  # the highest that worked with zo.clip or zo.guide, on some layers of a small model
 USUAL_STEPS = 1000  # of a run in fp8
 
@@ -89,12 +88,6 @@ class ZOConfig(MethodSettings):
     fold: bool = setting(True,
         "zo.rank: merge the factors into the weights at the end of each period; false = keep the factors of every "
         "period, so that weights never change.")
-    # zo.fold=false: number of periods after which all kept factors are compressed into one low-rank sum beside the
-    # weights; null = never.
-    fold_periods: Count | None = python(FOLD_PERIODS)
-    # zo.fold=false: maximum error of all such compressions together, relative to the Frobenius norm of a matrix's sum;
-    # as many terms are kept as that needs.
-    fold_error: BelowOne = python(FOLD_ERROR)
     guide: Count | None = setting(None,
         "zo.rank: number of rows from whose errors, by forward passes, V is found at the start of each period "
         "(docs/methods.md); null = V is random.")

@@ -5,8 +5,8 @@ only by what is added to its product (model/forward/low_rank.py). So the rows of
 
     x = [rows of look 1; rows of look 2; ..]        x W^T is one product; W is read once, and never copied
 
-and a streamed unit stays in its slot while all batches of the step pass it. What a unit lacks from the period before is
-folded in when it arrives, and only then it is written back: within a period nothing is written.
+and a streamed unit stays in its slot while all batches of the step pass it. What a period has learned is folded into
+the weights when it ends; within a period nothing is written.
 
 Every look is a pass of its own through the same W in these cases: modules with parameters have submodules (so that they
 cannot be called look by look), the model is a classifier, its head has layers, or a module turns out to see shapes
@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from keyhole.errors import warn
 from keyhole.methods.zo.directions import Dense
 from keyhole.methods.zo.estimators import Pair
 from keyhole.methods.zo.looks import Looks
-from keyhole.methods.zo.low_rank import merge, state
+from keyhole.methods.zo.low_rank import merge, saved
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
@@ -120,17 +119,17 @@ class LowRank(Dense):
         return found
 
     def _acquire(self, unit: Unit) -> torch.Tensor:
-        """The unit's weights on the device, in the dtype of compute, with missing folds applied. Release it
-        afterwards."""
+        """The unit's weights on the device, in the dtype of compute. Release it afterwards."""
         engine, awaited = self.model.engine, self.update.write_back.is_awaited(unit)
-        w = engine.acquire(unit.index, changes=awaited or self.factors.owes(unit))
-        if merge.arrive(self.factors, unit, w, awaited) or awaited:
+        w = engine.acquire(unit.index, changes=awaited)
+        if awaited:
+            merge.arrive(self.factors, unit, w)
             engine.commit(unit.index)
         return self.model.device_weights.in_compute_dtype(unit, w)
 
     def visit_rest(self) -> None:
         for unit in self.model.layout.of_kind("block"):
-            if self.factors.owes(unit):
+            if self.update.write_back.is_awaited(unit):
                 self._acquire(unit)
                 self.model.engine.release(unit.index)
 
@@ -159,10 +158,6 @@ class LowRank(Dense):
     def untouched(self) -> frozenset[int]:
         return frozenset(self.factors.units)
 
-    @property
-    def is_steady(self) -> bool:
-        return self.factors.is_steady
-
     def prepare(self, batches: list[Batch]) -> None:
         if self.guide is not None and self.guide.is_due:
             self.flush()
@@ -172,46 +167,32 @@ class LowRank(Dense):
         return self.factors.another_v(step)
 
     def updated(self, pending: Pending) -> None:
-        self.factors.update(pending)
-        if self.model.engine.shared:  # all ranks together, while none uploads
-            merge.bring_home(self.factors)
+        if folds := self.factors.update(pending):
+            merge.bring_home(self.factors, folds)
 
     def owes(self, unit: Unit) -> bool:
         return self.factors.is_behind(unit) if unit.index in self.factors.units else super().owes(unit)
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
-        return state.replay(self.factors, self.guide, self.update, updates)
+        return saved.replay(self.factors, self.guide, self.update, updates)
 
     def describe(self) -> list[str]:
         return self.layers.describe()
 
     def news(self) -> list[str]:
-        return self.factors.kept.news() + ([] if self.guide is None else self.guide.news())
+        return [] if self.guide is None else self.guide.news()
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         factors, update = self.factors, self.update
-        share = (update.changed + factors.changed) / (update.trained_numel + factors.parts.numel)
-        return {"changed": share, **({} if factors.folds else factors.kept.metrics())}
+        return {"changed": (update.changed + factors.changed) / (update.trained_numel + factors.parts.numel)}
 
     def state(self) -> dict[str, Any]:
-        return state.to_state(self.factors)
+        return saved.to_state(self.factors)
 
-    @property
-    def checksums(self) -> list[float]:
-        return [self.factors.kept.checksum] if self.factors.kept.every is not None else []
+    def load(self, state: Mapping[str, Any], steps: int) -> None:
+        saved.check_guide(self.factors, state, guided=self.guide is not None)
+        saved.from_state(self.factors, state, steps)
 
-    def compare(self, checksums: Sequence[float]) -> None:
-        if list(checksums) != self.checksums[: len(checksums)]:
-            warn(
-                "journal: this machine rounds the sums that earlier periods are folded into (zo.fold_periods) "
-                "otherwise than the one that wrote the journal: the weights are those of the run up to rounding, "
-                "not to the bit"
-            )
-
-    def load(self, saved: Mapping[str, Any], steps: int) -> None:
-        state.check_guide(self.factors, saved, guided=self.guide is not None)
-        state.from_state(self.factors, saved, steps)
-
-    def learned_beside(self, saved: Mapping[str, Any]) -> FactoredLayers | None:
-        factors = state.saved(self.factors, saved)
+    def learned_beside(self, state: Mapping[str, Any]) -> FactoredLayers | None:
+        factors = saved.saved(self.factors, state)
         return None if factors is None else self.layers.with_factors(factors)

@@ -14,28 +14,30 @@ V / sqrt(r), rounded to the dtype of compute; every use has these rounded number
 
 When a period ends, A is reset to 0, and what the period has learned is
 
-    folded    W <- round(W + A V_k^T / sqrt(r)) at the unit's next visit (merge.py): W is read and written once per
-              period, and not written within it; until then A and V are a `Fold`
-    kept      as r more terms beside W, which never changes and so may be frozen in any format; from time to time the
-              terms are compressed to fewer terms (kept.py)
+    folded    W <- round(W + A V_k^T / sqrt(r)), once per period (merge.py): it rounds less often than dense steps, by a
+              factor of `refresh`
+    kept      as r more terms beside W, which never changes and so may be frozen in any format: k r terms after k
+              periods, by which all passes multiply. A run of many steps takes longer periods (zo.refresh)
 
-A fold rounds once per period, where dense steps round after every update: less often by a factor of `refresh`.
+Kept terms are float32 in host memory as they were learned; passes use a device copy in the dtype of compute. Their
+places are the first rows of a *room* for each matrix, whose other rows are zeros and add nothing. If it is full, one
+for STEP more terms takes its place: so passes read the same addresses for several periods, and a CUDA graph
+(../recorded_step.py) is valid as long as `version` is the same.
 
 Bytes, for n numbers in all A and vectors, m in all V, L looks, b bytes per number in compute:
-4 n + 4 L n + b m; until a fold is done 4 n + b m more; for each kept period b (n + m) (kept.py).
+4 n + 4 L n + b m; 4 n + b m more during a fold; for each kept period b (n + m), and 4 n on the host.
 """
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.parts import Parts, find_parts, vector_at
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending
@@ -43,15 +45,47 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 
+Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
+STEP = 16  # terms by which a room grows; products are fast with multiples of 8
 
-@dataclass
+
+@dataclass(frozen=True)
 class Fold:
-    """What a period has learned and some homes still lack; left: the units that lack it."""
+    """What a period has learned, to be added to the weights. step: for its rounding bits."""
 
     a: torch.Tensor
     v: torch.Tensor
-    step: int  # for its rounding bits
-    left: set[int] = field(default_factory=set)
+    step: int
+
+
+class Kept:
+    """The terms of all earlier periods of one model. guided: V cannot be drawn again, and is part of checkpoints."""
+
+    def __init__(self, parts: Parts, dtype: torch.dtype, device: torch.device, guided: bool, version: int = 0) -> None:
+        self.parts, self.guided, self.version = parts, guided, version
+        self.periods: list[torch.Tensor] = []  # all A of each, on the host
+        self.vs: list[torch.Tensor] = []  # and all V, if guided
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self.rooms: list[Rows] = [(empty.view(0, m.outputs), empty.view(0, m.inputs)) for m in parts.matrices]
+
+    @property
+    def terms(self) -> int:
+        """Of a matrix."""
+        return len(self.periods) * self.parts.rank
+
+    def add(self, a: torch.Tensor, v: torch.Tensor) -> None:
+        """Adds a period: all its A in float32, and V as it was used."""
+        begin, rank = self.terms, self.parts.rank
+        self.periods.append(a.to("cpu", torch.float32, copy=True))
+        if self.guided:
+            self.vs.append(v.to("cpu", copy=True))
+        grows = bool(self.rooms) and self.terms > len(self.rooms[0][0])
+        self.version += grows
+        for i, matrix in enumerate(self.parts.matrices):
+            if grows:  # one matrix at a time, so that little is held twice
+                self.rooms[i] = _roomy(self.rooms[i][0], self.terms), _roomy(self.rooms[i][1], self.terms)
+            self.rooms[i][0][begin : self.terms] = a[matrix.a].view(rank, -1)
+            self.rooms[i][1][begin : self.terms] = v[matrix.v].view(rank, -1)
 
 
 class Factors:
@@ -66,23 +100,18 @@ class Factors:
         self.rounding = own.rounding
         self.parts: Parts = find_parts(model, own.rank)
         self.units = {unit.index for unit in model.layout.of_kind("block")}
-        self.restored: set[int] = set()  # which of the other units came from a light checkpoint (state.py)
         if own.fold and any(model.engine.homes[i].dtype == PACKED for i in self.units):
             raise UserError("wire: weights that are packed are not rounded anew by zo.rank; set zo.fold=false")
         device = model.device
         self.now = torch.zeros(self.parts.numel, device=device)
         wide = -(-self.parts.numel // ALIGN) * ALIGN  # aligns every look for wide memory accesses
         self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
-        periods = None if own.fold else own.fold_periods
-        self.kept = Kept(self.parts, model.dtype, periods, own.fold_error, own.guide is not None, model.ranks)
-        self.fold: Fold | None = None
+        self.kept = Kept(self.parts, model.dtype, device, own.guide is not None)
         self.steps, self.v = 0, self.draw_v(0)  # number of steps done; v of the period that they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
         self.found_for: int | None = None  # the period that V was found for (guide.py)
         for vector in self.parts.vectors:
             vector_at(self.now, vector).copy_(model.home(vector.tensor))
-
-    # -- noise and updates -----------------------------------------------------------------------------------------
 
     def draw_v(self, period: int) -> torch.Tensor:
         """V / sqrt(r) of all layers, in the dtype of compute."""
@@ -114,60 +143,59 @@ class Factors:
         for p, how in enumerate(perturbations):
             ops.zo_flat_(self.now, self.looks[2 * p], self.looks[2 * p + 1], replace(how, offset=self.parts.start))
 
-    def update(self, pending: Pending) -> None:
-        """Applies the update of a finished step."""
-        assert self.fold is None or not self.fold.left, "a fold of the period before is not done"
+    def update(self, pending: Pending) -> list[Fold]:
+        """Applies the update of a finished step. Returns the period that it ends, if that is to be folded."""
         how = pending.added_to(ops.ZOStep(self.parts.start, **self.noise), 0.0, self.changed.zero_())
         ops.zo_flat_(self.now, None, None, how)
         self.steps = cast(int, pending.step) + 1
-        if self.steps % self.refresh == 0:
-            self._end_period()
-
-    def _end_period(self) -> None:
-        a = self.now[: self.parts.a_numel]
-        if self.folds:
-            self.fold = Fold(a.clone(), self.v.clone(), self.steps, set(self.units))
-        else:
-            self.kept.add(a, self.v)
-            self.kept.end_period(self.steps, self.refresh)
-        a.zero_()
+        if self.steps % self.refresh:
+            return []
+        a, v = self.now[: self.parts.a_numel].clone(), self.v.clone()
+        if not self.folds:
+            self.kept.add(a, v)
+        self.now[: self.parts.a_numel].zero_()
         self.v.copy_(self.draw_v(self.period))  # in place: CUDA graphs use its address
+        return [Fold(a, v, self.steps)] if self.folds else []
 
     # -- weights at home -------------------------------------------------------------------------------------------
 
-    def owes(self, unit: Unit) -> bool:
-        """Whether the unit's home lacks a fold."""
-        return self.fold is not None and unit.index in self.fold.left
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether a step changes no weight of blocks."""
-        return self.fold is None or not self.fold.left
-
     def is_behind(self, unit: Unit) -> bool:
-        """Whether the unit's home lacks a fold, or the current values of vectors."""
-        return self.owes(unit) or (self.steps > 0 and next(self.parts.vectors_of(unit), None) is not None)
+        """Whether the unit's home lacks the current values of vectors."""
+        return self.steps > 0 and next(self.parts.vectors_of(unit), None) is not None
 
-    def learned(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(a, v) of a matrix that its home lacks, oldest first, after all folds are done."""
-        matrix, learned = self.parts.matrices[index], []
-        if self.kept:
-            learned.append(self.kept.learned(index))
+    def learned(self, index: int) -> Rows | None:
+        """All terms of a matrix that its home lacks, oldest first, in float32 on the device; None if it lacks none."""
+        matrix, kept, a, v = self.parts.matrices[index], self.kept, [], []
+        if kept.periods:
+            a += [self.rows(period, matrix.a).to(self.now.device) for period in kept.periods]
+            v.append(kept.rooms[index][1][: kept.terms].float())
         if self.steps % self.refresh:
-            learned.append((self.rows(self.now, matrix.a), self.rows(self.v, matrix.v).float()))
-        return learned
+            a.append(self.rows(self.now, matrix.a))
+            v.append(self.rows(self.v, matrix.v).float())
+        return (torch.cat(a), torch.cat(v)) if a else None
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
         """What is currently learned of a tensor beside its home; None if it is trained at home."""
-        places = {id(m.tensor): m.a for m in self.parts.matrices} | {id(v.tensor): v.at for v in self.parts.vectors}
-        at = places.get(id(tensor))
-        if at is None:
-            return None
-        index = next((i for i, m in enumerate(self.parts.matrices) if m.tensor is tensor), None)
-        if index is None or not self.kept:
-            return self.now[at]
-        return self.now[at] + self.kept.here[index][0].float().sum(0).repeat(self.rank)
+        for vector in self.parts.vectors:
+            if vector.tensor is tensor:
+                return self.now[vector.at]
+        for matrix, (a_kO, _) in zip(self.parts.matrices, self.kept.rooms, strict=True):
+            if matrix.tensor is tensor:
+                return self.now[matrix.a] + a_kO.float().sum(0).repeat(self.rank)
+        return None
 
     def rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
         """[r, .]: the part of a matrix in the array of all A, or of all V."""
         return flat[at].view(self.rank, -1)
+
+
+def room_for(terms: int) -> int:
+    """The number of rows of a room."""
+    return -(-terms // STEP) * STEP
+
+
+def _roomy(rows: torch.Tensor, terms: int) -> torch.Tensor:
+    """A copy of these rows, with rows of zeros after them, in a room for so many terms."""
+    room = rows.new_zeros(room_for(terms), rows.shape[1])
+    room[: len(rows)] = rows
+    return room

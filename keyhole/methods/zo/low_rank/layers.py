@@ -7,8 +7,8 @@ of a step. What the factors are, and how they are trained, is in factors.py.
     a linear layer of a block         x W^T + (x V) A^T, with the A of each look for its rows
     another module with vectors       norms and other modules whose trained parameters differ by look: called with
                                       those of the look, or look by look
-    the model's own files             the factors are merged into a copy of the weights (merge.py), or written beside
-                                      them (peft_adapter.py)
+    the model's own files             the factors are merged into a copy of the weights, or written beside them
+                                      (merge.py)
 """
 
 import copy
@@ -25,7 +25,6 @@ from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.parts import Vector, vector_at
-from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.rate_search import rate_share
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_once
 from keyhole.model.model import Model
@@ -86,8 +85,6 @@ class FactoredLayers:
             what += (
                 f", V from the errors of {self.guide.rows:,} rows (all, if there are fewer) at the start of each period"
             )
-        if not factors.folds and (kept := factors.kept).every is not None:
-            end += f"; after every {kept.every} periods in as few terms as lose {kept.most:g} of its norm at most"
         when = f"every {factors.refresh} steps a new V, and what was learned is {end}"
         if self.guide is None:
             when += f"; the best rate is about {rate_share(factors.rank):.2f} of that of dense directions, or less"
@@ -181,7 +178,7 @@ class FactoredLayers:
             bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
         elif (own := getattr(layer, "bias", None)) is not None:
             bias = own[None].expand(flat.shape[0], -1)
-        earlier = factors.kept.rooms[index] if factors.kept else None
+        earlier = factors.kept.rooms[index] if factors.kept.periods else None
         b_LrO = flat[:, matrix.a].unflatten(1, (factors.rank, matrix.outputs))
         return Added(factors.rows(factors.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
 
@@ -201,11 +198,11 @@ class FactoredLayers:
     # -- beside the model's weights --------------------------------------------------------------------------------
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
-        return merge.as_saved(self.factors, tensor, home, merged)
+        return merge.as_saved(self.factors, tensor, home, merged and self.factors.merges)
 
     def write_files(self, path: Path) -> None:
         if not self.factors.merges:
-            write_factors(self.factors, path)
+            merge.write_beside(self.factors, path)
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
         return self.factors.sample(tensor)

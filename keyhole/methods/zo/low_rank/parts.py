@@ -16,7 +16,7 @@ Only a layer whose own forward is called can have factors. A matrix that other c
 of a state-space mixer) cannot, and as a "vector" in float32 it would be too large: such models are refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -80,22 +80,12 @@ class Parts:
         return (vector for vector in self.vectors if id(vector.tensor.param) in inside)
 
 
-def _trained_shapes(layout: Layout) -> list[torch.Size]:
+def factor_sides(layout: Layout) -> tuple[int, int, int]:
+    """(outputs of all matrices, their inputs, elements of all vectors), from shapes alone: for plans."""
     tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
-    return [t.shape for t in tensors.values()]
-
-
-def factor_numels(layout: Layout, rank: int) -> tuple[int, int]:
-    """(elements of a and vectors, elements of v), from shapes alone: for plans."""
-    shapes = _trained_shapes(layout)
-    matrices = [shape for shape in shapes if len(shape) == 2]
-    vectors = sum(shape.numel() for shape in shapes if len(shape) != 2)
-    return rank * sum(shape[0] for shape in matrices) + vectors, rank * sum(shape[1] for shape in matrices)
-
-
-def kept_numels(layout: Layout, terms: Callable[[int], int]) -> int:
-    """Number of elements of a and v in all kept terms. terms: of a matrix, by its shorter side."""
-    return sum(terms(min(shape)) * sum(shape) for shape in _trained_shapes(layout) if len(shape) == 2)
+    matrices = [t.shape for t in tensors.values() if len(t.shape) == 2]
+    vectors = sum(t.shape.numel() for t in tensors.values() if len(t.shape) != 2)
+    return sum(shape[0] for shape in matrices), sum(shape[1] for shape in matrices), vectors
 
 
 def called_layers(blocks: list[nn.Module]) -> Iterator[nn.Module]:
