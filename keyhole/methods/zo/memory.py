@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
-from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, may_keep, tokens_per_pass
 from keyhole.methods.zo.low_rank.factors import room_for
+from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, may_keep, tokens_per_pass
 from keyhole.methods.zo.low_rank.parts import factor_sides
 from keyhole.methods.zo.traits import DEFAULTS, ZOConfig
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS

@@ -20,7 +20,7 @@ of this: its output directory holds an ordinary model.
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
