@@ -25,7 +25,7 @@ from typing import Any
 from keyhole.bench.cases import NATIVE, RESIDENT, STREAMED, TEXTBOOK, Case
 from keyhole.bench.measure import device_of
 from keyhole.bench.process import Emit, Job, make_job, run
-from keyhole.bench.report import Columns, Record, Report, table_of
+from keyhole.bench.report import Cells, Record, Report, table
 from keyhole.bench.shapes import model_config
 from keyhole.bench.steps import DTYPES, measure_steps, settings_of
 from keyhole.machine.rates import Rates
@@ -137,13 +137,14 @@ def _part(line: Line, part: str) -> str:
     return f"{line.planned[part] / unit:{form}}{measured}"
 
 
-COLUMNS: Columns[Line] = {
-    "case": lambda line: line.case.name,
-    "GPU GiB planned, measured": lambda line: _part(line, "gpu"),
-    "host GiB": lambda line: _part(line, "host"),
-    "s per step": lambda line: _part(line, "seconds"),
-    "bound by": lambda line: line.bound_by,
-}
+def cells(line: Line) -> Cells:
+    return {
+        "case": line.case.name,
+        "GPU GiB planned, measured": _part(line, "gpu"),
+        "host GiB": _part(line, "host"),
+        "s per step": _part(line, "seconds"),
+        "bound by": line.bound_by,
+    }
 
 
 class PlanReport(Report):
@@ -154,7 +155,7 @@ class PlanReport(Report):
         return [line_of(by_name[n], r, Rates.from_dict(r["rates"])) for n, r in self.ok().items() if n in by_name]
 
     def sections(self) -> list[str]:
-        return [table_of(COLUMNS, self.lines()), *summary(self.lines())] if not self.quick else []
+        return [table(list(map(cells, self.lines()))), *summary(self.lines())] if not self.quick else []
 
 
 def summary(lines: list[Line]) -> list[str]:
@@ -222,13 +223,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for path in args.files:
         lines = [line for line in recorded(path) if args.only in line.case.name]
-        print(path.stem, table_of(COLUMNS, lines), *summary(lines), "", sep="\n")
+        print(path.stem, table(list(map(cells, lines))), *summary(lines), "", sep="\n")
     if not args.files:
         job = make_job(None, args.quick, warm_up=6, timed=5, time_limit_s=None)
         command = "python -m benchmarks.plan_check"
         report = PlanReport("plan-check", args.out, command, args.quick)
         cases = [replace(case, dtype="fp32") if args.quick else case for case in CASES if args.only in case.name]
-        run("benchmarks.plan_check:measure_beside_plan", cases, job, report, print)
+        run(measure_beside_plan, cases, job, report, print)
         print(report.markdown())
 
 

@@ -128,11 +128,13 @@ def judge_zo(records: list[Record]) -> list[Row]:
 
 def judge_snapshots(rows: list[Record]) -> list[Row]:
     """Checkpoints in the background must not slow a run down."""
-    rows = [row if "case" in row else {"case": row, "status": "ok"} | row for row in rows]  # of older files
+    measured = snapshots.by_mode([r if "case" in r else {"case": r, "status": "ok"} | r for r in rows])  # older files
     found = []
-    for line in (line for line in snapshots.lines_of(rows) if line.case["mode"] == snapshots.BACKGROUND):
-        told = (line.case["model"], f">= {SNAPSHOTS:g}x", f"{line.ratio:.3f}x")
-        found.append(Row("tok/s against none", *told, "pass" if line.ratio >= SNAPSHOTS else "FAIL"))
+    for (model, mode), record in measured.items():
+        if mode == snapshots.BACKGROUND and (model, snapshots.NONE) in measured:
+            ratio = record["tokens_per_s"] / measured[model, snapshots.NONE]["tokens_per_s"]
+            verdict = "pass" if ratio >= SNAPSHOTS else "FAIL"
+            found.append(Row("tok/s against none", model, f">= {SNAPSHOTS:g}x", f"{ratio:.3f}x", verdict))
     return found
 
 
@@ -142,7 +144,7 @@ def verdicts(path: Path) -> str:
     if found.get("quick"):
         return "a quick run proves nothing"
     records = found.get("rows", found.get("records", []))  # rows: in older files of snapshots
-    saved = any("mode" in r.get("case", r) for r in records)
+    saved = any("mode" in r.get("case", r) or r.get("case", {}).get("saving") for r in records)
     rows = judge_snapshots(records) if saved else judge_zo(records)
     return grid(["what", "case", "target", "measured", "verdict"], [list(vars(row).values()) for row in rows])
 

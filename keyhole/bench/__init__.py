@@ -3,18 +3,17 @@
 A floor is the time that the hardware needs at least, from measured rates. A measurement is a row of a table: a case
 (cases.py, tables/*.yaml) says what runs, a function measures it in a worker process, a report shows it.
 
-cases.py        the rows of every table               process.py      workers: both ends of the pipe
+cases.py        the rows of every table               process.py      worker processes
 shapes.py       configs of true shape, by name        report.py       records as JSON and Markdown, and their tables
 measure.py      seconds per step, bytes               rates.py        rates of products, copies and the link
 baselines.py    MeZO's loop, torch's optimizers       floors.py       what bounds a step
 
+run.py                       which function and which report a verb has
 steps.py, step_tables.py     zo, lomo, lsp: whole steps, resident and streamed, beside the baselines
-memory.py, ledger.py         memory: weights, gradients, state and activations of a step
+memory.py                    memory: weights, gradients, state and activations of a step
 layers.py                    layers: forward, backward and update of one block, on CPU and GPU
 snapshots.py                 snapshots: background checkpoints during training, beside none and beside torch.save
-run.py                       a file of tables: zo, lomo, lsp, memory
 bias.py                      lsp-bias: how much of a gradient sparse projectors lose, on any model and data
-scale.py                     scale: predicted steps on 1 to 64 GPUs
 
 The targets of our own runs are in benchmarks/targets.py.
 """

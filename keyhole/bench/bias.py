@@ -26,7 +26,7 @@ import torch
 import keyhole
 from keyhole import assets
 from keyhole.bench.process import Say
-from keyhole.bench.report import Columns, Record, Report, table_of
+from keyhole.bench.report import Cells, Record, Report, table
 from keyhole.data.batches import Loader, Padding
 from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
@@ -189,22 +189,21 @@ def mean_bias(grads: list[torch.Tensor], p: Projector, q: Projector) -> float:
     return float(torch.stack([bias(grad, p, q) for grad in grads]).mean())
 
 
-COLUMNS: Columns[Record] = {
-    "d": lambda r: str(r["d"]),
-    "r": lambda r: str(r["r"]),
-    "kind": lambda r: r["projector"],
-    "random start": lambda r: f"{r['random']:.3f}",
-    "fitted, seen": lambda r: f"{r['seen']:.3f}",
-    "fitted, held out": lambda r: f"{r['held_out']:.3f}",
-    "floor": lambda r: f"{r['floor']:.3f}",
-    "vs floor": lambda r: f"{r['held_out'] / r['floor']:.2f}x" if r["floor"] > 1e-6 else "",
-    "GaLore(r), seen": lambda r: f"{r['galore_seen']:.3f}",
-    "GaLore(r), held out": lambda r: f"{r['galore_held_out']:.3f}",
-    "equal memory: rank": lambda r: f"{r['rank']:.1f}",
-    "GaLore, seen": lambda r: f"{r['equal_seen']:.3f}",
-    "GaLore, held out": lambda r: f"{r['equal_held_out']:.3f}",
-    "fit s": lambda r: f"{r['fit_s']:.2f}",
-}
+def cells(r: Record) -> Cells:
+    three = {
+        "random start": "random",
+        "fitted, seen": "seen",
+        "fitted, held out": "held_out",
+        "floor": "floor",
+        "GaLore(r), seen": "galore_seen",
+        "GaLore(r), held out": "galore_held_out",
+        "GaLore, seen": "equal_seen",
+        "GaLore, held out": "equal_held_out",
+    }
+    found = {"d": str(r["d"]), "r": str(r["r"]), "kind": r["projector"]}
+    found |= {head: f"{r[key]:.3f}" for head, key in three.items()}
+    found["vs floor"] = f"{r['held_out'] / r['floor']:.2f}x" if r["floor"] > 1e-6 else ""
+    return found | {"equal memory: rank": f"{r['rank']:.1f}", "fit s": f"{r['fit_s']:.2f}"}
 
 
 class BiasReport(Report):
@@ -220,7 +219,7 @@ class BiasReport(Report):
             f"{how.batch} rows of at most {how.length} tokens; matrices: "
             + ", ".join(f"{count} of {shape}" for shape, count in found["shapes"].items())
         )
-        return [gradients + ".", NOTES, table_of(COLUMNS, [r for r in self.records if r["kind"] == "line"])]
+        return [gradients + ".", NOTES, table([cells(r) for r in self.records if r["kind"] == "line"])]
 
 
 def bench_bias(
@@ -253,5 +252,5 @@ def bench_bias(
             say(f"d={d} r={r} {kind}: skipped, the time limit has passed")
             continue
         report.add(table.line(kind, d, r))
-        say(" | ".join(f"{head}: {cell(report.records[-1])}" for head, cell in COLUMNS.items()))
+        say(" | ".join(f"{head}: {cell}" for head, cell in cells(report.records[-1]).items()))
     return report

@@ -32,6 +32,7 @@ from keyhole.methods.zo.traits import ZO
 
 TABLES = Path(__file__).parent / "tables"
 NATIVE, RESIDENT, TEXTBOOK, STREAMED = SYSTEMS = ("native", "resident", "textbook", "streamed")  # in this order
+SAVING = ("", "background", "torch.save", "replay")  # "replay": a journal is applied
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 Options = dict[str, Any]
 
@@ -58,6 +59,8 @@ class Case:
     gpu_memory: str | None = None  # the budget; None: all of the device
     quick_gpu_memory: str | None = None  # the budget of a quick run
     wire: str | None = None
+    device: str = ""  # "": the run's; cpu: beside a GPU
+    saving: str = one_of(SAVING, default="")  # how a row of snapshots.yaml saves; "": not at all
     compare: str = ""  # the resident case whose step is the compute floor; without it, the one of the same shape
     load: dict = field(default_factory=dict)  # type: ignore[type-arg]  # of keyhole.load: overlap, reuse_slots
     options: dict = field(default_factory=dict)  # type: ignore[type-arg]  # settings of the method
@@ -71,7 +74,7 @@ class Case:
         words += [f"{self.blocks}blocks"] if self.blocks else []
         words += [self.system, *([self.gpu_memory] if self.gpu_memory else [])]
         words += [word.replace(" ", "_") for word in self.switches] + ([f"wire_{self.wire}"] if self.wire else [])
-        return "-".join(words)
+        return "-".join([*words, *filter(None, (self.device, self.saving))])
 
     @property
     def switches(self) -> list[str]:

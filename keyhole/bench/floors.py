@@ -1,9 +1,8 @@
 """What bounds a step: its products, its link, its updates; and where the time of a step went.
 
-products   operations of the case's own matrix products at the rate of one large product (Llama shapes)
-own        the same products, of the same shapes and with the model's own weights, one after the other without a
-           pause, for as many rounds as there were steps and directly after them: a GPU that multiplies without a
-           pause is held at its power limit, and the products of a model have other shapes than a large square one
+products   the step's matrix products, of the same shapes and with the model's own weights, one after the other without
+           a pause, for as many rounds as there were steps and directly after them: a GPU that multiplies without a
+           pause is held at its power limit, and no step reaches the rate of one large product
 updates    seconds in which the CPU updated parameters (adam-offload, lsp with moments on the host)
 link       bytes that crossed per step: each way at the rate of that way alone, and bytes that went both ways at
            the duplex rate of the same run; the longest of the three
@@ -14,22 +13,11 @@ from torch import nn
 
 from keyhole.bench import measure
 from keyhole.bench.cases import NATIVE, RESIDENT, Case
-from keyhole.bench.shapes import LLAMA, LLAMA_VOCABULARY
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.methods.base import Method
 from keyhole.methods.lsp.method import LSP
 from keyhole.model.structure.find import find_blocks
-
-
-def product_flop(case: Case, tokens: int) -> float:
-    """Operations of the matrix products of a step, per parameter and token: 2 forward, 2 for the gradient of the
-    inputs, 2 for that of the weights, or the share of it that the method computes, and, where only block inputs are
-    kept, 2 recomputed, minus the one product of a block that need not be; the logits are made twice in any case."""
-    width, blocks, _, mlp = LLAMA[case.model.removeprefix("Llama-")]
-    block, gradients = 4 * width**2 + 3 * width * mlp, 2 * gradient_share(case)
-    again = 2 * block - 2 * width * mlp if recomputes(case) else 0
-    return tokens * (blocks * ((4 + gradients) * block + again) + (6 + gradients) * LLAMA_VOCABULARY * width)
 
 
 def recomputes(case: Case) -> bool:
@@ -39,29 +27,15 @@ def recomputes(case: Case) -> bool:
     return case.options.get("activations", METHODS[case.method].settings().keeps) in ("block", "host")
 
 
-def gradient_share(case: Case) -> float:
-    """The share of the weights' gradients that is computed: none over a frozen base, d x d numbers of a matrix in a
-    subspace of that size, all otherwise."""
-    row = METHODS[case.method]
-    if case.system == NATIVE:
-        return 1.0
-    if row.keeps_base:
-        return 0.0
-    d = case.options.get("d", vars(row.settings()).get("d"))
-    if d is None:
-        return 1.0
-    width, _, _, mlp = LLAMA[case.model.removeprefix("Llama-")]
-    least, wide = min(d, width), min(d, mlp)
-    return float((4 * least**2 + 3 * least * wide) / (4 * width**2 + 3 * width * mlp))
-
-
 def own_products_s(case: Case, module: nn.Module, tokens: int, warm_up: int, rounds: int) -> float | None:
     """Seconds per step, for all micro-batches. None if the weights are not all on the device, or the method computes
     other products (adapters, subspaces). A method of forward passes alone multiplies the rows of all passes at once."""
-    forward_only = case.system != NATIVE and METHODS[case.method].sweep == "forward"
-    if case.system not in (NATIVE, RESIDENT) or case.gpu_memory or case.wire or gradient_share(case) != 1.0:
+    row, is_ours = METHODS[case.method], case.system != NATIVE
+    others = is_ours and (row.keeps_base or "d" in vars(row.settings()))
+    if case.system not in (NATIVE, RESIDENT) or case.gpu_memory or case.wire or others:
         return None
-    tokens *= METHODS[case.method].settings().passes if forward_only else 1
+    forward_only = is_ours and row.sweep == "forward"
+    tokens *= row.settings().passes if forward_only else 1
     blocks = [[m.weight for m in block.modules() if isinstance(m, nn.Linear)] for block in find_blocks(module)]
     inside = {id(weight) for block in blocks for weight in block}
     outside = [m.weight for m in module.modules() if isinstance(m, nn.Linear) and id(m.weight) not in inside]

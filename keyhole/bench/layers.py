@@ -14,12 +14,11 @@ arithmetic. Floors, for P elements in the matrices of the block, M tokens in seq
     UPD   28 P bytes / rate of a large copy                  both kinds: 28 bytes read or written per parameter
 
 Both rates are measured in the same process (rates.py). Activations are the tensors that the block's forward
-keeps for its backward, counted (ledger.py), times the number of blocks.
+keeps for its backward, counted as they are saved, times the number of blocks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,11 +26,11 @@ from torch import nn
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.ledger import ACTIVATIONS, WEIGHTS, Ledger
+from keyhole.bench.cases import Case
 from keyhole.bench.process import Emit, Job
 from keyhole.bench.rates import copy_rate, link_rates, product_rate
-from keyhole.bench.report import Columns, Record, Report, table_of
-from keyhole.bench.shapes import BLOCKS, LEAST_BLOCKS, known, model_config
+from keyhole.bench.report import Cells, Record, Report, table
+from keyhole.bench.shapes import BLOCKS, LEAST_BLOCKS, model_config
 from keyhole.machine.host import cpu_has_bf16
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.workload import Workload
@@ -54,50 +53,32 @@ forward without checkpointing (counted on one block). Link: pinned copies, up / 
 Call = tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]  # hidden states and the other arguments of a block
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A block of a model, somewhere."""
-
-    model: str
-    place: str  # cpu or cuda
-    batch: int
-    length: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {self.place}"
-
-    @property
-    def group(self) -> str:
-        return "all"
-
-
 @cache
-def rates_of(place: str, dtype: torch.dtype, quick: bool) -> dict[str, float]:
-    device, (side, size) = measure.device_of(place), (QUICK_SIDE, QUICK_COPY) if quick else (None, None)
+def rates_of(device: torch.device, dtype: torch.dtype, quick: bool) -> dict[str, float]:
+    side, size = (QUICK_SIDE, QUICK_COPY) if quick else (None, None)
     return {"product": product_rate(device, dtype, side), "copy": copy_rate(device, size)}
 
 
-def measure_layer(layer: Layer, job: Job, emit: Emit) -> Record:
+def measure_layer(case: Case, job: Job, emit: Emit) -> Record:
     """Times and sizes of a block."""
-    device, name = measure.device_of(layer.place), known(layer.model)
+    device = measure.device_of(case.device or job.device)
     dtype = torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
-    length, blocks = (QUICK_LENGTH, QUICK_BLOCKS) if job.quick else (layer.length, BLOCKS[name])
-    rates = rates_of(layer.place, dtype, job.quick)
-    link = link_rates(LINK_BYTES, rounds=3) if layer.place == "cuda" else None
-    config, work = model_config(name, blocks=LEAST_BLOCKS, quick=job.quick), Workload(tokens=layer.batch * length)
+    length, blocks = (QUICK_LENGTH, QUICK_BLOCKS) if job.quick else (case.length, BLOCKS[case.model])
+    config, tokens = model_config(case.model, blocks=LEAST_BLOCKS, quick=job.quick), case.batch * length
+    work = Workload(tokens=tokens)
     model = keyhole.load(config, init="random", dtype=dtype, device=device, workload=work, graphs=False)
-    block, call = first_block(model, measure.random_batch(layer.batch, length, config.vocab_size))
-    block_numel = sum(p.numel() for p in block.parameters())
+    block, call = first_block(model, measure.random_batch(case.batch, length, config.vocab_size))
+    rates, block_numel = rates_of(device, dtype, job.quick), sum(p.numel() for p in block.parameters())
     found = {
+        "place": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-        "tokens": layer.batch * length,
+        "tokens": tokens,
         "layers": blocks,
         "rates": rates,
-        "link": link,
+        "link": link_rates(LINK_BYTES, rounds=3) if device.type == "cuda" else None,
         "parameters": sum(t.shape.numel() for t in model.layout.tensors) + (blocks - LEAST_BLOCKS) * block_numel,
-        "kept_bytes": kept_bytes(block, call, device),
-        "floors": floors(block, layer.batch * length, length, config.hidden_size, rates),
+        "kept_bytes": kept_bytes(block, call),
+        "floors": floors(block, tokens, length, config.hidden_size, rates),
         "parts": measure.time_parts(parts_of(block, call, device), device, job.warm_up, job.timed),
         "threads": torch.get_num_threads(),
     }
@@ -128,15 +109,19 @@ def forward(block: nn.Module, call: Call) -> torch.Tensor:
     return out
 
 
-def kept_bytes(block: nn.Module, call: Call, device: torch.device) -> int:
-    """Bytes that a forward keeps for the backward, its output included."""
-    ledger = Ledger(device)
-    ledger.hold(WEIGHTS, block.parameters())
-    with ledger:
-        out = forward(block, call)
-    kept = ledger.alive()[ACTIVATIONS]
-    del out
-    return kept
+def kept_bytes(block: nn.Module, call: Call) -> int:
+    """Bytes that a forward keeps for the backward, its output included; weights are not counted."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        note(forward(block, call))
+    for own in (call[0], *block.parameters()):
+        kept.pop(own.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
 
 
 def parts_of(block: nn.Module, call: Call, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -179,49 +164,37 @@ def all_blocks_s(r: Record) -> float:
     return float(r["layers"] * sum(r["parts"][part]["s"] for part in ("FWD", "BWD", "UPD")))
 
 
-def _part(part: str, r: Record) -> str:
-    seconds, floor_s = r["parts"][part]["s"], r["floors"][part]
-    return f"{1e3 * seconds:.3f} ({1e3 * floor_s:.3f}, {seconds / floor_s:.2f}x)"
-
-
 class LayerReport(Report):
     """A line per block and device, and one per model."""
 
-    columns: Columns[Record] = {
-        "model": lambda r: r["case"]["model"],
-        "on": lambda r: "GPU" if r["case"]["place"] == "cuda" else f"CPU, {r['threads']} threads",
-        "dtype": lambda r: r["dtype"],
-        "tokens": lambda r: str(r["tokens"]),
-        **{f"{part} ms": partial(_part, part) for part in PARTS},
-        "all blocks s": lambda r: f"{all_blocks_s(r):.3f}",
-        "product TFLOP/s": lambda r: f"{r['rates']['product'] / 1e12:.3g}",
-        "copy GB/s": lambda r: f"{r['rates']['copy'] / 1e9:.3g}",
-    }
+    def cells(self, r: Record) -> Cells:
+        found = {"model": r["case"]["model"], "on": "GPU" if r["place"] == "cuda" else f"CPU, {r['threads']} threads"}
+        found |= {"dtype": r["dtype"], "tokens": str(r["tokens"])}
+        for part in PARTS:
+            seconds, floor_s = r["parts"][part]["s"], r["floors"][part]
+            found[f"{part} ms"] = f"{1e3 * seconds:.3f} ({1e3 * floor_s:.3f}, {seconds / floor_s:.2f}x)"
+        return found | {
+            "all blocks s": f"{all_blocks_s(r):.3f}",
+            "product TFLOP/s": f"{r['rates']['product'] / 1e12:.3g}",
+            "copy GB/s": f"{r['rates']['copy'] / 1e9:.3g}",
+        }
+
+    def held(self, r: Record) -> Cells:
+        link, gpus = r["link"], self.machine.get("gpus")
+        return {
+            "model": r["case"]["model"],
+            "blocks": str(r["layers"]),
+            "weights GiB": f"{2 * r['parameters'] / GIB:.2f}",
+            "optimizer state GiB": f"{STATE_BYTES * r['parameters'] / GIB:.2f}",
+            "activations GiB": f"{r['layers'] * r['kept_bytes'] / GIB:.2f}",
+            "link GB/s": " / ".join(f"{link[k]:.1f}" for k in ("up", "down", "duplex")) if link else "",
+            "GPU GiB": f"{gpus[0]['total_bytes'] / GIB:.0f}" if gpus else "",
+        }
 
     def line(self, found: Record) -> str:
-        return (
-            " | ".join(c(found) for c in self.columns.values()) if found.get("status") == "ok" else super().line(found)
-        )
+        return " | ".join(self.cells(found).values()) if found.get("status") == "ok" else super().line(found)
 
     def sections(self) -> list[str]:
         found = list(self.ok().values())
         first = {r["case"]["model"]: r for r in reversed(found)}
-        held: Columns[Record] = {
-            "model": lambda r: r["case"]["model"],
-            "blocks": lambda r: str(r["layers"]),
-            "weights GiB": lambda r: f"{2 * r['parameters'] / GIB:.2f}",
-            "optimizer state GiB": lambda r: f"{STATE_BYTES * r['parameters'] / GIB:.2f}",
-            "activations GiB": lambda r: f"{r['layers'] * r['kept_bytes'] / GIB:.2f}",
-            "link GB/s": lambda r: (
-                " / ".join(f"{r['link'][k]:.1f}" for k in ("up", "down", "duplex")) if r["link"] else ""
-            ),
-            "GPU GiB": lambda r: (
-                f"{self.machine['gpus'][0]['total_bytes'] / GIB:.0f}" if self.machine.get("gpus") else ""
-            ),
-        }
-        return [
-            NOTES,
-            table_of(self.columns, found),
-            HELD,
-            table_of(held, reversed(first.values())),
-        ]
+        return [NOTES, table(list(map(self.cells, found))), HELD, table(list(map(self.held, reversed(first.values()))))]

@@ -3,31 +3,33 @@
 <bench>_<gpu>_<date>.json    command, commit, machine, all records
 <bench>_<gpu>_<date>.md      the same as readable tables
 
-A table is a dict of columns: the head, and a function that makes the cell of a row.
+A row of a table is a dict of its cells, by the heads of their columns.
 """
 
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from keyhole.bench.cases import Table
 from keyhole.disk.files import write_text
 from keyhole.disk.json_text import json_text
 
 Record = dict[str, Any]
-T = TypeVar("T")
-Columns = Mapping[str, Callable[[T], str]]
+Cells = dict[str, str]
 
 
 class Report:
     """Collects records and keeps both files up to date, so that an interrupted run leaves its results. A benchmark
     defines the contents of the Markdown in `sections`, and the line on the terminal about a record."""
 
-    def __init__(self, name: str, out: Path, command: str, quick: bool) -> None:
-        self.name, self.out, self.quick = name, out, quick
+    def __init__(
+        self, name: str, out: Path, command: str, quick: bool, tables: Mapping[str, Table] | None = None
+    ) -> None:
+        self.name, self.out, self.quick, self.tables = name, out, quick, tables or {}
         self.records: list[Record] = []
         self.machine: Record = {}
         self.started = datetime.now()
@@ -101,8 +103,10 @@ class Report:
         return "\n".join(f"- {line}" for line in [*lines, f"reproduce: `{self.about['command']}`"])
 
 
-def table_of(columns: "Columns[T]", rows: Iterable[T]) -> str:
-    return grid(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """The rows as a table; a column that no row fills is left out."""
+    heads = [head for head in dict.fromkeys(head for row in rows for head in row) if any(row.get(head) for row in rows)]
+    return grid(heads, [[row.get(head, "") for head in heads] for row in rows])
 
 
 def grid(header: list[str], rows: list[list[str]]) -> str:

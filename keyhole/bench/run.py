@@ -1,21 +1,32 @@
-"""Runs a file of tables: `keyhole bench zo | lomo | lsp | memory`."""
+"""Runs the tables of a verb: `keyhole bench zo | lomo | lsp | memory | layers | snapshots`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from keyhole.bench.cases import TABLES, cut, for_models, ordered, read_tables, select
-from keyhole.bench.memory import MemoryReport
-from keyhole.bench.process import Job, Say, run
+from keyhole.bench.layers import LayerReport, measure_layer
+from keyhole.bench.memory import MemoryReport, measure_memory
+from keyhole.bench.process import Job, Measure, Say, run
 from keyhole.bench.report import Report
-from keyhole.bench.step_tables import FIRST, ZEROTH, StepReport
+from keyhole.bench.snapshots import SnapshotReport, measure_saving
+from keyhole.bench.step_tables import StepReport
+from keyhole.bench.steps import measure_steps
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import Bytes
 
-STEPS, MEMORY = "keyhole.bench.steps:measure_steps", "keyhole.bench.memory:measure_memory"
+VERBS: dict[str, tuple[Measure, type[Report]]] = {
+    "zo": (measure_steps, StepReport),
+    "lomo": (measure_steps, StepReport),
+    "lsp": (measure_steps, StepReport),
+    "memory": (measure_memory, MemoryReport),
+    "layers": (measure_layer, LayerReport),
+    "snapshots": (measure_saving, SnapshotReport),
+}
 
 
 def bench_tables(
-    shipped: str,
+    verb: str,
     job: Job,
     *,
     out: Path,
@@ -27,29 +38,22 @@ def bench_tables(
     host: str | None = None,
     say: Say = print,
 ) -> Report:
-    """Returns the report, which has been written to disk. shipped: a file of tables/, which has the verb's name; file:
-    other tables than that one's. words, only: which cases (select). models: instead of the tables' own. host: models
-    are cut to this much host memory (default: the free memory; not for tiny models)."""
-    tables = for_models(read_tables(file or TABLES / shipped, job.quick), models or [])
-    tables = select(tables, ["all"] if words is None else words, only)
+    """Returns the report, which has been written to disk. file: other tables than the verb's. words, only: which cases
+    (select). models: instead of the tables' own. host: models are cut to this much host memory (default: the free
+    memory; not for tiny models)."""
+    tables = for_models(read_tables(file or TABLES / f"{verb}.yaml", job.quick), models or [])
+    if job.device == "cpu":  # what runs on the CPU beside a GPU is the same here
+        tables = {k: replace(t, cases=[case for case in t.cases if not case.device]) for k, t in tables.items()}
+    tables = select(tables, words or ["all"], only)
     if host is not None or not job.quick:
-        tables, said = cut(tables, _host_bytes(host))
+        try:
+            size = host_memory().available_bytes if host is None else Bytes.parse(host)
+        except ValueError as error:
+            raise UserError(f"--host-memory: {host!r} is not {error}") from error
+        tables, said = cut(tables, size)
         for line in said:
             say(line)
-    report: Report
-    verb = Path(shipped).stem
-    if shipped == "memory.yaml":
-        report = MemoryReport(out, command, job.quick, tables)
-    else:
-        report = StepReport(verb, out, command, job.quick, tables, ZEROTH if shipped == "zo.yaml" else FIRST)
-    run(MEMORY if shipped == "memory.yaml" else STEPS, ordered(tables), job, report, say)
+    measure, report_class = VERBS[verb]
+    report = report_class(verb, out, command, job.quick, tables)
+    run(measure, ordered(tables), job, report, say)
     return report
-
-
-def _host_bytes(text: str | None) -> int:
-    if text is None:
-        return host_memory().available_bytes
-    try:
-        return Bytes.parse(text)
-    except ValueError as error:
-        raise UserError(f"--host-memory: {text!r} is not {error}") from error

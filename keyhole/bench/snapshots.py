@@ -2,22 +2,22 @@
 replayed: Table 6 of the ZO-Offloading paper.
 
     none                  streamed steps without checkpoints
-    background            a background checkpoint every `every` steps (checkpoint/writer.py)
+    background            a background checkpoint every EVERY steps (checkpoint/writer.py)
     torch.save            training stops, and torch.save writes the weights
     textbook              MeZO's loop in GPU memory (baselines.py), without checkpoints
     textbook torch.save   the same, stopped for torch.save, which also copies the weights from the GPU
     replay                a journal of so many steps is applied to the model
 
-A period is `every` steps. A mode is timed from the start of its first checkpoint to the point where the one after the
+A period is EVERY steps. A mode is timed from the start of its first checkpoint to the point where the one after the
 last period could start, including any wait for the disk: this is the pace of a long run. keyhole's checkpoints have
 checksums and are flushed to the disk; torch.save's have no checksums and are not flushed. If the disk cannot write one
-checkpoint in the time of one period, it bounds the run in every mode, so choose the batch accordingly
+checkpoint in the time of one period, it bounds the run in every mode, so choose the batch accordingly:
 
     seconds per step x every >= bytes of the weights / bytes per second of the disk         (1.3 GB/s: batch 16)
 
 The floor of a mode with checkpoints is the longer of a period without checkpoints, and the weights at the disk's own
-rate, which is measured in the same run. Host memory is the peak resident set, beside that of `none`, without the
-kernel's page cache. "half GiB" is half of the weights, the limit for copies.
+rate, which is measured in the same run. "half GiB" is half of the weights, the limit for copies. Checkpoints go to the
+system's place for temporary files: TMPDIR names another disk.
 """
 
 import os
@@ -28,17 +28,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.cases import STREAMED, TEXTBOOK, Case
+from keyhole.bench.cases import TEXTBOOK, Case
 from keyhole.bench.process import Emit, Job
-from keyhole.bench.report import Columns, Record, Report, number, table_of
-from keyhole.bench.shapes import known
+from keyhole.bench.report import Cells, Record, Report, number, table
 from keyhole.bench.steps import batches_of, load, method_of
 from keyhole.checkpoint import journal, select
 from keyhole.checkpoint.replay import apply_records
@@ -49,70 +47,43 @@ from keyhole.machine.sizes import GIB
 
 LR = 1e-7
 PROBE_BYTES = 4 * GIB  # upper limit of what is written to measure the disk
-NONE, BACKGROUND, TORCH, REPLAY = "none", "background", "torch.save", "replay"
-MODES = (NONE, BACKGROUND, TORCH, TEXTBOOK, f"{TEXTBOOK} {TORCH}", REPLAY)
+NONE, BACKGROUND, REPLAY = "none", "background", "replay"
+EVERY, PERIODS, REPLAYED = 10, 2, 1000  # steps between checkpoints, checkpoints that are timed, steps of the journal
 
 
-@dataclass(frozen=True)
-class Saving:
-    """A mode of a model."""
-
-    model: str
-    mode: str
-    batch: int
-    every: int  # steps between checkpoints
-    periods: int  # checkpoints that are timed
-    replay_steps: int
-    scratch: str | None  # directory for the checkpoints
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {self.mode}"
-
-    @property
-    def group(self) -> str:
-        return self.model
-
-
-def cases_of(models: list[str], batch: int, every: int, periods: int, replay: int, scratch: str | None) -> list[Saving]:
-    """All modes of every model; the first one is replayed."""
-    found = [
-        Saving(known(m, "--sizes"), mode, batch, every, periods, replay, scratch) for m in models for mode in MODES
-    ]
-    return [case for case in found if case.mode != REPLAY or (replay and case.model == found[0].model)]
-
-
-def measure_saving(case: Saving, job: Job, emit: Emit) -> Record:
+def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
     """The pace of a mode."""
-    device, system = measure.device_of(job.device), TEXTBOOK if case.mode.startswith(TEXTBOOK) else STREAMED
-    steps = Case(case.model, system, batch=case.batch)
-    model = load(steps, job.device, job.quick)
+    device, is_textbook = measure.device_of(job.device), case.system == TEXTBOOK
+    model = load(case, job.device, job.quick)
     weights_bytes = sum(home.nbytes for home in model.engine.homes)
-    batches, method = batches_of(steps, job.quick, model.config.vocab_size), method_of(steps, model)
-    if case.scratch is not None:
-        Path(case.scratch).mkdir(parents=True, exist_ok=True)
+    batches, method = batches_of(case, job.quick, model.config.vocab_size), method_of(case, model)
 
     def run(count: int) -> None:
         for _ in range(count):
             method.step(batches)
 
-    def tensors() -> Record:
-        if system == TEXTBOOK:
-            return dict(model.module.state_dict())
-        model.apply_deferred()
-        return dict(model.named_tensors())
-
-    with tempfile.TemporaryDirectory(dir=case.scratch, prefix="keyhole-bench-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="keyhole-bench-") as place:
+        scratch = Path(place)
         run(3)
         measure.wait(device)
-        rate = disk_rate(Path(scratch), weights_bytes)
+        rate = disk_rate(scratch, weights_bytes)
         measure.clean_up(device)
-        if isinstance(method, keyhole.ZO) and case.mode == REPLAY:
-            found = time_replay(method, case.replay_steps)
-        elif isinstance(method, keyhole.ZO) and case.mode == BACKGROUND:
-            found = time_background(case, method, run, Path(scratch))
+        if isinstance(method, keyhole.ZO) and case.saving == REPLAY:
+            found = time_replay(method, REPLAYED)
+        elif isinstance(method, keyhole.ZO) and case.saving == BACKGROUND:
+            found = time_background(method, run, scratch)
         else:
-            found = time_steps(case, device, run, tensors, Path(scratch))
+            begin_s, written = time.perf_counter(), list[float]()
+            if case.saving:  # the only place where keyhole writes a pickle
+                if not is_textbook:
+                    model.apply_deferred()
+                tensors = dict(model.module.state_dict() if is_textbook else model.named_tensors())
+                torch.save(tensors, scratch / "baseline.pt")
+                written.append(time.perf_counter() - begin_s)
+            run(EVERY)
+            measure.wait(device)
+            found = {"steps": EVERY, "wall_s": time.perf_counter() - begin_s}
+            found |= {"write_s": written} if written else {}
     found |= {"weights_bytes": weights_bytes, "disk_bytes_per_s": rate}
     found["tokens_per_s"] = found["steps"] * batches[0]["input_ids"].numel() / found["wall_s"]
     found |= {"host_bytes": measure.host_memory(), "device": measure.device_memory(device)}
@@ -120,32 +91,19 @@ def measure_saving(case: Saving, job: Job, emit: Emit) -> Record:
     return found
 
 
-def time_steps(
-    case: Saving, device: torch.device, run: Callable[[int], None], tensors: Callable[[], Record], scratch: Path
-) -> Record:
-    """A period; in the modes of torch.save, the only place where keyhole writes a pickle, the weights before it."""
-    begin_s, written = time.perf_counter(), list[float]()
-    if case.mode.endswith(TORCH):
-        torch.save(tensors(), scratch / "baseline.pt")
-        written.append(time.perf_counter() - begin_s)
-    run(case.every)
-    measure.wait(device)
-    return {"steps": case.every, "wall_s": time.perf_counter() - begin_s} | ({"write_s": written} if written else {})
-
-
-def time_background(case: Saving, method: keyhole.ZO, run: Callable[[int], None], scratch: Path) -> Record:
+def time_background(method: keyhole.ZO, run: Callable[[int], None], scratch: Path) -> Record:
     """One checkpoint per period; each is verified afterwards, or deleted when the next one is complete."""
     background, done, step = Writer(method.model, method), [], 0
     begin_s = time.perf_counter()
-    for _ in range(case.periods):
+    for _ in range(PERIODS):
         background.begin(scratch / f"checkpoint-{step}", State(step))
-        run(case.every)
+        run(EVERY)
         written = background.wait()
         assert written is not None
         done.append(written)
         if written.error is not None:
             raise written.error
-        deleting, step = select.prune(scratch, 1, step), step + case.every
+        deleting, step = select.prune(scratch, 1, step), step + EVERY
     measure.wait(method.model.device)
     wall_s = time.perf_counter() - begin_s
     deleting.join()
@@ -188,91 +146,41 @@ def disk_rate(directory: Path, size_bytes: int) -> float:
         path.unlink()
 
 
-@dataclass(frozen=True)
-class Line:
-    """A mode beside the same steps without checkpoints, of the same loop, and beside MeZO's."""
-
-    case: Record
-    record: Record
-    none: Record
-    textbook: Record | None
-
-    @property
-    def ratio(self) -> float:
-        return float(self.record["tokens_per_s"] / self.none["tokens_per_s"])
-
-    @property
-    def disk_s(self) -> float | None:
-        """Seconds that the disk alone needs for the weights."""
-        saves = "write_s" in self.record
-        return self.record["weights_bytes"] / self.record["disk_bytes_per_s"] if saves else None
-
-    @property
-    def period_s(self) -> float:
-        """Seconds of the steps between two checkpoints; `none` is timed over one period."""
-        return float(self.record["wall_s"] / self.record["steps"] * self.none["steps"])
-
-    @property
-    def to_floor(self) -> float | None:
-        return None if self.disk_s is None else self.period_s / max(self.none["wall_s"], self.disk_s)
-
-    def gib(self, key: str, form: str = ".2f") -> str:
-        return number(self.record[key] / GIB, form) if "copies_bytes" in self.record else ""
-
-
-def _seconds(values: list[float]) -> str:
-    return ", ".join(f"{s:.2f}" for s in values)
-
-
-def _to_textbook(line: Line) -> str:
-    return number(line.record["tokens_per_s"] / line.textbook["tokens_per_s"], ".3f", "x") if line.textbook else ""
-
-
-def _host_more(line: Line) -> str:
-    more = line.record["host_bytes"] - line.none["host_bytes"]
-    return number(more / GIB, "+.2f") if "copies_bytes" in line.record else ""
-
-
-COLUMNS: Columns[Line] = {
-    "model": lambda line: line.case["model"],
-    "batch": lambda line: str(line.case["batch"]),
-    "mode": lambda line: line.case["mode"],
-    "tok/s": lambda line: f"{line.record['tokens_per_s']:,.0f}",
-    "against none": lambda line: f"{line.ratio:.3f}x",
-    "against textbook": _to_textbook,
-    "written in s": lambda line: _seconds(line.record.get("write_s", [])),
-    "disk's floor s": lambda line: number(line.disk_s),
-    "period s": lambda line: f"{line.period_s:.2f}",
-    "vs floor": lambda line: number(line.to_floor, unit="x"),
-    "training waited s": lambda line: _seconds(line.record.get("training_waited_s", [])),
-    "copies GiB": lambda line: line.gib("copies_bytes"),
-    "half GiB": lambda line: number(line.record["weights_bytes"] / 2 / GIB) if line.gib("copies_bytes") else "",
-    "host GiB more": _host_more,
-    "GPU GiB": lambda line: number(line.record["device"]["reserved_bytes"] / GIB or None),
-}
-
-
-def lines_of(records: list[Record]) -> list[Line]:
-    """The modes that were measured, with the steps that they are compared with."""
-    found = {(r["case"]["model"], r["case"]["mode"]): r for r in records if r.get("status") == "ok"}
-    lines = []
-    for (model, mode), record in found.items():
-        none, textbook = (
-            found.get((model, TEXTBOOK if mode.startswith(TEXTBOOK) else NONE)),
-            found.get((model, TEXTBOOK)),
-        )
-        if none is not None and mode != REPLAY:
-            lines.append(Line(record["case"], record, none, textbook))
-    return lines
+def by_mode(records: list[Record]) -> dict[tuple[str, str], Record]:
+    """The latest measurement of each model and mode. Records of older files name their mode."""
+    found = {}
+    for r in (r for r in records if r.get("status") == "ok"):
+        case = r["case"]
+        words = [TEXTBOOK if case.get("system") == TEXTBOOK else "", case.get("saving", "")]
+        found[case["model"], case.get("mode") or " ".join(filter(None, words)) or NONE] = r
+    return found
 
 
 class SnapshotReport(Report):
-    """A line per mode."""
+    """A line per mode, beside the same steps without checkpoints and beside MeZO's."""
+
+    def cells(self, model: str, mode: str) -> Cells:
+        found = by_mode(self.records)
+        r, textbook = found[model, mode], found.get((model, TEXTBOOK))
+        none = found.get((model, TEXTBOOK if mode.startswith(TEXTBOOK) else NONE), r)
+        period_s = r["wall_s"] / r["steps"] * none["steps"]  # none is timed over one period
+        disk_s = r["weights_bytes"] / r["disk_bytes_per_s"] if "write_s" in r else None
+        cells = {"model": model, "batch": str(r["case"]["batch"]), "mode": mode, "tok/s": f"{r['tokens_per_s']:,.0f}"}
+        cells["against none"] = f"{r['tokens_per_s'] / none['tokens_per_s']:.3f}x"
+        cells["against textbook"] = f"{r['tokens_per_s'] / textbook['tokens_per_s']:.3f}x" if textbook else ""
+        for head, key in {"written in s": "write_s", "training waited s": "training_waited_s"}.items():
+            cells[head] = ", ".join(f"{seconds:.2f}" for seconds in r.get(key, []))
+        cells |= {"disk's floor s": number(disk_s), "period s": f"{period_s:.2f}"}
+        cells["vs floor"] = number(period_s / max(none["wall_s"], disk_s) if disk_s else None, unit="x")
+        if "copies_bytes" in r:
+            cells |= {"copies GiB": f"{r['copies_bytes'] / GIB:.2f}", "half GiB": f"{r['weights_bytes'] / 2 / GIB:.2f}"}
+        return cells | {"GPU GiB": number(r["device"]["reserved_bytes"] / GIB or None)}
 
     def sections(self) -> list[str]:
-        replays = [r for r in self.ok().values() if r["case"]["mode"] == REPLAY]
-        told = [f"{r['name']}: {r['steps']} steps in {r['wall_s']:.2f} s" for r in replays]
-        return [(__doc__ or "").strip().split("\n\n", 1)[1], table_of(COLUMNS, lines_of(self.records)), *told]
+        found = by_mode(self.records)
+        told = [f"{r['name']}: {r['steps']} steps in {r['wall_s']:.2f} s" for (_, m), r in found.items() if m == REPLAY]
+        rows = [self.cells(*place) for place in found if place[1] != REPLAY]
+        return [(__doc__ or "").strip().split("\n\n", 1)[1], table(rows), *told]
 
     def line(self, found: Record) -> str:
         if found.get("status") != "ok":

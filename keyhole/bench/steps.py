@@ -4,7 +4,6 @@ system; median of the timed steps."""
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
@@ -14,7 +13,7 @@ from keyhole.bench.baselines import Native, Textbook, take_weights
 from keyhole.bench.cases import NATIVE, STREAMED, TEXTBOOK, Case
 from keyhole.bench.floors import own_products_s, step_parts
 from keyhole.bench.process import Emit, Job
-from keyhole.bench.rates import link_rates, product_rate
+from keyhole.bench.rates import link_rates
 from keyhole.bench.report import Record
 from keyhole.bench.shapes import QUICK_SHRINK, model_config
 from keyhole.methods import METHODS
@@ -25,13 +24,11 @@ from keyhole.methods.workload import Workload
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = {"forward": 1e-7, "reverse": 1e-5, "torch": 1e-5}  # by how a method sweeps the model
 _links: dict[int, dict[str, float]] = {}  # rates by the size of the copies
-product_rate_of = cache(product_rate)
 
 
 def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
     """The numbers of a case, for the tables of step_tables.py."""
     device, begin_s = measure.device_of(job.device), time.perf_counter()
-    rate = product_rate_of(device) if device.type == "cuda" else None
     measure.clear_device(device)
     model = load(case, job.device, job.quick)
     batches = batches_of(case, job.quick, model.config.vocab_size)
@@ -54,7 +51,6 @@ def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
         "host_bytes": max(host_bytes, measure.host_memory()),
         "decided": model.describe() + (method.describe() if isinstance(method, Method) else []),
         "load_s": load_s,
-        "product_rate": rate,
         "parts": step_parts(method) if isinstance(method, Method) else {},
     }
     rows = batches[0]["input_ids"].numel()

@@ -120,11 +120,6 @@ class MethodSettings:
         """How the memory of a step could be lowered."""
         return Advice(change=("activations=host",)) if self.keeps in ("none", "block", "auto") else Advice()
 
-    def exchanged(self, width: float) -> float:
-        """Bytes of gradients and updates that ranks exchange per step, per byte of 16-bit weights, in a model of this
-        width; gathers of weights do not count."""
-        return 1.0
-
     def filled(self) -> Self:
         """These settings with unset values filled in, if a default depends on another setting."""
         return self

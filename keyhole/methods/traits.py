@@ -61,9 +61,6 @@ class Traits:
     # How several ranks (keyhole/ranks) train together; each takes its share of the micro-batches. replicas: each rank
     # has all weights and makes the same update; shards: each keeps and updates a part. None: not supported.
     ranks: Literal["replicas", "shards"] | None = None
-    # For an optimizer on the host, per step: bytes over the link per byte of 16-bit weights, if these are resident, and
-    # bytes through host memory per parameter.
-    through_host: tuple[float, float] = (0.0, 0.0)
     # The model's own weights never change: a run resumes from the original model and the method's state.
     keeps_base: bool = False
     # Own settings that may change on resume.

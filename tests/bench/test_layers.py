@@ -21,7 +21,7 @@ MODELS = ["Llama-7B", "GPT2-1.3B", "13B", "BLOOM-176B"]
 
 def test_a_quick_run(tmp_path: Path, capsys: Any) -> None:
     """Every part of every model has a time and a floor, and parameters are counted as the module counts them."""
-    how = ["--quick", "--device=cpu", "--steps=1", "--warm-up=1", "--batch=2", f"--models={','.join(MODELS)}"]
+    how = ["--quick", "--device=cpu", "--steps=1", "--warm-up=1", f"--models={','.join(MODELS)}"]
     assert main(["bench", "layers", f"--out={tmp_path}", *how]) == 0
     found = json.loads(next(tmp_path.glob("*.json")).read_text())
     records = found["records"]
@@ -36,7 +36,7 @@ def test_a_quick_run(tmp_path: Path, capsys: Any) -> None:
     page = next(tmp_path.glob("*.md")).read_text()
     assert all(f"{part} ms" in page for part in PARTS) and "optimizer state GiB" in page
     said = capsys.readouterr().out
-    assert all(re.search(rf"{model} +\| CPU, ", said) for model in MODELS)
+    assert all(re.search(rf"{model} \| CPU, ", said) for model in MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -55,7 +55,7 @@ def test_the_block_is_called_as_the_model_calls_it(name: str) -> None:
     for part in PARTS[:2]:
         parts[part]()
     assert all(p.grad is not None for p in block.parameters()) and call[0].grad is not None
-    assert kept_bytes(block, call, torch.device("cpu")) >= 4 * seen[0].numel()
+    assert kept_bytes(block, call) >= 4 * seen[0].numel()
     model.close()
 
 

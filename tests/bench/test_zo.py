@@ -15,9 +15,8 @@ from keyhole.bench.baselines import take_weights
 from keyhole.bench.cases import TABLES, Case, read_tables
 from keyhole.bench.floors import link_seconds
 from keyhole.bench.process import Job, run_here
-from keyhole.bench.run import STEPS
 from keyhole.bench.step_tables import Line
-from keyhole.bench.steps import load
+from keyhole.bench.steps import load, measure_steps
 from keyhole.cli import main
 
 CASES = ",".join(
@@ -106,7 +105,7 @@ def test_a_model_is_gone_before_the_next_is_loaded(monkeypatch: Any) -> None:
     monkeypatch.setattr(keyhole, "load", watched)
     got: list[dict[str, Any]] = []
     cases = [Case("13B", system, dtype="fp32") for system in ("resident", "textbook", "streamed")]
-    run_here(STEPS, cases, Job("cpu", quick=True, warm_up=1, timed=1, deadline_s=4e9), got.append)
+    run_here(measure_steps, cases, Job("cpu", quick=True, warm_up=1, timed=1, deadline_s=4e9), got.append)
     gc.collect()
     assert [r["status"] for r in got if r["kind"] == "case"] == ["ok"] * 3
     assert len(alive) == 3 and not any(ref() for ref in alive)

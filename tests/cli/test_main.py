@@ -34,15 +34,14 @@ push: --dry-run DIR ID --private
 env: --json
 demo: --output-dir
 bench:
-bench zo: --steps --cases --models --host-memory --table --out --quick --warm-up --time-limit --device
-bench lomo: --steps --table --out --quick --warm-up --time-limit --only --device
-bench lsp: --steps --table --out --quick --warm-up --time-limit --only --device
-bench scale: --tokens --model --tflops --memory --pcie --nvlink --network --gpus --host
-bench memory: --table --out --quick --time-limit --only --device
-bench layers: --steps --models --out --quick --warm-up --time-limit --device --batch --length
+bench zo: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
+bench lomo: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
+bench lsp: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
+bench memory: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
+bench layers: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
+bench snapshots: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
 bench lsp-bias: --out --quick --time-limit --device --model --batch --length --data --d --r --kinds
     --micro-batch --calibration --held-out --matrices
-bench snapshots: --out --quick --device --batch --sizes --scratch --every --periods --replay-steps --time-limit
 config:
 config ls:
 config cp: NAME DEST

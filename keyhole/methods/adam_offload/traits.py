@@ -38,6 +38,5 @@ ADAM_OFFLOAD = Traits(
     sane_rates=(1e-7, 5e-4),
     sweep="reverse",
     ranks="shards",
-    through_host=(3.0, 26.0),  # gradients in 16 bits, masters in 32; state read and written
     may_change=("gpu_updates",),
 )

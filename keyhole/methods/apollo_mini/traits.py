@@ -17,9 +17,6 @@ class APOLLOMiniConfig(AdamSettings, LOMOSettings):
     refresh: Count = setting(200, "Steps for which a sketch keeps its random direction.")
     # fmt: on
 
-    def exchanged(self, width: float) -> float:
-        return 3.0  # pieces in 16 bits, their sums in 32
-
 
 APOLLO_MINI = replace(
     LOMO,

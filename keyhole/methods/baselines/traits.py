@@ -12,9 +12,6 @@ from keyhole.methods.traits import Traits
 class BaselineConfig(MethodSettings):
     """Settings of all baselines."""
 
-    def exchanged(self, width: float) -> float:
-        return 3.0  # pieces in 16 bits, their sums in 32
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(AdamSettings, BaselineConfig):

@@ -32,9 +32,6 @@ class LoRAConfig(MethodSettings):
     def frozen_wires(self) -> tuple[str, ...]:
         return FROZEN_WIRES
 
-    def exchanged(self, width: float) -> float:
-        return 0.0  # of adapters alone
-
     def faults(self, around: Around) -> Iterator[Fault]:
         if around.placement == "stream" and self.activations == "none":
             yield "activations", "none needs all weights on the device; use auto, block or host, or placement=resident"

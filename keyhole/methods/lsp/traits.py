@@ -76,9 +76,6 @@ class LSPConfig(AdamSettings):
         since = updates - self.rule.first_check
         return self.learn and since >= 0 and since % self.check_freq == 0
 
-    def exchanged(self, width: float) -> float:
-        return 4.0 * min(1.0, LSPConfig.d / width) ** 2  # 8 bytes per number, d x d of width x width
-
     def faults(self, around: Around) -> Iterator[Fault]:
         if self.r > self.d:
             yield "lsp.r", f"{self.r} numbers per row do not fit into lsp.d={self.d} columns; set r <= d"

@@ -26,9 +26,6 @@ class MuonConfig(AdamSettings, LOMOSettings):
         "Format of momentum and moments, rounded stochastically: 2 or 4 bytes per parameter of host memory.")
     # fmt: on
 
-    def exchanged(self, width: float) -> float:
-        return 3.0  # pieces in 16 bits, their sums in 32
-
     def faults(self, around: Around) -> Iterator[Fault]:
         yield from super().faults(around)
         if self.ns_coefficients is not None and len(self.ns_coefficients) != 3:
@@ -47,6 +44,5 @@ MUON = replace(
     sane_rates=(1e-7, 1e-2),
     steps=1.1,
     underflow_safe=False,
-    through_host=(4.0, 4.0),
     may_change=("moments",),
 )
