@@ -16,17 +16,17 @@ from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import Bytes
 
 VERBS: dict[str, tuple[Measure, type[Report]]] = {
-    "zo": (measure_steps, StepReport),
-    "lomo": (measure_steps, StepReport),
-    "lsp": (measure_steps, StepReport),
-    "memory": (measure_memory, MemoryReport),
-    "layers": (measure_layer, LayerReport),
-    "snapshots": (measure_saving, SnapshotReport),
+    "zo.yaml": (measure_steps, StepReport),
+    "lomo.yaml": (measure_steps, StepReport),
+    "lsp.yaml": (measure_steps, StepReport),
+    "memory.yaml": (measure_memory, MemoryReport),
+    "layers.yaml": (measure_layer, LayerReport),
+    "snapshots.yaml": (measure_saving, SnapshotReport),
 }
 
 
 def bench_tables(
-    verb: str,
+    shipped: str,
     job: Job,
     *,
     out: Path,
@@ -38,10 +38,10 @@ def bench_tables(
     host: str | None = None,
     say: Say = print,
 ) -> Report:
-    """Returns the report, which has been written to disk. file: other tables than the verb's. words, only: which cases
+    """Returns the report, which has been written to disk. shipped: a file of tables/. file: other tables than those. words, only: which cases
     (select). models: instead of the tables' own. host: models are cut to this much host memory (default: the free
     memory; not for tiny models)."""
-    tables = for_models(read_tables(file or TABLES / f"{verb}.yaml", job.quick), models or [])
+    tables = for_models(read_tables(file or TABLES / shipped, job.quick), models or [])
     if job.device == "cpu":  # what runs on the CPU beside a GPU is the same here
         tables = {k: replace(t, cases=[case for case in t.cases if not case.device]) for k, t in tables.items()}
     tables = select(tables, words or ["all"], only)
@@ -53,7 +53,7 @@ def bench_tables(
         tables, said = cut(tables, size)
         for line in said:
             say(line)
-    measure, report_class = VERBS[verb]
-    report = report_class(verb, out, command, job.quick, tables)
+    measure, report_class = VERBS[shipped]
+    report = report_class(Path(shipped).stem, out, command, job.quick, tables)
     run(measure, ordered(tables), job, report, say)
     return report

@@ -19,16 +19,16 @@ Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too:
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")]
 TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start nothing after this.")]
 
-TABLES = {
-    "zo": "Zeroth-order: textbook, resident and streamed steps. Tables: judged (the default), sizes, ablation, wire, "
+ZEROTH = "zo.yaml"
+TABLES = {  # what a verb shows, by the file of its cases
+    ZEROTH: "Zeroth-order: textbook, resident and streamed steps. Tables: judged (the default), sizes, ablation, wire, "
     "batches, compiled, lengths, short, low-rank, budgets, giant, bloom.",
-    "lomo": "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW.",
-    "lsp": "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW.",
-    "memory": "Weights, gradients, state and activations of a step: AdamW, SGD, LOMO, with checkpointing or without.",
-    "layers": "Forward, backward and Adam's update of one block, on the GPU and on the CPU, and what a model holds.",
-    "snapshots": "Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO with torch.save.",
+    "lomo.yaml": "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW.",
+    "lsp.yaml": "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW.",
+    "memory.yaml": "Weights, gradients, state and activations of a step: AdamW, SGD, LOMO, with checkpointing or without.",
+    "layers.yaml": "Forward, backward and Adam's update of one block, on the GPU and on the CPU, and what a model holds.",
+    "snapshots.yaml": "Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO with torch.save.",
 }
-WARM_UP = {"zo": 6}  # steps; of other tables 2
 
 
 def _command(context: typer.Context) -> str:
@@ -79,15 +79,15 @@ def tables(
     from keyhole.bench.process import make_job
     from keyhole.bench.run import bench_tables
 
-    verb = str(context.info_name)
-    job = make_job(device, quick, warm_up or WARM_UP.get(verb, 2), steps, time_limit)
+    shipped = f"{context.info_name}.yaml"
+    job = make_job(device, quick, warm_up or (6 if shipped == ZEROTH else 2), steps, time_limit)
     report = bench_tables(
-        verb,
+        shipped,
         job,
         out=Path(out),
         command=_command(context),
         file=Path(table) if table else None,
-        words=_words(cases) or (["judged"] if verb == "zo" and not table else ["all"]),
+        words=_words(cases) or (["judged"] if shipped == ZEROTH and not table else ["all"]),
         only=only,
         models=_words(models),
         host=host_memory,
@@ -99,8 +99,8 @@ def tables(
         raise typer.Exit(1)
 
 
-for _verb, _about in TABLES.items():
-    app.command(_verb, help=_about)(tables)
+for _file, _about in TABLES.items():
+    app.command(_file.removesuffix(".yaml"), help=_about)(tables)
 
 
 @app.command("lsp-bias")
