@@ -38,9 +38,9 @@ def bench_tables(
     host: str | None = None,
     say: Say = print,
 ) -> Report:
-    """Returns the report, which has been written to disk. shipped: a file of tables/. file: other tables than those. words, only: which cases
-    (select). models: instead of the tables' own. host: models are cut to this much host memory (default: the free
-    memory; not for tiny models)."""
+    """Returns the report, which has been written to disk. shipped: a file of tables/. file: other tables than those.
+    words, only: which cases (select). models: instead of the tables' own. host: models are cut to this much host
+    memory (default: the free memory; not for tiny models)."""
     tables = for_models(read_tables(file or TABLES / shipped, job.quick), models or [])
     if job.device == "cpu":  # what runs on the CPU beside a GPU is the same here
         tables = {k: replace(t, cases=[case for case in t.cases if not case.device]) for k, t in tables.items()}

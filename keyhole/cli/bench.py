@@ -25,9 +25,9 @@ TABLES = {  # what a verb shows, by the file of its cases
     "batches, compiled, lengths, short, low-rank, budgets, giant, bloom.",
     "lomo.yaml": "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW.",
     "lsp.yaml": "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW.",
-    "memory.yaml": "Weights, gradients, state and activations of a step: AdamW, SGD, LOMO, with checkpointing or without.",
-    "layers.yaml": "Forward, backward and Adam's update of one block, on the GPU and on the CPU, and what a model holds.",
-    "snapshots.yaml": "Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO with torch.save.",
+    "memory.yaml": "Weights, gradients, state and activations of a step: AdamW, SGD, LOMO, checkpointing or not.",
+    "layers.yaml": "Forward, backward and Adam's update of a block, on the GPU and on the CPU, and what a model holds.",
+    "snapshots.yaml": "Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO's.",
 }
 
 
