@@ -22,6 +22,7 @@ from keyhole.errors import UserError
 from keyhole.eval.rows import evaluated, not_finite, of_all_ranks
 from keyhole.model.batch import DeviceBatch, move
 from keyhole.model.model import Model
+from keyhole.model.objective import Tokens
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -97,7 +98,6 @@ def _sent(rows: Sequence[_Row], device: torch.device) -> DeviceBatch:
         inputs={name: move(x, device) for name, x in inputs.items()},
         index_N=move(torch.tensor(index), device),
         target_N=move(torch.tensor(target), device),
-        row_N=move(torch.tensor(of_row), device),
-        row_count=len(rows),
+        loss=Tokens(move(torch.tensor(of_row), device), len(rows), len(index)),
         token_count=len(index),
     )

@@ -165,7 +165,7 @@ def share(model: Model, batch: Batch | Sequence[Batch]) -> tuple[list[DeviceBatc
     batches, ranks = as_list(batch), model.ranks
     own, first = ranks.share(batches), ranks.rank * len(batches) // ranks.size
     sent = model.to_device(own or batches[:1])
-    count = ranks.total(sum(one.loss_count for one in sent) if own else 0)
+    count = ranks.total(sum(one.loss.count for one in sent) if own else 0)
     return sent, first, max(1, count), float(bool(own))
 
 

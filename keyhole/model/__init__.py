@@ -6,7 +6,7 @@ forward/     forward passes of the unmodified module while units are streamed
 backward/    the backward pass block by block; each gradient is handed to a sink
 model.py     Model, which ties these together
 batch.py     a batch on its way to the device
-objective.py     the loss of a batch: over tokens, or over candidates
+objective.py     the table of losses: over tokens, over candidates
 classification.py   models that classify a text
 attached.py  the methods that train a model: what they have deferred, and what a caller changes by hand
 recorder.py      CUDA graphs: key, room, capture, verify, replay

@@ -5,7 +5,7 @@ names raise an error, because a model that ignores an input would train on somet
 Labels follow the Hugging Face convention: not shifted, -100 where nothing is trained. Position t predicts token
 t + 1, so the trained positions are those whose *next* label is a token. They are found on the host, so that selecting
 them on the device needs no synchronization; logits are computed for them only. A batch with `question` and `answer` is
-trained by candidates (objective.py), any other batch by tokens.
+trained by candidates, any other batch by tokens (objective.py).
 
 On a GPU a batch is copied on a stream of its own. The host is usually far ahead of the kernels, so the batch has
 arrived when they need it; on the compute stream the copy would queue behind waits for uploads of weights.
@@ -14,12 +14,11 @@ arrived when they need it; on the compute stream the copy would queue behind wai
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 
 from keyhole.errors import UserError, warn
-from keyhole.model.objective import PER_ROW, Candidates, check_candidates, places
+from keyhole.model.objective import PER_ROW, Tokens, loss_of
 from keyhole.model.rows import IGNORED, find_shared, is_on_host, is_packed, join, separate
 
 Batch = Mapping[str, torch.Tensor]
@@ -28,22 +27,15 @@ PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 
 @dataclass
 class DeviceBatch:
-    """Inputs of the decoder, and for the N trained tokens their positions, targets and rows of the batch. Inputs may
+    """Inputs of the decoder, and for the N trained tokens their positions, targets and loss. Inputs may
     have fewer rows than the batch (rows.py); a position then has several targets."""
 
     inputs: dict[str, torch.Tensor]
     index_N: torch.Tensor  # into the flattened [B * T] positions
     target_N: torch.Tensor
-    row_N: torch.Tensor
-    row_count: int
+    loss: Tokens
     token_count: int  # N, known on the host
     packed: bool = False  # samples share rows; they must not attend to each other
-    candidates: Candidates | None = None  # set if the rows are candidates of questions
-
-    @property
-    def loss_count(self) -> int:
-        """The number that the loss is divided by: of questions, or of trained tokens."""
-        return self.token_count if self.candidates is None else self.candidates.question_count
 
 
 def repeated(batch: DeviceBatch, count: int) -> DeviceBatch:
@@ -55,35 +47,6 @@ def repeated(batch: DeviceBatch, count: int) -> DeviceBatch:
     starts = torch.arange(count, device=batch.index_N.device)[:, None] * positions
     inputs = {name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in batch.inputs.items()}
     return replace(batch, inputs=inputs, index_N=(starts + batch.index_N).flatten())
-
-
-def loss_rows(nll: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-    """The summed loss of each row, or of each question, before the division by `loss_count`. nll: per trained token, or
-    per row for a classifier. Sums in a fixed order."""
-    if batch.candidates is not None:
-        scores = batch.candidates.scores(nll)
-        return torch.nn.functional.cross_entropy(scores, batch.candidates.right_Q, reduction="none")
-    return sum_by_row(nll, batch)
-
-
-def sum_by_row(x_N: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-    """[B] sums over the trained tokens of each row, in a fixed order (index_add_ on a GPU has none). A number that is
-    not finite stays in its row: times 0 it would be NaN in all others."""
-    in_row_BN, nothing = _in_row(batch), x_N.new_zeros(())
-    finite_N = torch.isfinite(x_N)
-    sum_B = in_row_BN.to(x_N.dtype) @ torch.where(finite_N, x_N, nothing)
-    return sum_B + torch.where(in_row_BN & ~finite_N, x_N, nothing).sum(dim=1)
-
-
-def count_by_row(batch: DeviceBatch) -> torch.Tensor:
-    """[B] number of trained tokens per row."""
-    return _in_row(batch).sum(dim=1)
-
-
-def _in_row(batch: DeviceBatch) -> torch.Tensor:
-    """[B, N] whether a trained token belongs to a row."""
-    rows_B = torch.arange(batch.row_count, device=batch.row_N.device)
-    return rows_B[:, None] == batch.row_N
 
 
 def as_list(batch: Batch | Sequence[Batch]) -> list[Batch]:
@@ -131,21 +94,22 @@ def check(batch: Batch, row_count: int) -> None:
     may_hold = f"{', '.join(PER_TOKEN)}, and for a choice between candidates {' and '.join(PER_ROW)}"
     check_entries(batch, row_count, PER_TOKEN, PER_ROW, "here", may_hold)
     check_tokens("labels", batch["labels"], row_count, f", or {IGNORED} where nothing is trained")
-    if given := [name for name in PER_ROW if name in batch]:
-        if len(given) < len(PER_ROW):
-            raise UserError(f"batch: {given[0]} alone; a choice between candidates needs {' and '.join(PER_ROW)}")
-        if "position_ids" in batch and is_packed(batch["position_ids"], batch.get("attention_mask")):
-            raise UserError("batch: position_ids restart within a row; with question and answer a row is one candidate")
-        check_candidates(batch["question"], batch["answer"], (batch["labels"][:, 1:] != IGNORED).sum(dim=1))
+    loss = loss_of(batch)
+    if any(name not in batch for name in loss.entries):
+        given = next(name for name in loss.entries if name in batch)
+        raise UserError(f"batch: {given} alone; what is trained {loss.trains} needs {' and '.join(loss.entries)}")
+    if loss.entries and "position_ids" in batch and is_packed(batch["position_ids"], batch.get("attention_mask")):
+        raise UserError(f"batch: position_ids restart within a row, which is one sample {loss.trains}")
+    loss.check(batch, (batch["labels"][:, 1:] != IGNORED).sum(dim=1))
 
 
 def check_alike(batches: list[Batch]) -> None:
-    """UserError if the micro-batches of one step have different objectives."""
-    by_candidates = sum("question" in batch for batch in batches)
-    if by_candidates not in (0, len(batches)):
+    """UserError if the micro-batches of one step have different losses."""
+    if len(found := list(dict.fromkeys(map(loss_of, batches)))) > 1:
+        first, other = found[:2]
         raise UserError(
-            f"batch: {by_candidates} of {len(batches)} micro-batches are trained by candidates (question, answer), the "
-            "others by tokens; a step has one loss: give all of them question and answer, or none"
+            f"batch: some of {len(batches)} micro-batches are trained {first.trains}, others {other.trains}; a step "
+            "has one loss: give all of them its entries, or none"
         )
 
 
@@ -201,20 +165,13 @@ def to_device(batch: Batch, device: torch.device, shares: bool = False, most: in
         inputs["attention_mask"] = mask
     if positions is not None:
         inputs["position_ids"] = separate(positions, mask) if mask is not None and hides and packed else positions
-    candidates = None
-    if "question" in batch:
-        candidates = places(batch["question"], batch["answer"], row_N)
-        moved: dict[str, Any] = {n: move(x, device) for n, x in vars(candidates).items() if isinstance(x, torch.Tensor)}
-        candidates = replace(candidates, **moved)
     return DeviceBatch(
         inputs={name: move(x, device) for name, x in inputs.items()},
         index_N=move(index_N, device),
         target_N=move(flat[trained_N], device),
-        row_N=move(row_N, device),
-        row_count=labels_BT.shape[0],
+        loss=loss_of(batch).of(batch, row_N).moved(lambda x: move(x, device)),
         token_count=index_N.numel(),
         packed=packed,
-        candidates=candidates,
     )
 
 

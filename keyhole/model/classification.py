@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from keyhole.errors import UserError
 from keyhole.model.batch import Batch, DeviceBatch, check_entries, check_tokens, move
+from keyhole.model.objective import Tokens
 from keyhole.model.structure.config_files import setting
 
 REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
@@ -149,7 +150,6 @@ class ClassificationHead:
             inputs={name: move(x, device) for name, x in inputs.items()},
             index_N=move(row_N, device),
             target_N=move(labels, device),
-            row_N=move(row_N, device),
-            row_count=labels.shape[0],
+            loss=Tokens.of(batch, move(row_N, device)),
             token_count=labels.shape[0],
         )

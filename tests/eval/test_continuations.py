@@ -52,7 +52,7 @@ def test_pairs_that_differ_in_the_last_token_share_a_row(tiny_model: Path) -> No
     model = keyhole.load(tiny_model, device="cpu")
     rows = []
     scores = model.token_scores
-    model.token_scores = lambda batches: rows.extend(b.row_count for b in batches) or scores(batches)
+    model.token_scores = lambda batches: rows.extend(b.loss.row_count for b in batches) or scores(batches)
     score_continuations(model, pairs(), LENGTH)
     assert sum(rows) == len(pairs()) - 3
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.model.batch import as_list, check, sum_by_row, to_device
+from keyhole.model.batch import as_list, check, to_device
 from tests.model.decoders import batch, config
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ def test_trained_positions_are_those_before_a_label(trained: list[list[bool]]) -
     expected = [(b, t) for b, row in enumerate(trained) for t in range(5) if row[t + 1]]
     assert out.index_N.tolist() == [b * 6 + t for b, t in expected]
     assert out.target_N.tolist() == [b * 6 + t + 1 for b, t in expected]
-    assert out.row_N.tolist() == [b for b, _ in expected]
-    assert (out.row_count, out.token_count) == (len(trained), len(expected))
+    assert out.loss.row_N.tolist() == [b for b, _ in expected]
+    assert (out.loss.row_count, out.token_count) == (len(trained), len(expected))
 
 
 def test_a_mask_that_says_nothing_is_dropped() -> None:
@@ -170,7 +170,7 @@ def test_a_loss_that_is_not_finite_stays_in_its_row(bad: float) -> None:
     """One row that overflows says nothing of the others of its batch."""
     one = to_device(batch(rows=3), torch.device("cpu"))
     nll_N = torch.arange(1.0, one.token_count + 1)
-    good_B = sum_by_row(nll_N, one)
-    nll_N[one.row_N == 1] = bad
-    found_B = sum_by_row(nll_N, one)
+    good_B = one.loss.sum_by_row(nll_N)
+    nll_N[one.loss.row_N == 1] = bad
+    found_B = one.loss.sum_by_row(nll_N)
     assert torch.equal(found_B[::2], good_B[::2]) and not found_B[1].isfinite()

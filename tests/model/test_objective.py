@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keyhole.errors import UserError
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import check, check_alike, to_device
-from keyhole.model.objective import loss_sum, token_weights
+from keyhole.model.objective import Tokens
 from keyhole.model.structure import layout as layout_module
 from tests.model.backward.gradients import Collect, assert_same, collected, joined, load
 from tests.model.candidates import candidate_batch, plain_candidates_loss
@@ -26,23 +26,23 @@ def test_loss_and_weights_are_those_of_the_formula(sizes: list[int], seed: int) 
     sent = to_device(one, CPU)
     nll_N = 3 * torch.rand(sent.token_count, generator=torch.Generator().manual_seed(seed))
     exact_N = nll_N.double().requires_grad_()
-    score_B = torch.stack([-exact_N[sent.row_N == row].mean() for row in range(sent.row_count)])
+    score_B = torch.stack([-exact_N[sent.loss.row_N == row].mean() for row in range(sent.loss.row_count)])
     parts = [
         -score_B[one["question"] == q].log_softmax(0)[one["answer"][one["question"] == q].argmax()]
         for q in range(len(sizes))
     ]
     expected = torch.stack(parts).sum()
     expected.backward()
-    assert sent.loss_count == len(sizes)
-    assert float(loss_sum(nll_N, sent.candidates)) == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
-    torch.testing.assert_close(token_weights(nll_N, sent.candidates).double(), exact_N.grad, rtol=1e-5, atol=1e-7)
+    assert sent.loss.count == len(sizes)
+    assert float(sent.loss.total(nll_N)) == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
+    torch.testing.assert_close(sent.loss.weights(nll_N).double(), exact_N.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_a_batch_without_questions_is_trained_by_tokens() -> None:
     """Its loss is the sum over tokens, each of which counts once."""
     sent, nll_N = to_device(batch(), CPU), torch.rand(14)
-    assert sent.candidates is None and sent.loss_count == sent.token_count
-    assert torch.equal(loss_sum(nll_N, None), nll_N.sum()) and token_weights(nll_N, None) is None
+    assert type(sent.loss) is Tokens and sent.loss.count == sent.token_count
+    assert torch.equal(sent.loss.total(nll_N), nll_N.sum()) and sent.loss.weights(nll_N) is None
 
 
 @pytest.mark.parametrize("rows", [40, 1000], ids=["three chunks", "one chunk"])
@@ -117,5 +117,5 @@ def test_what_is_no_choice_is_refused(says: str) -> None:
 def test_micro_batches_of_two_objectives_are_refused() -> None:
     """A step has one loss."""
     check_alike([candidate_batch([2]), candidate_batch([3])])
-    with pytest.raises(UserError, match="1 of 2 micro-batches are trained by candidates"):
+    with pytest.raises(UserError, match="some of 2 micro-batches are trained by candidates"):
         load().to_device([candidate_batch([2]), batch()])

@@ -29,9 +29,8 @@ def test_targets_of_shared_rows_see_the_same_tokens(sizes: list[int], seed: int,
     """For any batch, of short and long candidates: behind each trained position stand the tokens of its own row."""
     batch = of_one_token(sizes, seed) if one_token else candidate_batch(sizes, seed)
     apart, shared = to_device(batch, CPU), to_device(batch, CPU, shares=True)
-    for name in ("target_N", "row_N"):
-        assert torch.equal(getattr(apart, name), getattr(shared, name))
-    assert (apart.row_count, apart.token_count) == (shared.row_count, shared.token_count)
+    assert torch.equal(apart.target_N, shared.target_N) and torch.equal(apart.loss.row_N, shared.loss.row_N)
+    assert (apart.loss.row_count, apart.token_count) == (shared.loss.row_count, shared.token_count)
     width = batch["input_ids"].shape[1]
     assert torch.equal(apart.index_N % width, shared.index_N % width)
     for own, other in zip(apart.index_N.tolist(), shared.index_N.tolist(), strict=True):
@@ -81,8 +80,8 @@ def test_targets_of_joined_rows_see_the_same_tokens(
     """Behind each trained position stand the tokens of its own row, at positions from 0, and nothing else."""
     batch = ragged(questions, seed, longest, tokens)
     apart, joined = to_device(batch, CPU), to_device(batch, CPU, shares=shares, most=512)
-    assert torch.equal(apart.target_N, joined.target_N) and torch.equal(apart.row_N, joined.row_N)
-    assert (apart.row_count, apart.token_count) == (joined.row_count, joined.token_count)
+    assert torch.equal(apart.target_N, joined.target_N) and torch.equal(apart.loss.row_N, joined.loss.row_N)
+    assert (apart.loss.row_count, apart.token_count) == (joined.loss.row_count, joined.token_count)
     ids_RW, flat = joined.inputs["input_ids"], joined.inputs["input_ids"].flatten()
     if not joined.packed:
         assert ids_RW.shape[1] == batch["input_ids"].shape[1]

@@ -28,7 +28,6 @@ from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.attention import exact_attention
 from keyhole.model.batch import Batch, DeviceBatch, as_list
-from keyhole.model.objective import loss_sum
 from keyhole.model.structure.find import find_blocks
 
 
@@ -63,7 +62,7 @@ class TorchMethod(ByTorch):
         ranks, batches = self.model.ranks, as_list(batch)
         first, own = ranks.rank * len(batches) // ranks.size, ranks.share(batches)
         sent = self.model.to_device(own) if own or not ranks.several else []
-        loss_count = max(1, ranks.total(sum(b.loss_count for b in sent)))
+        loss_count = max(1, ranks.total(sum(b.loss.count for b in sent)))
         total = torch.zeros((), device=self.model.device)
         try:
             with self.dropout.step():
@@ -98,13 +97,13 @@ class TorchMethod(ByTorch):
     def _differentiated(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
         with _checkpoint_blocks(self.model.module) if self.settings.keeps == "block" else nullcontext():
             hidden_NH = self.model.hidden(batch)
-        head, chosen = self.model.head, batch.candidates
+        head = self.model.head
         if self.model.classifies:
             loss = head.nll(hidden_NH, batch.target_N).sum() / loss_count
-        elif chosen is None:
+        elif not batch.loss.entries:  # the sum over tokens
             loss = head.loss_sum(hidden_NH, batch.target_N) / loss_count
         else:
-            loss = loss_sum(head.nll_N(hidden_NH, batch.target_N), chosen) / loss_count
+            loss = batch.loss.total(head.nll_N(hidden_NH, batch.target_N)) / loss_count
         loss.backward()
         return loss.detach()
 

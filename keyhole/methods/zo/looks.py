@@ -16,7 +16,7 @@ import torch
 from keyhole.methods.zo.estimators import Pair
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
-from keyhole.model.objective import PER_ROW
+from keyhole.model.objective import Candidates, loss_of
 from keyhole.ranks import Ranks
 
 
@@ -52,12 +52,12 @@ class Looks:
 def look_at(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks) -> Looks:
     """The looks of a step."""
     sent = model.send(ranks.share(batches), **send_options(batches))
-    return Looks(pairs, sent, ranks.total(sum(batch.loss_count for batch in sent)), len(batches))
+    return Looks(pairs, sent, ranks.total(sum(batch.loss.count for batch in sent)), len(batches))
 
 
 def send_options(batches: list[Batch]) -> dict[str, bool]:
     """Options of Model.send: candidates may share rows or be joined (model/rows.py)."""
-    by_candidates = any(PER_ROW[0] in batch for batch in batches)
+    by_candidates = any(loss_of(batch) is Candidates for batch in batches)
     return {"shares": by_candidates, "joins": by_candidates}
 
 

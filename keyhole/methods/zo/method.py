@@ -46,7 +46,6 @@ from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.forward.low_rank import LowRank as LowRankFactors
-from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
 from keyhole.ranks import Ranks
 
@@ -125,7 +124,7 @@ class ZO(Method):
 
     def _estimate(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
         """Computes the pending update from the losses of the passes; returns the loss of the step."""
-        parts = [loss_sum(x, batch.candidates) for x, batch in zip(nll, looks.passes, strict=True)]
+        parts = [batch.loss.total(x) for x, batch in zip(nll, looks.passes, strict=True)]
         own = torch.stack(parts) if parts else torch.zeros(0, device=self.model.device)
         sums = self.model.ranks.in_order(own, [looks.count] * looks.looks)
         losses = sums.view(looks.looks, -1).sum(dim=1) / max(1, looks.loss_count)

@@ -50,7 +50,7 @@ from keyhole.errors import UserError
 from keyhole.methods.zo.estimators import Estimator, Pair
 from keyhole.methods.zo.looks import halved, sample_count
 from keyhole.methods.zo.traits import SEARCH_STEPS as STEPS
-from keyhole.model.batch import Batch, DeviceBatch, loss_rows
+from keyhole.model.batch import Batch, DeviceBatch
 
 CAUTION, LEAST_SHARE, REACH = 0.3, 0.1, 8.0
 
@@ -89,15 +89,15 @@ class RateSearch:
         """(mean losses of the three looks, the sums including this step). nll: of the passes, look by look."""
         eps, pieces = self.estimator.eps, len(batches)
         looks = [nll[i : i + pieces] for i in range(0, len(nll), pieces)]
-        rows = [[loss_rows(x, b) for x, b in zip(look, batches, strict=True)] for look in looks]
-        count = max(1, sum(b.loss_count for b in batches))
+        rows = [[b.loss.by_group(x) for x, b in zip(look, batches, strict=True)] for look in looks]
+        count = max(1, sum(b.loss.count for b in batches))
         plus_R, minus_R, clean_R = (torch.cat(look) for look in rows)
         losses = torch.stack([plus_R.sum(), minus_R.sum(), clean_R.sum()]) / count
         if self.first_pieces is None:
             return losses, tally
         halves = []
         for part in (slice(None, self.first_pieces), slice(self.first_pieces, None)):
-            own = max(1, sum(b.loss_count for b in batches[part]))
+            own = max(1, sum(b.loss.count for b in batches[part]))
             plus, minus, _ = (torch.cat(look[part]).sum() for look in rows)
             halves.append((plus - minus) / (2 * eps * own))
         g = (losses[0] - losses[1]) / (2 * eps)

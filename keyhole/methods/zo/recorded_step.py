@@ -34,7 +34,6 @@ from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.captured import Branches, is_plain, left_out, noted
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import activation_bytes, launched_as_graphs
-from keyhole.model.objective import Candidates
 from keyhole.model.recorder import Recorder, Recording, UsersHooks, signature_of, tensors_of, with_tensors
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import Layout
@@ -106,7 +105,7 @@ class RecordedSteps:
         """The same looks at a batch in static memory."""
         tensors = tensors_of([opened(batch) for batch in looks.batches])
         static = iter(self.recorder.copy_in(key, tensors))
-        return replace(looks, batches=[closed(with_tensors(opened(batch), static)) for batch in looks.batches])
+        return replace(looks, batches=[closed(batch, with_tensors(opened(batch), static)) for batch in looks.batches])
 
     def _record(self, key: Hashable, looks: Looks) -> list[torch.Tensor]:
         """Runs a step eagerly, and captures it; keeps the graph if it gives the same bits."""
@@ -197,10 +196,9 @@ def restore(state: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
 
 def opened(batch: DeviceBatch) -> dict[str, Any]:
     """A batch as plain values."""
-    return vars(batch) | {"candidates": None if batch.candidates is None else vars(batch.candidates)}
+    return vars(batch) | {"loss": vars(batch.loss)}
 
 
-def closed(values: dict[str, Any]) -> DeviceBatch:
-    """A batch of plain values."""
-    candidates = values["candidates"]
-    return DeviceBatch(**values | {"candidates": None if candidates is None else Candidates(**candidates)})
+def closed(batch: DeviceBatch, values: dict[str, Any]) -> DeviceBatch:
+    """The batch with these plain values."""
+    return replace(batch, **values | {"loss": replace(batch.loss, **values["loss"])})

@@ -28,7 +28,6 @@ from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.forward.head import HEAD_TOKENS
 from keyhole.model.model import Model
-from keyhole.model.objective import loss_sum, token_weights
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
@@ -102,15 +101,16 @@ class VocabularyGradients:
         """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass. loss_count:
         the number to divide by, if it is not theirs; weight: multiplies the loss and its gradients."""
         self.hidden, self.spine, self.weight = [x.detach() for x in hidden], spine, weight
-        self.loss_count = loss_count or max(1, sum(b.loss_count for b in batches))
-        losses: list[tuple[torch.Tensor, Any]]
+        self.loss_count = loss_count or max(1, sum(b.loss.count for b in batches))
         if self.model.classifies:
             self.labels = [b.target_N for b in batches]
-            losses = [(self.model.head.nll(x, b.target_N), None) for x, b in zip(hidden, batches, strict=True)]
+            nll = [self.model.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
         else:
-            losses = [(nll_N, b.candidates) for nll_N, b in zip(self._visit_head(batches), batches, strict=True)]
-        self.weights = [token_weights(*one) for one in losses]
-        total = torch.stack([loss_sum(*one) for one in losses]).sum() / self.loss_count
+            nll = self._visit_head(batches)
+        self.weights = [b.loss.weights(nll_N) for b, nll_N in zip(batches, nll, strict=True)]
+        total = (
+            torch.stack([b.loss.total(nll_N) for b, nll_N in zip(batches, nll, strict=True)]).sum() / self.loss_count
+        )
         return total if weight == 1.0 else total * weight
 
     def _visit_head(self, batches: list[DeviceBatch]) -> list[torch.Tensor]:

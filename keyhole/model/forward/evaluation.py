@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from keyhole.model.batch import DeviceBatch, count_by_row, sum_by_row
+from keyhole.model.batch import DeviceBatch
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningChoice, RunningNLL
 
@@ -28,7 +28,7 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
         return [state.nll_N() for state in _after_the_head(model, hidden, batches, spine)]
 
     found = evaluated(model, batches, losses)
-    return [(sum_by_row(nll_N, b), count_by_row(b)) for nll_N, b in zip(found, batches, strict=True)]
+    return [(b.loss.sum_by_row(nll_N), b.loss.count_by_row()) for nll_N, b in zip(found, batches, strict=True)]
 
 
 def nll_by_token(model: Any, batches: list[DeviceBatch]) -> list[torch.Tensor]:

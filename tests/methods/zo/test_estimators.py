@@ -16,7 +16,6 @@ from keyhole.methods.zo.traits import DEFAULTS, ZOConfig
 from keyhole.methods.zo.traits import ZO as ROW
 from keyhole.model.batch import to_device
 from keyhole.model.forward.memory import ForwardBytes
-from keyhole.model.objective import loss_sum
 from keyhole.model.weights.format import Wire
 from keyhole.ops.loss import RunningNLL
 from tests.methods.zo.loops import EPS, SEED, check_one_visit, equal, load, train, weights
@@ -52,7 +51,7 @@ def plain_loop(model: keyhole.Model, rule: Callable, steps: int, distribution: s
     numel = model.layout.numel
     for t in range(steps):
         whole = step_batch(t, candidates)
-        count = to_device(whole, model.device).loss_count
+        count = to_device(whole, model.device).loss.count
         clean = {p.name: p.param.data.clone() for p in model.layout.tensors}
         how = {"offset": 0, "seed": SEED, "step": t, "distribution": distribution}
         z = [ops.draw_noise(numel, direction=i, **how) for i in range(3)]
@@ -63,7 +62,7 @@ def plain_loop(model: keyhole.Model, rule: Callable, steps: int, distribution: s
             b = to_device(whole, model.device)
             running = RunningNLL(b.target_N)
             running.add(model.head.logits(model.hidden(b)), 0)
-            return loss_sum(running.nll_N(), b.candidates) / count
+            return b.loss.total(running.nll_N()) / count
 
         c, lr = rule(loss, z), torch.tensor(1e-3 * (1 - t / 40))
         for p in model.layout.tensors:

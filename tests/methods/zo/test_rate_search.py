@@ -9,8 +9,7 @@ from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, REACH, chosen_rate, rate_share
 from keyhole.methods.zo.traits import DEFAULTS
-from keyhole.model.batch import loss_rows, to_device
-from keyhole.model.objective import loss_sum
+from keyhole.model.batch import to_device
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, equal, load, weights
 from tests.model.decoders import batch
@@ -109,9 +108,9 @@ def test_losses_of_rows_add_up(candidates: bool) -> None:
         whole |= {"question": torch.tensor([0, 0, 1, 1]), "answer": torch.tensor([1, 0, 0, 1])}
     sent = to_device(whole, torch.device("cpu"))
     nll_N = torch.rand(sent.token_count, generator=torch.Generator().manual_seed(0))
-    rows = loss_rows(nll_N, sent)
+    rows = sent.loss.by_group(nll_N)
     assert rows.shape == (2 if candidates else 4,)
-    torch.testing.assert_close(rows.sum(), loss_sum(nll_N, sent.candidates))
+    torch.testing.assert_close(rows.sum(), sent.loss.total(nll_N))
 
 
 @in_every_run(lambda estimator: estimator == "fzoo")

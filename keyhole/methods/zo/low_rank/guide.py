@@ -153,7 +153,7 @@ def tokens_per_pass(widest: int, element_bytes: int) -> int:
 def _thinned(sent: list[DeviceBatch]) -> list[DeviceBatch]:
     """The batches with every k-th of the trained tokens only, if there are many (a choice needs all of a candidate)."""
     every = -(-sum(batch.token_count for batch in sent) // MOST_POSITIONS)
-    if every <= 1 or sent[0].candidates is not None:
+    if every <= 1 or sent[0].loss.entries:
         return sent
     names = ("index_N", "target_N", "row_N")
     fewer = [{name: getattr(batch, name)[::every] for name in names} for batch in sent]
