@@ -17,7 +17,7 @@ from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.data.run import Data, load_data
 from keyhole.data.settings import DataSettings
-from keyhole.training.base_hash import model_hash
+from keyhole.training.resume import model_hash
 
 
 class Kept:

@@ -25,10 +25,11 @@ from keyhole.methods import METHODS
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.report.entries import Entry
-from keyhole.training.metrics import memory_gib
-from keyhole.training.observer import Observer, Progress, Reading
+from keyhole.report.story import Story
+from keyhole.training.metrics import Reading, memory_gib
 from keyhole.training.planning import pace_line
-from keyhole.training.reports import Reports, planned
+from keyhole.training.reports import planned
+from keyhole.training.run import Observer, Run
 
 SAMPLE = 4096
 CHECK_STEPS = 3
@@ -40,40 +41,41 @@ WINDOW, LEAST, RISE, RISE_AT_LEAST = 32, 5, 2.0, 1.0  # losses; the rise that is
 class FirstSteps(Observer):
     """The checks of the first steps of this process, reported once."""
 
-    def __init__(self, model: Model, method: str, reports: Reports) -> None:
-        self.model, self.method, self.reports, self.say = model, method, reports, reports.display.line
+    def __init__(self, run: Run, story: Story) -> None:
+        self.run, self.story = run, story
         self.rows_R = torch.empty(0, dtype=torch.int64)
         self.before: dict[str, torch.Tensor] = {}
         self.entries: list[Entry] = []
         self.moved, self.is_done = 0, False  # steps with a rate above 0
 
-    def begin(self, batches: list[Batch]) -> None:
-        """Takes the samples; called before every step."""
+    def before_step(self, batches: list[Batch]) -> None:
+        """Takes the samples, before the first step."""
         if not self.before and not self.is_done:
             self.rows_R = torch.cat([batch["input_ids"].flatten() for batch in batches]).unique()
-            self.before = dict(samples(self.model, self.rows_R))
+            self.before = dict(samples(self.run.model, self.rows_R))
 
     def note(self, reading: Reading) -> None:
         if not self.is_done and "loss" in reading.entry:
             self.entries.append(reading.entry)
 
-    def after_step(self, run: Progress) -> None:
+    def after_step(self) -> None:
+        run, model, method = self.run, self.run.model, self.run.method.name
+        self.moved += run.rate > 0
         if self.is_done or not self.before or not (self.moved == CHECK_STEPS or run.is_last):
             return
         with run.paused():
             if self.moved:
-                after = dict(samples(self.model, self.rows_R))
-                self.say(verdict(self.model, self.before, after, self.moved))
-            if self.model.device.type == "cuda" and METHODS[self.method].streams:
-                assert self.model.placed is not None
-                planned_gib = self.model.placed.device_bytes.total / GIB
-                peak_gib = memory_gib(self.model.device)["gpu_gib"]
-                self.say(f"check: peak GPU memory {peak_gib:.2f} GiB, planned {planned_gib:.2f} GiB")
+                after = dict(samples(model, self.rows_R))
+                run.say(verdict(model, self.before, after, self.moved))
+            if model.device.type == "cuda" and METHODS[method].streams:
+                assert model.placed is not None
+                planned_gib = model.placed.device_bytes.total / GIB
+                peak_gib = memory_gib(model.device)["gpu_gib"]
+                run.say(f"check: peak GPU memory {peak_gib:.2f} GiB, planned {planned_gib:.2f} GiB")
             if timed := self.entries[1:]:  # the first step compiles
-                if line := pace_line(self.model, self.method, timed):
-                    self.say(line)
-                tokens = fmean(entry["tokens"] for entry in timed)
-                self.reports.page.story.planned = planned(self.model, self.method, tokens)
+                if line := pace_line(model, method, timed):
+                    run.say(line)
+                self.story.planned = planned(model, method, fmean(entry["tokens"] for entry in timed))
         self.before, self.entries, self.is_done = {}, [], True
 
 

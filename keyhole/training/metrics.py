@@ -1,18 +1,12 @@
-"""One entry per step: read one step late, checked, and appended to run/metrics.jsonl.
+"""The numbers of a step: read one step late, and checked.
 
 A loss is a scalar on the device, and reading it waits for the step. So on a GPU the numbers of a step are read one step
 late: while the host waits for step t, step t + 1 is already queued, and the device never idles. They are copied to
 page-locked memory right after the step, so reading them waits for that step only and not for the one queued since. On
 a CPU there is nothing to wait for. `drain` reads the remaining steps, before an evaluation, a save, or the end. Numbers
 that were read go into metrics.jsonl, then, if they are finite, into the journal, then to page, trackers and display
-(observer.py). A kill between the first two leaves a line that the resumed run writes again; the other order would leave
+(records.py). A kill between the first two leaves a line that the resumed run writes again; the other order would leave
 a replayed step without its line.
-
-A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
-"tokens_per_second", "gpu_gib" or "host_gib", and the method's own numbers}; an evaluation is a separate line,
-{"step", "eval_loss", "perplexity", "eval_tokens", and the metrics of tasks}, and so is the test of a step's weights,
-{"step", "test_accuracy", "test_questions"} (validation.py). A number that is not finite is written as null.
-All numbers except seconds, rates and memory are the same, bit for bit, in a run that was stopped and resumed.
 
 A loss of NaN or infinity means that this batch, or the weights before it, are broken. Methods do not apply an update
 computed from such a loss, so the weights are still those of the previous step. The run stops, and the message names the
@@ -20,29 +14,38 @@ step, the samples, and the last good checkpoint. In float16 a gradient may occas
 finite: its update is skipped with a warning, and a run that skips MOST_SKIPS steps in a row stops too.
 """
 
-import errno
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keyhole.disk.files import open_regular, replacing
-from keyhole.disk.json_text import json_text
 from keyhole.errors import NonFinite
 from keyhole.machine.host import read_text
 from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
-from keyhole.report.entries import Entry, is_test, read_lines
-from keyhole.training.observer import Observer, Reading
+from keyhole.report.entries import Entry
 
 MOST_SKIPS = 10
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Numbers of a step or of an evaluation, as metrics.jsonl has them. update: the vector that a journal records, of a
+    finite step; position: in the data, after the step."""
+
+    entry: Entry
+    update: list[float] | None = None
+    position: tuple[int, int] = (0, 0)
+
+    @property
+    def step(self) -> int:
+        return int(self.entry["step"])
 
 
 @dataclass
@@ -157,77 +160,10 @@ class Stamp:
         return float(earlier.event.elapsed_time(self.event) / 1e3)
 
 
-class MetricsFile(Observer):
-    """run/metrics.jsonl. Opening it drops lines after `last_step`, because a resumed run repeats those steps. lacks:
-    which lines of earlier steps are missing. A write that fails is said once; its entry is kept in memory and written
-    before the next one."""
-
-    def __init__(self, path: Path, last_step: int, say: Callable[[str], None]) -> None:
-        self.path, self.say, self.failing = path, say, False
-        entries, unreadable = read_lines(path)
-        self.kept = [entry for entry in entries if entry["step"] <= last_step]
-        self.lacks = _lacks(self.kept, unreadable, last_step)
-        self.evaluated = {entry["step"] for entry in self.kept if "eval_loss" in entry}
-        self.tested = {entry["step"]: entry for entry in self.kept if is_test(entry)}
-        with replacing(path) as file:
-            file.write("".join(_line(entry) for entry in self.kept).encode())
-        self.file = open_regular(path, os.O_WRONLY)
-        self.end, self.waiting = os.fstat(self.file).st_size, list[bytes]()
-
-    def note(self, reading: Reading) -> None:
-        """Appends an entry."""
-        try:
-            self.waiting.append(_line(reading.entry).encode())
-            self._write()
-        except OSError as error:
-            if not self.failing:
-                again = "entries are kept in memory and tried again at every step"
-                self.say(f"warning: run/metrics.jsonl failed: {type(error).__name__}: {error}; {again}")
-            self.failing = True
-            return
-        if self.failing:
-            self.say(f"run/metrics.jsonl is complete again, up to step {reading.step}")
-        self.failing = False
-
-    def _write(self) -> None:
-        """Appends the waiting lines. OSError: some still wait, and the file ends with a whole line."""
-        while self.waiting:
-            size = os.pwrite(self.file, self.waiting[0], self.end)
-            if size < len(self.waiting[0]):
-                with suppress(OSError):  # the next write begins there in any case
-                    os.ftruncate(self.file, self.end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.end += len(self.waiting.pop(0))
-
-    def close(self) -> None:
-        """Writes what is left, says if it cannot be."""
-        try:
-            self._write()
-        except OSError as error:
-            what = f"{type(error).__name__}: {error}; some entries are lost"
-            self.say(f"warning: closing run/metrics.jsonl failed: {what}")
-        finally:
-            os.close(self.file)
-
-
-def _lacks(entries: list[Entry], unreadable: int, last_step: int) -> str | None:
-    """Which steps before a resume are missing in a metrics file; None if it is complete. A run that began in another
-    directory has no lines from there."""
-    steps = {entry["step"] for entry in entries if "loss" in entry}
-    gone = last_step - min(steps) + 1 - len(steps) if steps else last_step
-    lost = [f"{gone:,} of the steps up to {last_step:,} have no line"] if gone > 0 else []
-    lost += [f"{unreadable:,} of its lines cannot be read, and are dropped"] if unreadable else []
-    return " and ".join(lost) or None
-
-
 def token_count(batches: list[Batch]) -> int:
     """Tokens of a step, without padding if there is a mask."""
     masks = [b["attention_mask"] if "attention_mask" in b else torch.ones_like(b["input_ids"]) for b in batches]
     return sum(int(mask.sum()) for mask in masks)
-
-
-def _line(entry: Entry) -> str:
-    return json_text(entry) + "\n"
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:

@@ -9,17 +9,17 @@ is written before the first step and the last one when the run ends, also after 
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from keyhole.config import TrainConfig, to_yaml
+from keyhole.config import to_yaml
 from keyhole.data.preview import marked
 from keyhole.data.run import Data
 from keyhole.disk.files import write_text
 from keyhole.methods import METHODS
+from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.offload.timeline import Timeline
 from keyhole.report.curves import Curves
@@ -28,12 +28,13 @@ from keyhole.report.page import make_page, now
 from keyhole.report.parts import spans_of
 from keyhole.report.story import FAILED, PAGE, RUNNING, STORY, Planned, Sample, Story, View, read_story, write_story
 from keyhole.training.display import Display
-from keyhole.training.metrics import resident_bytes
-from keyhole.training.observer import Observer, Reading
+from keyhole.training.metrics import Reading, resident_bytes
 from keyhole.training.planning import predict
 from keyhole.training.plot import plot_loss
+from keyhole.training.resume import flat_config
+from keyhole.training.run import Observer, Run
 from keyhole.training.rundir import RunDir
-from keyhole.training.trackers import Tracker
+from keyhole.training.trackers import About, Tracker, open_trackers
 
 AGAIN = "it is tried again"
 EVERY_S, COST = 10.0, 100.0
@@ -135,20 +136,28 @@ class Reports(Observer):
             self.display.line(f"curve: {self.directory.curve}")
 
 
-def begin_view(
-    directory: RunDir, first: int, story: Story, kept: list[Entry], machine: dict[str, Any], config: TrainConfig
-) -> View:
-    """The page of a new run; of a resumed one, with what the files say about earlier steps. story: of this start."""
-    before = read_story(directory.run / STORY) if first else None
+def open_reports(
+    run: Run, display: Display, run_id: str | None, lines: list[str], kept: list[Entry], machine: dict[str, Any]
+) -> Reports:
+    """The reports of a run, with the first page; of a resumed one, with what the files say about earlier steps. lines:
+    the start block; kept: entries of earlier steps."""
+    config, directory, model = run.config, run.directory, run.model
+    name, curves = directory.root.absolute().name, Curves()
+    story = Story(run_id or "", lines[0], config.method, config.model, model.device.type, lines=lines)
+    story.began, story.total, story.planned = now(), run.total, planned(model, config.method)
+    before = read_story(directory.run / STORY) if run.first else None
     if before is not None and before.run == story.run:
-        before.went_back(first)
+        before.went_back(run.first)
         story.answers, story.began, story.events = before.answers, before.began or story.began, before.events
         story.spans, story.traced_step, story.traced_s = before.spans, before.traced_step, before.traced_s
-    curves = Curves()
     for entry in kept:
         curves.add(entry)
-    name, settings = directory.root.absolute().name, {"loss": config.loss}
-    return View(name, directory.run, story, curves, machine, to_yaml(config), settings)
+    view = View(name, directory.run, story, curves, machine, to_yaml(config), {"loss": config.loss})
+    about = About(directory.run, run_id or name, name, run.first, flat_config(config))
+    made = Reports(directory, RunPage(view), open_trackers(config.report_to, about), display)
+    made.tell("rows of the data", partial(add_samples, story, run.data, model.tokenizer))
+    made.begin()
+    return made
 
 
 def planned(model: Model, method: str, tokens: float | None = None) -> Planned:
@@ -180,35 +189,30 @@ class Trace(Observer):
     """Traces the TRACED-th step of this process for the page, when buffers are filled and kernels are compiled; its
     events cost some microseconds per unit, once."""
 
-    def __init__(self, model: Model, first: int, total: int, story: Story) -> None:
-        self.engine, self.step, self.story = model.engine, min(first + TRACED, total), story
+    def __init__(self, run: Run, story: Story) -> None:
+        self.run, self.engine, self.story = run, run.model.engine, story
+        self.step = min(run.first + TRACED, run.total)
         self.timeline: Timeline | None = None
-        self.crossed: dict[str, float] = {}
         self.seconds: float | None = None
 
-    @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """The engine is restored afterwards, also after an error."""
-        if step != self.step:
-            yield
-            return
-        up, down = self.engine.bytes_up, self.engine.bytes_down
-        self.engine.timeline = self.timeline = Timeline(cuda=self.engine.cuda)
-        try:
-            yield
-        finally:
+    def before_step(self, batches: list[Batch]) -> None:
+        if self.run.done + 1 == self.step:
+            self.crossed = self.engine.bytes_up, self.engine.bytes_down
+            self.engine.timeline = self.timeline = Timeline(cuda=self.engine.cuda)
+
+    def after_step(self) -> None:
+        if self.timeline is not None and self.timeline.enabled:
             self.timeline.stop()
             self.engine.timeline = Timeline(enabled=False)
-            up, down = self.engine.bytes_up - up, self.engine.bytes_down - down
-            self.crossed = {"up_bytes": float(up), "down_bytes": float(down)}
+            up, down = self.engine.bytes_up - self.crossed[0], self.engine.bytes_down - self.crossed[1]
+            self.story.measured |= {"up_bytes": float(up), "down_bytes": float(down)}
 
     def note(self, reading: Reading) -> None:
         """When the traced step is complete, adds its trace to the page."""
         if reading.step == self.step and "seconds" in reading.entry:
             self.seconds = reading.entry["seconds"]
-        if self.timeline is None or self.seconds is None or not self.timeline.is_done():
+        timeline = self.timeline
+        if timeline is None or timeline.enabled or self.seconds is None or not timeline.is_done():
             return
-        story = self.story
-        story.spans, story.traced_step, story.traced_s = spans_of(self.timeline.rows()), self.step, self.seconds
-        story.measured |= self.crossed
-        self.timeline = None
+        story, self.timeline = self.story, None
+        story.spans, story.traced_step, story.traced_s = spans_of(timeline.rows()), self.step, self.seconds

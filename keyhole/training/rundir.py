@@ -34,7 +34,7 @@ from keyhole.checkpoint.resume import Place
 from keyhole.checkpoint.select import checkpoints, finish_deletion, numbered
 from keyhole.checkpoint.state import STATE
 from keyhole.disk import files
-from keyhole.disk.files import flush, make_directories, open_regular, read_small, remove, staged, write_text
+from keyhole.disk.files import flush, make_directories, open_regular, read_small, remove, staged, write_text, writing_to
 from keyhole.disk.json_text import json_text
 from keyhole.disk.weights_hash import stored_weights
 from keyhole.errors import UserError
@@ -149,15 +149,6 @@ def locked(path: Path) -> Iterator[Lock]:
     finally:
         if lock.file is not None:
             os.close(lock.file)
-
-
-@contextmanager
-def writing_to(root: Path) -> Iterator[None]:
-    """Turns write errors before training begins into UserErrors."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write to {root}: {error.strerror} ({error.filename})") from error
 
 
 def inspect(output_dir: str, resume: bool, lock: Lock | None = None) -> RunDir:

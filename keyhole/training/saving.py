@@ -19,7 +19,7 @@ import errno
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -33,14 +33,13 @@ from keyhole.checkpoint.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, State, read_state, verify
 from keyhole.checkpoint.writer import MARGIN_BYTES, Writer, Writing, method_state, saved_bytes
 from keyhole.config import TrainConfig
-from keyhole.data.batches import Loader
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB
 from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
-from keyhole.training.journaling import Journaling
-from keyhole.training.observer import Observer, Progress
+from keyhole.training.records import Journaling
+from keyhole.training.run import Observer, Run
 from keyhole.training.selection import Selection
 
 RETRY_STEPS = 10
@@ -62,35 +61,6 @@ def free_bytes(path: Path) -> int:
         return shutil.disk_usage(path).free
     except OSError as error:
         raise UserError(f"output_dir: {path} cannot be reached any more: {error.strerror}") from error
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether a write failed for lack of room. safetensors reports the system's error as text."""
-    return getattr(error, "errno", None) in FULL or "No space left" in str(error)
-
-
-def wait_for_room(
-    save: Callable[[], list[str]], free: Callable[[], int], say: Callable[[str], None], given_up: Callable[[], bool]
-) -> list[str]:
-    """Calls `save` until it finds room; NoRoom if nobody makes any, or if the run is asked to give up. free: the free
-    bytes of the disk."""
-    began_s, told = time.monotonic(), False
-    while True:
-        before, tried_s = free(), time.monotonic()
-        try:
-            return save()
-        except NoRoom as error:
-            if tried_s - began_s >= WAIT_S or given_up():
-                raise
-            if not told:
-                say(
-                    f"warning: the last checkpoint is NOT saved: {error}. The steps are done and the weights are in "
-                    f"memory: the save goes on by itself when there is room (for {WAIT_S / 60:.0f} minutes; a signal, "
-                    "such as Ctrl-C, gives up)"
-                )
-                told = True
-        while free() <= before and not given_up() and time.monotonic() - tried_s < min(RETRY_S, WAIT_S):
-            time.sleep(PAUSE_S)
 
 
 def describe(config: TrainConfig, writer: Writer) -> list[str]:
@@ -124,25 +94,16 @@ class Saver(Observer):
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
     about describes the run in every checkpoint; the journal, if there is one, is flushed before a checkpoint gets its
-    name; the checkpoint of the best step of `selection` is kept; say is called with lines for the user.
+    name; the checkpoint of the best step of `selection` is kept.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        root: Path,
-        writer: Writer,
-        about: State,
-        say: Callable[[str], None],
-        *,
-        loader: Loader,
-        journal: Journaling | None,
-        selection: Selection,
+        self, run: Run, writer: Writer, about: State, *, journal: Journaling | None, selection: Selection
     ) -> None:
-        self.config, self.root, self.writer, self.about, self.say = config, root, writer, about, say
-        self.loader, self.journal, self.selection = loader, journal, selection
+        self.run, self.writer, self.about, self.journal, self.selection = run, writer, about, journal, selection
+        self.config, self.root, self.say = run.config, run.directory.root, run.say
         self.best_step = self.best_saved()
-        self.waits = writer.waits or not config.background_save
+        self.waits = writer.waits or not self.config.background_save
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
@@ -151,7 +112,7 @@ class Saver(Observer):
     def went_on_from(self, path: Path | None, step: int) -> None:
         """Notes the checkpoint that the run resumes from; if it is in this directory, its step is not saved again."""
         self.last_good = path
-        if path is not None and path.resolve() == (self.root / f"checkpoint-{step}").resolve():
+        if path is not None and path.resolve() == self.run.checkpoint(step).resolve():
             self.last_step = step
 
     def best_saved(self, damaged: Collection[int] = ()) -> int | None:
@@ -163,97 +124,96 @@ class Saver(Observer):
         best = self.selection.best_steps()
         return next((step for step in best if step in there or not self.config.save_model), None)
 
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after this step."""
-        every = self.config.save_steps
-        return step != self.last_step and ((every is not None and step % every == 0) or step == self.retry_at)
-
-    def after_step(self, run: Progress) -> None:
+    def after_step(self) -> None:
         """Saves if that is due; the saves that end a run are save_last and save_best."""
-        lines = self._during(self.writer.poll, run.done)
-        if self.is_due(run.done) and not run.is_last and not run.is_interrupted:
-            with run.paused() if self.waits or self.journal is None else nullcontext():
-                lines += self.try_save(run.done)
-        for line in lines:
-            self.say(line)
+        self._report(self.writer.poll())
+        step, every = self.run.done, self.config.save_steps
+        is_due = step != self.last_step and ((every is not None and step % every == 0) or step == self.retry_at)
+        if not is_due or self.run.is_last or self.run.is_asked():
+            return
+        with self.run.paused() if self.waits or self.journal is None else nullcontext():
+            self.wait()
+            self.retry_at = None
+            try:
+                self._begin(step)
+            except NonFinite:
+                raise
+            except UserError as error:
+                self._failed(step, error)
+                return
+            if self.waits:
+                self.wait()
 
-    def try_save(self, step: int) -> list[str]:
-        """Saves during training, or starts a background save; returns lines for the user, also if it failed."""
-        lines, self.retry_at = self.wait(step), None
-        try:
-            self._begin(step)
-        except NonFinite:
-            raise
-        except UserError as error:
-            return [*lines, self._failed(step, step, error)]
-        return [*lines, *(self.wait(step) if self.waits else [])]
-
-    def wait(self, step: int) -> list[str]:
-        """Waits for a checkpoint that is being written, and returns the lines about it."""
-        return self._during(self.writer.wait, step)
+    def wait(self) -> None:
+        """Waits for a checkpoint that is being written."""
+        self._report(self.writer.wait())
 
     def newest_good(self) -> Path | None:
         """No step follows: waits for a checkpoint that is being written, and returns the newest good one."""
         if self.journal is not None:
-            self.journal.end()
+            self.journal.writer.end()
         with suppress(NonFinite):
-            self.wait(0)
+            self.wait()
         return self.last_good
 
     def close(self) -> None:
         """Ends a background save after an error in training."""
         if self.journal is not None:
-            self.journal.end()
+            self.journal.writer.end()
         self.writer.abandon()
 
     def _begin(self, step: int, last: bool = False) -> None:
         """Starts the checkpoint of a step. last: it ends the run, and is written when this returns."""
-        about = replace(self.about, step=step, loader=self.loader.state_dict(), selection=self.selection.state_dict())
+        loader, selection = self.run.data.train.state_dict(), self.selection.state_dict()
         self.writer.begin(
-            self.root / f"checkpoint-{step}",
-            about,
+            self.run.checkpoint(step),
+            replace(self.about, step=step, loader=loader, selection=selection),
             partial(self._make_room, step, dares_bytes=MARGIN_BYTES if last else 0),
             partial(self._flush_journal, step, last),
             waits=last or self.waits,
         )
 
-    def _during(self, ended: Callable[[], Writing | None], now: int) -> list[str]:
-        """Lines about a checkpoint that has been written meanwhile. A failure is one of them: it is tried again."""
-        done = ended()
+    def _report(self, done: Writing | None) -> None:
+        """Says what became of a checkpoint that has been written meanwhile. A failed one is tried again."""
+        if done is None:
+            return
         try:
-            return [] if done is None else self._written(done)
+            self._written(done)
         except NonFinite:
             raise
         except UserError as error:
-            assert done is not None  # else there is no error
-            return [self._failed(done.about.step, now, error)]
+            self._failed(done.about.step, error)
+            return
+        copied, waited_s = done.snapshot.peak_bytes / GIB, done.snapshot.waited_s
+        cost = f"copies took {copied:.2f} GiB, training waited {waited_s:.2f} s"
+        how = "" if done.thread is None else f" in {done.seconds:.1f} s behind training ({cost})"
+        self.say(f"saved {done.path}{how}")
 
-    def _written(self, done: Writing) -> list[str]:
-        """Notes a checkpoint that was written, and deletes old ones; returns lines about it. UserError if it failed."""
+    def _written(self, done: Writing) -> None:
+        """Notes a checkpoint that was written, and deletes old ones. UserError if it failed."""
         step, error = done.about.step, done.error
         if isinstance(error, NonFinite):
             good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
             raise NonFinite(f"step {step}: {error}, so it is not saved; {good}") from error
         if isinstance(error, CANNOT_SAVE) or out_of_memory(error) is not None:
-            kind = NoRoom if is_full(error) else UserError
-            raise kind(f"output_dir: {done.path} could not be written: {error}") from error
+            # safetensors reports the system's error as text
+            full = (isinstance(error, OSError) and error.errno in FULL) or "No space left" in str(error)
+            raise (NoRoom if full else UserError)(f"output_dir: {done.path} could not be written: {error}") from error
         if error is not None:
             raise error
         self.last_good, self.last_step = done.path, step
         self.deleting = select.prune(self.root, self.config.save_total_limit, step, self.say, self.best_step)
         if done.thread is None:
             self.deleting.join()
-            return [*done.lines, f"saved {done.path}"]
-        copied, waited_s = done.snapshot.peak_bytes / GIB, done.snapshot.waited_s
-        cost = f"copies took {copied:.2f} GiB, training waited {waited_s:.2f} s"
-        return [*done.lines, f"saved {done.path} in {done.seconds:.1f} s behind training ({cost})"]
+        for line in done.lines:
+            self.say(line)
 
-    def _failed(self, step: int, now: int, error: UserError) -> str:
+    def _failed(self, step: int, error: UserError) -> None:
+        now, every = self.run.done, self.config.save_steps or RETRY_STEPS
         self.retry_at = now + RETRY_STEPS
-        every = self.config.save_steps or RETRY_STEPS
         again = min(self.retry_at, now - now % every + every)  # whichever comes first
         kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
-        return f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {again}"
+        self.say(f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {again}")
 
     def _flush_journal(self, step: int, last: bool) -> None:
         """Before a checkpoint gets its name: the journal, if there is one, is on the disk up to this step."""
@@ -266,35 +226,63 @@ class Saver(Observer):
                 raise OSError(what) from error
             self.say(f"warning: {what}; the checkpoint is saved without")
 
-    def save_once(self, step: int) -> list[str]:
-        """The save that ends a run, unless this step is on the disk already; last_good is its checkpoint then. Raises
-        if it fails."""
-        if self.last_good is not None and self.last_step == step and (self.last_good / STATE).is_file():
-            return []
-        self._begin(step, last=True)
-        done = self.writer.wait()
-        assert done is not None  # just begun
-        return self._written(done)
-
-    def save_last(self, step: int, given_up: Callable[[], bool]) -> Path:
-        """save_once for the end of a run: if the disk is full, waits for room until given_up()."""
-        lines = wait_for_room(partial(self.save_once, step), lambda: free_bytes(self.root), self.say, given_up)
-        for line in lines[:-1]:  # its caller says where it is
-            self.say(line)
-        assert self.last_good is not None  # saved
+    def _save_now(self, step: int) -> Path:
+        """The checkpoint of this step, written unless it is on the disk already. Raises if that fails."""
+        if self.last_good is None or self.last_step != step or not (self.last_good / STATE).is_file():
+            self._begin(step, last=True)
+            done = self.writer.wait()
+            assert done is not None  # just begun
+            self._written(done)
+        assert self.last_good is not None
         return self.last_good
 
-    def save_best(self, step: int) -> list[str]:
-        """Saves the checkpoint of the best step so far, which is kept; training waits. Returns lines, also if it
-        failed."""
-        before, lines, self.best_step = self.best_step, self.wait(step), step
+    def save_last(self) -> Path:
+        """The save that ends the run. On a full disk it waits for room; a new signal, or too long a wait, gives up."""
+        run, began_s, told = self.run, time.monotonic(), False
+        before = run.interrupts.requested
+        while True:
+            free, tried_s = free_bytes(self.root), time.monotonic()
+            try:
+                return self._save_now(run.done)
+            except NonFinite:
+                raise
+            except UserError as error:
+                waits = isinstance(error, NoRoom) and tried_s - began_s < WAIT_S
+                if not waits or run.interrupts.requested != before:
+                    raise UserError(f"{error}\n  {self._lost(error)}") from error
+                if not told:
+                    self.say(
+                        f"warning: the last checkpoint is NOT saved: {error}. The steps are done and the weights are "
+                        f"in memory: the save goes on by itself when there is room (for {WAIT_S / 60:.0f} minutes; a "
+                        "signal, such as Ctrl-C, gives up)"
+                    )
+                    told = True
+            until_s = tried_s + min(RETRY_S, WAIT_S)
+            while free_bytes(self.root) <= free and run.interrupts.requested == before and time.monotonic() < until_s:
+                time.sleep(PAUSE_S)
+
+    def _lost(self, error: UserError) -> str:
+        """What is left of the run if its last checkpoint cannot be written."""
+        step, good = self.run.done, self.last_good
+        if self.journal is not None and self.journal.has(step):
+            kept = f"all {step} steps are in {self.run.directory.journal}: --resume replays them, and nothing is lost"
+        elif good is None:
+            kept = "there is no checkpoint, so all steps are lost"
+        else:
+            kept = f"the steps after {good.name} are lost, and --resume goes on from there"
+        return f"once {'there is room' if isinstance(error, NoRoom) else 'it can be written to'}: {kept}"
+
+    def save_best(self, step: int) -> None:
+        """Saves the checkpoint of the best step so far, which is kept; training waits."""
+        self.wait()
+        before, self.best_step = self.best_step, step
         try:
-            return [*lines, *(self.save_once(step) or [f"saved {self.last_good}"])]
+            self.say(f"saved {self._save_now(step)}")
         except NonFinite:
             raise
         except UserError as error:
             self.best_step = before
-            return [*lines, f"warning: checkpoint-{step}, the best so far, NOT saved ({error})"]
+            self.say(f"warning: checkpoint-{step}, the best so far, NOT saved ({error})")
 
     def _make_room(self, step: int, need: int, dares_bytes: int = 0) -> None:
         """Deletes old checkpoints if the disk has less room than needed. dares_bytes: what may be missing all the
@@ -313,7 +301,7 @@ class Saver(Observer):
     def damage_of(self, step: int) -> str | None:
         """What is wrong with the checkpoint of a step, by its checksums, and the name under which it is kept; None if
         it is intact."""
-        path = self.root / f"checkpoint-{step}"
+        path = self.run.checkpoint(step)
         try:
             verify(path)
             return None
@@ -328,7 +316,7 @@ class Saver(Observer):
         if self.deleting is not None:
             self.deleting.join()
         model, method = self.writer.model, self.writer.method
-        source = self.last_good if step is None else self.root / f"checkpoint-{step}"
+        source = self.last_good if step is None else self.run.checkpoint(step)
         assert source is not None
         at = f"it is complete in {source}; --resume puts it there when that can be written to"
         try:
@@ -343,7 +331,7 @@ class Saver(Observer):
                 finish = None if beside is None else partial(hf.merge_files, model, factors=beside)
                 hf.publish(source, self.root, about.files.keys() - OWN_FILES, finish)
             except (Damaged, FileNotFoundError) as error:
-                if source != self.root / f"checkpoint-{self.last_step}":
+                if source != self.run.checkpoint(self.last_step or 0):
                     what = f"{source}, the best, was deleted or damaged just now"
                     raise UserError(f"output_dir: {what}: {error}") from error
                 self.say(f"warning: {source} was deleted or damaged just now ({error}); the model is saved from memory")

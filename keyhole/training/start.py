@@ -29,9 +29,8 @@ from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
 from keyhole.training import trackers
-from keyhole.training.base_hash import BaseHash, model_hash
 from keyhole.training.display import Display, Waiting, open_missing_streams
-from keyhole.training.resume import resume_lines
+from keyhole.training.resume import BaseHash, model_hash, resume_lines
 from keyhole.training.rundir import Lock, RunDir, inspect, locked
 
 if TYPE_CHECKING:

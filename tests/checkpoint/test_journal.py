@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keyhole.checkpoint import journal
 from keyhole.checkpoint.journal import BadJournal, Header, Record, Writer, create, read
-from keyhole.training.journaling import Journaling
+from keyhole.training.records import Journaling
 
 HEADER = Header(
     base="ab" * 32, first=0, source="tiny", seed=7, directions=2, distribution="gaussian", rounding="stochastic",

@@ -30,15 +30,15 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Raises a signal inside the given step of the next run."""
 
     def arrange(step: int, number: int = signal.SIGINT) -> None:
-        real, calls = trainer.Run.step, []
+        real, calls = trainer.Leader.step, []
 
-        def once(self: trainer.Run, current: int) -> None:
+        def once(self: trainer.Leader, current: int) -> None:
             if current == step and not calls:
                 calls.append(current)
                 signal.raise_signal(number)
             real(self, current)
 
-        monkeypatch.setattr(trainer.Run, "step", once)
+        monkeypatch.setattr(trainer.Leader, "step", once)
 
     return arrange
 

@@ -6,7 +6,7 @@ import pytest
 
 from keyhole.disk import weights_hash
 from keyhole.disk.weights_hash import Stopped, content_hash
-from keyhole.training.base_hash import BaseHash, model_hash
+from keyhole.training.resume import BaseHash, model_hash
 
 
 def test_it_is_the_content_hash(tiny_model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import transformers as hf
 
 import keyhole
 from keyhole.training.checks import SAMPLE, Divergence, sample, samples, verdict
-from keyhole.training.observer import Reading
+from keyhole.training.metrics import Reading
 from tests.training.classifiers import save_encoder
 
 

@@ -17,7 +17,7 @@ from keyhole.data.batches import Padding
 from keyhole.data.run import load_data, load_tokenizer
 from keyhole.errors import UserError
 from keyhole.eval.conversation import Conversation
-from keyhole.training.loop import Run
+from keyhole.training.loop import Leader
 from keyhole.training.start import train
 from tests.conftest import build_tokenizer
 from tests.matrix import in_every_run
@@ -120,10 +120,13 @@ def ragged(tmp_path: Path) -> str:
 @pytest.fixture
 def paddings(monkeypatch: pytest.MonkeyPatch) -> list[Padding]:
     """The padding of every run, of training and of held-out data, in order."""
-    seen, real = [], Run.go
-    monkeypatch.setattr(
-        Run, "go", lambda run: seen.append((run.data.train.padding, run.data.eval.padding)) or real(run)
-    )
+    seen, real = [], Leader.go
+
+    def go(self: Leader) -> int:
+        seen.append((self.run.data.train.padding, self.run.data.eval.padding))
+        return real(self)
+
+    monkeypatch.setattr(Leader, "go", go)
     return seen
 
 

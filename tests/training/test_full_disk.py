@@ -60,9 +60,9 @@ def test_room_is_made_by_deleting_the_oldest_first(make: Make, monkeypatch: pyte
 
 def no_growth_from_4_to_8() -> None:
     saving.RETRY_STEPS = 3
-    real = trainer.Run.step
+    real = trainer.Leader.step
 
-    def step(self: trainer.Run, number: int) -> None:
+    def step(self: trainer.Leader, number: int) -> None:
         if number in (4, 8):
             writing = self.saver.writer.writing
             if writing:  # beside training: it is to end under the limit that it began under
@@ -70,7 +70,7 @@ def no_growth_from_4_to_8() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if number == 4 else -1, -1))
         real(self, number)
 
-    trainer.Run.step = step
+    trainer.Leader.step = step
 
 
 @in_every_run(lambda method, background: background == (method == "zo"))
@@ -105,9 +105,9 @@ def fill(folder: Path) -> None:
 
 def full_from_3_to_77() -> None:
     """Fills the file system that the run writes to, and frees it again."""
-    real = trainer.Run.step
+    real = trainer.Leader.step
 
-    def step(self: trainer.Run, number: int) -> None:
+    def step(self: trainer.Leader, number: int) -> None:
         folder = self.directory.root.parent
         if number == FILLED[0]:
             fill(folder)
@@ -115,7 +115,7 @@ def full_from_3_to_77() -> None:
             (folder / "filler").unlink()
         real(self, number)
 
-    trainer.Run.step = step
+    trainer.Leader.step = step
 
 
 def full_and_nothing_reserved() -> None:
@@ -147,14 +147,14 @@ def test_a_full_file_system_does_not_stop_training(
 def full_for_good() -> None:
     """Nobody frees any space after step 3."""
     saving.WAIT_S = 0.0
-    real = trainer.Run.step
+    real = trainer.Leader.step
 
-    def step(self: trainer.Run, number: int) -> None:
+    def step(self: trainer.Leader, number: int) -> None:
         if number == 4:
             fill(self.directory.root.parent)
         real(self, number)
 
-    trainer.Run.step = step
+    trainer.Leader.step = step
 
 
 @pytest.mark.parametrize(("method", "save_steps"), [("zo", None), ("zo", 2), ("adamw", 2)])
@@ -181,9 +181,9 @@ def test_the_last_save_waits_for_room(
 ) -> None:
     """Somebody frees some while the weights are in memory: the run ends as if nothing had happened."""
     config = make(output_dir=str(small_disk(80) / "out"), method="adamw", max_steps=3)
-    root, real, pauses = Path(config.output_dir), trainer.Run.save_last, []
+    root, real, pauses = Path(config.output_dir), saving.Saver.save_last, []
 
-    def full(self: trainer.Run) -> Path:
+    def full(self: saving.Saver) -> Path:
         fill(root.parent)
         return real(self)
 
@@ -192,7 +192,7 @@ def test_the_last_save_waits_for_room(
         if len(pauses) == 3:
             (root.parent / "filler").unlink()
 
-    monkeypatch.setattr(trainer.Run, "save_last", full)
+    monkeypatch.setattr(saving.Saver, "save_last", full)
     monkeypatch.setattr(saving.time, "sleep", pause)
     assert train(config) == 0 and len(pauses) == 3
     out = capsys.readouterr().out
@@ -203,14 +203,14 @@ def test_the_last_save_waits_for_room(
 def test_a_signal_ends_the_wait_for_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives up; without a journal and a checkpoint the message says that all is lost."""
     config = make(method="adamw", max_steps=2)
-    real, asked = trainer.Run.save_last, []
+    real, asked = saving.Saver.save_last, []
 
-    def full(self: trainer.Run) -> Path:
+    def full(self: saving.Saver) -> Path:
         monkeypatch.setattr(saving, "free_bytes", lambda path: 0)
-        monkeypatch.setattr(saving.time, "sleep", lambda seconds: asked.append(self.commands.interrupts.ask("SIGINT")))
+        monkeypatch.setattr(saving.time, "sleep", lambda seconds: asked.append(self.run.interrupts.ask("SIGINT")))
         return real(self)
 
-    monkeypatch.setattr(trainer.Run, "save_last", full)
+    monkeypatch.setattr(saving.Saver, "save_last", full)
     with pytest.raises(UserError, match="once there is room: there is no checkpoint, so all steps are lost"):
         train(config)
     assert len(asked) == 1

@@ -142,9 +142,9 @@ def test_a_second_signal_during_the_save_harms_nothing(make: Make) -> None:
 def read_only_from_4() -> None:
     """As a user without rights over the directory from step 4 on."""
     hear_all()
-    real = trainer.Run.step
+    real = trainer.Leader.step
 
-    def step(self: trainer.Run, number: int) -> None:
+    def step(self: trainer.Leader, number: int) -> None:
         if number == 4:
             writing = self.saver.writer.writing
             if writing:  # beside training: it is to end with the rights that it began with
@@ -155,7 +155,7 @@ def read_only_from_4() -> None:
         real(self, number)
 
     saving.RETRY_STEPS = 2
-    trainer.Run.step = step
+    trainer.Leader.step = step
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="takes rights away from itself")

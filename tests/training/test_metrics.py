@@ -9,8 +9,8 @@ import torch
 from keyhole.errors import NonFinite
 from keyhole.model.weights.saved_files import first_bad_tensor
 from keyhole.report.entries import read_metrics
-from keyhole.training.metrics import MOST_SKIPS, MetricsFile, QueuedStep, Recorder
-from keyhole.training.observer import Reading
+from keyhole.training.metrics import MOST_SKIPS, QueuedStep, Reading, Recorder
+from keyhole.training.records import MetricsFile
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
 from keyhole.report.story import Story, View, read_story, read_view
 from keyhole.training import loop, model_and_method, reports
+from keyhole.training.evaluation import generated
 from keyhole.training.reports import EVERY_S, RunPage
-from keyhole.training.sample_answers import generated
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
 
@@ -48,13 +48,13 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
     """It begins with what was decided and ends with curves, a trace, the data, answers and the result; what the run
     wrote is what `keyhole report` makes of its files."""
     monkeypatch.setattr(model_and_method, "load", CROSSING)
-    config, real, seen = make(method="lomo", eval_data=str(tiny_data), placement="stream"), loop.Run.step, []
+    config, real, seen = make(method="lomo", eval_data=str(tiny_data), placement="stream"), loop.Leader.step, []
 
-    def step(self: loop.Run, number: int) -> None:
+    def step(self: loop.Leader, number: int) -> None:
         seen.append(page(config))
         real(self, number)
 
-    monkeypatch.setattr(loop.Run, "step", step)
+    monkeypatch.setattr(loop.Leader, "step", step)
     assert train(config) == 0
     assert "Running" in seen[0] and "http-equiv" in seen[0] and "What was decided" in seen[0] and "<dt>dtype" in seen[0]
     last = page(config)
@@ -107,10 +107,10 @@ def test_a_page_that_cannot_be_made_changes_nothing(
 def test_a_failed_run_says_why(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ends a run is on its page, as text."""
 
-    def fail(self: loop.Run) -> None:
+    def fail(self: loop.Leader) -> None:
         raise NonFinite("the loss is <nan>")
 
-    monkeypatch.setattr(loop.Run, "after_step", fail)
+    monkeypatch.setattr(loop.Leader, "after_step", fail)
     config = make()
     with pytest.raises(NonFinite):
         train(config)

@@ -12,8 +12,8 @@ from keyhole.config.data import data_settings
 from keyhole.data.run import Data, load_data
 from keyhole.errors import UserError
 from keyhole.ranks import Ranks
-from keyhole.training import sameness
-from keyhole.training.sameness import same_directory, same_everywhere, same_weights, sampled
+from keyhole.training import resume as sameness
+from keyhole.training.resume import same_directory, same_everywhere, same_weights, sampled
 from tests.training.runs import Make
 
 
@@ -51,7 +51,7 @@ def test_equal_ranks_go_on(make: Make, data: Data, tiny_model: Path) -> None:
     assert ranks.limit_s == config.rank_timeout
 
 
-@pytest.mark.parametrize("key", ["learning_rate", "zo.eps", "train_data", "eval_data", "task"])
+@pytest.mark.parametrize("key", ["learning_rate", "seed", "train_data", "eval_data", "task"])
 def test_what_differs_is_named(make: Make, data: Data, key: str) -> None:
     """A setting, one of a section, and the content of files under the same name."""
     with pytest.raises(UserError, match=rf"{key} differs between ranks, .* on rank 1 and other on rank 0"):

@@ -16,7 +16,7 @@ from keyhole.checkpoint import select
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.training import evaluation, loop
-from keyhole.training.metrics import _line
+from keyhole.training.records import _line
 from keyhole.training.selection import Selection
 from keyhole.training.start import train
 from tests.matrix import in_every_run
@@ -34,11 +34,11 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None
     def arrange(values: list[float]) -> None:
         real = evaluation.Evaluation.evaluate
 
-        def known(self: evaluation.Evaluation, run: loop.Run) -> None:
-            found = {"eval_loss": values[run.done - 1], "perplexity": 1.0, "eval_tokens": 7}
+        def known(self: evaluation.Evaluation) -> None:
+            found = {"eval_loss": values[self.run.done - 1], "perplexity": 1.0, "eval_tokens": 7}
             with monkeypatch.context() as patch:
                 patch.setattr(evaluation, "evaluate", lambda *args: found)
-                real(self, run)
+                real(self)
 
         monkeypatch.setattr(evaluation.Evaluation, "evaluate", known)
 
@@ -157,16 +157,16 @@ def test_a_damaged_best_checkpoint_is_not_published(
     next best intact step is published."""
     evaluations(VALUES)
     config = make(eval_data=str(tiny_data), save_steps=1, **BEST)
-    root, real = Path(config.output_dir), loop.Run.finish
+    root, real = Path(config.output_dir), loop.Leader.finish
 
-    def finish(self: loop.Run) -> int:
+    def finish(self: loop.Leader) -> int:
         path = root / "checkpoint-3" / "model.safetensors"
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)
         return real(self)
 
-    monkeypatch.setattr(loop.Run, "finish", finish)
+    monkeypatch.setattr(loop.Leader, "finish", finish)
     assert train(config) == 0
     said = capsys.readouterr().out
     assert "checkpoint-3, the best, is damaged" in said and "checkpoint-3.damaged" in said and "checksum" in said
@@ -180,13 +180,13 @@ def test_a_last_checkpoint_that_was_deleted_is_saved_again(
     """Somebody deletes the checkpoint of the last step, which was saved as the best, before the run publishes it."""
     evaluations([2.0, 1.9, 1.8, 1.7, 1.6, 1.5])
     config = make(eval_data=str(tiny_data), **BEST)
-    root, real = Path(config.output_dir), loop.Run.finish
+    root, real = Path(config.output_dir), loop.Leader.finish
 
-    def finish(self: loop.Run) -> int:
+    def finish(self: loop.Leader) -> int:
         shutil.rmtree(root / "checkpoint-6")
         return real(self)
 
-    monkeypatch.setattr(loop.Run, "finish", finish)
+    monkeypatch.setattr(loop.Leader, "finish", finish)
     assert train(config) == 0
     assert same(weights(root), weights(root / "checkpoint-6"))
 

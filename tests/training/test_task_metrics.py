@@ -95,7 +95,7 @@ def test_an_interrupted_score_is_repeated(
 
     def disturbed(self: Any, model: Any, stop: Callable[[], bool], *more: Any) -> Any:
         monkeypatch.setattr(evaluation.Judge, f"{place}_metrics", real)
-        stop.__self__.commands.interrupts.ask("SIGTERM")
+        stop.__self__.interrupts.ask("SIGTERM")
         return real(self, model, stop)
 
     monkeypatch.setattr(evaluation.Judge, f"{place}_metrics", disturbed)
