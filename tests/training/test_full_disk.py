@@ -108,7 +108,7 @@ def full_from_3_to_77() -> None:
     real = trainer.Leader.step
 
     def step(self: trainer.Leader, number: int) -> None:
-        folder = self.directory.root.parent
+        folder = self.run.directory.root.parent
         if number == FILLED[0]:
             fill(folder)
         if number == FILLED[1]:
@@ -151,7 +151,7 @@ def full_for_good() -> None:
 
     def step(self: trainer.Leader, number: int) -> None:
         if number == 4:
-            fill(self.directory.root.parent)
+            fill(self.run.directory.root.parent)
         real(self, number)
 
     trainer.Leader.step = step

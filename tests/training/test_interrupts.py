@@ -149,8 +149,8 @@ def read_only_from_4() -> None:
             writing = self.saver.writer.writing
             if writing:  # beside training: it is to end with the rights that it began with
                 writing.thread.join()
-            os.chmod(self.directory.root, 0o555)
-            os.chown(self.directory.root, 0, 0)
+            os.chmod(self.run.directory.root, 0o555)
+            os.chown(self.run.directory.root, 0, 0)
             os.seteuid(65534)
         real(self, number)
 

@@ -16,7 +16,7 @@ from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
 from keyhole.eval.score import score
-from keyhole.training import evaluation
+from keyhole.training import validation
 from keyhole.training.selection import Selection
 from keyhole.training.start import Parts, train
 from keyhole.training.validation import common_metric
@@ -91,14 +91,14 @@ def test_an_interrupted_score_is_repeated(
     """A signal in the middle of scoring ends the run; resumed, it has the numbers of one that was not disturbed."""
     through, stopped = (make(name, save_model=saves, **BEST) for name in ("through", "stopped"))
     assert train(through) == 0
-    real = getattr(evaluation.Judge, f"{place}_metrics")
+    real = getattr(validation.Judge, f"{place}_metrics")
 
     def disturbed(self: Any, model: Any, stop: Callable[[], bool], *more: Any) -> Any:
-        monkeypatch.setattr(evaluation.Judge, f"{place}_metrics", real)
+        monkeypatch.setattr(validation.Judge, f"{place}_metrics", real)
         stop.__self__.interrupts.ask("SIGTERM")
         return real(self, model, stop)
 
-    monkeypatch.setattr(evaluation.Judge, f"{place}_metrics", disturbed)
+    monkeypatch.setattr(validation.Judge, f"{place}_metrics", disturbed)
     assert train(stopped) == 130
     assert train(stopped, resume="") == 0
     assert metrics(through) == metrics(stopped)

@@ -16,7 +16,7 @@ Of a sharded model the leader creates the files at their final size, with everyt
 writes its own elements at their places and flushes them; the leader writes what all ranks have (table, spine, buffers).
 Tensors of a method's state that are split over ranks (disk/tensors.py) are written in the same way, into one file. No
 rank needs more memory for the model than before; all must see one file system. The leader starts it
-(`model.call_others`), and the others follow (training/follow.py) by calling the same functions. If a rank cannot write,
+(`model.call_others`), and the others follow (training/loop.py) by calling the same functions. If a rank cannot write,
 the leader raises: the checkpoint gets no name.
 
 `publish` makes the last checkpoint of a finished run the model of the output directory. Weight files are linked, not
