@@ -11,15 +11,17 @@ context that is too long for the model loses its beginning; the continuation mus
 Legend: B rows of a batch, T positions, N scored (position, target) pairs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 
 from keyhole.data.capacity import check_ids
 from keyhole.errors import UserError
-from keyhole.eval.rows import evaluated, not_finite, of_all_ranks
+from keyhole.eval.rows import by_row, not_finite
 from keyhole.model.batch import DeviceBatch, move
 from keyhole.model.model import Model
 from keyhole.model.objective import Tokens
@@ -43,26 +45,24 @@ def score_continuations(
     rows = _rows(pairs, max_length)
     if rows:
         check_ids([i for pair in pairs for part in pair for i in part], "a request", model.source, model.config)
-    sums = torch.zeros(len(pairs), dtype=torch.float64)
-    greedy = torch.zeros(len(pairs), dtype=torch.bool)
 
-    def run(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return model.token_scores([_sent([rows[i] for i in batch], model.device) for batch in group])
+    def run(group: list[list[int]]) -> list[list[list[tuple[float, bool]]]]:
+        made = []
+        found = model.token_scores([_sent([rows[i] for i in batch], model.device) for batch in group])
+        for batch, (nll_N, best_N) in zip(group, found, strict=True):
+            asked = [tokens for i in batch for _, tokens in rows[i].asked]  # in the order of _sent
+            sizes = [len(tokens) for tokens in asked]
+            parts = zip(nll_N.double().cpu().split(sizes), best_N.cpu().split(sizes), asked, strict=True)
+            scores = iter([(-float(nll.sum()), best.tolist() == tokens) for nll, best, tokens in parts])
+            made.append([list(islice(scores, len(rows[i].asked))) for i in batch])
+        return made
 
-    own = []
-    for batch, (nll_N, best_N) in evaluated(model, [len(row.ids) for row in rows], run, **options):
-        asked = [pair for i in batch for pair in rows[i].asked]  # in the order of _sent
-        sizes = [len(tokens) for _, tokens in asked]
-        for (number, tokens), nll, best in zip(
-            asked, nll_N.double().cpu().split(sizes), best_N.cpu().split(sizes), strict=True
-        ):
-            sums[number], greedy[number] = -nll.sum(), best.tolist() == tokens
-            own.append(number)
-    of_all_ranks(model, own, sums, greedy)
-    if not bool(sums.isfinite().all()):
-        bad = int((~sums.isfinite()).sum())
+    scores: dict[int, tuple[float, bool]] = {}
+    for row, values in zip(rows, by_row(model, [len(row.ids) for row in rows], run, **options), strict=True):
+        scores |= zip((number for number, _ in row.asked), values, strict=True)
+    if bad := sum(not math.isfinite(value) for value, _ in scores.values()):
         raise not_finite(model, f"log-likelihoods that are not finite ({bad} of {len(pairs)} requests)")
-    return sums.tolist(), greedy.tolist()
+    return [scores[i][0] for i in range(len(pairs))], [scores[i][1] for i in range(len(pairs))]
 
 
 def _rows(pairs: Sequence[Pair], max_length: int) -> list[_Row]:

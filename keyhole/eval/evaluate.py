@@ -14,8 +14,11 @@ model. Placement `auto` streams weights that do not fit the GPU.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
@@ -68,7 +71,11 @@ def evaluate(
             return read_task(name, limit) if is_task(name) else name
         drawn = load_task(name, task_data, Numbers(test=num_eval), task_splits, training=False)["test"]
         check_code(drawn, allow_code_execution)
-        return _first_questions(drawn, limit, say)
+        used = replace(drawn, questions=drawn.questions[:limit])
+        first = f"the first {len(used.questions):,} of " if len(used.questions) < len(drawn.questions) else ""
+        for line in (f"task {drawn.name}: {first}{drawn.about} ({used.fingerprint})", *warning_lines(drawn)):
+            say(line)
+        return used
 
     sources = [read(name) for name in names]  # a mistake in the last one is found before the model is loaded
     model = load(
@@ -82,7 +89,8 @@ def evaluate(
     )
     for line in model.describe():
         say(line)
-    options: dict[str, Any] = {"max_length": max_length, "watch": _progress}
+    watch = partial(tqdm, desc="scoring", disable=None, leave=False)  # None: not without a terminal
+    options: dict[str, Any] = {"max_length": max_length, "watch": watch}
     scores: list[Score] = []
     try:
         for source in sources:
@@ -97,17 +105,10 @@ def evaluate(
         raise
     shown = table(scores)
     if json_path is not None:
-        _write_json(Path(json_path), directory, model, scores, shown)
+        about = {"model": directory, "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+        kept = json_text(about | {"results": [asdict(each) for each in scores]}, indent=1)
+        write_result("--json", Path(json_path), kept + "\n", shown)
     return shown
-
-
-def _first_questions(drawn: Task, limit: int | None, say: Callable[[str], None]) -> Task:
-    """The questions of a task up to the limit; says which they are."""
-    used = replace(drawn, questions=drawn.questions[:limit])
-    first = f"the first {len(used.questions):,} of " if len(used.questions) < len(drawn.questions) else ""
-    for line in (f"task {drawn.name}: {first}{drawn.about} ({used.fingerprint})", *warning_lines(drawn)):
-        say(line)
-    return used
 
 
 def score_data(
@@ -179,19 +180,3 @@ def _cells(found: Score) -> list[str]:
         return [found.name, f"{found.questions:,}", result, chance, "-", "-", f"{found.loss:.4f}", "-"]
     shares = [f"{100 * x:.1f}%" for x in (found.chance, found.accuracy_sum)]
     return [found.name, f"{found.questions:,}", result, *shares, f"{found.margin:+.3f}", f"{found.loss:.4f}", "-"]
-
-
-def _write_json(path: Path, directory: str, model: Model, scores: Sequence[Score], shown: str) -> None:
-    dtype = str(model.dtype).removeprefix("torch.")
-    about = {"model": directory, "dtype": dtype, "device": str(model.device)}
-    kept = json_text(about | {"results": [asdict(each) for each in scores]}, indent=1)
-    write_result("--json", path, kept + "\n", shown)
-
-
-def _progress(groups: list[Any]) -> Any:
-    if not sys.stderr.isatty():
-        return iter(groups)
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(groups, "scoring", console=Console(stderr=True), transient=True)

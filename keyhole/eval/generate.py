@@ -25,7 +25,7 @@ from keyhole.data.capacity import check_ids, context_length
 from keyhole.data.tasks.encode import Encoder
 from keyhole.data.tasks.question import Question
 from keyhole.errors import NonFinite
-from keyhole.eval.rows import BATCH_TOKENS, not_finite
+from keyhole.eval.rows import BATCH_TOKENS, not_finite, plan_batches
 from keyhole.model.model import Model
 from keyhole.ranks import Ranks
 
@@ -75,32 +75,20 @@ def continue_prompts(
     """The text generated after each prompt of tokens, in order. settings: of Transformers' generation
     (default: greedy, regardless of the model's own settings); apart: see answer_prompts."""
     settings = PLAIN if settings is None else settings
-    answers = [""] * len(prompts)
+    answers = dict[int, str]()
     ranks = Ranks() if model.sharded else model.ranks  # each visit is a collective, and lengths of answers are unknown
-    own = ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
+    own = ranks.share(plan_batches([len(ids) for ids in prompts], batch_tokens, max_new_tokens, MOST_ROWS))
     for batch in watch(own):
         texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop, settings=settings, apart=apart)
-        for i, text in zip(batch, texts, strict=True):
-            answers[i] = text
-    for theirs in ranks.objects({i: answers[i] for batch in own for i in batch}):
-        for i, text in theirs.items():
-            answers[i] = text
-    return answers
+        answers |= zip(batch, texts, strict=True)
+    for theirs in ranks.objects(answers):
+        answers |= theirs
+    return [answers[i] for i in range(len(prompts))]
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
     """The text up to the first stop string in it."""
     return text[: min([text.find(word) for word in stop if word in text], default=len(text))]
-
-
-def _batches(lengths: list[int], new: int, batch_tokens: int) -> list[list[int]]:
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        rows = len(batches[-1]) + 1 if batches else 0
-        if not batches or rows > MOST_ROWS or rows * (lengths[batches[-1][0]] + new) > batch_tokens:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
 
 
 def answer_prompts(

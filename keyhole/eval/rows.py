@@ -10,8 +10,8 @@ Results are returned in the order of the rows. Results that are not finite are a
 cause. Legend: R rows of the whole set, B rows of a batch, T positions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,78 +25,59 @@ BATCH_TOKENS = 4096
 PASSES = 4
 
 Groups = list[list[list[int]]]  # row indices of the batches that go through the model together
-Found = list[tuple[torch.Tensor, torch.Tensor]]
 Watch = Callable[[Groups], Iterable[list[list[int]]]]  # iterates over the groups, with a progress bar
+Value = TypeVar("Value")
 
 
 def score_rows(model: Model, rows: Sequence[Sample], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row. options: of
-    `evaluated`."""
-    nll_R = torch.zeros(len(rows), dtype=torch.float64)
-    count_R = torch.zeros(len(rows), dtype=torch.int64)
+    `by_row`."""
 
-    def run(group: list[list[int]]) -> Found:
-        found: Found = model.nll([collate([rows[i] for i in batch], 0) for batch in group])
-        return found
+    def run(group: list[list[int]]) -> list[list[tuple[float, int]]]:
+        found = model.nll([collate([rows[i] for i in batch], 0) for batch in group])
+        return [list(zip(nll_B.tolist(), count_B.tolist(), strict=True)) for nll_B, count_B in found]
 
-    own = []
-    for batch, (nll_B, count_B) in evaluated(model, [len(row.input_ids) for row in rows], run, **options):
-        nll_R[batch], count_R[batch] = nll_B.double().cpu(), count_B.cpu()
-        own += batch
-    of_all_ranks(model, own, nll_R, count_R)
-    return nll_R, count_R
+    found = by_row(model, [len(row.input_ids) for row in rows], run, **options)
+    return torch.tensor([nll for nll, _ in found], dtype=torch.float64), torch.tensor([n for _, n in found]).long()
 
 
 def class_logits(
     model: Model, rows: Sequence[Sample], pad_token_id: int, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits_RL float32, nll_R float64) of a classifier's rows, on the host. options: of `evaluated`."""
-    logits_RL = torch.zeros(len(rows), model.config.num_labels)
-    nll_R = torch.zeros(len(rows), dtype=torch.float64)
+    """(logits_RL float32, nll_R float64) of a classifier's rows, on the host. options: of `by_row`."""
 
-    def run(group: list[list[int]]) -> Found:
-        batches = [collate([rows[i] for i in batch], pad_token_id) for batch in group]
-        found: Found = model.logits(batches)
-        return found
+    def run(group: list[list[int]]) -> list[list[tuple[list[float], float]]]:
+        found = model.logits([collate([rows[i] for i in batch], pad_token_id) for batch in group])
+        return [list(zip(logits_BL.tolist(), nll_B.tolist(), strict=True)) for logits_BL, nll_B in found]
 
-    own = []
-    for batch, (logits_BL, nll_B) in evaluated(model, [len(row.input_ids) for row in rows], run, **options):
-        logits_RL[batch], nll_R[batch] = logits_BL.cpu(), nll_B.double().cpu()
-        own += batch
-    of_all_ranks(model, own, logits_RL, nll_R)
-    return logits_RL, nll_R
+    found = by_row(model, [len(row.input_ids) for row in rows], run, **options)
+    return torch.tensor([logits for logits, _ in found]), torch.tensor([nll for _, nll in found], dtype=torch.float64)
 
 
-def evaluated(
+def by_row(
     model: Model,
     lengths: Sequence[int],
-    run: Callable[[list[list[int]]], Found],
+    run: Callable[[list[list[int]]], list[list[Value]]],
     *,
     batch_tokens: int = BATCH_TOKENS,
     passes: int = PASSES,
     watch: Watch = iter,
-) -> Iterator[tuple[list[int], tuple[torch.Tensor, torch.Tensor]]]:
-    """(indices of its rows, what `run` found) for every batch of this rank. watch: iterates over the groups of batches
-    that go through a streamed model together, with a progress bar."""
+) -> list[Value]:
+    """What `run` finds for every row, in order; it gets the batches that go through a streamed model together. Several
+    ranks share the groups. watch: iterates over the groups, with a progress bar."""
     batches = plan_batches(lengths, batch_tokens)
     together = passes if model.engine.streamed else 1
     groups = [batches[i : i + together] for i in range(0, len(batches), together)]
-    own = model.ranks.share(groups)
+    own, found = model.ranks.share(groups), dict[int, Value]()
     for group in watch(own):
-        yield from zip(group, run(group), strict=True)
+        for batch, values in zip(group, run(group), strict=True):
+            found |= zip(batch, values, strict=True)
     most = -(-len(groups) // model.ranks.size)
     for group in groups[:1] * (most - len(own)) if model.sharded else ():  # visits are collectives of all ranks
         run(group)
-
-
-def of_all_ranks(model: Model, own: list[int], *found: torch.Tensor) -> None:
-    """Fills in the rows that other ranks have computed. own: the rows of this rank."""
-    if not model.ranks.several:
-        return
-    rows = torch.tensor(own, dtype=torch.int64)
-    for theirs, *values in model.ranks.objects((rows, *(x[rows] for x in found))):
-        for x, value in zip(found, values, strict=True):
-            x[theirs] = value
+    for theirs in model.ranks.objects(found) if model.ranks.several else ():
+        found |= theirs
+    return [found[i] for i in range(len(lengths))]
 
 
 def not_finite(model: Model, what: str) -> NonFinite:
@@ -112,11 +93,15 @@ def not_finite(model: Model, what: str) -> NonFinite:
     return NonFinite(f"{what}, though all weights are finite: the weights are damaged in another way{wider}")
 
 
-def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices of the rows of each batch, the longest first; a row longer than batch_tokens is a batch of its own."""
+def plan_batches(
+    lengths: Sequence[int], batch_tokens: int, more: int = 0, most_rows: int | None = None
+) -> list[list[int]]:
+    """Indices of the rows of each batch, the longest first; a row longer than batch_tokens is a batch of its own. more:
+    tokens that every row will get; most_rows: of a batch."""
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > batch_tokens:
+        rows = len(batches[-1]) + 1 if batches else 1
+        if not batches or rows * (lengths[batches[-1][0]] + more) > batch_tokens or rows > (most_rows or rows):
             batches.append([])
         batches[-1].append(i)
     return batches

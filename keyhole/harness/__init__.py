@@ -10,7 +10,6 @@ under its name for `--model keyhole`.
 """
 
 import importlib.util
-from typing import Any
 
 from keyhole.errors import UserError
 
@@ -34,14 +33,6 @@ def register() -> None:
 
     if NAME not in MODEL_REGISTRY:
         MODEL_REGISTRY.register(NAME, target=TARGET)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "KeyholeLM":
-        from keyhole.harness.lm import KeyholeLM
-
-        return KeyholeLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if importlib.util.find_spec("lm_eval") is not None:
