@@ -1,6 +1,6 @@
 """Curves of a run with a fixed number of points, however long the run is, for the page that is drawn during training.
 
-A point represents w consecutive steps and keeps the count, sum, minimum and maximum of every number. There are at most
+A point represents w consecutive steps and keeps the count and the sum of every number. There are at most
 2 MOST points; when they are full, neighbours are merged and w doubles:
 
     w = 1 up to 2 MOST steps, then 2, 4, ...       time per step: O(1);  memory and time of a page: O(MOST)
@@ -28,13 +28,13 @@ class Point:
     steps: int
     step: int
     seconds: float
-    sums: dict[str, list[float]]  # name -> count, sum, lowest, highest
+    sums: dict[str, tuple[int, float]]  # name -> count, sum
 
     def joined(self, other: "Point") -> "Point":
-        sums = {name: list(row) for name, row in self.sums.items()}
-        for name, (count, total, low, high) in other.sums.items():
-            mine = sums.setdefault(name, [0.0, 0.0, low, high])
-            sums[name] = [mine[0] + count, mine[1] + total, min(mine[2], low), max(mine[3], high)]
+        sums = dict(self.sums)
+        for name, (count, total) in other.sums.items():
+            mine = sums.get(name, (0, 0.0))
+            sums[name] = (mine[0] + count, mine[1] + total)
         return Point(self.steps + other.steps, other.step, other.seconds, sums)
 
 
@@ -73,7 +73,7 @@ class Curves:
             self.losses = [*self.losses[:1], (step, numbers["loss"])]
         for name, value in numbers.items():
             self.highest[name] = max(value, self.highest.get(name, value))
-        sums = {name: [1.0, value, value, value] for name, value in numbers.items() if name not in NO_CURVE}
+        sums = {name: (1, value) for name, value in numbers.items() if name not in NO_CURVE}
         self._add_point(Point(1, step, self.seconds, sums))
 
     def _numbers(self, entry: Entry) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
     lines       the start block: decisions and their reasons
     planned     planned bytes on the device by part, host bytes, seconds of a step; measured: the measured ones
-    spans       the trace of one step: [lane, label, begin, duration], milliseconds
+    lanes       of one step that was traced: seconds in which uploads, compute, ... were busy
     samples     rows of the data: runs of [trained?, tokens]
     answers     the model's answers at evaluations
     events      the printed lines, except those of steps
@@ -36,7 +36,6 @@ MOST, MOST_EVENTS, MOST_ANSWERS = 4000, 60, 6  # characters of a text and items 
 METRICS, STORY, PAGE = "metrics.jsonl", "report.json", "report.html"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
 Number = Annotated[int, Limit(0, 2**53)]
-Span = tuple[str, str, float, NotNegative]
 
 
 @dataclass
@@ -99,7 +98,7 @@ class Story:
     measured: dict[str, NotNegative] = field(default_factory=dict)
     traced_step: Number = 0
     traced_s: NotNegative = 0.0  # seconds of that step
-    spans: list[Span] = field(default_factory=list)
+    lanes: dict[str, NotNegative] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     answers: list[Answers] = field(default_factory=list)
 

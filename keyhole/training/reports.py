@@ -25,7 +25,7 @@ from keyhole.offload.timeline import Timeline
 from keyhole.report.curves import Curves
 from keyhole.report.entries import Entry
 from keyhole.report.page import make_page, now
-from keyhole.report.parts import spans_of
+from keyhole.report.parts import busy_seconds
 from keyhole.report.story import FAILED, PAGE, RUNNING, STORY, Planned, Sample, Story, View, read_story, write_story
 from keyhole.training.display import Display
 from keyhole.training.metrics import Reading, resident_bytes
@@ -149,7 +149,7 @@ def open_reports(
     if before is not None and before.run == story.run:
         before.went_back(run.first)
         story.answers, story.began, story.events = before.answers, before.began or story.began, before.events
-        story.spans, story.traced_step, story.traced_s = before.spans, before.traced_step, before.traced_s
+        story.lanes, story.traced_step, story.traced_s = before.lanes, before.traced_step, before.traced_s
     for entry in kept:
         curves.add(entry)
     view = View(name, directory.run, story, curves, machine, to_yaml(config), {"loss": config.loss})
@@ -215,4 +215,4 @@ class Trace(Observer):
         if timeline is None or timeline.enabled or self.seconds is None or not timeline.is_done():
             return
         story, self.timeline = self.story, None
-        story.spans, story.traced_step, story.traced_s = spans_of(timeline.rows()), self.step, self.seconds
+        story.lanes, story.traced_step, story.traced_s = busy_seconds(timeline.rows()), self.step, self.seconds
