@@ -243,13 +243,6 @@ class GGUFShard:
     def keys(self) -> list[str]:
         return list(self.entries)
 
-    def get_slice(self, name: str) -> "Slice":
-        return Slice(list(self.entries[name].shape))
-
-    def form(self, name: str) -> str:
-        """The type of a tensor; "" if it is plain."""
-        return "" if self.entries[name].form in PLAIN else self.entries[name].form
-
     def get_tensor(self, name: str) -> "torch.Tensor":
         """The weights as numbers: float32 if they were packed."""
         import torch
@@ -283,17 +276,3 @@ class GGUFShard:
             raw = raw.reshape(entry.heads, entry.shape[0] // entry.heads // 2, 2, -1).transpose(0, 2, 1, 3)
         found: np.ndarray = raw.copy().reshape(-1)
         return found
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The part of safetensors' slice interface that is used here."""
-
-    shape: list[int]
-    dtype: str = "F32"
-
-    def get_shape(self) -> list[int]:
-        return self.shape
-
-    def get_dtype(self) -> str:
-        return self.dtype

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from keyhole.disk.json_text import Json
+from keyhole.errors import NonFinite
 
 if TYPE_CHECKING:
     import torch
@@ -41,63 +42,101 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "awq": {"version": ("gemm", "exllama", "ipex")},
 }
 """What config.json may say of the layout of the integers; others (gemv, marlin) have the same names and other bits."""
+CODES = ("weight", "qweight", "qzeros")
+"""Tensors whose bytes are codes, whatever dtype the file calls them: as numbers they mean nothing, and may be NaN
+(bnb_4bit_quant_storage)."""
 
 
 @dataclass(frozen=True)
 class Form:
     """How the weight of a layer is stored. grid: (name, group, dtype of scales, with an offset) of a grid with exactly
-    the same numbers, if there is one; parts: names of its tensors by their role; why: the reason if there is no grid,
-    else ""."""
+    the same numbers, if there is one; parts: names of its tensors by their role, which `get` reads; why: the reason if
+    there is no grid, else ""."""
 
     kind: str
     shape: tuple[int, int]
     parts: Mapping[str, str]
     about: Json
+    get: "Get"
     grid: tuple[str, int, str, bool] | None = None
     why: str = ""
 
-    @property
-    def codes_in(self) -> set[str]:
-        """Names of tensors whose bytes are codes, whatever dtype the file calls them: as numbers they mean nothing, and
-        may be NaN (bnb_4bit_quant_storage)."""
-        return {self.parts[role] for role in ("weight", "qweight", "qzeros") if role in self.parts}
+    def __getitem__(self, role: str) -> "torch.Tensor":
+        found = self.get(self.parts[role])
+        if role not in CODES:
+            check_finite(self.parts[role], found)
+        return found
 
-    def read(self, get: "Get") -> "torch.Tensor":
+    def read(self) -> "torch.Tensor":
         """The weights, float32 [O, I]."""
-        return (_bnb if self.kind == "bitsandbytes" else _packed_ints)(self, get)[0]
-
-    def levels(self, get: "Get") -> "torch.Tensor | None":
-        """The file's own table of the numbers that codes stand for; None: it has none."""
-        return get(self.parts["quant_map"]) if "quant_map" in self.parts else None
-
-    def codes(self, get: "Get") -> "tuple[torch.Tensor, torch.Tensor]":
-        """Codes and scales on the grid. ValueError if the numbers are not on it."""
         if self.kind == "bitsandbytes":
-            return _bnb(self, get)[1]
-        return _int4_codes(self, get, self.grid is not None and self.grid[-1])
+            q, absmax = _bnb(self)
+            w = self["quant_map"].float()[q.int()] * absmax.unsqueeze(1)
+            return w.view(-1)[: self.shape[0] * self.shape[1]].view(self.shape)
+        q, zeros, groups = _ints(self)
+        return (self["scales"].float()[groups] * (q - zeros[groups]).float()).t().contiguous()
+
+    def levels(self) -> "torch.Tensor | None":
+        """The file's own table of the numbers that codes stand for; None: it has none."""
+        return self["quant_map"] if "quant_map" in self.parts else None
+
+    def codes(self) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Codes and scales (with offsets in pairs) on the grid. ValueError if the numbers are not on it."""
+        import torch
+
+        if self.kind == "bitsandbytes":
+            rows, scales = _bnb(self)
+        else:
+            offset, (q, zeros, groups) = self.grid is not None and self.grid[-1], _ints(self)
+            expected = torch.arange(self.shape[1]) // self.about["group"]
+            if (not offset and not bool((zeros == 8).all())) or not torch.equal(groups, expected):
+                raise ValueError(
+                    f"{self.parts['qweight']} is not symmetric, though config.json says so, or its inputs are "
+                    "reordered; set wire=null, and it is unpacked"
+                )
+            given = self["scales"]
+            half = given.to(torch.float16)
+            if not torch.equal(half.to(given.dtype), given):
+                raise ValueError(f"{self.parts['scales']} has scales that float16 cannot hold; set wire=null")
+            stored = torch.stack([half.float(), -half.float() * zeros], dim=-1) if offset else half
+            scales = stored.transpose(0, 1).repeat_interleave(self.about["group"] // GROUP, dim=1).reshape(-1)
+            rows = q.t().to(torch.uint8).reshape(-1, GROUP)
+        low, high = rows.split(rows.shape[1] // 2, dim=1)
+        return (low | (high << 4)).reshape(-1), scales
 
 
-def find_forms(names: "Mapping[str, tuple[int, ...]]", said: Json, get: "Get") -> dict[str, Form]:
+def check_finite(what: str, found: "torch.Tensor") -> None:
+    """NonFinite if there is a NaN or an infinity in numbers that were read: nobody publishes such."""
+    import torch
+
+    if found.numel() and found.is_floating_point():
+        low, high = torch.aminmax(found)  # either is NaN if any element is
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            bad = int((~torch.isfinite(found)).sum())
+            raise NonFinite(f"NaN or infinity in {what} ({bad:,} of {found.numel():,} numbers)")
+
+
+def find_forms(shapes: Mapping[str, tuple[int, ...]], said: Json, get: "Get") -> dict[str, Form]:
     """Name of a weight -> its form, for all weights in the files. said: quantization_config of config.json. ValueError
     for unsupported formats."""
     method = str(said.get("quant_method", "")).lower()
     found = {}
-    for name in names:
+    for name in shapes:
         if BNB in name:
-            found[name.partition(BNB)[0]] = _bnb_form(name, names, get)
+            found[name.partition(BNB)[0]] = _bnb_form(name, shapes, get)
         elif name.endswith(".qweight"):
             stem = name.removesuffix(".qweight")
             if method not in ("gptq", "awq"):
                 raise ValueError(f"{name} is quantised by {method or 'an unknown method'}; gptq and awq are read")
-            found[f"{stem}.weight"] = _ints_form(stem, names, method, said)
+            found[f"{stem}.weight"] = _ints_form(stem, shapes, method, said, get)
         elif name.endswith((".SCB", ".weight_format")):
             raise ValueError(f"{name} is of bitsandbytes' 8 bits, which is not read; 4 bits are")
     return found
 
 
-def _bnb_form(name: str, names: Mapping[str, tuple[int, ...]], get: "Get") -> Form:
+def _bnb_form(name: str, shapes: Mapping[str, tuple[int, ...]], get: "Get") -> Form:
     weight = name.partition(BNB)[0]
-    if names[name][0] > LARGEST_STATE:
+    if shapes[name][0] > LARGEST_STATE:
         raise ValueError(f"{name} is no description of a quantised weight")
     try:
         about = json.loads(bytes(get(name).tolist()))
@@ -105,28 +144,31 @@ def _bnb_form(name: str, names: Mapping[str, tuple[int, ...]], get: "Get") -> Fo
         block, nested = int(about["blocksize"]), int(about.get("nested_blocksize", 1))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{name} cannot be read: {error!r:.80}") from None
-    parts = {role: f"{weight}.{role}" for role in OF_BNB if f"{weight}.{role}" in names} | {"weight": weight}
-    numel, held = rows * columns, names.get(weight, (0,))[0]  # numbers of 1, 2 or 4 bytes, with two codes per byte
+    parts = {role: f"{weight}.{role}" for role in OF_BNB if f"{weight}.{role}" in shapes} | {"weight": weight}
+    numel, held = rows * columns, shapes.get(weight, (0,))[0]  # numbers of 1, 2 or 4 bytes, with two codes per byte
     fine = min(rows, columns, block, nested) > 0 and -(-numel // 2) in (held, 2 * held, 4 * held)
-    if not fine or "quant_map" not in parts or names.get(f"{weight}.absmax") != (-(-numel // block),):
+    if not fine or "quant_map" not in parts or shapes.get(f"{weight}.absmax") != (-(-numel // block),):
         raise ValueError(f"{name} does not fit the tensors of {weight}")
     lacks = [key for key in NESTED if key not in about]
     lacks += [f"{weight}.{role}" for role in OF_BNB if role.startswith("nested_") and role not in parts]
     if 0 < len(lacks) < 4:
         raise ValueError(f"the scales of {weight} are quantised themselves, and {lacks[0]} is missing")
-    why = f"its {numel} weights are no multiple of {GROUP}" if numel % block else ""
-    why = f"its blocks are of {block} weights, {GROUP} are needed" if block != GROUP else why
-    kind = about.get("quant_type")
-    why = why if kind == "nf4" else f"bitsandbytes' {kind!s:.20} is no format of a wire"
-    grid = None if why else ("nf4", GROUP, "float32", False)
-    return Form("bitsandbytes", (rows, columns), parts, about, grid, why)
+    why = ""
+    if about.get("quant_type") != "nf4":
+        why = f"bitsandbytes' {about.get('quant_type')!s:.20} is no format of a wire"
+    elif block != GROUP:
+        why = f"its blocks are of {block} weights, {GROUP} are needed"
+    elif numel % block:
+        why = f"its {numel} weights are no multiple of {GROUP}"
+    return Form(
+        "bitsandbytes", (rows, columns), parts, about, get, None if why else ("nf4", GROUP, "float32", False), why
+    )
 
 
-def _ints_form(stem: str, names: Mapping[str, tuple[int, ...]], method: str, said: Json) -> Form:
-    parts = {role: f"{stem}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx") if f"{stem}.{role}" in names}
+def _ints_form(stem: str, shapes: Mapping[str, tuple[int, ...]], method: str, said: Json, get: "Get") -> Form:
+    parts = {role: f"{stem}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx") if f"{stem}.{role}" in shapes}
     bits, group = said.get("bits", said.get("w_bit", 4)), said.get("group_size", said.get("q_group_size", 128))
-    sizes = (4, 8) if method == "gptq" else (4,)
-    if type(bits) is not int or bits not in sizes or type(group) is not int:
+    if type(bits) is not int or bits not in ((4, 8) if method == "gptq" else (4,)) or type(group) is not int:
         raise ValueError(f"{stem} has {bits!r:.20} bits in groups of {group!r:.20}; 4 and 8 bits are read (awq: 4)")
     for key, known in LAYOUTS[method].items():
         if str(said.get(key) or known[0]).lower() not in known:
@@ -136,54 +178,65 @@ def _ints_form(stem: str, names: Mapping[str, tuple[int, ...]], method: str, sai
     if lacks:
         why = ", though config.json says desc_act: the groups of its inputs are not known" * (lacks[0] == "g_idx")
         raise ValueError(f"{stem} lacks {lacks[0]}{why}")
-    (rows, columns), per = names[parts["qweight"]], 32 // bits
+    (rows, columns), per = shapes[parts["qweight"]], 32 // bits
     inputs, outputs = (rows * per, columns) if method == "gptq" else (rows, columns * per)
     group = inputs if group < 1 else group
-    count = names[parts["scales"]][0]
-    shapes = {"scales": (count, outputs), "qzeros": (count, outputs // per), "g_idx": (inputs,)}
-    for role, shape in shapes.items():
-        if role in parts and tuple(names[parts[role]]) != shape:
+    count = shapes[parts["scales"]][0]
+    for role, shape in {"scales": (count, outputs), "qzeros": (count, outputs // per), "g_idx": (inputs,)}.items():
+        if role in parts and tuple(shapes[parts[role]]) != shape:
             raise ValueError(f"{stem}: its {role} has another shape than its qweight of {bits} bits needs")
     if (groups := -(-inputs // group)) != count:
         raise ValueError(
             f"{stem} has scales of {count} groups, but group_size {group} of config.json makes {groups} of its "
             f"{inputs} inputs"
         )
-    why = "its inputs are reordered (desc_act, act-order)" if reordered else ""
-    if not why and (group % GROUP or inputs % group):
+    why = ""
+    if bits != 4:
+        why = f"{method.upper()} in {bits} bits is no format of a wire, in 4 bits it is"
+    elif reordered:
+        why = "its inputs are reordered (desc_act, act-order)"
+    elif group % GROUP or inputs % group:
         why = f"its groups are of {group} weights, a multiple of {GROUP} that divides {inputs} inputs is needed"
-    why = why if bits == 4 else f"{method.upper()} in {bits} bits is no format of a wire, in 4 bits it is"
     symmetric = method == "gptq" and said.get("sym") is True
     grid = None if why else ("int4", GROUP, "float16" if symmetric else "float32", not symmetric)
-    about = {"bits": bits, "group": group, "method": method, "v2": said.get("checkpoint_format") == "gptq_v2"}
-    return Form(method.upper(), (outputs, inputs), parts, about, grid, why)
+    about = {"bits": bits, "group": group, "v2": said.get("checkpoint_format") == "gptq_v2"}
+    return Form(method.upper(), (outputs, inputs), parts, about, get, grid, why)
 
 
-def _bnb(form: Form, get: "Get") -> "tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]":
-    """(weights, (codes, scales))."""
+def _bnb(form: Form) -> "tuple[torch.Tensor, torch.Tensor]":
+    """(codes in blocks, of which the last one is filled up, and their scales)."""
     import torch
 
-    part = {role: get(name) for role, name in form.parts.items()}
-    absmax, block = part["absmax"], int(form.about["blocksize"])
-    if absmax.is_floating_point() == ("nested_absmax" in part):
-        kind = str(absmax.dtype).removeprefix("torch.")
-        how = "with" if "nested_absmax" in part else "without"
+    absmax, block, nested = form["absmax"], int(form.about["blocksize"]), "nested_absmax" in form.parts
+    if absmax.is_floating_point() == nested:
+        kind, how = str(absmax.dtype).removeprefix("torch."), "with" if nested else "without"
         raise ValueError(f"{form.parts['absmax']} is {kind} {how} a nested_absmax; codes have one, numbers have none")
-    if "nested_absmax" in part:
-        nested = int(form.about["nested_blocksize"])
-        outer = part["nested_absmax"].float().repeat_interleave(nested)[: absmax.numel()]
-        absmax = part["nested_quant_map"].float()[absmax.long()] * outer + float(form.about["nested_offset"])
-    absmax = absmax.float()
-    packed, numel = part["weight"].contiguous().view(-1).view(torch.uint8), form.shape[0] * form.shape[1]
+    if nested:
+        outer = form["nested_absmax"].float().repeat_interleave(int(form.about["nested_blocksize"]))
+        inner = form["nested_quant_map"].float()[absmax.long()]
+        absmax = inner * outer[: absmax.numel()] + float(form.about["nested_offset"])
+    packed, numel = form["weight"].contiguous().view(-1).view(torch.uint8), form.shape[0] * form.shape[1]
     if len(packed) != -(-numel // 2):
         raise ValueError(f"{form.parts['weight']} has {len(packed)} bytes for {numel} codes of 4 bits")
     q = torch.stack([packed >> 4, packed & 15], dim=1).view(-1)[:numel]
-    q = torch.nn.functional.pad(q, (0, -numel % block)).view(-1, block)
-    w = part["quant_map"].float()[q.int()] * absmax.unsqueeze(1)
-    if form.grid is None:
-        return w.view(-1)[:numel].view(form.shape), (packed, absmax)
-    low, high = q.split(block // 2, dim=1)
-    return w.view(form.shape), ((low | (high << 4)).reshape(-1), absmax)
+    return torch.nn.functional.pad(q, (0, -numel % block)).view(-1, block), absmax.float()
+
+
+def _ints(form: Form) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+    """(codes [I, O], zeros [G, O], group of each input)."""
+    import torch
+
+    bits = form.about["bits"]
+    if form.kind == "AWQ":
+        q, zeros = (_unpack(form[role], 4, 1, AWQ_ORDER) for role in ("qweight", "qzeros"))
+    else:
+        q, zeros = _unpack(form["qweight"], bits, 0), _unpack(form["qzeros"], bits, 1)
+        zeros = zeros if form.about["v2"] else (zeros + 1) & (2**bits - 1)
+    in_order = torch.arange(form.shape[1]) // form.about["group"]
+    groups = form["g_idx"].long() if "g_idx" in form.parts else in_order
+    if bool((groups < 0).any()) or int(groups.max()) >= len(zeros):
+        raise ValueError(f"{form.parts['qweight']}: its g_idx names a group that is not there")
+    return q, zeros, groups
 
 
 def _unpack(packed: "torch.Tensor", bits: int, dim: int, order: tuple[int, ...] | None = None) -> "torch.Tensor":
@@ -197,50 +250,3 @@ def _unpack(packed: "torch.Tensor", bits: int, dim: int, order: tuple[int, ...] 
     if order is not None:
         codes = codes.index_select(dim + 1, torch.argsort(torch.tensor(order)))
     return codes.flatten(dim, dim + 1)
-
-
-def _packed_ints(form: Form, get: "Get") -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]":
-    """(weights [O, I], codes [I, O], zeros [G, O], group of each input)."""
-    import torch
-
-    part, bits = {role: get(name) for role, name in form.parts.items()}, form.about["bits"]
-    if form.about["method"] == "awq":
-        q = _unpack(part["qweight"], 4, 1, AWQ_ORDER)
-        zeros = _unpack(part["qzeros"], 4, 1, AWQ_ORDER)
-    else:
-        q = _unpack(part["qweight"], bits, 0)
-        zeros = _unpack(part["qzeros"], bits, 1)
-        zeros = zeros if form.about["v2"] else (zeros + 1) & (2**bits - 1)
-    groups = part.get("g_idx")
-    groups = torch.arange(form.shape[1]) // form.about["group"] if groups is None else groups.long()
-    if bool((groups < 0).any()) or int(groups.max()) >= len(zeros):
-        raise ValueError(f"{form.parts['qweight']}: its g_idx names a group that is not there")
-    w = part["scales"].float()[groups] * (q - zeros[groups]).float()
-    return w.t().contiguous(), q, zeros, groups
-
-
-def _int4_codes(form: Form, get: "Get", offset: bool) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Codes and scales; offset: scales and offsets, in pairs."""
-    import torch
-
-    _, q, zeros, groups = _packed_ints(form, get)
-    expected = torch.arange(form.shape[1]) // form.about["group"]
-    if (not offset and not bool((zeros == 8).all())) or not torch.equal(groups, expected):
-        raise ValueError(
-            f"{form.parts['qweight']} is not symmetric, though config.json says so, or its inputs are reordered; set "
-            "wire=null, and it is unpacked"
-        )
-    given = get(form.parts["scales"])
-    half = given.to(torch.float16)
-    if not torch.equal(half.to(given.dtype), given):  # NaN too
-        raise ValueError(f"{form.parts['scales']} has scales that float16 cannot hold; set wire=null")
-    stored = torch.stack([half.float(), -half.float() * zeros], dim=-1) if offset else half
-    scales = stored.transpose(0, 1).repeat_interleave(form.about["group"] // GROUP, dim=1)
-    rows = q.t().to(torch.uint8).reshape(-1, GROUP)
-    low, high = rows.split(GROUP // 2, dim=1)
-    return (low | (high << 4)).reshape(-1), scales.reshape(-1)
-
-
-def hidden(forms: Mapping[str, Form]) -> set[str]:
-    """Names of tensors that are parts of weights."""
-    return {name for form in forms.values() for name in form.parts.values()}

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from keyhole.disk.json_text import Json
-from keyhole.disk.weight_files import KINDS, read_header
+from keyhole.disk.weight_files import KINDS, open_shard, tensors_in
 
 PIECE_BYTES = 64 * 2**20
 SHARD_BYTES = 2 * 10**9
-READ_BYTES = 2**30  # per call; the system allows at most 2 GiB
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -155,29 +154,16 @@ class MethodState(Mapping[str, Any]):
 
     def __init__(self, scalars: Json, file: Path | None) -> None:
         self.scalars, self.file = scalars, file
-        self.table, self.begin = ({}, 0) if file is None else read_header(file)
+        self.table = {} if file is None else tensors_in(file)
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.scalars:
-            return self.scalars[name]
-        shape = self.table[name]["shape"]
-        return self.range_of(name, 0, math.prod(shape)).view(shape)
+        return self.scalars[name] if name in self.scalars else self.range_of(name).view(self.table[name].shape)
 
-    def range_of(self, name: str, begin: int, numel: int) -> torch.Tensor:
-        """A range of elements of a tensor, read directly into a new tensor: a mapped file would count as memory until
-        it is closed."""
-        about = self.table[name]
-        dtype = next(dtype for dtype, code in DTYPES.items() if code == about["dtype"])
-        flat = torch.empty(numel, dtype=dtype)
+    def range_of(self, name: str, begin: int = 0, numel: int | None = None) -> torch.Tensor:
+        """A range of elements of a tensor, copied: what is mapped counts as memory until it is closed."""
+        numel = math.prod(self.table[name].shape) if numel is None else numel
         assert self.file is not None  # without a file the table is empty
-        with self.file.open("rb", buffering=0) as file:
-            file.seek(self.begin + about["data_offsets"][0] + begin * dtype.itemsize)
-            left = flat.view(torch.uint8).numpy().data
-            while left and (count := file.readinto(left[:READ_BYTES])):
-                left = left[count:]
-        if left:
-            raise OSError(f"{self.file} ends too early")
-        return flat
+        return open_shard(self.file).get_tensor(name).view(-1)[begin : begin + numel].clone()
 
     def __iter__(self) -> Iterator[str]:
         yield from self.scalars

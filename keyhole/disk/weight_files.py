@@ -13,10 +13,8 @@ Nothing here needs the module, so the tensors can be compared with a config befo
 """
 
 import json
-import math
 import os
 import pickle
-import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from keyhole.disk.gguf import GRIDS, SUFFIX, GGUFShard, Slice, gguf_files
+from keyhole.disk.gguf import GRIDS, PLAIN, SUFFIX, GGUFShard, gguf_files
 from keyhole.disk.json_text import Json, read_json
-from keyhole.disk.quantized import BNB, Form, find_forms, hidden
-from keyhole.errors import UserError
+from keyhole.disk.quantized import BNB, Form, check_finite, find_forms
+from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import MORE_ROOM, cannot_map
 from keyhole.machine.sizes import about
 
@@ -36,19 +34,17 @@ if TYPE_CHECKING:
 
 KINDS = {"safetensors": ("model.safetensors.index.json", "model.safetensors")}
 KINDS["bin"] = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-HEADER_BYTES = 100 * 10**6  # of a safetensors file: the limit of the library
 
 
 @dataclass(frozen=True)
 class Stored:
     """One tensor in a file. form: its quantised format, "" if it is plain; grid: the grid of ops/lowbit.py that holds
-    it exactly, None if there is none; parts: the files of its tensors, if it is stored as several."""
+    it exactly, None if there is none; of: how it is stored, if that is as several tensors."""
 
     file: str
     shape: tuple[int, ...]
     form: str = ""
     grid: tuple[str, int, str, bool] | None = None
-    parts: dict[str, str] | None = None
     of: Form | None = None
     dtype: str = "F32"  # as safetensors calls it
 
@@ -58,37 +54,21 @@ class Stored:
         return bool(self.form) or self.dtype.startswith(("F", "BF"))
 
     def read(self, directory: Path, name: str) -> "torch.Tensor":
-        """The tensor as numbers. UserError if those of a quantised one are not finite: nobody publishes such."""
-        if self.of is None:
-            found = open_shard(directory / self.file).get_tensor(name)
-        else:
-            with _damaged(directory / self.file):
-                found = self.of.read(lambda part: self._part(directory, part))
-        if self.form:
-            _check_finite(directory / self.file, name, found)
+        """The tensor as numbers. UserError if those of a quantised one are not finite."""
+        with _damaged(directory / self.file):
+            found = open_shard(directory / self.file).get_tensor(name) if self.of is None else self.of.read()
+            if self.form:
+                check_finite(name, found)
         return found
 
     def codes(self, directory: Path, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Codes and scales of a tensor that has a grid."""
         with _damaged(directory / self.file):
-            if self.of is None:
-                codes, scales = open_shard(directory / self.file).get_codes(name)  # type: ignore[attr-defined]
-            else:
-                codes, scales = self.of.codes(lambda part: self._part(directory, part))
-        _check_finite(directory / self.file, f"the scales of {name}", scales)
+            if self.of is not None:
+                return self.of.codes()
+            codes, scales = GGUFShard(directory / self.file).get_codes(name)
+            check_finite(f"the scales of {name}", scales)
         return codes, scales
-
-    def levels(self, directory: Path) -> "torch.Tensor | None":
-        """The file's own table of the numbers that codes stand for; None: it has none."""
-        return None if self.of is None else self.of.levels(lambda part: self._part(directory, part))
-
-    def _part(self, directory: Path, name: str) -> "torch.Tensor":
-        assert self.parts is not None
-        file = directory / self.parts[name]
-        found = open_shard(file).get_tensor(name)
-        if self.of is None or name not in self.of.codes_in:
-            _check_finite(file, name, found)
-        return found
 
 
 class Shard(Protocol):
@@ -96,7 +76,6 @@ class Shard(Protocol):
 
     def keys(self) -> list[str]: ...
     def get_tensor(self, name: str) -> "torch.Tensor": ...
-    def get_slice(self, name: str) -> Any: ...
 
 
 class _Pickled:
@@ -116,10 +95,6 @@ class _Pickled:
 
     def get_tensor(self, name: str) -> "torch.Tensor":
         return self.tensors[name]
-
-    def get_slice(self, name: str) -> Slice:
-        tensor = self.tensors[name]
-        return Slice(list(tensor.shape), "F32" if tensor.is_floating_point() else str(tensor.dtype))
 
 
 def has_weights(directory: Path) -> bool:
@@ -180,7 +155,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return dict[str, str](weight_map)
 
 
-def open_shard(file: Path) -> Shard:
+def open_shard(file: Path, framework: str = "pt") -> Shard:
     """One weight file, open as long as it is referenced; UserError if it is damaged, or contains more than
     tensors. (Safetensors checks the whole header, and the file's size against it.)"""
     from safetensors import SafetensorError, safe_open
@@ -190,7 +165,7 @@ def open_shard(file: Path) -> Shard:
             raise OSError("it is no ordinary file")
         if file.suffix == SUFFIX:
             return GGUFShard(file)
-        return _Pickled(file) if file.suffix == ".bin" else safe_open(file, framework="pt")
+        return _Pickled(file) if file.suffix == ".bin" else safe_open(file, framework=framework)
     except UserError:
         raise
     except pickle.UnpicklingError as error:
@@ -214,47 +189,43 @@ def _first_line(error: Exception) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, Json], int]:
-    """(name -> dtype, shape, data_offsets; where the data begin) of a safetensors file, without torch. A file may be
-    hostile: ValueError for a header longer than the file, data outside of it, or another number of bytes than shape and
-    dtype say."""
-    size_bytes = path.stat().st_size
+    """(name -> dtype, shape, data_offsets; where the data begin) of a safetensors file, which the library has checked;
+    without torch."""
+    open_shard(path, framework="numpy")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(HEADER_BYTES, size_bytes - 8):
-            raise ValueError(f"{path.name} has {size_bytes} bytes, its header says {length}")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            for name, about in header.items():
-                (first, last), shape = about["data_offsets"], about["shape"]
-                bits = int(re.sub(r"\D", "", about["dtype"].partition("_")[0]) or 8)  # F32, BF16, U8, F8_E4M3, BOOL
-                whole = all(type(number) is int and number >= 0 for number in (first, last, *shape))
-                if not whole or (last - first) * 8 != math.prod(shape) * bits:
-                    raise ValueError(f"the header's entry of {name} cannot be true: {about}")
-                if last > size_bytes - 8 - length:
-                    raise ValueError(f"{path.name} ends before the data of {name}")
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path.name} has a header that cannot be read: {error!r}") from None
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
     return header, 8 + length
+
+
+def tensors_in(path: Path) -> dict[str, Stored]:
+    """The tensors of one file."""
+    if path.suffix == ".safetensors":
+        header, _ = read_header(path)
+        return {name: Stored(path.name, tuple(each["shape"]), dtype=each["dtype"]) for name, each in header.items()}
+    shard = open_shard(path)
+    if isinstance(shard, GGUFShard):
+        forms = {name: "" if entry.form in PLAIN else entry.form for name, entry in shard.entries.items()}
+        return {n: Stored(path.name, shard.entries[n].shape, form, GRIDS.get(form)) for n, form in forms.items()}
+    found = {name: shard.get_tensor(name) for name in shard.keys()}
+    kinds = {name: "F32" if t.is_floating_point() else str(t.dtype) for name, t in found.items()}
+    return {name: Stored(path.name, tuple(t.shape), dtype=kinds[name]) for name, t in found.items()}
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Every tensor of the directory, from the headers of its files: this takes a few milliseconds and reads no
     weights."""
     listed = weight_files(directory)
-    files = listed if isinstance(listed, list) else sorted(set(listed.values()))
     found: dict[str, Stored] = {}
-    for file in files:
-        shard = open_shard(directory / file)
-        for name in shard.keys():
-            form = shard.form(name) if isinstance(shard, GGUFShard) else ""
+    for file in listed if isinstance(listed, list) else sorted(set(listed.values())):
+        for name, stored in tensors_in(directory / file).items():
             if name in found:
                 raise UserError(
                     f"model: {directory} holds {name} twice, in {found[name].file} and in {file}; remove the file that "
                     "belongs to another save"
                 )
-            about = shard.get_slice(name)
-            found[name] = Stored(file, tuple(about.get_shape()), form, GRIDS.get(form), dtype=about.get_dtype())
+            found[name] = stored
     absent = [(name, file) for name, file in listed.items() if name not in found] if isinstance(listed, dict) else []
     if absent:
         name, file = absent[0]
@@ -275,14 +246,13 @@ def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
     if not any(BNB in name or name.endswith((".qweight", ".SCB")) for name in found):
         return found
     said = read_json(directory / "config.json", "model").get("quantization_config")
-    shapes = {name: stored.shape for name, stored in found.items()}
     with _damaged(directory):
         forms = find_forms(
-            shapes,
+            {name: stored.shape for name, stored in found.items()},
             said if isinstance(said, dict) else {},
             lambda name: open_shard(directory / found[name].file).get_tensor(name),
         )
-    parts = hidden(forms)
+    parts = {part for form in forms.values() for part in form.parts.values()}
     whole = {name: stored for name, stored in found.items() if name not in parts and BNB not in name}
     for name, form in forms.items():
         if name in whole:
@@ -290,25 +260,9 @@ def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
                 f"model: {directory} holds {name} twice, as numbers and as {form.kind} codes; remove those that belong "
                 "to another save"
             )
-        files = {part: found[part].file for part in form.parts.values()}
-        first = next(iter(files.values()))
         kind = f"{form.kind} {form.about.get('quant_type') or form.about.get('bits')}"
-        whole[name] = Stored(first, form.shape, kind, form.grid, files, form)
+        whole[name] = Stored(found[next(iter(form.parts.values()))].file, form.shape, kind, form.grid, form)
     return whole
-
-
-def _check_finite(file: Path, what: str, found: "torch.Tensor") -> None:
-    """UserError if there is a NaN or an infinity in numbers that were read."""
-    import torch
-
-    if found.numel() and found.is_floating_point():
-        low, high = torch.aminmax(found)  # either is NaN if any element is
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            bad = int((~torch.isfinite(found)).sum())
-            raise UserError(
-                f"model: {file} is damaged: NaN or infinity in {what} ({bad:,} of {found.numel():,} numbers); fetch it "
-                "anew"
-            )
 
 
 @contextmanager
@@ -316,6 +270,8 @@ def _damaged(where: Path) -> Iterator[None]:
     """Turns ValueErrors into errors about this file."""
     try:
         yield
+    except NonFinite as error:
+        raise UserError(f"model: {where} is damaged: {error}; fetch it anew") from error
     except UserError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, RuntimeError, OverflowError) as error:

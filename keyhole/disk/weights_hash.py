@@ -6,8 +6,8 @@ The lines do not name files, so the same weights in other shards have the same h
 hash detects a wrong directory, not a deliberate forgery. Tensors are read in parallel (zlib releases the GIL): a few
 GB/s, and right after a load mostly from the page cache.
 
-For a GGUF file a line has the type in the file (Q4_1), and the CRC of the bytes in the file. Weights in .bin files have
-the hash of the same tensors in safetensors. This file does not import torch, unless a hash of tensors is asked for.
+A .bin or GGUF file has one line, with the CRC of its bytes. This file does not import torch, unless a hash of tensors
+is asked for.
 """
 
 import hashlib
@@ -15,13 +15,12 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.disk.gguf import GGUFShard, gguf_files
-from keyhole.disk.weight_files import KINDS, is_pickled, open_shard, read_header, stored_tensors
+from keyhole.disk.weight_files import KINDS, read_header, weight_files
 from keyhole.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,18 +52,19 @@ def stored_weights(directory: Path) -> set[str]:
 
 def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> str:
     """The hash of the weights in a directory, 64 hex digits. stop: called now and then; True raises Stopped."""
-    if is_pickled(directory):
-        files: dict[str, list[str]] = {}
-        for name, stored in stored_tensors(directory).items():
-            files.setdefault(stored.file, []).append(name)
-        shards = ((open_shard(directory / file), names) for file, names in files.items())
-        return tensors_hash((name, shard.get_tensor(name)) for shard, names in shards for name in names)
+    listed, parts = weight_files(directory), list[Part]()
     try:
+        for path in sorted(directory / name for name in set(listed if isinstance(listed, list) else listed.values())):
+            if path.suffix != ".safetensors":
+                parts.append((path, 0, path.stat().st_size, "file"))
+                continue
+            header, begin = read_header(path)
+            for name, about in header.items():
+                first, last = about["data_offsets"]
+                parts.append((path, begin + first, begin + last, f"{name} {about['dtype']} {about['shape']}"))
         with ThreadPoolExecutor(READERS) as pool:
-            return _hash_of(pool.map(lambda part: _line(part, stop), list(_parts(directory))))
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return _hash_of(pool.map(lambda part: _line(part, stop), parts))
+    except OSError as error:
         raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
 
 
@@ -86,23 +86,6 @@ def _hash_of(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def _parts(directory: Path) -> Iterator[Part]:
-    """The tensors of the safetensors files, or of GGUF files if there are no others."""
-    files = [SINGLE]
-    if (directory / INDEX).exists():
-        files = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    elif not (directory / SINGLE).exists() and (found := gguf_files(directory)):
-        for path in (directory / name for name in found):
-            for name, entry in GGUFShard(path).entries.items():
-                yield path, entry.begin, entry.end, f"{name} {entry.form} {list(entry.shape)}"
-        return
-    for path in (directory / name for name in files):
-        header, begin = read_header(path)
-        for name, about in header.items():
-            first, last = about["data_offsets"]
-            yield path, begin + first, begin + last, f"{name} {about['dtype']} {about['shape']}"
-
-
 def _line(part: Part, stop: Callable[[], bool]) -> str:
     path, begin, end, said = part
     crc, left = 0, end - begin
@@ -112,6 +95,4 @@ def _line(part: Part, stop: Callable[[], bool]) -> str:
             crc, left = zlib.crc32(piece, crc), left - len(piece)
             if stop():
                 raise Stopped
-    if left:
-        raise ValueError(f"{path.name} ends before the data of {said}")
     return f"{said} {crc:08x}"

@@ -45,7 +45,6 @@ from keyhole.checkpoint.state import STATE, State
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections
 from keyhole.disk.json_text import Json
-from keyhole.disk.weight_files import is_pickled
 from keyhole.disk.weights_hash import Stopped, content_hash
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
@@ -156,7 +155,7 @@ class BaseHash:
     def __init__(self, model: str) -> None:
         self.model, self.stopped = model, threading.Event()
         self.early: Future[str] | None = None
-        if Path(model).is_dir() and not is_pickled(Path(model)):
+        if Path(model).is_dir():
             self.early = ThreadPoolExecutor(1, "keyhole-hash").submit(content_hash, Path(model), self.stopped.is_set)
 
     def result(self) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from keyhole.disk.json_text import read_json
-from keyhole.disk.weight_files import Shard, open_shard
+from keyhole.disk.weight_files import open_shard, tensors_in
 from keyhole.errors import UserError
 from keyhole.methods.lora.adapted_linear import ADAPTER
 from keyhole.methods.lora.peft_layers import find_targets, inject, write_adapter
@@ -34,7 +34,7 @@ class SavedAdapter:
 
     def __init__(self, model: Model, path: Path) -> None:
         self.path, self.file = path, next((path / name for name in FILES if (path / name).exists()), path / FILES[0])
-        self.config = _read_config(path, open_shard(self.file))
+        self.config = _read_config(path, self.file)
         self.base = self.config.base_model_name_or_path
         trained = [p for p in model.module.parameters() if p.requires_grad]
         targets = self.config.target_modules
@@ -79,7 +79,7 @@ class SavedAdapter:
         return f"adapters: {len(self.weights) // 2} of rank {self.config.r}, from {self.path}"
 
 
-def _read_config(path: Path, shard: Shard) -> Any:
+def _read_config(path: Path, weights: Path) -> Any:
     file = path / "adapter_config.json"
     said = read_json(file, "model")
     if said.get("peft_type") != "LORA":
@@ -96,7 +96,7 @@ def _read_config(path: Path, shard: Shard) -> Any:
     for key, value in said.items():
         if key not in ABOUT | PLAIN | PATTERNS and value and value != usual.get(key):
             raise UserError(f"model: {file} has {key}={value!r:.60}; adapters other than plain LoRA are not read")
-    sides = [side for name in shard.keys() for side in shard.get_slice(name).get_shape()]
+    sides = [side for stored in tensors_in(weights).values() for side in stored.shape]
     if fault := _fault(said, max(sides, default=0)):
         raise UserError(f"model: {file}: {fault}")
     read = PLAIN | {key for key in PATTERNS if said.get(key)} | {"base_model_name_or_path"}

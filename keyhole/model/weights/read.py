@@ -49,7 +49,8 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
             if source.file != file or (weight is not None and model.homes.is_foreign(weight)):
                 continue
             if weight is not None and model.homes.takes_codes(weight, source.grid):
-                model.homes.put_codes(weight, *source.codes(directory, in_file), source.levels(directory))
+                levels = None if source.of is None else source.of.levels()
+                model.homes.put_codes(weight, *source.codes(directory, in_file), levels)
             else:
                 found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
                 _fill(model, target, found)
