@@ -55,7 +55,7 @@ class GradientMethod(Method):
         self.reverse.check_loss(loss)
 
         def backward(sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
-            self.reverse.walk(loss * loss_scale, sink, last, in_chunks=True)
+            self.reverse.walk(loss * loss_scale, sink, last)
 
         self._update(loss.detach(), backward)
 

@@ -32,8 +32,7 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.memory import forward_bytes, reverse_bytes
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.activation_store import SHARE as KEPT
-from keyhole.model.backward.memory import HIDDEN, WIDE, recording_bytes, slot_count
-from keyhole.model.backward.unit_gradients import COPIES, FREE_SHARE
+from keyhole.model.backward.memory import COPIES, FREE_SHARE, HIDDEN, WIDE, recording_bytes, slot_count
 from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
@@ -222,7 +221,7 @@ def _fits_in_budget(layout: Layout, streamed: set[int], work: Workload, room: Ro
 
 def _recording_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room, trains: bool) -> int:
     """Bytes of such graphs, which are made only if there is room: a buffer for the gradients of a block
-    (model/backward/unit_gradients.py), and if batches are small, the activations of a block in the graphs' memory pool
+    (model/backward/sink.py), and if batches are small, the activations of a block in the graphs' memory pool
     and cuBLAS's workspace for the stream on which they are recorded."""
     if room.limit_bytes is None:
         return 0

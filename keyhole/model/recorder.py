@@ -148,6 +148,23 @@ class Recorder:
         for kind in ("graphs", "kept graphs", "static memory"):
             self.spare.held.pop(kind, None)
 
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    def update(self, depends_on: Hashable, run: Callable[[], None]) -> bool:
+        """run(), or the replay of it; returns whether it was replayed. The replay cannot be compared, because run
+        changes what it reads. So run must launch kernels at addresses that are part of depends_on, and keep nothing
+        that it allocates."""
+        key = ("update", depends_on)
+        alone = self.spare.budget_bytes is not None and not any(self.recordings.values())  # no room for the blocks
+        if alone or not self.is_due(key) or not self.has_room(key):
+            run()
+            return False
+        if key not in self.recordings:
+            self.recordings[key] = self.capture(run)
+        one = self.recordings[key]
+        run() if one is None else one.replay()
+        return one is not None
+
     # -- static memory ---------------------------------------------------------------------------------------------
 
     def is_static(self, tensor: torch.Tensor) -> bool:

@@ -186,7 +186,9 @@ class AdamOffload(GradientMethod, Sink):
         """Computes the norm and sends the gradient to the host."""
         torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
         unit = self.state.trained[tensor.start].unit
-        gathered = self.reverse.recorded is not None  # then the next block overwrites the buffer during the copy
+        gathered = (
+            self.reverse.keeping.recorded is not None
+        )  # then the next block overwrites the buffer during the copy
         self.exchange.put(unit.index, tensor.start - unit.start, grad.clone() if gathered else grad)
         self.current.starts[unit.index].append(tensor.start)
 

@@ -19,13 +19,12 @@ Legend: M tokens, I inputs, O outputs, r rank.
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from keyhole.model.backward.recompute import Counts, Receiver, Recompute
+from keyhole.model.backward.recompute import Recompute, Run
 
 ADAPTER = "default"
 
@@ -117,10 +116,5 @@ class AdapterRecompute(Recompute):
         modules: list[Any] = list(block.modules())
         self.layers = [m for m in modules if hasattr(m, "lora_A") and type(m.base_layer) is nn.Linear]
 
-    def wrapped(self, layer: Any, receiver: Receiver, leave_out: int | None, counts: Counts) -> Callable:
-        return partial(self._counted, layer, leave_out, counts)
-
-    @staticmethod
-    def _counted(layer: Any, leave_out: int | None, counts: Counts, x: torch.Tensor) -> torch.Tensor:
-        index = counts.called(saves=2)
-        return adapted_forward(layer, x, leave_out=index == leave_out)
+    def wrapped(self, layer: Any, run: Run) -> Callable:
+        return lambda x: adapted_forward(layer, x, leave_out=run.called(saves=2))

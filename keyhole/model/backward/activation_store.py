@@ -42,10 +42,33 @@ SPARE = 0.25  # of the memory stays free beside graphs that keep activations for
 class HostActivation:
     """A tensor in host memory, and its device copy once it is prefetched."""
 
+    store: "ActivationStore"
     on_host: torch.Tensor
     device: torch.device
     arrived: torch.cuda.Event | None = None
     on_device: torch.Tensor | None = None
+
+    def prefetch(self) -> None:
+        """Starts the H2D copy into memory of the stream that uses it; the copy waits for that stream."""
+        if self.on_device is None:
+            side = self.store.side
+            self.on_device = torch.empty(self.on_host.shape, dtype=self.on_host.dtype, device=self.device)
+            side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(side):
+                self.on_device.copy_(self.on_host, non_blocking=True)
+                self.arrived = torch.cuda.Event()
+                self.arrived.record(side)
+            self.on_device.record_stream(side)
+
+    def get(self, last: bool) -> torch.Tensor:
+        """The tensor on the device. last: its pinned buffer may be reused."""
+        self.prefetch()
+        assert self.arrived is not None and self.on_device is not None
+        torch.cuda.current_stream(self.device).wait_event(self.arrived)
+        x, self.on_device = self.on_device, None
+        if last:
+            self.store.free[x.numel(), x.dtype].append(self.on_host.view(-1))
+        return x
 
 
 class ActivationStore:
@@ -67,29 +90,7 @@ class ActivationStore:
         with torch.cuda.stream(self.side):
             host.copy_(x.view(-1), non_blocking=True)
         x.record_stream(self.side)
-        return HostActivation(host.view(x.shape), x.device)
-
-    def prefetch(self, stored: HostActivation) -> None:
-        """Starts the H2D copy into memory of the stream that uses it; the copy waits for that stream."""
-        if stored.on_device is not None:
-            return
-        stored.on_device = torch.empty(stored.on_host.shape, dtype=stored.on_host.dtype, device=stored.device)
-        self.side.wait_stream(torch.cuda.current_stream(stored.device))
-        with torch.cuda.stream(self.side):
-            stored.on_device.copy_(stored.on_host, non_blocking=True)
-            stored.arrived = torch.cuda.Event()
-            stored.arrived.record(self.side)
-        stored.on_device.record_stream(self.side)
-
-    def get(self, stored: HostActivation, last: bool) -> torch.Tensor:
-        """The tensor on the device. last: its pinned buffer may be reused."""
-        self.prefetch(stored)
-        assert stored.arrived is not None and stored.on_device is not None
-        torch.cuda.current_stream(stored.device).wait_event(stored.arrived)
-        x, stored.on_device = stored.on_device, None
-        if last:
-            self.free[x.numel(), x.dtype].append(stored.on_host.view(-1))
-        return x
+        return HostActivation(self, host.view(x.shape), x.device)
 
 
 class KeptBlocks:
@@ -98,9 +99,8 @@ class KeptBlocks:
     def __init__(self, model: Model, spare: SpareMemory) -> None:
         self.model, self.spare = model, spare
         self.room: dict[int, float] = {}  # bytes beside a step on so many tokens; nan: will be known after this step
-        blocks = model.layout.of_kind("block")
-        wide = max((max(t.shape[-2:]) for u in blocks for t in u.tensors if len(t.shape) > 1), default=0)
-        self.bytes_per_token = model.dtype.itemsize * (HIDDEN * model.layout.table.shape[1] + WIDE * wide)
+        numel = HIDDEN * model.layout.table.shape[1] + WIDE * model.layout.widest
+        self.bytes_per_token = model.dtype.itemsize * numel
 
     def has_room(self, tokens: int) -> bool:
         """Whether a recording of one block can keep its activations of this number of tokens."""

@@ -50,10 +50,12 @@ def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
         yield
         return
     settings: Any = torch.utils.deterministic
-    cudnn, fills = torch.backends.cuda.cudnn_sdp_enabled(), settings.fill_uninitialized_memory
+    flags = torch.backends.cuda
+    cudnn, fills = flags.cudnn_sdp_enabled(), settings.fill_uninitialized_memory
     before = F.scaled_dot_product_attention  # ours, in a context within another
     _note(device)
-    torch.backends.cuda.enable_cudnn_sdp(cudnn and not _has_others())
+    others = flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
+    flags.enable_cudnn_sdp(cudnn and not others)  # a user may have chosen cuDNN's alone (sdpa_kernel)
     settings.fill_uninitialized_memory = False
     F.scaled_dot_product_attention = attention
     try:
@@ -61,7 +63,7 @@ def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
     finally:
         F.scaled_dot_product_attention = before
         settings.fill_uninitialized_memory = fills
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        flags.enable_cudnn_sdp(cudnn)
         _reset()
 
 
@@ -72,12 +74,6 @@ def _note(device: torch.device | None = None) -> None:
     _Before.warns = torch.is_deterministic_algorithms_warn_only_enabled()
     ampere = torch.cuda.is_initialized() and torch.cuda.get_device_capability(device) >= (8, 0)
     _Before.flash = ampere and torch.backends.cuda.flash_sdp_enabled()
-
-
-def _has_others() -> bool:
-    """Whether there is another attention than cuDNN's: a user may have chosen that one alone (sdpa_kernel)."""
-    flags = torch.backends.cuda
-    return flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
 
 
 def _set(*unused: Any) -> None:

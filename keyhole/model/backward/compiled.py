@@ -31,7 +31,7 @@ anchor: a zero that is an input of every linear layer. Because of it the operati
 if dx is not needed. The weight itself gets no gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -44,24 +44,16 @@ from keyhole.machine.settings import Changes, compiler
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.forward.compile import prepare_compiling
 
-_NO_STORE = ActivationStore(torch.device("cpu"), to_host=False)
+
+def _forward(block: nn.Module, keep: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
+    run = type(block).forward
+    return run(block, *args, **kwargs) if keep else checkpoint(run, block, *args, use_reentrant=False, **kwargs)
 
 
-def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
-
-
-def _offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _offering_forward(block: nn.Module, keep: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The same function under another name: torch caches compiled code per function, and must not confuse the two."""
-    return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
-
-
-def _kept_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return type(block).forward(block, *args, **kwargs)
-
-
-def _kept_offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return type(block).forward(block, *args, **kwargs)
+    run = type(block).forward
+    return run(block, *args, **kwargs) if keep else checkpoint(run, block, *args, use_reentrant=False, **kwargs)
 
 
 class Compiled:
@@ -70,18 +62,14 @@ class Compiled:
 
     def __init__(self, backend: str, changes: Changes, keep: bool = False) -> None:
         self.offer: torch.device | None = None
+        self.keep = keep
         prepare_compiling(changes)
         changes.set(compiler("torch._functorch", "donated_buffer"), False)  # else no graph could run backward twice
-        chosen = (_kept_forward, _kept_offering_forward) if keep else (_forward, _offering_forward)
-        self.run, self.run_offering = (torch.compile(f, backend=backend) for f in chosen)
+        self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], saved: "Saved") -> Any:
         with self.offering(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-            return (self.run if self.offer is None else self.run_offering)(block, args, kwargs)
-
-    def without_tape(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The block's output with its graph, for a visit that is recorded: no input waits in host memory."""
-        return self(block, args, kwargs, Saved(block, [], _NO_STORE))
+            return (self.run if self.offer is None else self.run_offering)(block, self.keep, args, kwargs)
 
     def offering(self) -> AbstractContextManager[None]:
         """A context in which the linear layers of a compiled block offer their gradients, if `offer` is set."""
@@ -89,9 +77,11 @@ class Compiled:
 
 
 class Saved:
-    """The tensors saved by one visit of a block: parameters by reference, inputs through the activation store."""
+    """The tensors saved by one visit of a block: parameters by reference, inputs through the store, if there is one."""
 
-    def __init__(self, block: nn.Module, inputs: list[torch.Tensor], store: ActivationStore) -> None:
+    def __init__(
+        self, block: nn.Module, inputs: Sequence[torch.Tensor] = (), store: ActivationStore | None = None
+    ) -> None:
         self.params = {p.data_ptr(): p for p in block.parameters()}
         self.inputs = {x.data_ptr() for x in inputs}
         self.store, self.last = store, True
@@ -102,7 +92,8 @@ class Saved:
         param = self.params.get(address)
         if param is not None and param.shape == x.shape and param.stride() == x.stride():  # not its transpose
             return param
-        if address in self.inputs and isinstance(stored := self.store.put(x.detach()), HostActivation):
+        stored = self.store.put(x.detach()) if self.store is not None and address in self.inputs else None
+        if isinstance(stored, HostActivation):
             self.on_host.append(stored)
             return stored
         return x
@@ -110,7 +101,7 @@ class Saved:
     def unpack(self, value: Any) -> torch.Tensor:
         if isinstance(value, nn.Parameter):
             return value.data
-        return self.store.get(value, self.last) if isinstance(value, HostActivation) else value
+        return value.get(self.last) if isinstance(value, HostActivation) else value
 
 
 # -- linear layers that offer their gradients --------------------------------------------------------------------------

@@ -33,7 +33,17 @@ from keyhole.model.structure.layout import CHUNK_ROWS, Layout
 from keyhole.model.weights.format import Wire
 
 HIDDEN, WIDE = 18, 6
+FREE_SHARE = 1 / 16  # of the free memory, for the gradients of a block (sink.py)
+COPIES = 4  # of them, within a budget: while a backward pass is captured, two to compare and to restore
 HELD = 2  # units of experts that are on the device at the same time (experts.py)
+
+
+def block_bytes(layout: Layout, itemsize: int) -> int:
+    """Bytes of the gradients of the largest block; 0 without blocks."""
+    sizes: Counter[int | None] = Counter()
+    for unit in layout.of_kind("block"):
+        sizes[unit.block] += unit.numel * itemsize
+    return max(sizes.values(), default=0)
 
 
 def recording_bytes(layout: Layout, itemsize: int, tokens: int) -> int:

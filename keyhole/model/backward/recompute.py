@@ -24,133 +24,105 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from keyhole.model.forward.hooks import replaced_forwards
+
 Receiver = Callable[[nn.Parameter, torch.Tensor, torch.Tensor, bool], bool]
 """(weight, dy_MO, x_MI, used_once) -> whether it accepts. used_once: no other call in the block uses the weight."""
 
 
+class Run:
+    """One run of a block: who receives gradients, the call whose product is skipped (by its index), and counts of calls
+    of linear layers and layers of experts, and of tensors saved for backward."""
+
+    def __init__(self, receiver: Receiver, skipped: int | None = None) -> None:
+        self.receiver, self.skipped = receiver, skipped
+        self.calls = self.saved = self.saved_before_last = self.saved_by_last = 0
+        self.uses: Counter[int] = Counter()  # number of calls per weight
+
+    def called(self, saves: int) -> bool:
+        """Counts another product, which will save `saves` tensors; whether it is skipped."""
+        self.calls, self.saved_before_last, self.saved_by_last = self.calls + 1, self.saved, saves
+        return self.calls - 1 == self.skipped
+
+    def save(self, x: torch.Tensor) -> torch.Tensor:
+        self.saved += 1
+        return x
+
+    @property
+    def last_product(self) -> int | None:
+        """The last call, if nothing was saved after it."""
+        nothing_after = self.calls and self.saved == self.saved_before_last + self.saved_by_last
+        return self.calls - 1 if nothing_after else None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, call: "_Call") -> Any:
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, run: Run) -> torch.Tensor:
+        skipped = run.called(saves=1)
+        run.uses[id(weight)] += 1
         ctx.save_for_backward(x)
-        ctx.weight, ctx.call = weight, call
-        if call.leave_out:
+        ctx.weight, ctx.run = weight, run
+        if skipped:
             return x.new_empty((*x.shape[:-1], weight.shape[0]))
         return F.linear(x, weight, bias).data  # no view, so that the model may write into it (Longformer)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        weight = ctx.weight.data
+        (x,), weight, run = ctx.saved_tensors, ctx.weight, ctx.run
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        dx = dy @ weight if wants_x else None
+        dx = dy @ weight.data if wants_x else None
         dy_MO = dy.reshape(-1, dy.shape[-1])
         db = dy_MO.sum(dim=0) if wants_bias else None
         dw = None
         if wants_weight:
             x_MI = x.reshape(-1, x.shape[-1])
-            if not ctx.call.offer(ctx.weight, dy_MO, x_MI):
+            if not run.receiver(weight, dy_MO, x_MI, run.uses[id(weight)] == 1):
                 dw = dy_MO.t() @ x_MI
         return dx, dw, db, None
 
 
-class _Call:
-    """One call of a layer: the receiver of its gradient, and whether its product is skipped."""
+class RunsExperts(Protocol):
+    """What runs layers of experts."""
 
-    def __init__(self, receiver: Receiver, leave_out: bool, counts: "Counts") -> None:
-        self.receiver, self.leave_out, self.counts = receiver, leave_out, counts
-
-    def offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """A weight that is used twice has two such products, neither of which is its complete gradient."""
-        return self.receiver(weight, dy_MO, x_MI, self.counts.uses[id(weight)] == 1)
-
-
-class Counted(Protocol):
-    """The object that runs layers of experts: it has the counts, and the index of the call that is skipped."""
-
-    counts: "Counts | None"
-    leave_out: int | None
+    recomputation: Run | None
 
 
 class Recompute:
     """Recomputes one block, whose linear layers offer their gradients."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.layers = [m for m in block.modules() if type(m) is nn.Linear]
+        self.layers: list[Any] = [m for m in block.modules() if type(m) is nn.Linear]
         self.last_product: dict[bool, int | None] = {}  # the call that can be skipped, by block.training
         self.block = block
 
-    def run(self, call: Callable[[], Any], receiver: Receiver, experts: "Counted | None" = None) -> Any:
+    def run(self, call: Callable[[], Any], receiver: Receiver, experts: RunsExperts | None = None) -> Any:
         """call(), with every linear layer offering its gradient to the receiver. experts: runs layers of experts, if
         there are any."""
         mode = self.block.training
-        leave_out, counts = self.last_product.get(mode), Counts()
-        hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, _same)
-        with self._offering(receiver, leave_out, counts, experts), hooks:
+        run = Run(receiver, self.last_product.get(mode))
+        with self._offering(run, experts), torch.autograd.graph.saved_tensors_hooks(run.save, lambda x: x):
             output = call()
-        nothing_saved_after = counts.calls and counts.saved == counts.saved_before_last + counts.saved_by_last
-        last = counts.calls - 1 if nothing_saved_after else None
-        self.last_product[mode] = last
-        if leave_out is not None and leave_out != last:
-            with self._offering(receiver, None, Counts(), experts):
-                return call()
+        self.last_product[mode] = run.last_product
+        if run.skipped is not None and run.skipped != run.last_product:
+            return self.run_whole(call, receiver, experts)
         return output
 
-    def run_whole(self, call: Callable[[], Any], receiver: Receiver) -> Any:
+    def run_whole(self, call: Callable[[], Any], receiver: Receiver, experts: RunsExperts | None = None) -> Any:
         """Like `run`, with no product skipped, for a graph whose output is used."""
-        with self._offering(receiver, None, Counts(), None):
+        with self._offering(Run(receiver), experts):
             return call()
 
     @contextmanager
-    def _offering(
-        self, receiver: Receiver, leave_out: int | None, counts: "Counts", experts: "Counted | None"
-    ) -> Iterator[None]:
+    def _offering(self, run: Run, experts: RunsExperts | None) -> Iterator[None]:
         if experts is not None:
-            experts.counts, experts.leave_out = counts, leave_out
-        before = [layer.__dict__.get("forward") for layer in self.layers]
-        layer: Any  # its forward is replaced
-        for layer in self.layers:
-            layer.forward = self.wrapped(layer, receiver, leave_out, counts)
+            experts.recomputation = run
         try:
-            yield
+            with replaced_forwards(self.layers, [self.wrapped(layer, run) for layer in self.layers]):
+                yield
         finally:
             if experts is not None:
-                experts.counts = experts.leave_out = None
-            for layer, forward in zip(self.layers, before, strict=True):
-                if forward is None:
-                    del layer.forward
-                else:
-                    layer.forward = forward
+                experts.recomputation = None
 
-    def wrapped(self, layer: Any, receiver: Receiver, leave_out: int | None, counts: "Counts") -> Callable:
+    def wrapped(self, layer: Any, run: Run) -> Callable:
         """The forward of a layer during such a run."""
-        return _forward(layer, receiver, leave_out, counts)
-
-
-class Counts:
-    """Calls of linear layers and layers of experts, and tensors saved for backward."""
-
-    def __init__(self) -> None:
-        self.calls = self.saved = self.saved_before_last = self.saved_by_last = 0
-        self.uses: Counter[int] = Counter()  # number of calls per weight
-
-    def called(self, saves: int) -> int:
-        """Counts another product, which will save `saves` tensors; returns the number of products before it."""
-        self.calls, self.saved_before_last, self.saved_by_last = self.calls + 1, self.saved, saves
-        return self.calls - 1
-
-    def save(self, x: torch.Tensor) -> torch.Tensor:
-        self.saved += 1
-        return x
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _forward(layer: nn.Linear, receiver: Receiver, leave_out: int | None, counts: Counts) -> Callable:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        index = counts.called(saves=1)
-        counts.uses[id(layer.weight)] += 1
-        return _Linear.apply(x, layer.weight, layer.bias, _Call(receiver, index == leave_out, counts))
-
-    return forward
+        return lambda x: _Linear.apply(x, layer.weight, layer.bias, run)

@@ -1,13 +1,11 @@
 """What cannot be differentiated, and why: a model as it was loaded, or a loss that was computed with its module."""
 
-import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.amp import GradScaler
 
 from keyhole.errors import UserError, listed
 from keyhole.model.backward.memory import HELD
@@ -15,6 +13,8 @@ from keyhole.model.model import Model
 from keyhole.model.recorder import is_known
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.format import PACKED
+
+LEAST_SCALE = 256.0  # of a GradScaler, which begins with 65536
 
 
 def check_model(model: Model, activations: str, units_of: dict[int, list[Unit]]) -> None:
@@ -56,24 +56,16 @@ def check_loss(model: Model, loss: Any) -> None:
 
 
 def _is_scaled(loss: torch.Tensor) -> bool:
-    """Whether a GradScaler made this loss, perhaps with products or quotients around it: one factor is the scale of a
-    GradScaler in this process. They are searched for only if a factor can be one: a power of two in a tensor."""
+    """Whether a GradScaler made this loss, perhaps with products or quotients around it: one factor is a large power of
+    two, in a tensor. (A weight of the user's own is a smaller one, or a plain number; no scaler divides.)"""
     node: Any = loss.grad_fn
     while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
         factor, inner = node._saved_other, [f for f, _ in node.next_functions if f is not None]
-        is_product = node.name() == "MulBackward0" and len(inner) == 1  # no scaler divides
-        if is_product and factor is not None and factor.dtype == torch.float32 and factor.numel() == 1:
-            value = float(factor)
-            if value > 1 and math.frexp(value)[0] == 0.5 and value in _scales():
+        if node.name() == "MulBackward0" and factor is not None and factor.dtype == torch.float32:
+            if len(inner) == factor.numel() == 1 and factor >= LEAST_SCALE and math.frexp(factor)[0] == 0.5:
                 return True
         node = inner[0] if len(inner) == 1 else None
     return False
-
-
-def _scales() -> set[float]:
-    """The factors of all GradScalers in use."""
-    scalers = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]  # isinstance asks dead proxies
-    return {scaler.get_scale() for scaler in scalers if scaler.is_enabled()}
 
 
 def check_hooks(model: Model) -> None:

@@ -32,11 +32,10 @@ from keyhole.model.backward.attention import exact_attention
 from keyhole.model.backward.compiled import Compiled, offers_go_to
 from keyhole.model.backward.experts import ExpertGradients
 from keyhole.model.backward.recompute import Recompute
-from keyhole.model.backward.recorded import RecordedBlocks
+from keyhole.model.backward.recorded import RecordedBlocks, has_room
 from keyhole.model.backward.refusals import check_hooks, check_loss, check_model, check_reached, refused_losses
 from keyhole.model.backward.sink import HandOver, Sink
-from keyhole.model.backward.tape import Keeping, KeptInputs, Tape, is_training
-from keyhole.model.backward.unit_gradients import has_room
+from keyhole.model.backward.tape import Keeping, Tape
 from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.model import Model
@@ -70,41 +69,44 @@ class Reverse:
         self.deterministic = deterministic
         own = [u for u in model.layout.of_kind("block") if u.expert is None]
         self.units_of = {i: [u for u in own if u.block == i] for i in range(len(model.blocks))}
-        self.most_units = max(map(len, self.units_of.values()), default=0)
         check_model(model, activations, self.units_of)
         if model.device.type == "cuda":  # activations of many sizes fragment the allocator's memory
             expandable_segments(model.changes)
-        keeps_all, spare = activations == "none", SpareMemory(model.placed, model.device)
+        keeps_all = activations == "none"
         backend = compiled if isinstance(compiled, str) else "inductor"
         self.compiled = Compiled(backend, model.changes, keep=keeps_all) if compiled else None
         runs_again = fused and not (compiled or keeps_all)
         self.recompute = [second_run(block) for block in model.blocks] if runs_again else None
-        self.kept = KeptBlocks(model, spare) if activations == "auto" and not compiled else None
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
-        self.recorded = self._recorder(spare, KeptBlocks(model, spare) if compiled and keeps_all else self.kept)
-        self.tape, self.keeping = Tape(Keeping(self.store)), Keeping(self.store)
-        self.hidden: list[Any] = []
-        self._resident: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}  # by unit and address: `_views`
-        self._longest = 0  # tokens of a row in this step
         self.gradients = HandOver(self.layout.tensors)
-        self.experts = ExpertGradients(self) if self.layout.experts else None
+        self.experts = None
+        if self.layout.experts:
+            most_units = max(map(len, self.units_of.values()), default=0)
+            self.experts = ExpertGradients(model, self.gradients, first_place=most_units)
+        spare = SpareMemory(model.placed, model.device)
+        self.kept = KeptBlocks(model, spare) if activations == "auto" and not compiled else None
+        self.recorded = self._recorder(spare, KeptBlocks(model, spare) if compiled and keeps_all else self.kept)
+        self.keeping = Keeping(self.store)
+        self.tape, self.hidden = Tape(self.keeping), list[Any]()
+        self._longest = 0  # tokens of a row in this step
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
                 tensor.param.register_post_accumulate_grad_hook(weakly(self.gradients.accumulated))
 
     def _recorder(self, spare: SpareMemory, room: KeptBlocks | None) -> RecordedBlocks | None:
         """What records small blocks as CUDA graphs, if they may be. room: says where there is room for activations."""
-        model, keeps = self.model, ("block", "auto", *(["none"] if self.compiled is not None else []))
-        possible = self.fused and self.activations in keeps and model.reverse_graphs and model.graphs is not None
+        model, compiled = self.model, self.compiled is not None
+        possible = self.fused and model.reverse_graphs and model.graphs is not None
+        possible = possible and (self.activations in ("block", "auto") or (compiled and self.activations == "none"))
         if not possible or model.sharded or model.layout.experts or not has_room(model, spare):
             return None
         if room is not None:
             no_stream_warning(model.changes)
-        return RecordedBlocks(model, self.units_of, weakly(self._run_whole), spare, self.compiled is not None, room)
+        return RecordedBlocks(model, self.units_of, self.gradients, weakly(self._run_whole), spare, room)
 
-    # -- forward ---------------------------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def sweep(self, reverses: int = 1) -> Iterator[None]:
@@ -123,6 +125,20 @@ class Reverse:
                 self._forget()
                 self.model.binding.bind_homes()
 
+    def _forget(self) -> None:
+        """Drops graphs and gradients, also after an error."""
+        self.tape, self.hidden = Tape(self.keeping), []
+        self.vocabulary.forget()
+        self.gradients.end()
+        if self.recorded is not None:
+            self.recorded.leave()
+        if self.experts is not None:
+            self.experts.drop()
+        for tensor in self.layout.tensors:
+            tensor.param.grad = None
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
     def forward(
         self,
         batches: list[DeviceBatch],
@@ -132,9 +148,8 @@ class Reverse:
     ) -> torch.Tensor:
         """The mean loss over all trained tokens of all micro-batches, on the device. turn: makes a context in which the
         pass of a micro-batch is resumed. loss_count, weight: see vocabulary.py."""
-        model, may_draw = self.model, is_training(self.model.module)
-        alone = len(batches) == 1 and not may_draw and not self.layout.experts  # experts are announced by passes
-        self.keeping = self._keeping(batches, alone, may_draw)
+        model = self.model
+        self.keeping = self._keeping(batches)
         self.tape = Tape(self.keeping)
         self.spine = model.device_weights.acquire(self.layout.spine)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
@@ -156,12 +171,12 @@ class Reverse:
                 with turn(i):
                     resume(i)
 
-        if self.compiled is not None:  # with one micro-batch, the product that a linear layer offers is complete
-            self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
-        conductor_of: Any = model  # a pass runs
-        recording = self.tape.recording(model.blocks, lambda: conductor_of.conductor.current.index)
+        def current_pass() -> int:
+            assert model.conductor is not None
+            return model.conductor.current.index
+
         self._longest = max(one.inputs["input_ids"].shape[-1] for one in batches)
-        with torch.enable_grad(), recording, self._attention():
+        with torch.enable_grad(), self.tape.recording(model.blocks, current_pass), self._attention():
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
             release(None)
         self.vocabulary.drop_rows()
@@ -171,42 +186,46 @@ class Reverse:
     def _attention(self) -> AbstractContextManager[None]:
         return exact_attention(self.model.device, self._longest) if self.deterministic else nullcontext()
 
-    def _keeping(self, batches: list[DeviceBatch], alone: bool, may_draw: bool) -> Keeping:
-        """What this step keeps. alone: there is one pass, on this thread; may_draw: a block may draw random numbers."""
+    def _keeping(self, batches: list[DeviceBatch]) -> Keeping:
+        """What this step keeps: decided here, once."""
         tokens, recorded = [one.inputs["input_ids"].numel() for one in batches], self.recorded
+        may_draw = any(part.training for part in self.model.module.modules())
         if recorded is not None and not recorded.spare.covers(tokens):
             recorded.end()
             self.recorded = recorded = None
-        small = recorded is not None and recorded.begin(batches) and (self.compiled is None or alone)
-        first_run = None if recorded is None or not small else recorded.first_run
+        if recorded is not None and not recorded.begin(batches):
+            recorded = None
+        if self.compiled is not None:  # with one micro-batch, the product that a linear layer offers is complete
+            alone = len(batches) == 1
+            self.compiled.offer = self.model.device if self.fused and alone else None
+            recorded = recorded if alone and not may_draw else None
+            return Keeping(self.store, compiled=self.compiled, recorded=recorded, may_draw=may_draw)
         first_kept = 0 if self.activations == "none" else math.inf
-        if self.kept is not None and not small:
+        if self.kept is not None and recorded is None:
             first_kept = self.kept.first_kept(sum(tokens))
-        return Keeping(self.store, first_kept, self.compiled, first_run, may_draw)
+        return Keeping(self.store, first_kept, recorded=recorded, may_draw=may_draw)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
-        recorded = None if self.keeping.first_run is None else self.recorded
-        if recorded is not None:
-            sink = recorded.front_of(sink)
-        self.gradients.begin(sink, None if recorded is None else recorded.note_offer)
-        self.last = last
+        if self.keeping.recorded is not None and self.recorded is not None:
+            sink = self.recorded.front_of(sink)
+        self.gradients.begin(sink)
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
-        self._reverse_end(self.vocabulary.reverse_head(sink))
+        self._reverse_end(self.vocabulary.reverse_head(sink), last)
         with self._attention():
-            self._reverse_blocks(recorded)
+            self._reverse_blocks(last)
         self.vocabulary.reverse_embedding(sink)
         self._reverse_spine(sink)
 
-    def _reverse_end(self, grads: list[Any]) -> None:
+    def _reverse_end(self, grads: list[Any], last: bool) -> None:
         """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
         of the last block, their gradients, and of a norm the same in float32, for every micro-batch. Not if there are
         graphs between blocks: gradients arrive at outputs through them, which must be alive then. (Parts of it may
         belong to the graph before the first block, too: each part is freed with its last owner.)"""
-        goes = self.last and not self.tape.uses_graphs_between_blocks
+        goes = last and not self.tape.uses_graphs_between_blocks
         for i, grad_NH in enumerate(grads):
             torch.autograd.backward(self.hidden[i], grad_NH, retain_graph=True)
             if goes:
@@ -214,38 +233,12 @@ class Reverse:
                     if i in stop:
                         stop[i].collect()
                 self.hidden[i] = grads[i] = None
-        if self.last:
+        if last:
             self.vocabulary.drop_hidden()
 
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """UserError if `walk` cannot differentiate this loss."""
-        check_loss(self.model, loss)
-
-    def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True, in_chunks: bool = False) -> None:
-        """Like `reverse`, for a loss that was computed with the module itself while all weights are at home: autograd
-        runs backward through the whole model, and each gradient is handed over as soon as it is complete. in_chunks: a
-        table is also handed over in the chunks that its units hold."""
-        engine, units = self.model.engine, self.layout.units
-        gradients = self.gradients
-        gradients.begin(sink)
-        gradients.stored |= {id(t.param): t.param.data for t in self.layout.tensors}
-        gradients.is_final = True
-        if in_chunks:
-            gradients.cut_into_chunks(units)
-        try:
-            with engine.sweep("walk", []):
-                for unit in units:
-                    engine.acquire(unit.index)
-                with refused_losses():
-                    loss.backward(retain_graph=not last)
-                check_reached(self.model, gradients.count)
-                for unit in units:
-                    if sink.finished(unit):
-                        engine.commit(unit.index)
-        finally:
-            gradients.end()
-
-    def _reverse_blocks(self, recorded: RecordedBlocks | None) -> None:
+    def _reverse_blocks(self, last: bool) -> None:
+        """Units backwards: a block's weights arrive, each pass through it is differentiated and its gradients go to the
+        sink, and what the sink has changed is written back."""
         gradients, stops = self.gradients, self.tape.stops
         to_come = Counter(block for stop in stops for block in {visit.block for visit in stop.values()})
         visits_of = Counter(visit.block for stop in stops for visit in stop.values())
@@ -253,23 +246,17 @@ class Reverse:
             visits = list(stops[i].values())
             block = visits[0].block
             self._acquire_block(block)
-            if i > 0:
-                for visit in stops[i - 1].values():
-                    visit.prefetch()
+            for visit in stops[i - 1].values() if i > 0 else ():
+                visit.prefetch()
             to_come[block] -= 1
             gradients.visited_once = visits_of[block] == 1
             for visit in visits:
                 gradients.is_final = to_come[block] == 0 and visit is visits[-1]
                 offering = nullcontext() if self.compiled is None else self.compiled.offering()
                 with offers_go_to(gradients.offer_at), offering:
-                    grads = visit.take_grads()
-                    if recorded is None or not isinstance(visit, KeptInputs):
-                        visit.reverse(grads, partial(self._run_again, block), self.last)
-                    elif not recorded.reverse(visit, gradients, grads, self._run_again):
-                        visit.reverse(grads, partial(self._run_again, block), self.last)
-                    del grads
+                    visit.reverse(visit.take_grads(), partial(self._run_again, block), last)
             self._release_block(block, done=to_come[block] == 0)
-            if self.last:
+            if last:
                 stops.pop()
         gradients.is_final = gradients.visited_once = False
         assert not self.model.engine.held, "a block was not released"
@@ -280,17 +267,7 @@ class Reverse:
             stored = self.model.engine.acquire(unit.index, changes=self.trains)
             self.model.binding.bind(unit, self.model.device_weights.in_compute_dtype(unit, stored, place), self.spine)
             if self.trains:
-                self.gradients.enter_unit(unit, self._views(unit, stored))
-
-    def _views(self, unit: Unit, stored: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """(id(param), its weights as stored) for each tensor of the unit; kept if the unit does not move."""
-        key = (unit.index, stored.data_ptr())
-        if key in self._resident:
-            return self._resident[key]
-        views = [(id(tensor.param), view(stored, tensor, unit.start)) for tensor in unit.tensors]
-        if unit.index not in self.model.engine.streamed:
-            self._resident[key] = views
-        return views
+                self.gradients.enter_unit(unit, stored)
 
     def _run_again(self, block: int, call: Callable[[], Any]) -> Any:
         if self.experts is not None:
@@ -334,14 +311,26 @@ class Reverse:
             engine.commit(unit.index)
         engine.release(unit.index)
 
-    def _forget(self) -> None:
-        """Drops graphs and gradients, also after an error."""
-        self.tape, self.hidden = Tape(self.keeping), []
-        self.vocabulary.forget()
-        self.gradients.end()
-        if self.recorded is not None:
-            self.recorded.leave()
-        if self.experts is not None:
-            self.experts.drop()
-        for tensor in self.layout.tensors:
-            tensor.param.grad = None
+    # -- a loss of the caller's ------------------------------------------------------------------------------------
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """UserError if `walk` cannot differentiate this loss."""
+        check_loss(self.model, loss)
+
+    def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True) -> None:
+        """Like `reverse`, for a loss that was computed with the module itself while all weights are at home: autograd
+        runs backward through the whole model, and each gradient is handed over as soon as it is complete."""
+        engine, units, gradients = self.model.engine, self.layout.units, self.gradients
+        gradients.begin_whole(sink, self.layout.tensors, units)
+        try:
+            with engine.sweep("walk", []):
+                for unit in units:
+                    engine.acquire(unit.index)
+                with refused_losses():
+                    loss.backward(retain_graph=not last)
+                check_reached(self.model, gradients.count)
+                for unit in units:
+                    if sink.finished(unit):
+                        engine.commit(unit.index)
+        finally:
+            gradients.end()

@@ -12,16 +12,34 @@ ways, and is handed over once, when it is complete (`HandOver`):
 
 The sink gets the weights as they are stored at home, which may have another dtype than those that the block computes
 with.
+
+A sink is offered the gradient of each linear layer as factors (recompute.py) and usually computes the product in a
+buffer that the next layer reuses. A CUDA graph (recorded.py) must write to fixed addresses, and must not change
+weights. So for small blocks UnitGradients stands between the two:
+
+    linear      product <- dy^T x, in the block's buffer; products of further micro-batches are added, as in autograd
+    finished    the sink gets these gradients, complete, in the order in which they came
+
+If a sink's updates are kernels at fixed addresses, with their numbers (rate, step) on the device, they are captured as
+well: one launch for all matrices of a unit, one for all vectors.
+
+Bytes: one block's gradients, at most FREE_SHARE of the free memory. With a budget the buffer is used if COPIES of it
+are left beside the planned step (model/spare_memory.py): while a backward pass is captured there are two copies more,
+to compare and to restore. The sink computes the same numbers either way, so this choice may depend on memory.
 """
 
-from collections.abc import Callable, Hashable
+from abc import abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.backward.memory import block_bytes
+from keyhole.model.recorder import Recorder
+from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.weights.homes import view
 
 Found = tuple[FlatTensor, torch.Tensor, torch.Tensor]
 """(tensor, its weights, its gradient)"""
@@ -84,25 +102,25 @@ class RecordableSink(Sink):
     """A sink whose `linear` only writes to memory of its own, at fixed addresses: it may be captured together with the
     backward pass of a block (recorded.py). units: those of the block."""
 
+    @abstractmethod
     def state(self, units: list[Unit]) -> Hashable | None:
         """A key on which the launches of the next offers depend. None: they must not be captured now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def memory(self, units: list[Unit]) -> list[torch.Tensor]:
         """The tensors that offers write to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mark(self) -> object:
         """The host-side state of the offers so far."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rewind(self, mark: object) -> None:
         """Restores that state: the offers since then will be made again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
         """A graph replay has done on the device what `linear` does with these tensors and their weights."""
-        raise NotImplementedError
 
 
 def chunk(unit: Unit) -> FlatTensor:
@@ -129,16 +147,12 @@ def runs_of(tensors: list[FlatTensor]) -> list[list[FlatTensor]]:
 NOTHING = Sink()
 
 
-def _ignored(tensor: FlatTensor) -> None:
-    """Nobody is told."""
-
-
 class HandOver:
     """Hands gradients to the sink of the backward pass that is running."""
 
     def __init__(self, tensors: list[FlatTensor]) -> None:
         self.sink = NOTHING  # unless a backward pass is running
-        self.accepted: Callable[[FlatTensor], None] = _ignored  # is told which products the sink accepts
+        self.offers: list[FlatTensor] | None = None  # products that the sink accepts are noted here, if it is a list
         self.is_final = False  # after this visit param.grad holds the complete gradient
         self.visited_once = False  # the current block is visited once: a product that it offers is complete
         self.stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, for the current block
@@ -148,44 +162,44 @@ class HandOver:
         self._chunks: dict[int, list[Unit]] = {}  # id(param) -> the units that hold its rows, if it is cut into them
         self._tensor = {id(t.param): t for t in tensors}
 
-    def begin(self, sink: Sink, accepted: Callable[[FlatTensor], None] | None = None) -> None:
-        """A backward pass begins. accepted: is told which products the sink accepts."""
-        self.sink, self.accepted, self.count = sink, accepted or _ignored, 0
+    def begin(self, sink: Sink) -> None:
+        """A backward pass begins."""
+        self.sink, self.count = sink, 0
 
-    def end(self) -> None:
-        """The step is over, also after an error."""
-        self.sink, self.accepted = NOTHING, _ignored
-        self.is_final = self.visited_once = False
-        self._chunks.clear()
-        self.leave_block()
-
-    def enter_unit(self, unit: Unit, views: list[tuple[int, torch.Tensor]]) -> None:
-        """A unit of the current block is bound. views: (id(param), its weights as stored)."""
-        self.stored.update(views)
-        for tensor in unit.tensors:
-            self._param_at[tensor.param.data_ptr()] = tensor.param
-
-    def leave_block(self) -> None:
-        """The units of the current block are released."""
-        self.stored.clear()
-        self._param_at.clear()
-        self._offered.clear()
-
-    def cut_into_chunks(self, units: list[Unit]) -> None:
-        """Tables whose rows are units are handed over in the chunks that these hold."""
+    def begin_whole(self, sink: Sink, tensors: list[FlatTensor], units: list[Unit]) -> None:
+        """A backward pass through the whole model begins, whose gradients are complete as they come. Tables whose rows
+        are units are handed over in the chunks that these hold."""
+        self.begin(sink)
+        self.stored |= {id(t.param): t.param.data for t in tensors}
+        self.is_final = True
         for unit in units:
             if unit.rows is not None:
                 self._chunks.setdefault(id(unit.tensors[0].param), []).append(unit)
 
+    def end(self) -> None:
+        """The step is over, also after an error."""
+        self.sink, self.offers = NOTHING, None
+        self.is_final = self.visited_once = False
+        self._chunks.clear()
+        self.leave_block()
+
+    def enter_unit(self, unit: Unit, stored: torch.Tensor) -> None:
+        """A unit of the current block is bound. stored: its weights as stored, which parameters may point to."""
+        for tensor in unit.tensors:
+            same = tensor.param.dtype == stored.dtype
+            self.stored[id(tensor.param)] = tensor.param.data if same else view(stored, tensor, unit.start)
+            self._param_at[tensor.param.data_ptr()] = tensor.param
+
+    def leave_block(self) -> None:
+        """The units of the current block are released."""
+        for found in (self.stored, self._param_at, self._offered):
+            found.clear()
+
     @torch.no_grad()
     def offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:
         """Whether the sink has taken the product. used_once: the block uses the weight once."""
-        w_OI = self.stored.get(id(weight))
-        offered = w_OI is not None and ((self.visited_once and used_once) or self.sink.policy.accumulates)
-        accepted = w_OI is not None and offered and self.sink.linear(self._tensor[id(weight)], w_OI, dy_MO, x_MI)
-        if accepted:
-            self.accepted(self._tensor[id(weight)])
-        return accepted
+        wanted = (self.visited_once and used_once) or self.sink.policy.accumulates
+        return id(weight) in self.stored and wanted and self._give(weight, dy_MO, x_MI)
 
     def offer_at(self, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
         """Like `offer`, for a compiled block, which identifies its weights by their addresses."""
@@ -195,18 +209,118 @@ class HandOver:
         if not self.sink.policy.accumulates and (id(param) in self._offered or not self.visited_once):
             raise UserError("compile: this model uses a weight twice in one pass; set compile=false")
         self._offered.add(id(param))
-        accepted = self.sink.linear(self._tensor[id(param)], self.stored[id(param)], dy_MO, x_MI)
+        accepted = self._give(param, dy_MO, x_MI)
         assert accepted, "a sink cannot decline what a compiled block offers"
-        self.accepted(self._tensor[id(param)])
+
+    def _give(self, param: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        tensor = self._tensor[id(param)]
+        accepted = self.sink.linear(tensor, self.stored[id(param)], dy_MO, x_MI)
+        if accepted and self.offers is not None:
+            self.offers.append(tensor)
+        return accepted
 
     @torch.no_grad()
     def accumulated(self, param: nn.Parameter) -> None:
         """Hook: autograd has added to param.grad (or nothing, if an offer was accepted). Hands it over if complete."""
-        if self.is_final and id(param) in self.stored and param.grad is not None:
+        w = self.stored.get(id(param))
+        if self.is_final and w is not None and param.grad is not None:
             grad, param.grad = param.grad, None
             self.count += 1
             for unit in self._chunks.get(id(param), ()):
-                first, last = unit.span
-                self.sink.gradient(chunk(unit), self.stored[id(param)][first:last], grad[first:last])
+                rows = slice(*unit.span)
+                self.sink.gradient(chunk(unit), w[rows], grad[rows])
             if id(param) not in self._chunks:
-                self.sink.gradient(self._tensor[id(param)], self.stored[id(param)], grad)
+                self.sink.gradient(self._tensor[id(param)], w, grad)
+
+
+class UnitGradients(RecordableSink):
+    """A sink in front of another sink. The buffer holds one block: finish it before the next."""
+
+    policy = SinkPolicy(accumulates=True)
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, recorded: Recorder) -> None:
+        self.recorded = recorded
+        numel = block_bytes(layout, dtype.itemsize) // dtype.itemsize
+        trains = any(tensor.param.requires_grad for tensor in layout.tensors)
+        self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.spare.device)  # no nan: compared
+        recorded.spare.held["gradients"] = self.buffer.nbytes
+        begins: dict[int | None, int] = {}
+        for unit in reversed(layout.of_kind("block")):
+            begins[unit.block] = unit.start
+        self.begin_of = {t.start: t.start - begins[u.block] for u in layout.of_kind("block") for t in u.tensors}
+        self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # tensors of the current block, their weights
+        self.sink: Sink = NOTHING  # unless a backward pass is running
+
+    def in_front_of(self, sink: Sink) -> "UnitGradients":
+        """Sets the sink that receives the gradients from now on."""
+        self.sink = sink
+        self.received.clear()
+        return self
+
+    def leave(self) -> None:
+        """The backward pass is over: drops the sink, which holds a reference to the Reverse."""
+        self.received.clear()
+        self.sink = NOTHING
+
+    def view(self, tensor: FlatTensor) -> torch.Tensor:
+        """The tensor's place in the buffer."""
+        begin = self.begin_of[tensor.start]
+        return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
+
+    # -- RecordableSink --------------------------------------------------------------------------------------------
+
+    def state(self, units: list[Unit]) -> Hashable:
+        """Whether the next products overwrite or add."""
+        return tuple(self.received)
+
+    def memory(self, units: list[Unit]) -> list[torch.Tensor]:
+        return [self.buffer]
+
+    def mark(self) -> dict[str, tuple[FlatTensor, torch.Tensor]]:
+        return dict(self.received)
+
+    def rewind(self, mark: dict[str, tuple[FlatTensor, torch.Tensor]]) -> None:  # type: ignore[override]
+        self.received = dict(mark)
+
+    def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
+        self.received |= {tensor.name: (tensor, w) for tensor, w in offers}
+
+    # -- Sink ------------------------------------------------------------------------------------------------------
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        """Computes the product in its place in the buffer."""
+        if tensor.start not in self.begin_of:
+            return False
+        if tensor.name in self.received:
+            self.view(tensor).add_(torch.mm(dy_MO.t(), x_MI))
+        else:
+            torch.mm(dy_MO.t(), x_MI, out=self.view(tensor))
+            self.received[tensor.name] = (tensor, w_OI)
+        return True
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        """Passes a gradient that is no product of a linear layer on at once; adds such a product if there is one."""
+        if self.received.pop(tensor.name, None) is not None:
+            grad = grad + self.view(tensor)
+        self.sink.gradient(tensor, w, grad)
+
+    def gradients_together(self, found: list[Found]) -> None:
+        """Passes on gradients of a unit; the updates from those at fixed addresses are one launch, if possible."""
+        key = self.sink.update_key
+        fixed = [] if key is None else [one for one in found if self._is_fixed(one[2])]
+        where = tuple([(tensor.start, w.data_ptr(), grad.data_ptr()) for tensor, w, grad in fixed])
+        if fixed and self.recorded.update((where, key), lambda: self.sink.gradients_together(fixed)):
+            self.sink.updated([tensor for tensor, _, _ in fixed])
+        if others := found if key is None else [one for one in found if not self._is_fixed(one[2])]:
+            self.sink.gradients_together(others)
+
+    def _is_fixed(self, grad: torch.Tensor) -> bool:
+        return grad._base is self.buffer or self.recorded.is_static(grad)
+
+    def finished(self, unit: Unit) -> bool:
+        """Hands over the gradients received for the unit."""
+        inside = [one for one in self.received.values() if unit.start <= one[0].start < unit.stop]
+        for tensor, _ in inside:
+            del self.received[tensor.name]
+        self.gradients_together([(tensor, w, self.view(tensor)) for tensor, w in inside])
+        return self.sink.finished(unit)

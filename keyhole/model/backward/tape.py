@@ -20,16 +20,17 @@ last. The backward pass of a block takes the gradients of its outputs, and adds 
 outputs that they came from. All micro-batches can pass a block, in any order, before the block below is differentiated.
 
 Some models pass tensors between blocks in a mapping that all blocks share (Gemma 3n and 4: keys and values that later
-blocks reuse). Its entries are inputs of every block, and what a block writes into it are outputs (shared_objects.py).
+blocks reuse). Its entries are inputs of every block, and what a block writes into it are outputs (block_call.py).
 A block that draws random numbers (dropout) restores the generator's state of the first run for its recomputation.
 """
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,60 +40,48 @@ from torch.utils.weak import TensorWeakRef
 
 from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
-from keyhole.model.backward.block_graph import BlockGraph, Result, Values, differentiate, floats, with_gradients
-from keyhole.model.backward.compiled import Compiled, Saved
-from keyhole.model.backward.shared_objects import (
+from keyhole.model.backward.block_call import (
     KNOWN,
-    MappingPlace,
-    copied,
-    emptied,
+    BlockCall,
+    BlockGraph,
+    Result,
+    Values,
+    differentiate,
+    floats,
     held_tensors,
-    refuse_new_tensors,
+    with_gradients,
 )
+from keyhole.model.backward.compiled import Compiled, Saved
+from keyhole.model.forward.hooks import replaced_forwards
 
-ACTIVATIONS = ("none", "block", "host", "auto")
-DEPTH = 32  # of modules within modules
 RunAgain = Callable[[Callable[[], Any]], Any]
 Origin = tuple["Visit", int] | torch.Tensor
 """Where an input came from: an output of a block, by its index among the outputs, or a graph between blocks."""
 
 
-class Visit:
-    """One pass, `index`, through one block, that is about to be called with these arguments."""
+class Recorded(Protocol):
+    """Runs visits as CUDA graphs, if possible (recorded.py)."""
 
-    def __init__(
-        self, keeping: "Keeping", block: int, index: int, module: nn.Module, forward: Callable, args: tuple, kwargs: Any
-    ) -> None:
-        self.keeping, self.store, self.block, self.index = keeping, keeping.store, block, index
-        self.module, self.forward = module, forward
-        self.shared: Values = [x for x in (*args, *kwargs.values()) if isinstance(x, MutableMapping)]
-        self.empty_mappings = [emptied(mapping) for mapping in self.shared]
-        if self.shared:
-            if keeping.compiled is not None:
-                raise UserError(
-                    "compile: blocks of this model hand tensors to each other in a mapping; set compile=false"
-                )
-            place = {id(mapping): MappingPlace(i) for i, mapping in enumerate(self.shared)}
-            args = tuple(place.get(id(x), x) for x in args)
-            kwargs = {name: place.get(id(x), x) for name, x in kwargs.items()}
-        self.values, self.spec = tree_flatten((args, kwargs, [dict(mapping) for mapping in self.shared]))
+    def first_run(self, visit: "KeptInputs") -> Result: ...
+
+    def reverse(self, visit: "KeptInputs", grads: Values, run_again: RunAgain) -> bool: ...
+
+
+class Visit:
+    """One pass, `index`, through one block, that is about to be called."""
+
+    def __init__(self, keeping: "Keeping", block: int, index: int, module: nn.Module, call: BlockCall) -> None:
+        self.keeping, self.block, self.index, self.module, self.call = keeping, block, index, module, call
+        self.values, call.values = call.values, []
         wants = {i: v for i, v in enumerate(self.values) if isinstance(v, torch.Tensor) and v.requires_grad}
         self.origins: dict[int, Origin] = {i: getattr(v, "keyhole_origin", v) for i, v in wants.items()}
-        draws = keeping.may_draw and any(part.training for part in module.modules())
-        self.random = (
-            _random_state(next(v.device for v in self.values if isinstance(v, torch.Tensor))) if draws else None
-        )
+        self.draws = keeping.may_draw and any(part.training for part in module.modules())
         self.outputs: list[TensorWeakRef] = []  # as the model received them; weak, so the model may drop them
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the block is a function of its inputs and weights: no mapping, no random numbers."""
-        return not self.empty_mappings and self.random is None
 
     def enter(self) -> Any:
         """Runs the block for the first time; returns its output, detached."""
         objects = [value for value in self.values if not isinstance(value, KNOWN)]
-        before, shared, self.shared = held_tensors(objects), self.shared, []
+        before = held_tensors(objects)
         values, spec = tree_flatten(self.first())
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -100,36 +89,23 @@ class Visit:
                 values[i], leaf.keyhole_origin = leaf, (self, len(self.outputs))
                 self.outputs.append(TensorWeakRef(leaf))
         self.restart()
-        output, written = tree_unflatten(values, spec)
-        for mapping, new in zip(shared, written, strict=True):
-            mapping.update(new)
-        if objects:
-            refuse_new_tensors(objects, before)
-        return output
+        return self.call.finish(tree_unflatten(values, spec), objects, before)
 
+    @abstractmethod
     def first(self) -> Result:
         """The first run of the block; what the backward pass needs of it is kept."""
-        raise NotImplementedError
 
+    def run(self, values: Values) -> Result:
+        """The block as a function of its inputs."""
+        return self.call.run(values)
+
+    @abstractmethod
     def reverse(self, grads: Values, run_again: RunAgain, last: bool) -> None:
         """The backward pass of the block, whose parameters are bound, from the gradients of its outputs (it empties
         their list). run_again(call) recomputes the forward (recompute.py). last: there will be no further one."""
-        raise NotImplementedError
 
     def prefetch(self) -> None:
         """Starts the H2D copies of inputs in host memory."""
-
-    def run(self, values: Values) -> Result:
-        """The block as a function of its inputs; it gets copies of its mappings."""
-        args, kwargs, entries = tree_unflatten(values, self.spec)
-        copies = [copied(empty) for empty in self.empty_mappings]
-        for mapping, entry in zip(copies, entries, strict=True):
-            mapping.update(entry)
-        args = [copies[x.index] if isinstance(x, MappingPlace) else x for x in args]
-        kwargs = {name: copies[x.index] if isinstance(x, MappingPlace) else x for name, x in kwargs.items()}
-        output = self.forward(*args, **kwargs)
-        pairs = zip(copies, entries, strict=True)
-        return output, [{k: v for k, v in after.items() if v is not before.get(k)} for after, before in pairs]
 
     # -- gradients of outputs --------------------------------------------------------------------------------------
 
@@ -162,10 +138,20 @@ class Visit:
 class KeptInputs(Visit):
     """The block runs without a graph, and is recomputed."""
 
+    random: "tuple[torch.device, torch.Tensor, torch.Tensor | None] | None" = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the block is a function of its inputs and weights: no mapping, no random numbers."""
+        return not self.call.empty and not self.draws
+
     def first(self) -> Result:
+        recorded, store = self.keeping.recorded, self.keeping.store
+        if self.draws:
+            self.random = _random_state(next(v.device for v in self.values if isinstance(v, torch.Tensor)))
         with torch.no_grad():
-            output = self.keeping.first_run(self) if self.keeping.first_run is not None else self.run_first()
-        self.values = [self.store.put(v.detach()) if i in self.origins else v for i, v in enumerate(self.values)]
+            output = self.run_first() if recorded is None else recorded.first_run(self)
+        self.values = [store.put(v.detach()) if i in self.origins else v for i, v in enumerate(self.values)]
         return output
 
     def run_first(self, values: Values | None = None) -> Result:
@@ -185,10 +171,12 @@ class KeptInputs(Visit):
     def prefetch(self) -> None:
         for value in self.values:
             if isinstance(value, HostActivation):
-                self.store.prefetch(value)
+                value.prefetch()
 
     def reverse(self, grads: Values, run_again: RunAgain, last: bool) -> None:
-        values = [self.store.get(v, last) if isinstance(v, HostActivation) else v for v in self.values]
+        if self.keeping.recorded is not None and self.keeping.recorded.reverse(self, grads, run_again):
+            return
+        values = [v.get(last) if isinstance(v, HostActivation) else v for v in self.values]
         if all(grad is None for grad in grads):  # nothing that is differentiated depends on this visit
             return
         graph = self.graph(values, run_again)
@@ -205,8 +193,9 @@ class CompiledInputs(KeptInputs):
     """The same with the compiled function of the block, which will be recorded as a CUDA graph."""
 
     def run(self, values: Values) -> Result:
-        args, kwargs, _ = tree_unflatten([_fresh(value) for value in values], self.spec)
-        return self.keeping.compiled.without_tape(self.module, args, kwargs), []  # type: ignore[union-attr]
+        assert self.keeping.compiled is not None
+        args, kwargs, _ = tree_unflatten([_fresh(value) for value in values], self.call.spec)
+        return self.keeping.compiled(self.module, args, kwargs, Saved(self.module)), []
 
     def run_first(self, values: Values | None = None) -> Result:
         """Compiled code differs with and without a graph, so it always runs with one."""
@@ -239,13 +228,14 @@ class CompiledVisit(KeptGraph):
     """The same through the compiled function of the block, whose graph holds only its inputs."""
 
     def run(self, values: Values) -> Result:
-        args, kwargs, _ = tree_unflatten(values, self.spec)
-        self.saved = Saved(self.module, [values[i] for i in self.origins], self.store)
-        return self.keeping.compiled(self.module, args, kwargs, self.saved), []  # type: ignore[misc]
+        assert self.keeping.compiled is not None
+        self.saved = Saved(self.module, [values[i] for i in self.origins], self.keeping.store)
+        args, kwargs, _ = tree_unflatten(values, self.call.spec)
+        return self.keeping.compiled(self.module, args, kwargs, self.saved), []
 
     def prefetch(self) -> None:
         for value in self.saved.on_host:
-            self.store.prefetch(value)
+            value.prefetch()
 
     def reverse(self, grads: Values, run_again: RunAgain, last: bool) -> None:
         self.saved.last = last
@@ -283,16 +273,18 @@ class Keeping:
     first_kept: float = math.inf
     """This block and later ones keep their graphs."""
     compiled: Compiled | None = None
-    first_run: Callable[[KeptInputs], Result] | None = None
-    """Blocks are small, and this runs them for the first time: perhaps as CUDA graphs (recorded.py)."""
+    recorded: Recorded | None = None
+    """Blocks are small, and may run as CUDA graphs."""
     may_draw: bool = True
     """Whether some module is in training mode, and may draw random numbers."""
 
-    def kind(self, block: int) -> type[Visit]:
-        """What a visit of this block keeps."""
-        if self.compiled is not None:
-            return CompiledVisit if self.first_run is None else CompiledInputs
-        return KeptGraph if block >= self.first_kept else KeptInputs
+    def visit(self, block: int, index: int, module: nn.Module, call: BlockCall) -> Visit:
+        """A visit that keeps what it needs."""
+        if self.compiled is None:
+            return (KeptGraph if block >= self.first_kept else KeptInputs)(self, block, index, module, call)
+        if call.empty:
+            raise UserError("compile: blocks of this model hand tensors to each other in a mapping; set compile=false")
+        return (CompiledVisit if self.recorded is None else CompiledInputs)(self, block, index, module, call)
 
 
 class Tape:
@@ -305,29 +297,20 @@ class Tape:
     @contextmanager
     def recording(self, blocks: list[nn.Module], current_pass: Callable[[], int]) -> Iterator[None]:
         """A context in which every call of a block is recorded."""
-        before = [block.__dict__.get("forward") for block in blocks]
-        for i, block in enumerate(blocks):
-            block.forward = self._recorded(i, block, block.forward, current_pass)
-        try:
+
+        def recorded(i: int, block: nn.Module, forward: Callable) -> Callable:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                index = current_pass()
+                visit = self.keeping.visit(i, index, block, BlockCall(forward, args, kwargs))
+                if not self.stops or index in self.stops[-1] or next(iter(self.stops[-1].values())).block != i:
+                    self.stops.append({})
+                self.stops[-1][index] = visit
+                return visit.enter()
+
+            return call
+
+        with replaced_forwards(blocks, [recorded(i, block, block.forward) for i, block in enumerate(blocks)]):
             yield
-        finally:
-            for block, forward in zip(blocks, before, strict=True):
-                if forward is None:
-                    del block.forward
-                else:
-                    block.forward = forward
-
-    def _recorded(self, i: int, block: nn.Module, forward: Callable, current_pass: Callable[[], int]) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            index = current_pass()
-            visit = self.keeping.kind(i)(self.keeping, i, index, block, forward, args, kwargs)
-            stop = self.stops[-1] if self.stops else {}
-            if not stop or index in stop or next(iter(stop.values())).block != i:
-                self.stops.append(stop := {})
-            stop[index] = visit
-            return visit.enter()
-
-        return call
 
     def restart(self) -> None:
         """Drops all gradients, before another backward pass."""
@@ -340,17 +323,6 @@ class Tape:
         """Whether a block other than the first has inputs that were computed outside of blocks."""
         later = (visit for stop in self.stops[1:] for visit in stop.values())
         return any(isinstance(origin, torch.Tensor) for visit in later for origin in visit.origins.values())
-
-
-def is_training(module: nn.Module) -> bool:
-    """Whether any module inside is in training mode. Looked up for every step, because modules may be added; level by
-    level, which takes a tenth of the time of `modules()` (100 us for a Llama-7B)."""
-    level = [module]
-    for _ in range(DEPTH):
-        if not level or any([part.training for part in level]):
-            return bool(level)
-        level = [below for part in level if part._modules for below in part._modules.values() if below is not None]
-    return True  # a module that holds one that holds it
 
 
 def _fresh(value: Any) -> Any:

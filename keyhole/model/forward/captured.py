@@ -30,7 +30,7 @@ an `attention_mask` or `position_ids` in a batch (`is_plain`) the model's own ma
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -108,12 +108,10 @@ def left_out(blocks: Iterable[nn.Module], without: set[Call]) -> Iterator[None]:
 
 @contextmanager
 def _hooked(blocks: Iterable[nn.Module], hook: Any) -> Iterator[None]:
-    handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in blocks]
-    try:
+    with ExitStack() as handles:
+        for block in blocks:
+            handles.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _call(block: nn.Module, args: tuple) -> Call:

@@ -25,7 +25,7 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
     def losses(hidden: list[torch.Tensor], spine: torch.Tensor) -> list[torch.Tensor]:
         if model.classifies:
             return [model.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
-        return [state.nll_N() for state in _after_the_head(model, hidden, batches, spine)]
+        return [state.nll_N() for state in after_the_head(model, hidden, batches, spine)]
 
     found = evaluated(model, batches, losses)
     return [(b.loss.sum_by_row(nll_N), b.loss.count_by_row()) for nll_N, b in zip(found, batches, strict=True)]
@@ -33,13 +33,13 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
 
 def nll_by_token(model: Any, batches: list[DeviceBatch]) -> list[torch.Tensor]:
     """The NLL of each target, per batch, at the weights as they are at home, without updates that wait."""
-    states = swept(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine))
+    states = swept(model, batches, lambda x, spine: after_the_head(model, x, batches, spine))
     return [state.nll_N() for state in states]
 
 
 def token_scores(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(nll_N, best_N) per batch."""
-    states = evaluated(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine, RunningChoice))
+    states = evaluated(model, batches, lambda x, spine: after_the_head(model, x, batches, spine, RunningChoice))
     return [(state.nll_N(), state.best_N) for state in states]
 
 
@@ -71,7 +71,7 @@ def swept(model: Any, batches: list[DeviceBatch], result: Result, head: bool = T
         return result(hidden, spine)
 
 
-def _after_the_head(
+def after_the_head(
     model: Any,
     hidden: list[torch.Tensor],
     batches: list[DeviceBatch],

@@ -21,6 +21,7 @@ Legend: T tokens, H width, k experts per token, M tokens of one expert.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ from keyhole.model.structure.layout import Unit
 
 Routed = tuple[int, torch.Tensor, torch.Tensor]
 """(expert, its tokens, which of each token's k choices it is)."""
-Weigh = Callable[[int, int], torch.Tensor]
-"""(0: up, 1: down; expert) -> its matrix, valid until the next call."""
+Weigh = Callable[[int], torch.Tensor]
+"""0: up, 1: down -> the expert's matrix, valid until the next call."""
 
 
 def compute_by_expert(model: Any) -> None:
@@ -63,7 +64,7 @@ def _forward(model: Callable[[], Any], experts: Experts, units: Any) -> Callable
         if current is not None:
             current.will_meet([units[side][e] for e, _, _ in routed for side in (0, 1)])
 
-        def weigh(side: int, expert: int) -> torch.Tensor:
+        def weigh(expert: int, side: int) -> torch.Tensor:
             stack = experts.stacks[side]
             if current is None:
                 return stack[expert]
@@ -71,7 +72,10 @@ def _forward(model: Callable[[], Any], experts: Experts, units: Any) -> Callable
                 current.meet(units[side][expert])
             return stack[0]  # now bound to this expert
 
-        return add_up(experts, routed, weigh, x_TH, top_k_weights)
+        y_TH = no_sum(x_TH)
+        for one in routed:
+            add_expert(y_TH, experts, one, partial(weigh, one[0]), x_TH, top_k_weights)
+        return y_TH.to(x_TH.dtype)
 
     return forward
 
@@ -86,21 +90,19 @@ def route(top_k_index: torch.Tensor, count: int) -> list[Routed]:
     return [(e, parts[e] % tokens, parts[e] // tokens) for e in range(count) if counts[e]]
 
 
-def add_up(
-    experts: Experts, routed: list[Routed], weigh: Weigh, x_TH: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """y_TH, the weighted sum over the experts of each token."""
-    y_TH = torch.zeros(x_TH.shape, dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device)
-    for expert, token_M, choice_M in routed:
-        hidden = activated(experts, upper(experts, expert, x_TH[token_M], weigh(0, expert)))
-        y_MH = lower(experts, expert, hidden, weigh(1, expert)) * top_k_weights[token_M, choice_M, None]
-        y_TH.index_add_(0, token_M, y_MH.to(y_TH.dtype))  # deterministic: a token chooses an expert at most once
-    return y_TH.to(x_TH.dtype)
+def no_sum(x_TH: torch.Tensor) -> torch.Tensor:
+    """Zeros for a sum over experts, at least in float32."""
+    return torch.zeros(x_TH.shape, dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device)
 
 
-def upper(experts: Experts, expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The first product of an expert, with its bias."""
-    return _product(experts, 0, expert, x, weight)
+def add_expert(
+    y_TH: torch.Tensor, experts: Experts, routed: Routed, weigh: Weigh, x_TH: torch.Tensor, r_Tk: torch.Tensor
+) -> None:
+    """Adds the weighted output of an expert for its tokens."""
+    expert, token_M, choice_M = routed
+    hidden = activated(experts, product(experts, 0, expert, x_TH[token_M], weigh(0)))
+    y_MH = product(experts, 1, expert, hidden, weigh(1)) * r_Tk[token_M, choice_M, None]
+    y_TH.index_add_(0, token_M, y_MH.to(y_TH.dtype))  # deterministic: a token chooses an expert at most once
 
 
 def activated(experts: Experts, x: torch.Tensor) -> torch.Tensor:
@@ -110,11 +112,7 @@ def activated(experts: Experts, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def lower(experts: Experts, expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The second product of an expert, with its bias."""
-    return _product(experts, 1, expert, x, weight)
-
-
-def _product(experts: Experts, side: int, expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(experts: Experts, side: int, expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The first (0) or second (1) product of an expert, with its bias."""
     y = x @ weight if experts.module.is_transposed else F.linear(x, weight)
     return y + experts.biases[side][expert] if experts.biases else y

@@ -8,7 +8,7 @@ product (BERT) runs in two parts, each with the model's own code: up to the prod
 Legend: N tokens, D width of the decoder, H width of the head, R rows of the vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.model import batch as checks
 from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.forward.hooks import replaced_forwards
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import is_unreached
 from keyhole.ops.loss import RunningNLL
@@ -36,25 +37,6 @@ class _HiddenStates:
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-@contextmanager
-def _decoder_returns(decoder: nn.Module, hidden_1NH: torch.Tensor) -> Iterator[None]:
-    decoder.forward = lambda *args, **kwargs: _HiddenStates(hidden_1NH)
-    try:
-        yield
-    finally:
-        del decoder.forward
-
-
-@contextmanager
-def _before(linear: nn.Module, hook: Callable[[nn.Module, tuple], Any]) -> Iterator[None]:
-    """A context in which the hook is called before the layer, with its arguments."""
-    handle = linear.register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class _Reached(Exception):
@@ -105,7 +87,7 @@ class Head:
             seen.append(args[0][0])
             raise _Reached
 
-        with suppress(_Reached), _before(self.linear, stop):
+        with suppress(_Reached), self.linear.register_forward_pre_hook(stop):
             self._run(hidden_ND)
         return seen[0]
 
@@ -114,12 +96,12 @@ class Head:
         if not self.transforms:
             return self._run(hidden_NH)
         unused_ND = hidden_NH.new_zeros(()).expand(hidden_NH.shape[0], self._decoder_width)
-        with _before(self.linear, lambda linear, args: (hidden_NH[None],)):
+        with self.linear.register_forward_pre_hook(lambda linear, args: (hidden_NH[None],)):
             return self._run(unused_ND)
 
     def _run(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         token = torch.zeros((1, 1), dtype=torch.long, device=hidden_ND.device)
-        with _decoder_returns(self.decoder, hidden_ND[None]):
+        with replaced_forwards([self.decoder], [lambda *args, **kwargs: _HiddenStates(hidden_ND[None])]):
             try:
                 return self.module(input_ids=token, use_cache=False).logits[0]
             except (AttributeError, TypeError) as error:

@@ -20,7 +20,8 @@ counting frees it at once. The list holds weak references to modules.
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -162,3 +163,18 @@ def _is_nested() -> bool:
     """Called in a hook: whether that state_dict was called by the state_dict of a module around it."""
     called = sys._getframe(2)
     return called.f_back is not None and called.f_back.f_code is called.f_code
+
+
+@contextmanager
+def replaced_forwards(modules: Sequence[Any], forwards: list[Callable]) -> Iterator[None]:
+    """A context in which these modules have other forwards."""
+    before = [module.__dict__.get("forward") for module in modules]
+    for module, forward in zip(modules, forwards, strict=True):
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward

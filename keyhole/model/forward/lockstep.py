@@ -23,15 +23,12 @@ variables belong to a greenlet; a pass begins with a copy of the caller's.
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from greenlet import greenlet
 
-from keyhole.errors import UserError
 from keyhole.model.structure.layout import Unit
-
-if TYPE_CHECKING:
-    from greenlet import greenlet
 
 T = TypeVar("T")
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
@@ -40,7 +37,7 @@ Serve = Callable[[Unit | None, Callable[[int], None]], None]
 class Pass:
     """One forward pass: its greenlet, the unit that it holds or waits for, and what it returned."""
 
-    def __init__(self, index: int, stack: "greenlet") -> None:
+    def __init__(self, index: int, stack: greenlet) -> None:
         self.index, self.stack = index, stack
         stack.gr_context = copy_context()
         self.unit: Unit | None = None  # None: it has not entered any
@@ -82,10 +79,6 @@ class Lockstep:
         """Runs all passes to their end. serve(unit, resume) must call resume(i) for every pass i, in any order;
         resume(i) does nothing for a pass that is not waiting for this unit (passes may visit different units). The
         first call has unit None: no pass has entered a unit yet."""
-        try:
-            from greenlet import greenlet
-        except ImportError as error:
-            raise UserError("forward passes run in lockstep by greenlets: pip install greenlet") from error
         passes = [Pass(i, greenlet(run)) for i, run in enumerate(runs)]
         try:
             while waiting := [one for one in passes if not one.stack.dead]:

@@ -58,7 +58,7 @@ def test_rows_of_the_embedding_go_after_the_forward_pass() -> None:
     reverse, sink = Reverse(model), Collect()
     with reverse.sweep():
         reverse.forward(model.to_device(THREE))
-        rows = [one.rows_MH for one in reverse.vocabulary.embedded]
+        rows = [leaf for _, leaf in reverse.vocabulary.embedded]
         assert [x.shape[0] for x in rows] == [20, 20, 20] and all(x.untyped_storage().nbytes() <= 8 for x in rows)
         reverse.reverse(sink)
     assert_same(sink.found, by_autograd(model, THREE))

@@ -10,7 +10,7 @@ import torch
 import keyhole
 from keyhole.model.backward.activation_store import SHARE, KeptBlocks
 from keyhole.model.backward.memory import recording_bytes
-from keyhole.model.backward.unit_gradients import has_room
+from keyhole.model.backward.recorded import has_room
 from keyhole.model.spare_memory import SpareMemory, left_of
 from tests.model.backward.test_recorded_replay import METHODS, recording
 from tests.model.decoders import batch, config
@@ -38,18 +38,19 @@ def with_budget(name: str, room: float, monkeypatch: pytest.MonkeyPatch) -> tupl
     return method, recorded
 
 
-def needed(method: Any, tokens: int) -> int:
-    return recording_bytes(method.model.layout, 4, tokens)
+def on_a_gpu(model: Any) -> Any:
+    """The model as far as its room is asked for."""
+    return SimpleNamespace(layout=model.layout, dtype=model.dtype, device=torch.device("cuda"))
 
 
 def test_passes_of_a_step_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share what there is, with those of earlier steps: what these have made is not counted twice."""
-    method, recorded = with_budget("lomo", 0, monkeypatch)
-    recorded.spare = SpareMemory(plan(2.5 * needed(method, 12) + 7), recorded.device)
-    assert [recorded._fits((12,) * passes) for passes in (1, 3, 2)] == [True, False, True]
-    assert recorded._fits((6, 12))
-    recorded.spare.held["graphs"] = int(0.8 * 2 * needed(method, 12))
-    assert recorded._fits((6, 6)) and not recorded._fits((12, 24))
+    """All of the planned step, or nothing is recorded."""
+    monkeypatch.setattr(SpareMemory, "left", lambda self: left_of(self.placed, 2**60, 0))
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32")
+    one, gpu = recording_bytes(model.layout, 4, WORK.tokens), on_a_gpu(model)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    found = [has_room(gpu, SpareMemory(plan(share * one + 7), gpu.device)) for share in (1, 1.9, 2)]
+    assert found == [False, False, True]
 
 
 def test_nothing_more_is_recorded_when_recordings_hold_more_than_there_was_room_for(
@@ -60,7 +61,6 @@ def test_nothing_more_is_recorded_when_recordings_hold_more_than_there_was_room_
     for step in range(4):
         method.step(batch(**ROWS, seed=step))
     count, replays = len(recorded.recordings), recorded.replays
-    assert method.reverse.recorded._fits((12, 12))
     recorded.spare.held["graphs"] = 2**31
     method.step(batch(**ROWS, seed=4))
     for _ in range(3):
@@ -95,9 +95,8 @@ def test_a_budget_for_another_method_has_no_room(monkeypatch: pytest.MonkeyPatch
     for work in (None, WORK):
         model = keyhole.load(config("llama"), gpu_memory=2**30, workload=work, **how)
         keyhole.LOMO(model)
-        on_gpu = SimpleNamespace(layout=model.layout, dtype=model.dtype, device=torch.device("cuda"))
         monkeypatch.setattr(SpareMemory, "left", lambda self: 2**30)
-        assert has_room(on_gpu, SpareMemory(model.placed, on_gpu.device)) == (work is not None)  # type: ignore[arg-type]
+        assert has_room(on_a_gpu(model), SpareMemory(model.placed, torch.device("cuda"))) == (work is not None)
 
 
 def test_blocks_keep_no_activations_in_what_recordings_hold(monkeypatch: pytest.MonkeyPatch) -> None:

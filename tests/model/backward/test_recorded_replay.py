@@ -47,8 +47,9 @@ class Imitated(RecordedBlocks):
 
     def __init__(self, method: Any, keeps: bool) -> None:
         reverse: Reverse = method.reverse
-        how = (weakly(reverse._run_whole), SpareMemory(None, torch.device("cpu")), reverse.compiled is not None)
-        super().__init__(method.model, reverse.units_of, *how, Room() if keeps else None)  # type: ignore[arg-type]
+        how = (weakly(reverse._run_whole), SpareMemory(None, torch.device("cpu")))
+        room: Any = Room() if keeps else None
+        super().__init__(method.model, reverse.units_of, reverse.gradients, *how, room)
         self.owner = reverse
         self.kept_in: dict[int, list[tuple[Any, int]]] = {}  # by pool: pass and shape, block
         self.alive: list[Any] = []  # pools, so that no two have one id

@@ -2,7 +2,6 @@
 
 import gc
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.errors import UserError
 from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.structure.layout import Unit
 
@@ -181,10 +179,3 @@ def test_an_interrupt_in_a_pass_ends_the_run(at: str | None) -> None:
             assert conductor.run([body(False)] * 2, serve_all(2, [])) == ["whole", "whole"]
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_without_greenlets_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """keyhole can be imported without them."""
-    monkeypatch.setitem(sys.modules, "greenlet", None)
-    with pytest.raises(UserError, match="pip install greenlet"):
-        Lockstep().run([lambda: 1], serve_all(1, []))
