@@ -7,6 +7,7 @@
                too (tied), the head's part is added: its logits are computed a third time, so that the gradient of the
                full vocabulary never exists.
 
+A vocabulary of one chunk uses torch's own cross entropy, with the same bits.
 Legend: N trained tokens of a pass, M all tokens of a pass, H width, R rows of a chunk of the vocabulary.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.batch import DeviceBatch
@@ -159,9 +161,15 @@ class VocabularyGradients:
             own_bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])
             with torch.enable_grad(), head.holding(leaf, own_bias):
                 logits_NR = head.logits(x)
-            grad_NR = state.grad_(logits_NR.detach().clone(), unit.span[0], scale)
+            end, grad = logits_NR, scale
+            if len(self.layout.head_units) > 1:
+                grad = state.grad_(logits_NR.detach().clone(), unit.span[0], scale)
+            else:
+                with torch.enable_grad():
+                    reduction = "none" if scale.ndim else "sum"
+                    end = F.cross_entropy(logits_NR.float(), state.targets_N, reduction=reduction)
             wanted: list[Any] = [t for t, want in zip((x, leaf, own_bias), wants, strict=True) if want]
-            found.append(torch.autograd.grad(logits_NR, wanted, grad_NR))
+            found.append(torch.autograd.grad(end, wanted, grad))
         parts = zip(*found, strict=True)
         dx = torch.cat(next(parts)) if wants[0] else None
         return dx, *(reduce(torch.add, next(parts)) if want else None for want in wants[1:])
