@@ -95,7 +95,7 @@ ENCODER = {  # all-MiniLM-L6-v2; in `zo` embeddings and layers 0 to 3 stay as th
     "lomo": {"method": "lomo", "learning_rate": 3e-2, "num_train_epochs": 5, "eval_steps": 63},
     "zo": ZO
     | {"learning_rate": 3e-3, "freeze": ["embeddings", "*layer.[0-3].*"], "batch_size": 64}
-    | {"zo": {"rank": 1, "refresh": 50, "guide": 512, "clip": 5.0}, "max_steps": 600, "eval_steps": 150},
+    | {"zo": {"rank": 1, "refresh": 50, "clip": 5.0}, "max_steps": 600, "eval_steps": 150},
 }
 
 

@@ -38,7 +38,6 @@ from keyhole.loading import load
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
-from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
 from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.update import Pending
 from keyhole.model.classification import name_labels
@@ -130,7 +129,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
 def keep_directions(method: ZO, journal: Path, run: str | None) -> None:
     """Sets where a method that finds its directions (zo.guide) keeps them: beside its journal. run: the run's id."""
     if method.guide is not None:
-        method.guide.files = DirectionFiles(journal.with_name("directions"), run)
+        method.guide.directory, method.guide.run = journal.with_name("directions"), run
 
 
 def _source(header: Header, base: str) -> tuple[str, State | None]:

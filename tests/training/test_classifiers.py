@@ -105,15 +105,7 @@ def test_transformers_reads_the_trained_model(make: Make, family: str) -> None:
     assert found["metrics"] == {name: test[f"test_{name}"] for name in ("accuracy", "f1")}
 
 
-def test_guided_directions_stopped_and_streamed(make: Make, stopped_is_whole: Callable) -> None:
-    """V of a classifier (zo.guide), with dropout; stopped within a period."""
-    own = {"zo": ZOConfig(rank=1, refresh=3, guide=16), "model": DROPOUT, "max_steps": 7}
-    stopped_is_whole(make("whole", "zo", **own), make("stopped", "zo", placement="stream", **own), 5)
-
-
-@pytest.mark.parametrize(
-    "own", [ZOConfig(directions=2), ZOConfig(rank=1, refresh=2, guide=16, fold=False)], ids=["", "guided"]
-)
+@pytest.mark.parametrize("own", [ZOConfig(directions=2), ZOConfig(rank=1, refresh=2, fold=False)], ids=["", "kept"])
 def test_a_journal_rebuilds_a_fresh_head(make: Make, tmp_path: Path, own: ZOConfig) -> None:
     """The base has no head: replay draws the run's own again, and names its labels; a light checkpoint has it."""
     config = make("out", "zo", max_steps=3, seed=7, zo=own)

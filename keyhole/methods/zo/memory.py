@@ -20,7 +20,7 @@ from dataclasses import replace
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.methods.zo.low_rank.factors import room_for
-from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, may_keep, tokens_per_pass
+from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, tokens_per_pass
 from keyhole.methods.zo.low_rank.parts import factor_sides
 from keyhole.methods.zo.traits import DEFAULTS, ZOConfig
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
@@ -88,12 +88,11 @@ def _guide_positions(work: Workload, own: ZOConfig) -> int:
 
 
 def _guide_bytes(layout: Layout, work: Workload, own: ZOConfig, element_bytes: int) -> int:
-    """The errors at the head, and the inputs of layers, at all positions."""
+    """The errors at the head, and the inputs of layers as far as they stay on the device, at all positions."""
     count = _guide_positions(work, own)
     units = [[t.shape[1] for t in unit.tensors if len(t.shape) == 2] for unit in layout.of_kind("block")]
     of_all = element_bytes * count * sum(map(sum, units))
-    of_one = element_bytes * count * max(map(sum, units))
-    inputs = max(of_one, min(of_all, KEPT_BYTES)) if may_keep(of_all) else of_one
+    inputs = min(of_all, KEPT_BYTES)
     sides = [side for of_unit in units for side in of_unit]
     solved = max(4 * count * max(sides), min(SOLVED_BYTES, 4 * count * sum(sides)))
     return 4 * count * layout.table.shape[1] + inputs + solved

@@ -115,8 +115,8 @@ class ZOConfig(MethodSettings):
         return self.passes
 
     def forwards_ahead(self, rows: int, all_rows: int) -> tuple[float, int]:
-        """Passes over the rows that V of a period is found from: two (the second is not always necessary)."""
-        return (0.0, 1) if self.guide is None else (2 * min(self.guide, all_rows) / rows, self.refresh)
+        """Passes over the rows that V of a period is found from."""
+        return (0.0, 1) if self.guide is None else (min(self.guide, all_rows) / rows, self.refresh)
 
     @property
     def light(self) -> bool:

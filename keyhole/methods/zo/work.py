@@ -98,7 +98,7 @@ def _low_rank_work(
     found = found.plus(products=work.passes * work.tokens * kept)  # two FLOPs per number, half of them on average
     if own.guide is not None:
         ahead = forward_work(layout, streamed, guide_work(layout, work, own, b), room, rates)
-        share = {name: 2 * getattr(ahead, name) / own.refresh for name in ("products", "touched", "up")}
+        share = {name: getattr(ahead, name) / own.refresh for name in ("products", "touched", "up")}
         found = found.plus(**share)
     found = replace(found, launches=found.launches / looks * 1.5, together=looks)
     return found.plus(touched=touched, down=down, host_bytes=4 * kept, saved_bytes=4 * kept)

@@ -55,8 +55,8 @@ def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[An
     return swept(model, batches, result)
 
 
-def swept(model: Any, batches: list[DeviceBatch], result: Result, head: bool = True) -> list[Any]:
-    """Like `evaluated`, without deferred updates: at the weights that are at home. head: the result visits the head."""
+def swept(model: Any, batches: list[DeviceBatch], result: Result) -> list[Any]:
+    """Like `evaluated`, without deferred updates: at the weights that are at home."""
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
         model.binding.bind(unit, model.device_weights.acquire(unit) if unit else None, spine)
@@ -65,7 +65,7 @@ def swept(model: Any, batches: list[DeviceBatch], result: Result, head: bool = T
         if unit:
             model.engine.release(unit.index)
 
-    with model.sweep("evaluate" if head else "blocks", head=head):
+    with model.sweep("evaluate"):
         spine = model.device_weights.acquire(model.layout.spine)
         hidden = model.lockstep(batches, serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
         return result(hidden, spine)

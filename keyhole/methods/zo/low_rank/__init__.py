@@ -5,10 +5,7 @@ From the bottom up; a file imports only from files above it:
     parts.py             which tensors of the blocks have factors, and where these are stored
     factors.py           the factors as numbers: drawn, perturbed, updated, set aside at the end of a period
     merge.py             from the factors into the weights: at the end of a period, in a save, before another method
-    guide.py             V from passes over some rows, instead of random numbers: from
-      head_errors.py       the error at the head, of a language model or a classifier
-      error_directions.py  what in the inputs of a layer predicts it
-      direction_files.py   and kept as files beside a journal
+    guide.py             V from a pass over some rows, instead of random numbers
     layers.py            the layers of the model, which add the factors to what they compute
     saved.py             factors in checkpoints and in the journal's replay; a checkpoint as a model
     directions.py        the directions: one pass over the weights of a unit for all looks of a step

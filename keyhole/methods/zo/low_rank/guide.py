@@ -1,65 +1,89 @@
-"""Low-rank directions that follow the error (zo.guide): V of a period from forward passes over some rows.
+"""Low-rank directions that follow the error (zo.guide): V of a period from one forward pass over some rows.
 
-At the start of each period, before its first step, `zo.guide` rows pass the model without perturbation:
+A direction z = u v^T perturbs the output of a layer by u (v . x). What a step of rate r along the slope c of such
+directions gains is  r G - r^2 c^2 J / 2,  c^2 = G + S / rows:  G the square of the gradient within their span, S and J
+(which go together) what single rows contribute to its noise, and to the curvature. A random v sees both in equal
+shares. So what counts is the ratio of the two in the span of the chosen v, and it differs a lot: all inputs have a
+large part in common (their mean, a few outlier columns), which carries most of J and, once a preference for one answer
+is corrected, little of G.
 
-    1. the inputs of every trained linear layer are kept, at the positions that predict a trained token (with the loss
-       over tokens, at MOST_POSITIONS of them)
-    2. after the head, the gradient of the loss with respect to the hidden states before it, D: the head alone is
-       reversed (head_errors.py)
-    3. from both, V of every layer (error_directions.py), for layers of one width at once
+The gradient of a matrix W with input x is the sum of  delta_n x_n^T  over tokens, delta_n the error at its output. The
+latter needs a backward pass; but the residual stream carries outputs to the head unchanged, apart from what later
+layers add, so the error at the head, d_n, known after a forward pass alone, stands in for it. At the start of each
+period, before its first step, `zo.guide` rows pass the model without perturbation:
 
-If the inputs take more than KEPT_BYTES (those that several layers read count once), they are given up, and computed
-again in a second sweep, in which V of a layer follows as soon as all passes have left it. A classifier always has two:
-which positions its head reads is known after the first. A layer whose input is
-something else than tokens in the order of the batch keeps its random V, and so does a column for which there is no
-error: a rank above the number of its components has random directions beside those that follow the error.
+    X [N, I]    the inputs of every trained linear layer, at the positions that predict a trained token (with the loss
+                over tokens, at MOST_POSITIONS of them)
+    D [N, H]    d_n: the gradient of the loss with respect to the hidden states before the head, which alone is
+                reversed, chunk by chunk (backward/vocabulary.py)
+    Y = D P     [N, r] its r principal components (binary choice: one, the signed residual of each question)
+    v_j         the direction with the largest  (sum_n y_nj (v . x_n))^2 / (v^T (C + lambda) v),   C = X^T X / N:
+                v_j = (C + lambda)^-1 X^T y_j
+
+which is ridge regression of the error on the inputs. lambda = RIDGE times the mean of C's diagonal. C is dominated by a
+few directions, so conjugate gradients converge in a few steps, and C is never computed:  4 N I r FLOPs per iteration.
+u stays random, so a step estimates the true gradient within the span, whatever the quality of this guess. Scale: the
+mean of (v_j . x)^2 is that of |x|^2 / r, as for a random V / sqrt(r), so eps and rates mean the same.
+
+A layer whose input is something else than tokens in the order of the batch keeps its random V, and so does a column for
+which there is (nearly) no error: a rank above the number of its components has random directions beside those that
+follow the error.
 
 The rows are those of the coming steps (the training loop looks ahead; their order is a function of the seed, so a
 resumed run has the same), or in one's own loop those given to `look_ahead`, or those of the step itself. Of several
 ranks, each passes all of them, as one process would, and takes the leader's V, since kernels of another machine may
 round otherwise.
 
-V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and with a journal each period's
-V is a file beside it (direction_files.py), which is on the disk before the first record of the period is: with these a
-replay needs neither data nor passes.
+V depends on weights and data, so it cannot be drawn again. It is part of a checkpoint, and beside a journal each
+period's V is a file (directions/000000.safetensors, and so on), which is on the disk before the first record of the
+period is: with these a replay needs neither data nor passes. A file has a checksum of V, the id of its run and the
+number of its period: other directions would give other weights, without an error.
 
 Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D); the inputs, b N I per layer, at most
-KEPT_BYTES or those of one block; and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or one layer.
+KEPT_BYTES (further ones wait in host memory); and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or
+one layer. On the disk b m per period (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
+Legend: N positions, H width, K layers, I inputs of a layer, r rank, M tokens.
 """
 
 import math
+import zlib
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from keyhole import ops
+from keyhole.disk.files import make_directories, replacing
 from keyhole.errors import UserError
 from keyhole.methods.zo.looks import send_options
-from keyhole.methods.zo.low_rank.direction_files import DirectionFiles
-from keyhole.methods.zo.low_rank.error_directions import predictors, principal_errors
 from keyhole.methods.zo.low_rank.factors import Factors
-from keyhole.methods.zo.low_rank.head_errors import class_errors, token_errors
 from keyhole.methods.zo.low_rank.parts import ALIGN
+from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.forward.evaluation import swept
+from keyhole.model.model import Model
 
 KEPT_BYTES, SOLVED_BYTES = 256 * 2**20, 64 * 2**20
 MOST_POSITIONS = 4096  # of the loss over tokens
 PASS_BYTES = 128 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
+RIDGE = 3.0
+SOLVER_STEPS, POWER_STEPS = 12, 4
+LEAST = 1e-3  # of the largest component's norm
 
 
 class Guide:
-    """Computes the V of periods. files: where they are kept; None: nowhere."""
+    """Computes the V of periods. directory: where they are kept, as those of a run (its id); None: nowhere."""
 
     def __init__(self, factors: Factors, rows: int) -> None:
-        model = factors.model
-        if not model.classifies and model.head.transforms:
-            raise UserError("zo.guide: needs a head that is a matrix, or a classifier; set zo.guide=null")
+        if factors.model.classifies or factors.model.head.transforms:
+            raise UserError("zo.guide: needs a language model whose head is a matrix; set zo.guide=null")
         self.factors, self.rows = factors, rows
-        self.files: DirectionFiles | None = None
+        self.directory: Path | None = None
+        self.run: str | None = None
         self.ahead: list[Batch] = []
-        self.inputs: _Inputs | None = None  # during the passes
+        self.inputs: Inputs | None = None  # during the passes
         self.lines: list[str] = []
         self.random: int | None = None  # number of layers that kept their random V, in the last period
 
@@ -73,76 +97,97 @@ class Guide:
         """The most tokens of a pass, unless those of a step have more."""
         return tokens_per_pass(self.factors.model.layout.widest, self.factors.model.dtype.itemsize)
 
-    def read(self, period: int) -> torch.Tensor:
-        """V of a period, from its file."""
-        if self.files is None:
-            raise UserError("zo.guide: directions are files beside the journal, and no journal is known")
-        return self.files.read(period, self.factors.v, first_step=period * self.factors.refresh + 1)
-
     @torch.no_grad()
     def renew(self, batches: list[Batch]) -> None:
         """Before the first step of a period: computes V, from weights to which the update was applied. batches: those
         of the step; a closure has none."""
-        period, rows = self.factors.period, self.ahead or batches
+        factors, rows = self.factors, self.ahead or batches
         if not rows:
             raise UserError(
                 "closure: zo.guide finds the directions of a period from rows, and a closure has none; call "
                 "look_ahead(batches) before a step, if rows_ahead is not None"
             )
         self.ahead = []
-        v, ranks = self._find(rows, period), self.factors.model.ranks
+        v, ranks = self._find(rows), factors.model.ranks
         if ranks.several:
             v = ranks.from_leader(v.cpu).to(v.device)
-        if self.files is not None and ranks.is_leader:
-            self.files.write(v, period)
-        self.factors.take_v(v, period)
+        if self.directory is not None and ranks.is_leader:
+            self._write(v)
+        factors.take_v(v, factors.period)
 
-    def _find(self, batches: list[Batch], period: int) -> torch.Tensor:
-        model, factors = self.factors.model, self.factors
-        sent = model.send(batches, **send_options(batches))
-        sent = sent if model.classifies else _thinned(sent)
-        self.inputs = inputs = _Inputs(factors, sent)
+    def _find(self, batches: list[Batch]) -> torch.Tensor:
+        factors, model = self.factors, self.factors.model
+        sent = _thinned(model.send(batches, **send_options(batches)))
+        positions = [torch.unique(batch.index_N, return_inverse=True) for batch in sent]
+        self.inputs = inputs = Inputs(factors, sent, [at_N for at_N, _ in positions])
         try:
-            if model.classifies:
-                inputs.at, errors = class_errors(model, sent, MOST_POSITIONS)
-            else:
-                positions = [torch.unique(batch.index_N, return_inverse=True) for batch in sent]
-                inputs.at = [at_N for at_N, _ in positions]
-                inputs.keeps = may_keep(inputs.bytes)
-                errors = token_errors(model, sent, positions)
-            d_NH = torch.cat(errors)
-            at, shape = _after(factors), (len(d_NH), factors.rank)
-            start = ops.draw_noise(math.prod(shape), offset=at, step=period, device=model.device, **factors.noise)
-            inputs.drawn, inputs.found = factors.draw_v(period), factors.draw_v(period)
-            inputs.y_Nr = principal_errors(d_NH, start.view(shape))
-            if inputs.keeps:
-                inputs.solve()
-            else:
-                swept(model, sent, lambda hidden, spine: [], head=False)
-            self._note(len(factors.parts.matrices) - len(inputs.solved))
-            return inputs.found
+            d_NH = torch.cat(_errors(model, sent, positions))
         finally:
             self.inputs = None
-
-    def _note(self, random: int) -> None:
-        """Makes a line for the user of layers whose V could not be found, if their number is new."""
+        parts, shape = factors.parts, (len(d_NH), factors.rank)
+        after = parts.v_start + -(-parts.v_numel // ALIGN) * ALIGN  # the first index of noise after that of all V
+        how = factors.noise | {"step": factors.period, "device": model.device}
+        v = factors.draw_v(factors.period)
+        solved = inputs.solve(
+            principal_errors(d_NH, ops.draw_noise(math.prod(shape), offset=after, **how).view(shape)), v
+        )
+        random = len(parts.matrices) - solved
         if random and random != self.random:
             self.lines.append(
-                f"zo.guide: V of {random} of {len(self.factors.parts.matrices)} layers is random in this period: their "
-                "inputs are not the tokens of a batch, each once"
+                f"zo.guide: V of {random} of {len(parts.matrices)} layers is random in this period: their inputs are "
+                "not the tokens of a batch, each once"
             )
         self.random = random
+        return v
 
     def news(self) -> list[str]:
         """Lines for the user; each is returned once."""
         told, self.lines = self.lines, []
         return told
 
+    # -- files beside a journal ------------------------------------------------------------------------------------
 
-def may_keep(input_bytes: int) -> bool:
-    """Whether inputs are kept, as far as KEPT_BYTES go. input_bytes: of all layers, as if each read its own; about half
-    of them are the same (q, k and v, gate and up)."""
-    return input_bytes <= 2 * KEPT_BYTES
+    def _about(self, v: torch.Tensor) -> dict[str, str]:
+        crc = zlib.crc32(v.cpu().contiguous().view(torch.uint8).numpy().data)
+        return {"crc32": f"{crc:08x}", "run": str(self.run), "period": str(self.factors.period)}
+
+    def _write(self, v: torch.Tensor) -> None:
+        assert self.directory is not None
+        path = self.directory / f"{self.factors.period:06d}.safetensors"
+        try:
+            make_directories(self.directory)
+            with replacing(path) as file:
+                file.write(save({"v": v.cpu()}, self._about(v)))
+        except OSError as error:
+            raise UserError(
+                f"zo.guide: {path} cannot be written: {error.strerror or error}; steps of this period could not be "
+                "replayed. Free some space, and go on with --resume"
+            ) from error
+
+    def read(self) -> None:
+        """Takes the V of the period from its file; UserError if it is missing, damaged, or of something else."""
+        if self.directory is None:
+            raise UserError("zo.guide: directions are files beside the journal, and no journal is known")
+        factors, path = self.factors, self.directory / f"{self.factors.period:06d}.safetensors"
+        way_on = (
+            f"steps from {factors.period * factors.refresh + 1} on of the journal need it. Put it back (the directory "
+            "directions of the run, beside its journal), or resume from a checkpoint by its name"
+        )
+        try:
+            with safe_open(path, "pt") as file:
+                v, about = file.get_tensor("v"), file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"zo.guide: {path} cannot be read ({error}); {way_on}") from error
+        if v.shape != factors.v.shape or v.dtype != factors.v.dtype:
+            raise UserError(f"zo.guide: {path} holds {v.dtype} {tuple(v.shape)}, not the directions of this model")
+        own = self._about(v)
+        if about.get("crc32") != own["crc32"]:
+            raise UserError(f"zo.guide: {path} is damaged, its checksum is wrong; {way_on}")
+        if about.get("run") != own["run"]:
+            raise UserError(f"zo.guide: {path} is of another run than the journal; {way_on}")
+        if about.get("period") != own["period"]:
+            raise UserError(f"zo.guide: {path} is of period {about.get('period')}, not {own['period']}; {way_on}")
+        factors.take_v(v, factors.period)
 
 
 def tokens_per_pass(widest: int, element_bytes: int) -> int:
@@ -160,84 +205,115 @@ def _thinned(sent: list[DeviceBatch]) -> list[DeviceBatch]:
     return [replace(b, **few, token_count=few["index_N"].numel()) for b, few in zip(sent, fewer, strict=True)]
 
 
-def _after(factors: Factors) -> int:
-    """The first index of noise after that of all V."""
-    return factors.parts.v_start + -(-factors.parts.v_numel // ALIGN) * ALIGN
+# -- the error at the head ---------------------------------------------------------------------------------------------
 
 
-class _Inputs:
-    """The inputs of layers at the positions `at` of each pass, by matrix and pass. keeps: they are kept until `solve`,
-    unless they become too many; else, once the errors y_Nr are known, V of a layer is computed as soon as all its
-    inputs are there."""
+def _errors(
+    model: Model, sent: list[DeviceBatch], positions: list[tuple[torch.Tensor, torch.Tensor]]
+) -> list[torch.Tensor]:
+    """[N, H] float32, per batch. positions: the N distinct ones, and which of them each trained token has."""
+    head = VocabularyGradients(model)
+    swept(model, sent, lambda hidden, spine: [head.loss(hidden, sent, spine, loss_count=1)])
+    with model.engine.sweep("guide", [unit.index for unit in model.layout.head_units]):
+        try:
+            head.spine = model.device_weights.acquire(model.layout.spine)
+            head.restart(1.0)
+            grads = head.hidden_grads()
+        finally:
+            model.binding.bind_homes()
+    return [_summed(d, place_N, len(at)) for d, (at, place_N) in zip(grads, positions, strict=True)]
 
-    def __init__(self, factors: Factors, sent: list[DeviceBatch]) -> None:
-        self.factors = factors
-        self.at: list[torch.Tensor] = []
+
+def _summed(d_NH: torch.Tensor, place_N: torch.Tensor, count: int) -> torch.Tensor:
+    """The errors of each of `count` positions: candidates of one token behind the same prompt share theirs, and their
+    errors are opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
+    return d_NH if count == len(d_NH) else torch.nn.functional.one_hot(place_N, count).float().t() @ d_NH
+
+
+def principal_errors(d_NH: torch.Tensor, start_Nr: torch.Tensor) -> torch.Tensor:
+    """[N, r] the errors along their r principal directions, by subspace iteration; components with (nearly) no error
+    are 0, and so are columns beyond the width. start_Nr: random numbers."""
+    p_Hr, _ = torch.linalg.qr(d_NH.t() @ start_Nr)
+    for _ in range(POWER_STEPS):
+        p_Hr, _ = torch.linalg.qr(d_NH.t() @ (d_NH @ p_Hr))
+    y_Nr = d_NH @ p_Hr
+    norm_r = y_Nr.norm(dim=0)
+    y_Nr = y_Nr * (norm_r > LEAST * norm_r.max())
+    return torch.nn.functional.pad(y_Nr, (0, start_Nr.shape[1] - y_Nr.shape[1]))
+
+
+# -- the inputs that predict it ----------------------------------------------------------------------------------------
+
+
+class Inputs:
+    """The inputs of layers at the positions `at` of each pass, by matrix and pass."""
+
+    def __init__(self, factors: Factors, sent: list[DeviceBatch], at: list[torch.Tensor]) -> None:
+        self.factors, self.at = factors, at
         self.tokens = [batch.inputs["input_ids"].numel() for batch in sent]
-        self.keeps, self.y_Nr = False, torch.empty(0)
-        self.kept_bytes = 0
-        self.drawn = self.found = torch.empty(0)  # all V: random, and what becomes of them
         self.seen: dict[int, dict[int, torch.Tensor]] = {}
-        self.solved: set[int] = set()  # matrices with a V
         self.odd: set[int] = set()  # matrices whose inputs are not the tokens of a pass, once each
-        self.last: tuple[Any, torch.Tensor] | None = None  # an input, and its part: several layers read the same
-
-    @property
-    def bytes(self) -> int:
-        """What the inputs of all layers take, if each has its own."""
-        inputs = sum(matrix.inputs for matrix in self.factors.parts.matrices)
-        return self.factors.model.dtype.itemsize * sum(map(len, self.at)) * inputs
+        self.last: tuple[torch.Tensor, torch.Tensor] | None = None  # an input, and its part: several layers read it
+        self.kept_bytes = 0
 
     def see(self, index: int, x: torch.Tensor) -> None:
         """Called with the input of a layer."""
-        if not self.keeps and not self.y_Nr.numel():
-            return
         conductor, parts = self.factors.model.conductor, self.seen.setdefault(index, {})
         assert conductor is not None  # a pass is running
         current = conductor.current.index
-        again = current in parts or index in self.solved
-        if x.shape[:-1].numel() != self.tokens[current] or again or index in self.odd:
-            self._leave_random(index)
+        if x.shape[:-1].numel() != self.tokens[current] or current in parts:
+            self.odd.add(index)
             return
         if self.last is None or self.last[0] is not x:
-            self.last = x, x.reshape(self.tokens[current], -1)[self.at[current]]
-            self.kept_bytes += self.last[1].nbytes if self.keeps else 0
+            part = x.reshape(self.tokens[current], -1)[self.at[current]]
+            self.kept_bytes += part.nbytes
+            self.last = x, part if self.kept_bytes <= KEPT_BYTES else part.cpu()
         parts[current] = self.last[1]
-        if self.keeps and self.kept_bytes > KEPT_BYTES:
-            self.keeps, self.seen, self.last = False, {}, None
-            return
-        if not self.keeps and len(parts) == len(self.at):
-            self.solve([index])
-            self.seen[index] = {}
 
-    def _leave_random(self, index: int) -> None:
-        self.odd.add(index)
-        self.solved.discard(index)
-        if self.found.numel():
-            at = self.factors.parts.matrices[index].v
-            self.found[at] = self.drawn[at]
-
-    def solve(self, indices: list[int] | None = None) -> None:
-        """Computes V of layers: those of one width at once, those that read the same inputs as one."""
+    def solve(self, y_Nr: torch.Tensor, v: torch.Tensor) -> int:
+        """Writes V of layers into the array of all V: those of one width at once, those that read the same inputs as
+        one. Returns their number."""
+        matrices, passes, solved = self.factors.parts.matrices, range(len(self.at)), 0
         readers: dict[tuple[int, ...], list[int]] = {}
-        for index in indices or self.seen:
-            if len(self.seen[index]) == len(self.at) and index not in self.odd:
-                readers.setdefault(tuple(id(self.seen[index][i]) for i in range(len(self.at))), []).append(index)
+        for index, parts in self.seen.items():
+            if len(parts) == len(self.at) and index not in self.odd:
+                readers.setdefault(tuple(id(parts[i]) for i in passes), []).append(index)
         by_width: dict[int, list[list[int]]] = {}
         for group in readers.values():
-            by_width.setdefault(self.factors.parts.matrices[group[0]].inputs, []).append(group)
+            by_width.setdefault(matrices[group[0]].inputs, []).append(group)
         for width, groups in by_width.items():
-            size = max(1, SOLVED_BYTES // (4 * width * max(1, len(self.y_Nr))))
-            for begin in range(0, len(groups), size):
-                self._solve(groups[begin : begin + size])
+            size = max(1, SOLVED_BYTES // (4 * width * max(1, len(y_Nr))))
+            for some in (groups[begin : begin + size] for begin in range(0, len(groups), size)):
+                x_KNI = torch.stack([torch.cat([self.seen[g[0]][i].to(v.device) for i in passes]) for g in some])
+                for group, found_rI in zip(some, predictors(x_KNI.float(), y_Nr), strict=True):
+                    found_rI = found_rI.to(v.dtype)  # where large numbers of float16 become infinite
+                    usable_r = torch.isfinite(found_rI).all(dim=1, keepdim=True) & found_rI.any(dim=1, keepdim=True)
+                    for index in group:
+                        place_rI = self.factors.rows(v, matrices[index].v)
+                        place_rI.copy_(torch.where(usable_r, found_rI, place_rI))
+                    solved += len(group)
+        return solved
 
-    def _solve(self, groups: list[list[int]]) -> None:
-        """groups: layers that read the same inputs."""
-        x_KNI = torch.stack([torch.cat([self.seen[group[0]][i] for i in range(len(self.at))]) for group in groups])
-        for group, found_rI in zip(groups, predictors(x_KNI.float(), self.y_Nr), strict=True):
-            found_rI = found_rI.to(self.found.dtype)  # where large numbers of float16 become infinite
-            usable_r = torch.isfinite(found_rI).all(dim=1, keepdim=True) & found_rI.any(dim=1, keepdim=True)
-            self.solved.update(group)
-            for index in group:
-                place_rI = self.factors.rows(self.found, self.factors.parts.matrices[index].v)
-                place_rI.copy_(torch.where(usable_r, found_rI, place_rI))
+
+def predictors(x_KNI: torch.Tensor, y_Nr: torch.Tensor) -> torch.Tensor:
+    """[K, r, I] the directions of the inputs of K layers that predict the errors best, scaled: (X^T X / N + ridge)^-1
+    X^T y by conjugate gradients, for every layer and column of y on its own."""
+    count, width = x_KNI.shape[1:]
+    energy_K = x_KNI.square().sum(dim=(1, 2))[:, None, None] / count
+    left_KIr = x_KNI.mT @ y_Nr / count
+    v_KIr, way_KIr, left_Kr = torch.zeros_like(left_KIr), left_KIr.clone(), left_KIr.square().sum(dim=1, keepdim=True)
+    for _ in range(SOLVER_STEPS):
+        applied_KIr = x_KNI.mT @ (x_KNI @ way_KIr) / count + RIDGE * energy_K / width * way_KIr
+        length_Kr = _ratio(left_Kr, (way_KIr * applied_KIr).sum(dim=1, keepdim=True))
+        v_KIr = v_KIr + length_Kr * way_KIr
+        left_KIr = left_KIr - length_Kr * applied_KIr
+        before_Kr, left_Kr = left_Kr, left_KIr.square().sum(dim=1, keepdim=True)
+        way_KIr = left_KIr + _ratio(left_Kr, before_Kr) * way_KIr
+    seen_Kr = (x_KNI @ v_KIr).square().mean(dim=1, keepdim=True)
+    scaled_KIr = v_KIr * (energy_K / y_Nr.shape[1] / seen_Kr).sqrt()
+    return torch.where(seen_Kr > 0, scaled_KIr, torch.zeros_like(v_KIr)).mT.contiguous()
+
+
+def _ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x / y, and 0 where y is."""
+    return torch.where(y > 0, x / y, torch.zeros_like(x))

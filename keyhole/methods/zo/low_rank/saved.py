@@ -133,7 +133,7 @@ def replay(
     for number, one in enumerate(updates, 1):
         group.append(one)
         if guide is not None and guide.is_due:
-            factors.take_v(guide.read(factors.period), factors.period)
+            guide.read()
         folds += factors.update(one[0])
         if number == len(updates):
             yield from update.replay(group, partial(arrive, factors, folds=folds) if factors.folds else None)
