@@ -30,8 +30,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.estimators import Pair
-from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.estimators import Looks, Pair
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.traits import ZOConfig

@@ -25,11 +25,23 @@ and on flat surfaces, and eps cancels: the rate is the root mean square change o
 -1 or +1 by default. If all l_i are equal, the update is zero. l_i - l_0 also contains the curvature, eps^2/2 z_i^T H
 z_i, nearly the same for every direction: it adds a random direction to the update, so eps must be small enough that
 slopes dominate.
+
+Passes are numbered by look, each on all rows, and within a look by batch. Every rank has its share of the batches
+(keyhole/ranks), which may be empty.
+
+    look 0          look 1          look 2 ...        pair 0 is looks 0 and 1, written in one pass over a unit's weights
+    0 .. m - 1      m .. 2 m - 1    2 m ..
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.model import Model
+from keyhole.model.objective import Candidates, loss_of
+from keyhole.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,8 @@ class Pair:
         return 1 if self.beside == "nothing" else 2
 
 
-class Estimator:
-    """One rule."""
+class MeZO:
+    """Antithetic pairs."""
 
     def __init__(self, directions: int, eps: float, clip: float | None) -> None:
         self.directions, self.eps, self.clip = directions, eps, clip
@@ -55,46 +67,29 @@ class Estimator:
     @property
     def pairs(self) -> list[Pair]:
         """The looks of a step, in the order of their losses."""
-        raise NotImplementedError  # abstract
+        return [Pair(i) for i in range(self.directions)]
 
     def estimate(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The projected gradients g_1 .. g_q, and the coefficients c_1 .. c_q, on the device. losses: one per look,
         each a mean over all rows of the step."""
-        raise NotImplementedError  # abstract
-
-    def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """The rate at which the loss is expected to decrease fastest (rate_search.py). signal: |G|^2 of the gradient of
-        the whole loss; power: mean square of a projected gradient; curvature: z^T H z."""
-        raise NotImplementedError  # abstract
-
-    def length(self, power: float) -> float:
-        """The root mean square change of a weight by an update at the rate 1, for projected gradients of this mean
-        square: sqrt(sum_i E[c_i^2])."""
-        raise NotImplementedError  # abstract
-
-
-class MeZO(Estimator):
-    """Antithetic pairs."""
-
-    @property
-    def pairs(self) -> list[Pair]:
-        return [Pair(i) for i in range(self.directions)]
-
-    def estimate(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         losses_q2 = losses.view(self.directions, 2)
         projected = (losses_q2[:, 0] - losses_q2[:, 1]) / (2 * self.eps)
         projected = projected if self.clip is None else projected.clamp(-self.clip, self.clip)
         return projected, projected / self.directions
 
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """For c_i = g_i / q: sum c_i g_i is the signal, sum c_i^2 is power / q."""
+        """The rate at which the loss is expected to decrease fastest (rate_search.py). signal: |G|^2 of the gradient of
+        the whole loss; power: mean square of a projected gradient; curvature: z^T H z. For c_i = g_i / q: sum c_i g_i
+        is the signal, sum c_i^2 is power / q."""
         return self.directions * signal / (power * curvature)
 
     def length(self, power: float) -> float:
+        """The root mean square change of a weight by an update at the rate 1, for projected gradients of this mean
+        square: sqrt(sum_i E[c_i^2])."""
         return (power / self.directions) ** 0.5
 
 
-class FZOO(Estimator):
+class FZOO(MeZO):
     """One-sided directions."""
 
     @property
@@ -117,4 +112,45 @@ class FZOO(Estimator):
         return self.directions**-0.5
 
 
-ESTIMATORS: dict[str, type[Estimator]] = {"mezo": MeZO, "fzoo": FZOO}
+ESTIMATORS: dict[str, type[MeZO]] = {"mezo": MeZO, "fzoo": FZOO}
+
+
+@dataclass(frozen=True)
+class Looks:
+    """The perturbed points at which a step evaluates its loss, and its batches."""
+
+    pairs: list[Pair]
+    batches: list[DeviceBatch]  # those of this rank
+    loss_count: int  # the number that the loss of the step is divided by
+    count: int  # number of batches over all ranks
+
+    @property
+    def looks(self) -> int:
+        """The number of looks."""
+        return sum(pair.looks for pair in self.pairs)
+
+    @cached_property
+    def passes(self) -> list[DeviceBatch]:
+        """The batch of every pass."""
+        return self.batches * self.looks
+
+    @cached_property
+    def visits(self) -> list[tuple[int, Pair, list[range]]]:
+        """(number, pair, passes at each of its looks); none on a rank without batches."""
+        found, begin, size = [], 0, len(self.batches)
+        for p, pair in enumerate(self.pairs if size else ()):
+            found.append((p, pair, [range(begin + i * size, begin + (i + 1) * size) for i in range(pair.looks)]))
+            begin += pair.looks * size
+        return found
+
+
+def look_at(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks) -> Looks:
+    """The looks of a step."""
+    sent = model.send(ranks.share(batches), **send_options(batches))
+    return Looks(pairs, sent, ranks.total(sum(batch.loss.count for batch in sent)), len(batches))
+
+
+def send_options(batches: list[Batch]) -> dict[str, bool]:
+    """Options of Model.send: candidates may share rows or be joined (model/rows.py)."""
+    by_candidates = any(loss_of(batch) is Candidates for batch in batches)
+    return {"shares": by_candidates, "joins": by_candidates}

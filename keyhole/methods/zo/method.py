@@ -32,8 +32,7 @@ from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.closure import Closure, losses_at_looks
 from keyhole.methods.zo.directions import Dense
-from keyhole.methods.zo.estimators import ESTIMATORS
-from keyhole.methods.zo.looks import Looks, look_at
+from keyhole.methods.zo.estimators import ESTIMATORS, Looks, look_at
 from keyhole.methods.zo.low_rank.directions import LowRank
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
@@ -134,7 +133,7 @@ class ZO(Method):
     def _search(self, search: RateSearch, batches: list[Batch]) -> torch.Tensor:
         """A step of the rate search, which every rank makes alone, since it needs the losses of single rows: no weight
         changes."""
-        looks = look_at(self.model, search.pairs, search.halves(batches), Ranks())
+        looks = look_at(self.model, search.pairs, batches, Ranks())
         self._begin(batches)
         with self.directions.another(self.step_count):
             nll = self.directions.run(looks)

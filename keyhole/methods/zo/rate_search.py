@@ -47,10 +47,9 @@ import math
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.zo.estimators import Estimator, Pair
-from keyhole.methods.zo.looks import halved, sample_count
+from keyhole.methods.zo.estimators import MeZO, Pair
 from keyhole.methods.zo.traits import SEARCH_STEPS as STEPS
-from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.batch import DeviceBatch
 
 CAUTION, LEAST_SHARE, REACH = 0.3, 0.1, 8.0
 
@@ -61,49 +60,37 @@ class RateSearch:
     remembers = 4  # steps, and sums of a b, g^2, h^2
     pairs = [Pair(0), Pair(0, "nothing", 0.0)]
 
-    def __init__(self, estimator: Estimator, rank: int | None = None) -> None:
+    def __init__(self, estimator: MeZO, rank: int | None = None) -> None:
         self.estimator, self.rank, self.taken = estimator, rank, 0
         self.found: float | None = None
-        self.first_pieces: int | None = None  # micro-batches of the first half; None: the step has no halves
         self.why = ""
         self.lines: list[str] = []
-
-    def halves(self, batches: list[Batch]) -> list[Batch]:
-        """The rows of a step in two halves, one after the other. A step of one row, such as the last of an epoch, has
-        none, and is not counted."""
-        if sum(map(sample_count, batches)) < 2:
-            if not self.taken:  # the first step is as large as most
-                raise UserError(
-                    "learning_rate: auto compares two halves of a step's rows, and this step has one; raise batch_size "
-                    "or gradient_accumulation_steps, or set a number"
-                )
-            self.first_pieces = None
-            return batches
-        first, second = halved(batches)
-        self.first_pieces = len(first)
-        return first + second
 
     def measure(
         self, nll: list[torch.Tensor], batches: list[DeviceBatch], tally: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean losses of the three looks, the sums including this step). nll: of the passes, look by look."""
-        eps, pieces = self.estimator.eps, len(batches)
-        looks = [nll[i : i + pieces] for i in range(0, len(nll), pieces)]
-        rows = [[b.loss.by_group(x) for x, b in zip(look, batches, strict=True)] for look in looks]
-        count = max(1, sum(b.loss.count for b in batches))
-        plus_R, minus_R, clean_R = (torch.cat(look) for look in rows)
+        eps, m, count = self.estimator.eps, len(batches), max(1, sum(b.loss.count for b in batches))
+        looks = [zip(nll[i : i + m], batches, strict=True) for i in range(0, len(nll), m)]
+        plus_R, minus_R, clean_R = (torch.cat([b.loss.by_group(x) for x, b in look]) for look in looks)
+        count_R = torch.cat([b.loss.count_by_group() for b in batches])
         losses = torch.stack([plus_R.sum(), minus_R.sum(), clean_R.sum()]) / count
-        if self.first_pieces is None:
+        half = -(-len(count_R) // 2)
+        if half == len(count_R):  # one row, such as the last of an epoch: not counted
+            if not self.taken:  # the first step is as large as most
+                raise UserError(
+                    "learning_rate: auto compares two halves of a step's rows, and this step has one; raise batch_size "
+                    "or gradient_accumulation_steps, or set a number"
+                )
             return losses, tally
-        halves = []
-        for part in (slice(None, self.first_pieces), slice(self.first_pieces, None)):
-            own = max(1, sum(b.loss.count for b in batches[part]))
-            plus, minus, _ = (torch.cat(look[part]).sum() for look in rows)
-            halves.append((plus - minus) / (2 * eps * own))
+        a, b = (
+            (plus_R[part].sum() - minus_R[part].sum()) / (2 * eps * count_R[part].sum().clamp(min=1))
+            for part in (slice(None, half), slice(half, None))
+        )
         g = (losses[0] - losses[1]) / (2 * eps)
-        of_row = plus_R.numel() / count  # a row's share of a mean over tokens is its sum over its own tokens
+        of_row = len(count_R) / count  # a row's share of a mean over tokens is its sum over its own tokens
         h_R = (plus_R + minus_R - 2 * clean_R) / eps**2 * of_row
-        return losses, tally + torch.stack([torch.ones_like(g), halves[0] * halves[1], g * g, h_R.square().mean()])
+        return losses, tally + torch.stack([torch.ones_like(g), a * b, g * g, h_R.square().mean()])
 
     def note(self, tally: torch.Tensor) -> None:
         """Counts a step of the search. The last one reads the sums (steps of one row or with a non-finite loss are not
@@ -141,7 +128,7 @@ def rate_share(rank: int) -> float:
 
 
 def chosen_rate(
-    estimator: Estimator, product: float, square: float, bend: float, rank: int | None = None
+    estimator: MeZO, product: float, square: float, bend: float, rank: int | None = None
 ) -> tuple[float, str]:
     """(rate, reason), from the means of a b, g^2 and h^2. rank: of the directions, if it is low."""
     power, curvature = max(square, 1e-30), math.sqrt(max(bend, 1e-30))

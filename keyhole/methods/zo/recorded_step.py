@@ -28,7 +28,7 @@ import torch
 
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.directions import Copies, Dense
-from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.estimators import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.captured import Branches, is_plain, left_out, noted

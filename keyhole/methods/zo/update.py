@@ -20,9 +20,8 @@ updates: when it arrives it gets all of them, oldest first, with the same bits a
 No update is applied twice, even if a step is aborted between units. A replay of a run from its journal does the same:
 all updates on one unit, then all on the next.
 Frozen tensors are left out: a unit is cut into trained and frozen spans and, with weight decay, into spans that decay
-and spans that do not (weight_decay.py). A packed unit (8 bit) that is one trained span is updated in packed form
-(ops/zo/packed.py); its tensors without decay, a few vectors, are then updated again from their old values. Any other
-packed unit is unpacked, updated and packed.
+and spans that do not (weight_decay.py). A packed unit (8 bit) that is one span is updated in packed form (ops/zo/packed.py);
+any other is unpacked, updated and packed.
 """
 
 import weakref
@@ -97,14 +96,12 @@ class Update:
         self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights changed by the last update
         self.own_changed: torch.Tensor | None = None  # the same for the shared units that this rank updates
         self.counted: set[int] = set()  # units that are already counted in it
+        self.own_units = [unit for unit in model.layout.units if unit.index not in elsewhere]
         self.trained = [cut_unit(unit) for unit in model.layout.units]
         self.decaying = [cut_unit(unit, spared) for unit in model.layout.units]
-        homes = model.engine.homes
-        packed = [u for u in model.layout.units if homes[u.index].dtype == PACKED and u.index not in elsewhere]
-        in_spans = [u.numel for u in packed if not self.is_one_span(u)]
-        self.unpacked = torch.empty(max(in_spans, default=0), device=model.device)
-        spans = [spans for unit, spans in enumerate(self.trained) if unit not in elsewhere]
-        self.trained_numel = sum(s.end - s.begin for of_unit in spans for s in of_unit if s.trained)
+        self.unpacked = torch.empty(0, device=model.device)
+        spans = [span for unit in self.own_units for span in self.trained[unit.index] if span.trained]
+        self.trained_numel = sum(span.end - span.begin for span in spans)
         if not self.trained_numel and not elsewhere:
             raise UserError("every parameter is frozen: there is nothing to train")
 
@@ -122,52 +119,55 @@ class Update:
 
     def begin(self) -> None:
         """Called at the beginning of a sweep. If the sweep before was aborted, the units that it did not reach are
-        updated first: rows of the table are updated on the fly (passes.py), all or none."""
+        updated first: rows of the table are updated on the fly (directions.py), all or none."""
         self.write_back.begin()
-        if self.model.engine.shared and len(self.waiting) >= SHARED_EVERY:
+        strict = [unit for unit in self.own_units if not self.write_back.may_wait(unit)]
+        shared = self.model.engine.shared and len(self.waiting) >= SHARED_EVERY
+        if shared or any(len(self.owed(unit)) != 1 for unit in strict):
             self.flush()
-        strict = [unit for unit in self._own_units() if not self.write_back.may_wait(unit)]
-        if any(len(self.owed(unit)) != 1 for unit in strict):
-            self.flush()
-        if self.waiting:
-            self._count_anew()
-
-    def _own_units(self) -> list[Unit]:
-        return [unit for unit in self.model.layout.units if unit.index not in self.elsewhere]
+        if self.waiting and not self.counted:
+            self.changed.zero_()
 
     def owed(self, unit: Unit) -> list[Pending]:
         """The updates that the unit's home lacks, oldest first."""
         return self.waiting[self.at_home[unit.index] :]
 
-    def is_one_span(self, unit: Unit) -> bool:
-        """Whether the whole unit is trained, without padding in it."""
-        return self.trained[unit.index] == [Span(0, unit.numel)]
-
     def perturb(
         self, unit: Unit, w: torch.Tensor, copies: Sequence[torch.Tensor], how: ops.ZOStep, arrived: bool
     ) -> None:
-        """Writes two perturbed copies. A unit that has just arrived gets its owed updates, and is written back if it is
-        due. For a packed unit, the packed values are perturbed."""
+        """Writes two perturbed copies. A unit that has just arrived gets its owed updates, the last in the same pass
+        over it, and is written back if it is due. For a packed unit, the packed values are perturbed."""
         owed = self.owed(unit) if arrived else []
-        in_spans = w.dtype == PACKED and not self.is_one_span(unit)
-        for pending in owed if in_spans else owed[:-1]:
+        at_once = bool(owed) and not self._in_parts(unit, w, self.weight_decay)
+        for pending in owed[:-1] if at_once else owed:
             self.apply(unit, w, pending)
-        flat = w
-        if in_spans:
-            self.codec.decode(w, flat := self.unpacked[: unit.numel])
-        self._op(unit, flat, how, owed[-1] if owed and not in_spans else None, copies)
+        flat = self._decoded(unit, w) if self._in_parts(unit, w) else w
+        self._op(unit, flat, how, owed[-1] if at_once else None, copies)
         if owed and self.write_back.is_due(unit, cast(int, owed[-1].step)):
             self._go_home(unit)
 
     def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, weight_decay: float | None = None) -> None:
         """Applies an update to a unit that is on the device, plain or packed. weight_decay: instead of this run's. (For
         a unit that is unpacked and packed, `changed` also counts changes that packing then loses.)"""
-        if w.dtype != PACKED or self.is_one_span(unit):
-            return self._op(unit, w, self.noise, pending, None, weight_decay)
-        self.codec.decode(w, unpacked := self.unpacked[: unit.numel])
-        self._op(unit, unpacked, self.noise, pending, None, weight_decay)
+        decay = self.weight_decay if weight_decay is None else weight_decay
+        if not self._in_parts(unit, w, decay):
+            return self._op(unit, w, self.noise, pending, None, decay)
+        self._op(unit, unpacked := self._decoded(unit, w), self.noise, pending, None, decay)
         where = {"offset": unit.start, "seed": self.noise.seed, "step": pending.step}
         self.codec.encode_(unpacked, w, **where, rounding=self.noise.rounding)
+
+    def _in_parts(self, unit: Unit, w: torch.Tensor, decay: float = 0.0) -> bool:
+        """Whether a packed unit has several spans, or padding in it, and so must be unpacked."""
+        return w.dtype == PACKED and self._spans(unit, decay) != [Span(0, unit.numel)]
+
+    def _spans(self, unit: Unit, decay: float) -> list[Span]:
+        return (self.decaying if decay else self.trained)[unit.index]
+
+    def _decoded(self, unit: Unit, w: torch.Tensor) -> torch.Tensor:
+        if unit.numel > self.unpacked.numel():
+            self.unpacked = torch.empty(unit.numel, device=w.device)
+        self.codec.decode(w, self.unpacked[: unit.numel])
+        return self.unpacked[: unit.numel]
 
     def _op(
         self,
@@ -183,10 +183,9 @@ class Update:
         if pending is not None:
             decay = self.weight_decay if weight_decay is None else weight_decay
             how = pending.added_to(how, decay, self._count(unit, pending))
-        spans = (self.decaying if decay else self.trained)[unit.index]
         if w.dtype == PACKED:
-            return self._packed(unit, w, how, copies or (None, None), [span for span in spans if not span.decays])
-        for span in spans:
+            return self.codec.zo_(w, unit.numel, *(copies or (None, None)), replace(how, offset=unit.start))
+        for span in self._spans(unit, decay):
             part = slice(span.begin, span.end)
             plus, minus = (None, None) if copies is None else (copies[0][part], copies[1][part])
             if span.trained:
@@ -196,30 +195,10 @@ class Update:
                 plus.copy_(w[part])
                 minus.copy_(w[part])
 
-    def _packed(
-        self,
-        unit: Unit,
-        w: torch.Tensor,
-        how: ops.ZOStep,
-        copies: Sequence[torch.Tensor | None],
-        spared: list[Span],
-    ) -> None:
-        """Updates and perturbs a packed unit as if all of it decayed; then redoes the spans without decay, from their
-        old values. (`changed` counts the former.)"""
-        parts = [self.codec.parts(w, unit.numel, span.begin, span.end) for span in spared]
-        before = [torch.cat(views) for views in parts]
-        self.codec.zo_(w, unit.numel, *copies, replace(how, offset=unit.start))
-        for span, packed, views in zip(spared, before, parts, strict=True):
-            both = (None if flat is None else flat[span.begin : span.end] for flat in copies)
-            own = replace(how, offset=unit.start + span.begin, weight_decay=0.0, changed=None)
-            self.codec.zo_(packed, span.end - span.begin, *both, own)
-            for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
-                view.copy_(part)
-
     def apply_to_rest(self, everywhere: bool = False) -> None:
         """At the end of a sweep: applies owed updates to units that no pass has visited, or to all."""
         engine = self.model.engine
-        for unit in self._own_units():
+        for unit in self.own_units:
             owed = self.owed(unit)
             if not owed or not (everywhere or self.write_back.brings(unit, cast(int, owed[-1].step), len(owed))):
                 continue
@@ -250,13 +229,9 @@ class Update:
         own = self.own_changed is not None and unit.index in self.model.engine.shared
         return self.own_changed if own else self.changed
 
-    def _count_anew(self) -> None:
-        if not self.counted:
-            self.changed.zero_()
-
     def _forget(self) -> None:
         """Drops updates that every home has."""
-        had = min(self.at_home[unit.index] for unit in self._own_units())
+        had = min(self.at_home[unit.index] for unit in self.own_units)
         self.waiting = self.waiting[had:]
         self.at_home = [0 if unit in self.elsewhere else count - had for unit, count in enumerate(self.at_home)]
 
@@ -264,11 +239,26 @@ class Update:
     def flush(self) -> None:
         """Applies all owed updates; none is waiting afterwards."""
         if self.waiting:
-            self._count_anew()
-            with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush", experts=True):
+            with self._rewriting():
                 self.apply_to_rest(everywhere=True)
             self._forget()
         self.flush_beside()
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[None]:
+        """A context in which every unit is updated at home; of those that the ranks of one machine share, each rank
+        updates its part. `changed` then counts the parts of all ranks of this machine: every unit once, however many
+        machines have a copy."""
+        if not self.counted:
+            self.changed.zero_()
+        with self.model.rewriting_shared(), self.model.sweep("flush", experts=True):
+            self.own_changed = torch.zeros_like(self.changed)
+            yield
+        if self.model.engine.shared:
+            ranks = self.model.ranks
+            self.changed += ranks.gather(self.own_changed)[list(ranks.neighbours)].sum()
+            self.counted |= self.model.engine.shared
+        self.own_changed = None
 
     # -- a recorded step (recorded_step.py) ----------------------------------------------------------------------------
 
@@ -294,20 +284,6 @@ class Update:
 
     # -- journals ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _counting_all(self) -> Iterator[None]:
-        """A context in which each rank updates its part of the units that the ranks of one machine share. `changed`
-        then counts the parts of all ranks of this machine: every unit once, however many machines have a copy."""
-        if not self.model.engine.shared:
-            yield
-            return
-        self.own_changed = torch.zeros_like(self.changed)
-        yield
-        ranks = self.model.ranks
-        self.changed += ranks.gather(self.own_changed)[list(ranks.neighbours)].sum()
-        self.counted |= self.model.engine.shared
-        self.own_changed = None
-
     @torch.no_grad()
     def replay(
         self, updates: list[tuple[Pending, float]], update_elsewhere: Callable[[Unit, torch.Tensor], None] | None = None
@@ -317,9 +293,8 @@ class Update:
         engine = self.model.engine
         assert not self.waiting, "flush first"
         self.defer(updates[-1][0])
-        self._count_anew()
         try:
-            with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush", experts=True):
+            with self._rewriting():
                 for unit in self.model.layout.units:
                     apart = unit.index in self.elsewhere
                     if unit.index in self.model.homes.foreign or (apart and update_elsewhere is None):
@@ -327,11 +302,9 @@ class Update:
                     w = engine.acquire(unit.index)
                     if apart and update_elsewhere is not None:
                         update_elsewhere(unit, w)
-                        engine.commit(unit.index)
-                    else:
-                        for pending, weight_decay in updates:
-                            self.apply(unit, w, pending, weight_decay)
-                        self._go_home(unit)
+                    for pending, weight_decay in () if apart else updates:
+                        self.apply(unit, w, pending, weight_decay)
+                    engine.commit(unit.index)
                     engine.release(unit.index)
                     yield unit
         finally:

@@ -1,4 +1,4 @@
-"""Runs whose directions follow the error: V by the book, streamed as resident, resumed, planned, and what is refused."""
+"""Directions that follow the error: V by the book, streamed as resident, resumed, planned, and what is refused."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.estimators import Looks
 from keyhole.methods.zo.recorded_step import RecordedSteps, is_short, restore
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending

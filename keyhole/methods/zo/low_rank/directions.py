@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from keyhole.methods.zo.directions import Dense
-from keyhole.methods.zo.estimators import Pair
-from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.estimators import Looks, Pair
 from keyhole.methods.zo.low_rank import merge, saved
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide

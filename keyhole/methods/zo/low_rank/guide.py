@@ -57,7 +57,7 @@ from safetensors.torch import save
 from keyhole import ops
 from keyhole.disk.files import make_directories, replacing
 from keyhole.errors import UserError
-from keyhole.methods.zo.looks import send_options
+from keyhole.methods.zo.estimators import send_options
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.parts import ALIGN
 from keyhole.model.backward.vocabulary import VocabularyGradients
