@@ -43,6 +43,7 @@ from keyhole.model.structure.layout import Unit
 from keyhole.ops.arguments import Count
 from keyhole.ops.loss import RunningNLL
 
+Closure = Callable[[], Any]
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 Side = tuple[range, torch.Tensor | None, torch.Tensor]
 """(passes of a look, perturbed weights of a unit, perturbed spine)."""
@@ -54,6 +55,7 @@ class Dense:
     factors: Factors | None = None  # those of low rank have some
     guide: Guide | None = None
     looks_at_once = False  # a pass carries the rows of all looks
+    untouched: frozenset[int] = frozenset()  # units that a step leaves as they are
 
     def __init__(self, model: Model, update: Update, own: ZOConfig, pairs: int) -> None:
         self.model: Model = weakref.proxy(model)  # which holds this object
@@ -176,14 +178,14 @@ class Dense:
         finally:
             self.step, self.branches, self.copies = before, Branches(), self.copies[:1]
 
-    # -- one look (closure.py) -----------------------------------------------------------------------------------------
+    # -- one look, for closures ------------------------------------------------------------------------------------
 
-    def begin_looks(self, pairs: list[Pair]) -> None:
-        """Before the evaluations of a step that sweeps once per look."""
-
-    def seen_at(self, look: int) -> AbstractContextManager[None]:
-        """A context in which every pass uses the weights at one look."""
-        return nullcontext()
+    @contextmanager
+    def at_look(self, number: int, pair: Pair, side: int) -> Iterator["AtLook"]:
+        """A context in which the model is seen at one look. number: of the pair; side: of the look within the pair."""
+        lens = AtLook(self, number, pair, side)
+        with self.model.device_weights.seen_through(lens):
+            yield lens
 
     def weights_at(self, unit: Unit, stored: torch.Tensor, number: int, pair: Pair) -> Sequence[torch.Tensor]:
         """The unit's weights at both looks of a pair, in memory that the next unit reuses (the spine has its own)."""
@@ -200,11 +202,6 @@ class Dense:
         """Of the memory beside the weights that passes read; another one: it lies elsewhere."""
         return 0
 
-    @property
-    def untouched(self) -> frozenset[int]:
-        """Units that a step leaves as they are."""
-        return frozenset()
-
     def prepare(self, batches: list[Batch]) -> None:
         """Before a step."""
 
@@ -214,11 +211,6 @@ class Dense:
 
     def updated(self, pending: Pending) -> None:
         """After a step, whose update is known."""
-
-    def flush(self) -> None:
-        """Afterwards the weights at home are those after the last step (for matrices with factors: after the last
-        period)."""
-        self.update.flush()
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""
@@ -251,3 +243,52 @@ class Dense:
     def learned_beside(self, state: Mapping[str, Any]) -> LowRank | None:
         """The factors of a checkpoint, if its weights lack them."""
         return None
+
+
+# -- closures: a step for any loss that can be computed from the model, differentiable or not --------------------------
+#
+# Zeroth-order steps need losses, not gradients, so the loss may be an accuracy, an F1, or a reward of generated text.
+# The closure is called once per look of the estimator, each time with the model *seen through* perturbed weights: units
+# are perturbed as they arrive, streamed or resident, and the homes are not changed. Every evaluation in it is a sweep
+# of its own: as many sweeps per step as looks, where a batch takes one, and one more before, for the update of the
+# step before. The noise is that of a step on a batch; update, journal, checkpoints and replay are as of any other step.
+
+
+class AtLook:
+    """The weights of a model at one look, as a lens (model/forward/device_weights.py)."""
+
+    def __init__(self, directions: Dense, number: int, pair: Pair, side: int) -> None:
+        self.directions, self.number, self.pair, self.side = directions, number, pair, side
+        self.is_used = False  # every evaluation looks up rows of the table
+
+    def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
+        return self.directions.weights_at(unit, stored, self.number, self.pair)[self.side]
+
+    def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
+        self.is_used = True
+        return self.directions.rows(stale_MH, ids_M, self.pair)[self.side]
+
+
+def losses_at_looks(closure: Closure, directions: Dense, pairs: list[Pair]) -> torch.Tensor:
+    """The number that the closure returns at each look. No update may be pending."""
+    losses = []
+    for number, pair in enumerate(pairs):
+        for side in range(pair.looks):
+            with directions.at_look(number, pair, side) as lens:
+                losses.append(_number(closure(), directions.model.device))
+            if not lens.is_used and torch.isfinite(losses[-1]):  # else there is no update
+                raise UserError(
+                    "closure: it has evaluated nothing at the perturbed weights, and its number says nothing of them; "
+                    "compute it from model.nll(batch), model.logits(batch) or model.generate(ids), in every call"
+                )
+    return torch.stack(losses)
+
+
+def _number(found: Any, device: torch.device) -> torch.Tensor:
+    try:
+        value = torch.as_tensor(found, dtype=torch.float32, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"closure: found a {type(found).__name__}, expected a number: the loss") from error
+    if value.numel() != 1:
+        raise UserError(f"closure: found a tensor of shape {tuple(value.shape)}, expected one number: the loss")
+    return value.reshape(())

@@ -30,8 +30,7 @@ from keyhole.errors import UserError
 from keyhole.methods.base import Method, Skeleton
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
-from keyhole.methods.zo.closure import Closure, losses_at_looks
-from keyhole.methods.zo.directions import Dense
+from keyhole.methods.zo.directions import Closure, Dense, losses_at_looks
 from keyhole.methods.zo.estimators import ESTIMATORS, Looks, look_at
 from keyhole.methods.zo.low_rank.directions import LowRank
 from keyhole.methods.zo.low_rank.factors import Factors
@@ -219,7 +218,7 @@ class ZO(Method):
         return self.directions.news() + ([] if self.search is None else self.search.news())
 
     def _flush(self) -> None:
-        self.directions.flush()
+        self.update.flush()
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
         """Applies known updates, each with its weight decay, and yields every unit after its last update."""

@@ -20,8 +20,8 @@ updates: when it arrives it gets all of them, oldest first, with the same bits a
 No update is applied twice, even if a step is aborted between units. A replay of a run from its journal does the same:
 all updates on one unit, then all on the next.
 Frozen tensors are left out: a unit is cut into trained and frozen spans and, with weight decay, into spans that decay
-and spans that do not (weight_decay.py). A packed unit (8 bit) that is one span is updated in packed form (ops/zo/packed.py);
-any other is unpacked, updated and packed.
+and spans that do not (weight_decay.py). A packed unit (8 bit) that is one span is updated in packed
+form (ops/zo/packed.py); any other is unpacked, updated and packed.
 """
 
 import weakref

@@ -14,14 +14,14 @@ other than rows of tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from keyhole.methods.zo.directions import Dense
+from keyhole.methods.zo.directions import AtLook, Dense
 from keyhole.methods.zo.estimators import Looks, Pair
 from keyhole.methods.zo.low_rank import merge, saved
 from keyhole.methods.zo.low_rank.factors import Factors
@@ -73,6 +73,7 @@ class LowRank(Dense):
         update.flush_beside = partial(merge.bring_home, self.factors)
         self.guide = None if own.guide is None else Guide(self.factors, own.guide)
         self.layers = FactoredLayers(model, self.factors, self.guide)
+        self.untouched = frozenset(self.factors.units)
 
     # -- a sweep ---------------------------------------------------------------------------------------------------
 
@@ -85,7 +86,9 @@ class LowRank(Dense):
         return self._hidden(looks, steady)
 
     def _hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
-        self.begin_looks(looks.pairs)
+        self.layers.check()
+        for p, pair in enumerate(looks.pairs):
+            self.factors.perturb(p, self.perturbation(pair))
         passes, spines = carry(looks, self.layers.together), self.spines.flatten(0, 1)
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
@@ -134,12 +137,13 @@ class LowRank(Dense):
 
     # -- one look --------------------------------------------------------------------------------------------------
 
-    def begin_looks(self, pairs: list[Pair]) -> None:
+    @contextmanager
+    def at_look(self, number: int, pair: Pair, side: int) -> Iterator[AtLook]:
         self.layers.check()
-        self.factors.perturb([self.perturbation(pair) for pair in pairs])
-
-    def seen_at(self, look: int) -> AbstractContextManager[None]:
-        return self.layers.seen_at(look)
+        if side == 0:
+            self.factors.perturb(number, self.perturbation(pair))
+        with super().at_look(number, pair, side) as lens, self.layers.seen_at(2 * number + side):
+            yield lens
 
     def weights_at(self, unit: Unit, stored: torch.Tensor, number: int, pair: Pair) -> Sequence[torch.Tensor]:
         if unit.index not in self.factors.units:
@@ -153,13 +157,9 @@ class LowRank(Dense):
     def version(self) -> int:
         return self.factors.kept.version
 
-    @property
-    def untouched(self) -> frozenset[int]:
-        return frozenset(self.factors.units)
-
     def prepare(self, batches: list[Batch]) -> None:
         if self.guide is not None and self.guide.is_due:
-            self.flush()
+            self.update.flush()
             self.guide.renew(batches)
 
     def another(self, step: int) -> AbstractContextManager[None]:

@@ -138,10 +138,10 @@ class Factors:
         finally:
             self.v.copy_(self.draw_v(self.period))
 
-    def perturb(self, perturbations: list[ops.ZOStep]) -> None:
-        """Computes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
-        for p, how in enumerate(perturbations):
-            ops.zo_flat_(self.now, self.looks[2 * p], self.looks[2 * p + 1], replace(how, offset=self.parts.start))
+    def perturb(self, number: int, how: ops.ZOStep) -> None:
+        """Computes the looks of a pair. how: its step, eps, direction, and what is beside it."""
+        plus, minus = self.looks[2 * number : 2 * number + 2]
+        ops.zo_flat_(self.now, plus, minus, replace(how, offset=self.parts.start))
 
     def update(self, pending: Pending) -> list[Fold]:
         """Applies the update of a finished step. Returns the period that it ends, if that is to be folded."""
