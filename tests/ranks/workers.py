@@ -83,12 +83,12 @@ def run_shared(ranks: Ranks, device: str = "cpu", gather: str = "never") -> dict
     losses, changed = [], []
     for step in range(5):
         losses.append(method.step(micro_batches(step)))
-        changed.append(method.changed.clone())
+        changed.append(method.update.changed.clone())
         if step == 3:
             method.flush()
-            changed.append(method.changed.clone())
+            changed.append(method.update.changed.clone())
     method.flush()
-    found = {"losses": torch.stack(losses).cpu(), "changed": torch.stack([*changed, method.changed]).cpu()}
+    found = {"losses": torch.stack(losses).cpu(), "changed": torch.stack([*changed, method.update.changed]).cpu()}
     found |= {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
     homes = model.engine.homes
     blocks = [u.index for u in model.layout.of_kind("block")]

@@ -223,12 +223,10 @@ class Dense:
     def describe(self) -> list[str]:
         return self.update.write_back.describe()
 
-    def news(self) -> list[str]:
-        return []
-
-    def metrics(self) -> dict[str, torch.Tensor | float]:
-        """`changed`: share of the weights that the last applied update changed."""
-        return {"changed": self.update.changed / self.update.trained_numel}
+    @property
+    def changed_share(self) -> torch.Tensor:
+        """The share of the weights that the last applied update changed."""
+        return self.update.changed / self.update.trained_numel
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -1,14 +1,17 @@
 """Zeroth-order fine-tuning: forward passes only, every unit visited once per step.
 
 For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-batches of the step, an estimator
-(estimators/) turns losses near w into coefficients c_1..c_q; MeZO's, the default, is c_i = g_i / q:
+(estimators.py) turns losses near w into coefficients c_1..c_q; MeZO's, the default, is c_i = g_i / q:
 
     g_i = (L(w + eps z_i) - L(w - eps z_i)) / (2 eps)        w <- w - lr (sum_i c_i z_i + weight_decay w)
 
+A step (`_step`): settle what other methods have deferred; share the micro-batches among ranks; in one sweep
+(directions.py) update and perturb every unit as it arrives, and run all passes through it; from their losses one
+coefficient a direction; what they mean for the weights is known now, and applied at the next visit.
+
 Differences from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
-  - All passes of a step run in one sweep (passes.py), in which each unit is read once, updated and perturbed
-    (perturbed.py).
+  - All passes of a step run in one sweep, in which each unit is read once, updated and perturbed.
   - The update of a step needs c, which is known only at its end; so it is applied when the unit is visited at t + 1
     (update.py). Over the link: each unit once H2D, and at most once D2H per step (write_back.py).
   - z is a function of (seed, t, i, element), never stored. Perturbed weights are computed from the unperturbed ones, so
@@ -17,7 +20,7 @@ Differences from the textbook loop (perturb in place by +1, -2, +1, then update:
 
 Memory beside the weights: two copies of the largest unit, two of the spine per pair of looks, both in the dtype of
 compute, and the hidden states of the passes.
-Legend: q directions, m micro-batches; a look is a perturbed point (estimators/base.py); passes are numbered by look.
+Legend: q directions, m micro-batches; a look is a perturbed point; passes are numbered by look.
 """
 
 import warnings
@@ -31,7 +34,7 @@ from keyhole.methods.base import Method, Skeleton
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.directions import Closure, Dense, losses_at_looks
-from keyhole.methods.zo.estimators import ESTIMATORS, Looks, look_at
+from keyhole.methods.zo.estimators import ESTIMATORS, look_at
 from keyhole.methods.zo.low_rank.directions import LowRank
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
@@ -51,7 +54,7 @@ from keyhole.ranks import Ranks
 class ZO(Method):
     """An estimator with fused, deferred updates. `lr` may be changed between steps; with lr="auto" the first steps
     search a rate, and `lr` is a factor on it. Settings that are None, and lr=None: the estimator's defaults
-    (defaults.py)."""
+    (traits.py)."""
 
     row = ROW
     settings: ZOConfig
@@ -64,6 +67,7 @@ class ZO(Method):
             compile_forward(model, own.compile if isinstance(own.compile, str) else "inductor")
         self.estimator = ESTIMATORS[own.estimator](own.count, own.eps, own.clip)
         self.search = RateSearch(self.estimator, own.rank) if self.searches else None
+        self.memory = torch.zeros(0 if self.search is None else self.search.remembers, device=model.device)
         self.step_count = 0
         self.keeps_base = self.light
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if own.rank else frozenset()
@@ -71,7 +75,6 @@ class ZO(Method):
         model.methods.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: for the journal
         self.projected: torch.Tensor | None = None
-        self.memory = torch.zeros(0 if self.search is None else self.search.remembers, device=model.device)
         model.binding.forget()
         pairs = max(len(self.estimator.pairs), 0 if self.search is None else len(self.search.pairs))
         self.directions: Dense = (LowRank if own.rank else Dense)(model, self.update, own, pairs)
@@ -86,74 +89,61 @@ class ZO(Method):
 
     @torch.no_grad()
     def _step(self, batch: Batch | Sequence[Batch] | Closure) -> torch.Tensor:
-        """One step on one batch or its micro-batches, or on the losses that a closure returns (closure.py). Returns the
-        mean loss of the perturbed passes, on the device."""
-        self.directions.step = self.step_count
+        """One step on one batch or its micro-batches, or on the losses that a closure returns. Returns the mean loss of
+        the perturbed passes, on the device."""
+        self.directions.step, memory = self.step_count, self.memory
+        search = None if self.search is None or self.search.found is not None else self.search
         if callable(batch) and not isinstance(batch, Mapping):
-            loss = self._step_by_closure(batch)
-        elif self.search is not None and self.search.found is None:
-            loss = self._search(self.search, self.model.checked(batch))
+            losses = self._losses_of(batch)
+        elif search is None:
+            losses = self._losses(self.model.checked(batch))
         else:
-            batches = self.model.checked(batch)
-            looks = look_at(self.model, self.estimator.pairs, batches, self.model.ranks)
-            self._begin(batches)
-            loss = self._estimate(self.recorded.run(looks), looks)
+            losses, memory = self._searched(search, self.model.checked(batch))
+        self.projected, coefficients = (search or self.estimator).estimate(losses)
+        coef, finite = torch.cat([losses.new_full((1,), self.rate), coefficients]), torch.isfinite(losses).all()
+        self.memory = torch.where(finite, memory, self.memory)
+        self.latest = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
+        self.update.defer(self.latest)
+        self.directions.updated(self.latest)
+        self.step_count += 1
+        if search is not None:
+            search.note(self.memory)
         if not self.settings.deferred_update:
-            self._flush()
-        return loss
+            self.update.flush()
+        return losses.mean()
 
     def _begin(self, batches: list[Batch]) -> None:
         """Before a sweep."""
         self.model.apply_deferred(before_step_of=self)
         self.directions.prepare(batches)
         if self.step_count == self.settings.fp8_steps and self.model.formats.codec is not None and not self.light:
-            warnings.warn(f"wire: {self.settings.refusal(self.step_count + 1)}", stacklevel=4)  # in a user's own loop
+            warnings.warn(f"wire: {self.settings.refusal(self.step_count + 1)}", stacklevel=5)  # in a user's own loop
         self.update.begin()
 
-    def _step_by_closure(self, closure: Closure) -> torch.Tensor:
-        """One step; returns its loss: the mean over its looks."""
+    def _losses(self, batches: list[Batch]) -> torch.Tensor:
+        """The loss at every look, over the micro-batches of all ranks."""
+        looks = look_at(self.model, self.estimator.pairs, batches, self.model.ranks)
+        self._begin(batches)
+        parts = [batch.loss.total(x) for x, batch in zip(self.recorded.run(looks), looks.passes, strict=True)]
+        own = torch.stack(parts) if parts else torch.zeros(0, device=self.model.device)
+        sums = self.model.ranks.in_order(own, [looks.count] * looks.looks)
+        return sums.view(looks.looks, -1).sum(dim=1) / max(1, looks.loss_count)
+
+    def _losses_of(self, closure: Closure) -> torch.Tensor:
+        """The same, for any loss."""
         if self.search is not None:
             raise UserError("closure: a search for a rate needs the rows of a batch; give a rate")
         self.model.apply_deferred()
         self.directions.prepare([])
-        losses = losses_at_looks(closure, self.directions, self.estimator.pairs)
-        self._defer(*self.estimator.estimate(losses), losses, self.memory)
-        return losses.mean()
+        return losses_at_looks(closure, self.directions, self.estimator.pairs)
 
-    def _estimate(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
-        """Computes the pending update from the losses of the passes; returns the loss of the step."""
-        parts = [batch.loss.total(x) for x, batch in zip(nll, looks.passes, strict=True)]
-        own = torch.stack(parts) if parts else torch.zeros(0, device=self.model.device)
-        sums = self.model.ranks.in_order(own, [looks.count] * looks.looks)
-        losses = sums.view(looks.looks, -1).sum(dim=1) / max(1, looks.loss_count)
-        self._defer(*self.estimator.estimate(losses), losses, self.memory)
-        return losses.mean()
-
-    def _search(self, search: RateSearch, batches: list[Batch]) -> torch.Tensor:
-        """A step of the rate search, which every rank makes alone, since it needs the losses of single rows: no weight
-        changes."""
+    def _searched(self, search: RateSearch, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same at the looks of a rate search, and what it remembers after this step. Every rank makes it alone,
+        since it needs the losses of single rows."""
         looks = look_at(self.model, search.pairs, batches, Ranks())
         self._begin(batches)
         with self.directions.another(self.step_count):
-            nll = self.directions.run(looks)
-        losses, tally = search.measure(nll, looks.batches, self.memory)
-        slope = (losses[:1] - losses[1:2]) / (2 * self.estimator.eps)
-        self._defer(slope, self.memory.new_zeros(self.settings.count), losses, tally)
-        search.note(self.memory)
-        return losses.mean()
-
-    def _defer(
-        self, projected: torch.Tensor, coefficients: torch.Tensor, losses: torch.Tensor, memory: torch.Tensor
-    ) -> None:
-        """Makes the update pending, on the device. Non-finite losses give no update, and do not change the memory."""
-        lr = torch.full((1,), self.rate, device=losses.device)
-        coef, finite = torch.cat([lr, coefficients]), torch.isfinite(losses).all()
-        coef = torch.where(finite, coef, torch.zeros_like(coef))
-        self.memory = torch.where(finite, memory, self.memory)
-        self.projected = projected
-        self.latest = self.update.defer(Pending(coef, self.step_count))
-        self.directions.updated(self.latest)
-        self.step_count += 1
+            return search.measure(self.directions.run(looks), looks.batches, self.memory)
 
     @property
     def factors(self) -> Factors | None:
@@ -187,11 +177,6 @@ class ZO(Method):
         return self.update.pending
 
     @property
-    def changed(self) -> torch.Tensor:
-        """The number of weights that the last update changed."""
-        return self.update.changed
-
-    @property
     def deferred(self) -> Callable[[], None]:
         """The flush of the update, which outlives the method."""
         return self.update.flush
@@ -215,7 +200,7 @@ class ZO(Method):
 
     def news(self) -> list[str]:
         """The rate, when it was just found, and layers without directions of their own."""
-        return self.directions.news() + ([] if self.search is None else self.search.news())
+        return [line for one in (self.guide, self.search) if one is not None for line in one.news()]
 
     def _flush(self) -> None:
         self.update.flush()
@@ -229,12 +214,12 @@ class ZO(Method):
         changed."""
         if self.projected is None:
             return {}
-        return {"projected_grad": self.projected.abs().mean(), **self.directions.metrics()}
+        return {"projected_grad": self.projected.abs().mean(), "changed": self.directions.changed_share}
 
     def _state(self) -> dict[str, Any]:
         """The noise needs no state besides the step count. Flush first."""
         self.flush()
-        return self._counts() | {"changed": int(self.changed)}
+        return self._counts() | {"changed": int(self.update.changed)}
 
     def _deferred_state(self) -> dict[str, Any] | None:
         """The state without a flush, while an update waits for the next visit of the weights."""
@@ -276,5 +261,5 @@ class ZO(Method):
         steps = int(state["step_count"])
         self.directions.load(state, steps)
         self.step_count = steps
-        self.changed.fill_(state.get("changed", 0))
+        self.update.changed.fill_(state.get("changed", 0))
         self.remember(state.get("memory", ()))

@@ -92,6 +92,10 @@ class RateSearch:
         h_R = (plus_R + minus_R - 2 * clean_R) / eps**2 * of_row
         return losses, tally + torch.stack([torch.ones_like(g), a * b, g * g, h_R.square().mean()])
 
+    def estimate(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slope, and coefficients of an update that moves nothing."""
+        return (losses[:1] - losses[1:2]) / (2 * self.estimator.eps), losses.new_zeros(self.estimator.directions)
+
     def note(self, tally: torch.Tensor) -> None:
         """Counts a step of the search. The last one reads the sums (steps of one row or with a non-finite loss are not
         in them, and others take their place)."""

@@ -61,7 +61,7 @@ def test_replayed_updates_are_the_updates(tiny_model: Any, wire: str | None) -> 
     assert [unit.index for unit in other.replay(updates)] == list(range(len(model.layout.units)))
     theirs = dict(again.named_tensors())
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.named_tensors())
-    assert int(zo.changed) == int(other.changed) and other.pending is None
+    assert int(zo.update.changed) == int(other.update.changed) and other.pending is None
 
 
 @in_every_run(lambda name, retries: retries or name == "llama")

@@ -25,7 +25,7 @@ def run(model: keyhole.Model, events: list[str], every: int | None = 1, **option
     found: list[float] = []
     for t, event in enumerate(events):
         if event == "step":
-            found += [opt.step(batch(seed=t)).item(), int(opt.changed)]
+            found += [opt.step(batch(seed=t)).item(), int(opt.update.changed)]
         elif event == "look":
             found += model.nll(batch(seed=t))[0].tolist()
         elif event == "break":
@@ -33,7 +33,7 @@ def run(model: keyhole.Model, events: list[str], every: int | None = 1, **option
         else:
             opt.update.write_back.every = int(event)
     opt.flush()
-    return [*found, int(opt.changed)]
+    return [*found, int(opt.update.changed)]
 
 
 def broken_step(model: keyhole.Model, opt: keyhole.ZO, t: int) -> None:

@@ -178,12 +178,10 @@ class LowRank(Dense):
     def describe(self) -> list[str]:
         return self.layers.describe()
 
-    def news(self) -> list[str]:
-        return [] if self.guide is None else self.guide.news()
-
-    def metrics(self) -> dict[str, torch.Tensor | float]:
-        factors, update = self.factors, self.update
-        return {"changed": (update.changed + factors.changed) / (update.trained_numel + factors.parts.numel)}
+    @property
+    def changed_share(self) -> torch.Tensor:
+        update, factors = self.update, self.factors
+        return (update.changed + factors.changed) / (update.trained_numel + factors.parts.numel)
 
     def state(self) -> dict[str, Any]:
         return saved.to_state(self.factors)
