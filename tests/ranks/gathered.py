@@ -59,7 +59,8 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
             scores = [model.nll(batch())[0] for _ in range(1 + ranks.rank)]
     up = model.engine.bytes_up - before
     method.flush()
-    bits = {"losses": torch.stack(losses).cpu(), "score": scores[0].cpu(), "changed": method.update.changed.cpu().clone()}
+    changed = method.update.changed.cpu().clone()
+    bits = {"losses": torch.stack(losses).cpu(), "score": scores[0].cpu(), "changed": changed}
     bits |= {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
     shared = sum(model.engine.homes[page].nbytes for page in model.engine.shared)
     own = sum(model.engine.homes[page].nbytes for page in model.engine.streamed - model.engine.shared)
