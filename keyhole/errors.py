@@ -21,17 +21,19 @@ MOST_NAMES = 12
 OWN = str(Path(__file__).parent) + "/"
 
 
-def printable(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The text with control characters, escapes and half characters written out (\\x1b), cut at `most` characters."""
+def printable(text: object, most: int = MOST_CHARACTERS, kept: str = "\n\t") -> str:
+    """The text with control characters, escapes and half characters written out (\\x1b), but for those `kept`; cut at
+    `most` characters."""
     text = str(text)
-    short = text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} characters more)"
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in short)
+    cut = f"... ({len(text) - most:,} more characters)" if len(text) > most else ""
+    shown = "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text[:most])
+    return shown + cut
 
 
 def listed(names: Iterable[object], most: int = MOST_NAMES) -> str:
     """`a, b, c`; of a long list the first `most`, each cut to a line, and how many more there are."""
     names = list(names)
-    shown = ", ".join(printable(str(name), 80).replace("\n", "\\n") for name in names[:most])
+    shown = ", ".join(printable(name, 80, kept="") for name in names[:most])
     return shown + (f", ... and {len(names) - most:,} more" if len(names) > most else "")
 
 
@@ -53,7 +55,7 @@ class UserError(ValueError):
     code = 2
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message)))
+        super().__init__(printable(message))
 
 
 class NonFinite(UserError):

@@ -38,14 +38,13 @@ import typer
 
 import keyhole
 from keyhole.cli import arguments, bench, config, models, pages, plan, train
-from keyhole.errors import UserError
+from keyhole.errors import UserError, printable
 from keyhole.machine.out_of_memory import out_of_memory
-from keyhole.machine.text import printable, printable_lines
 from keyhole.ranks.join import refuse_several
-from keyhole.training.display import open_missing_streams
 from keyhole.training.signals import EXIT_INTERRUPTED
 
 SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "report", "push", "bench", "demo")  # not for ranks
+MOST_OF_A_BUG = 100_000  # characters
 IMPORTERS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's class, found through typer
 
@@ -96,10 +95,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except UsageError as error:
         error.show(file=(said := io.StringIO()))
-        print(printable_lines(said.getvalue().rstrip()), file=sys.stderr)
+        print(printable(said.getvalue().rstrip()), file=sys.stderr)
         return int(error.exit_code)
     except UserError as error:
-        print(f"keyhole: {printable_lines(error)}", file=sys.stderr)
+        print(f"keyhole: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print("keyhole: interrupted", file=sys.stderr)
@@ -112,7 +111,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"keyhole: {told}", file=sys.stderr)
             return 2
         ours = "this is our mistake, not yours. Please report it with the text above and the output of `keyhole env`."
-        print(f"{printable_lines(traceback.format_exc())}\nkeyhole: {ours}", file=sys.stderr)
+        print(f"{printable(traceback.format_exc(), MOST_OF_A_BUG)}\nkeyhole: {ours}", file=sys.stderr)
         return 1
 
 
@@ -131,7 +130,7 @@ def _run(words: Sequence[str]) -> int:
 def _limit_met(error: Exception) -> str | None:
     """Which limit of the user's shell, files or machine made the command fail, and what to do; None: it is a bug."""
     if isinstance(error, PermissionError) and error.filename:  # even looking for a file may not be allowed
-        return f"{printable(error.filename)}: {error.strerror}; ask for access to it, or name another path"
+        return f"{printable(error.filename, kept='')}: {error.strerror}; ask for access to it, or name another path"
     if isinstance(error, FileNotFoundError):
         try:
             os.getcwd()
@@ -147,7 +146,7 @@ def _limit_met(error: Exception) -> str | None:
                 f"no more threads are allowed: raise `ulimit -u` and `ulimit -v`, or the container's limits ({each})"
             )
         each = each.__cause__ or each.__context__
-    return None if lacks is None else f"{printable_lines(lacks)}; what was saved before is intact"
+    return None if lacks is None else f"{printable(lacks)}; what was saved before is intact"
 
 
 @contextmanager
@@ -183,11 +182,11 @@ def _clean_logs() -> Iterator[None]:
 
     def clean(*args: Any, **kwargs: object) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        record.msg, record.args = printable_lines(record.getMessage()), ()
+        record.msg, record.args = printable(record.getMessage()), ()
         return record
 
     logging.setLogRecordFactory(clean)
-    warnings.formatwarning = lambda *args, **kwargs: printable_lines(form(*args, **kwargs))
+    warnings.formatwarning = lambda *args, **kwargs: printable(form(*args, **kwargs))
     try:
         yield
     finally:
@@ -196,8 +195,13 @@ def _clean_logs() -> Iterator[None]:
 
 
 def _open_streams() -> None:
-    """Replaces closed standard streams by /dev/null; makes streams escape characters that the locale lacks."""
-    open_missing_streams()
+    """Replaces closed standard streams by /dev/null: the next file that is opened would get the number of a missing
+    one, and a message would be written into it. Makes streams escape characters that the locale lacks."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # opens the lowest free descriptor: the missing one
     for name in ("stdin", "stdout", "stderr"):
         if vars(sys)[name] is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))

@@ -10,6 +10,7 @@ from keyhole.cli.arguments import note
 from keyhole.errors import UserError
 from keyhole.machine.collector import imports
 from keyhole.machine.sizes import GIB
+from keyhole.machine.text import aligned
 
 if TYPE_CHECKING:
     from keyhole.plan.table import Row
@@ -82,24 +83,15 @@ def plan(
             typer.echo(f"page: {page}")
 
 
-HEAD = [
-    "",
-    "method",
-    "placement",
-    "wire",
-    "GPU GiB",
-    "host GiB",
-    "disk GiB",
-    "s/step",
-    "tok/s",
-    "hours",
-    "bound by",
+HEAD = (
+    "", "method", "placement", "wire", "GPU GiB", "host GiB", "disk GiB", "s/step", "tok/s", "hours", "bound by",
     "fits",
-]
+)  # fmt: skip
+TEXTS = (0, 1, 2, 3, 10, 11)  # columns
 
 
 def _table(table: "list[Row]", chosen: "Row | None") -> list[str]:
-    cells = [HEAD] + [
+    cells = [
         [
             "->" if row is chosen else "", row.method, row.placement, row.stored, f"{row.gpu_bytes / GIB:.2f}",
             f"{row.host_bytes / GIB:.1f}", f"{row.disk_bytes / GIB:.0f}", f"{row.step_seconds:.3g}",
@@ -108,10 +100,7 @@ def _table(table: "list[Row]", chosen: "Row | None") -> list[str]:
         ]
         for row in table
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    sides = "<<<<>>>>>><<"
-    lines = (zip(line, sides, widths, strict=True) for line in cells)
-    return ["  ".join(f"{text:{side}{width}}" for text, side, width in line).rstrip() for line in lines]
+    return aligned([HEAD, *cells], left=TEXTS)
 
 
 def _end(found: "Found", table: "list[Row]", chosen: "Row | None") -> list[str]:

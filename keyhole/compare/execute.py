@@ -122,7 +122,7 @@ def number_of_runs(comparison: Comparison, groups: list[Group]) -> int:
 
 
 class Quiet(Display):
-    """The display of a run inside a comparison: its lines go only to run/log.txt; on a terminal it has its bar."""
+    """The display of a run inside a comparison: its lines go only to run/log.txt."""
 
     def _print(self, text: str) -> None:
         """Prints nothing: the lines of a terminal are the comparison's."""

@@ -39,8 +39,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.report.entries import Entry, is_test, read_metrics
 from keyhole.training import rundir
-from keyhole.training.selection import Selection, value_of
-from keyhole.training.validation import Judge, common_metric
+from keyhole.training.validation import Judge, Selection, common_metric, value_of
 
 MOST_BYTES, MOST_LOG_BYTES, MOST_MARKER_BYTES = 2**24, 2**26, 2**20
 MARKER, FORMAT = "comparison.json", 1

@@ -30,14 +30,6 @@ class HostMemory:
     cgroup_limit_bytes: int | None
 
 
-@dataclass(frozen=True)
-class Group:
-    """One control group that has a limit."""
-
-    limit_bytes: int
-    left_bytes: int
-
-
 def read_text(path: Path) -> str:
     """The file's text; "" if there is no such file."""
     try:
@@ -52,25 +44,22 @@ def _table(text: str) -> dict[str, int]:
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
 
-def _group_dirs(root: Path, proc_cgroup: str) -> Iterator[tuple[Path, bool]]:
-    """(directory, whether it is version 2) of this process's memory groups and all above them."""
+def _groups(root: Path, proc_cgroup: str) -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) of this process's memory groups and all above them, as far as they have a limit."""
     for line in proc_cgroup.splitlines():
         number, controllers, own = (line.split(":", 2) + ["", "", ""])[:3]
-        if number == "0" or "memory" in controllers.split(","):
-            base = root if number == "0" else root / "memory"
-            parts = [part for part in own.split("/") if part and part != ".."]
-            for depth in range(len(parts) + 1):
-                yield base.joinpath(*parts[:depth]), number == "0"
-
-
-def _groups(root: Path, proc_cgroup: str) -> Iterator[Group]:
-    for directory, is_v2 in _group_dirs(root, proc_cgroup):
-        limit = read_text(directory / ("memory.max" if is_v2 else "memory.limit_in_bytes")).strip()
-        used = read_text(directory / ("memory.current" if is_v2 else "memory.usage_in_bytes")).strip()
-        if limit.isdigit() and int(limit) < NO_LIMIT_BYTES and used.isdigit():
-            stat = _table(read_text(directory / "memory.stat"))
-            cache = stat.get("inactive_file" if is_v2 else "total_inactive_file", 0)
-            yield Group(int(limit), max(0, int(limit) - int(used) + cache))
+        is_v2 = number == "0"
+        if not is_v2 and "memory" not in controllers.split(","):
+            continue
+        limits = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        directory = root if is_v2 else root / "memory"
+        for part in ("", *(part for part in own.split("/") if part and part != "..")):
+            directory /= part
+            limit, used = (read_text(directory / name).strip() for name in limits)
+            if limit.isdigit() and int(limit) < NO_LIMIT_BYTES and used.isdigit():
+                stat = _table(read_text(directory / "memory.stat"))
+                cache = stat.get("inactive_file" if is_v2 else "total_inactive_file", 0)
+                yield int(limit), max(0, int(limit) - int(used) + cache)
 
 
 def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> HostMemory:
@@ -78,8 +67,8 @@ def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cg
     info = {name: kib * 1024 for name, kib in _table(read_text(proc / "meminfo")).items()}
     total = info.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     groups = list(_groups(cgroup_root, read_text(proc / "self" / "cgroup")))
-    available = min([info.get("MemAvailable", total), *(group.left_bytes for group in groups)])
-    return HostMemory(total, available, min((group.limit_bytes for group in groups), default=None))
+    available = min([info.get("MemAvailable", total), *(left for _, left in groups)])
+    return HostMemory(total, available, min((limit for limit, _ in groups), default=None))
 
 
 def host_sum(needed: int, slack: int, available: int) -> str:

@@ -26,22 +26,22 @@ class Setting:
         self.read, self.write = read, write
         self.before: object = None
         self.ours: object = None  # the newest value, as read back (torch rounds a share to whole bytes)
-        self.holders: list[tuple[object, object]] = []
+        self.holders: dict[object, object] = {}
 
     def hold(self, holder: object, value: object) -> None:
         """Changes the setting for a holder, until let_go."""
         if not self.holders or self.read() != self.ours:  # changed by other code: earlier holders no longer count
-            self.before, self.holders = self.read(), []
-        self.holders = [(who, what) for who, what in self.holders if who is not holder] + [(holder, value)]
+            self.before, self.holders = self.read(), {}
+        self.holders.pop(holder, None)
+        self.holders[holder] = value
         self._change(value)
 
     def let_go(self, holder: object) -> None:
         """Restores the value of the newest remaining holder, or the value before the first."""
-        left = [(who, what) for who, what in self.holders if who is not holder]
-        was_ours = len(left) < len(self.holders) and self.read() == self.ours
-        self.holders = left
+        was_ours = holder in self.holders and self.read() == self.ours
+        self.holders.pop(holder, None)
         if was_ours:
-            self._change(left[-1][1] if left else self.before)
+            self._change(next(reversed(self.holders.values()), self.before))
 
     def _change(self, value: object) -> None:
         if self.read() != value:

@@ -3,8 +3,8 @@
 A column name, a file name, a key or a template's error may contain escape sequences, which move the cursor, rename the
 window, or hide earlier output. It may also be a megabyte long. So all printed text passes through one of these:
 
-    printable(text)         one line: characters that are not printable become escapes (`\\x1b`), cut at a limit
-    printable_lines(text)   the same for each line of a message, with a limit of lines
+    printable(text)         one line: characters that are not printable become escapes (`\\x1b`), cut at a limit (that
+                            of errors.py keeps the lines of a message)
     without_controls(text)  a text of many lines (an answer): control characters other than line breaks and tabs removed
     duration(seconds)       a readable time
     counted(number, noun)   `1 row`, `2,000 rows`
@@ -17,26 +17,15 @@ from collections.abc import Collection, Sequence
 from os import PathLike
 from pathlib import Path
 
+from keyhole import errors
+
 LINE_CHARACTERS = 2000
-MESSAGE_LINES = 100
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
 
 
 def printable(text: object, limit: int = LINE_CHARACTERS) -> str:
     """The text on one line, safe for a terminal; cut after `limit` characters, with the number of omitted ones."""
-    text = str(text)
-    cut = f"... ({len(text) - limit:,} more characters)" if len(text) > limit else ""
-    shown = text[:limit]
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
-    return shown + cut
-
-
-def printable_lines(text: object, limit: int = LINE_CHARACTERS, most: int = MESSAGE_LINES) -> str:
-    """A message of several lines, each one printable; lines after the first `most` are counted."""
-    lines = str(text).split("\n")
-    more = [f"... ({len(lines) - most:,} more lines)"] if len(lines) > most else []
-    return "\n".join([printable(line, limit) for line in lines[:most]] + more)
+    return errors.printable(text, limit, kept="")
 
 
 def without_controls(text: str) -> str:

@@ -24,28 +24,30 @@ from keyhole.disk.files import writing_to
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.model.weights.save import check_names
-from keyhole.training import rundir, start_block
+from keyhole.training import rundir
 from keyhole.training.display import Display
 from keyhole.training.evaluation import Evaluation
 from keyhole.training.loop import Leader, follow
 from keyhole.training.model_and_method import (
+    block,
     dry_lines,
     load_model,
+    machine_lines,
     make_method,
     make_schedule,
+    model_lines,
+    plan_lines,
     shares_tokenizer,
     weights_source,
 )
-from keyhole.training.planning import faster_line
 from keyhole.training.records import MetricsFile, journaled, open_journal
 from keyhole.training.reports import open_reports
 from keyhole.training.resume import flat_config, same_directory, same_everywhere, same_weights
 from keyhole.training.run import Run
 from keyhole.training.saving import Saver, describe, refuse_full_disk
-from keyhole.training.selection import Selection
 from keyhole.training.signals import Interrupts
 from keyhole.training.start import Request
-from keyhole.training.validation import Judge
+from keyhole.training.validation import Judge, Selection
 
 
 def run(request: Request, dry_run: bool) -> int:
@@ -64,9 +66,9 @@ def run(request: Request, dry_run: bool) -> int:
     schedule = make_schedule(config, data.train.steps_per_epoch)
     display = parts.display(schedule.total, config.logging_steps)
     if dry_run:
-        plan = start_block.plan_lines(config, origin.step, schedule, data.train.steps_per_epoch)
+        plan = plan_lines(config, origin.step, schedule, data.train.steps_per_epoch)
         lines = [*dry_lines(config, origin.choice, data), data.report, plan, request.notes]
-        display.lines(start_block.block(config.method, config.model, [*lines, ["dry run: nothing was written"]]))
+        display.lines(block(config.method, config.model, [*lines, ["dry run: nothing was written"]]))
         return 0
     torch.manual_seed(config.seed)
     with ExitStack() as opened:
@@ -113,17 +115,16 @@ def lead(run: Run, request: Request, display: Display, run_id: str | None, opene
     about = State(0, config=flat_config(config), versions=versions(), run=run_id, base=base)
     writer = Writer(model, method)
     groups = [
-        start_block.model_lines(model.module, model.layout, model.dtype, method.keeps_base),
-        start_block.machine_lines(config.device, model, method),
-        [line] if (line := faster_line(model, method.name)) else [],
+        model_lines(model.module, model.layout, model.dtype, method.keeps_base),
+        machine_lines(config.device, model, method),
         data.report,
         ranks.describe(model.device),
-        start_block.plan_lines(config, run.first, run.schedule, data.train.steps_per_epoch),
+        plan_lines(config, run.first, run.schedule, data.train.steps_per_epoch),
         describe(config, writer),
         request.notes,
         [str(parts.waiting)],
     ]
-    lines = start_block.block(config.method, config.model, groups)
+    lines = block(config.method, config.model, groups)
     display.lines(lines)
     if config.save_model:
         refuse_full_disk(directory.root, model)

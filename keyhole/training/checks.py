@@ -15,7 +15,7 @@ not cancel.
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
@@ -27,8 +27,7 @@ from keyhole.model.model import Model
 from keyhole.report.entries import Entry
 from keyhole.report.story import Story
 from keyhole.training.metrics import Reading, memory_gib
-from keyhole.training.planning import pace_line
-from keyhole.training.reports import planned
+from keyhole.training.planning import planned
 from keyhole.training.run import Observer, Run
 
 SAMPLE = 4096
@@ -73,9 +72,13 @@ class FirstSteps(Observer):
                 peak_gib = memory_gib(model.device)["gpu_gib"]
                 run.say(f"check: peak GPU memory {peak_gib:.2f} GiB, planned {planned_gib:.2f} GiB")
             if timed := self.entries[1:]:  # the first step compiles
-                if line := pace_line(model, method, timed):
-                    run.say(line)
-                self.story.planned = planned(model, method, fmean(entry["tokens"] for entry in timed))
+                tokens, seconds = fmean(e["tokens"] for e in timed), median(e["seconds"] for e in timed)
+                self.story.planned = plan = planned(model, method, tokens)
+                if plan.seconds:
+                    run.say(
+                        f"check: {seconds:.3g} s per step, planned {plan.seconds['total']:.3g} s, bound by "
+                        f"{plan.bound_by} ({tokens:,.0f} tokens; {plan.source})"
+                    )
         self.before, self.entries, self.is_done = {}, [], True
 
 

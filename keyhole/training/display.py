@@ -1,10 +1,10 @@
-"""What the user sees: progress while a run starts, then plain lines, and on a terminal a progress bar below them.
+"""What the user sees: progress while a run starts, then a line per step.
 
     step   120/1000  loss 2.3145  lr 1.0e-06  12,345 tok/s  GPU 12.31 GiB  projected_grad 0.731  2 min, 15 min left
 
 With logging_steps above 1 the line shows means over the steps since the last line; each number is averaged over the
-steps that have it. rich is used on a terminal only, so a log file never contains control codes; without a bar, the line
-ends with the time since the start and an estimate of the time left. Every line also goes to run/log.txt.
+steps that have it. It ends with the time since the start and an estimate of the time left. Every line also goes to
+run/log.txt.
 
 The output may be closed: the reader of a pipe has exited, or the terminal was closed. Then `gone` is called, once, and
 further output goes to /dev/null; the run must not end in the middle of a step. Any other failure (a log file on a full
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from keyhole.machine.progress import Total, listening
 from keyhole.machine.sizes import GIB
@@ -29,17 +29,15 @@ CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # the reader of a p
 KNOWN = {
     "step", "loss", "learning_rate", "epoch", "tokens", "seconds", "tokens_per_second", "gpu_gib", "host_gib",
 }  # fmt: skip
-QUIET_S, EVERY_S, REDRAW_S = 2.0, 10.0, 0.1
-CLEAR = "\r\x1b[2K"
+QUIET_S, EVERY_S = 2.0, 10.0
 
 
 class Display:
-    """Prints lines; holds the progress bar when standard output is a terminal."""
+    """Prints the lines of a run."""
 
     def __init__(self, total: int, every: int) -> None:
         self.total, self.every = total, every
         self.entries: list[Entry] = []
-        self.bar: Any = None
         self.gone: Callable[[], None] | None = None
         self.heard: Callable[[str], None] = lambda text: None  # called with every line
         self.losing = False
@@ -67,27 +65,10 @@ class Display:
             self.log, self.unlogged = Path(os.devnull), []
 
     def open(self, first_step: int, gone: Callable[[], None] | None = None) -> None:
-        """Starts the clock, and shows the bar on a terminal. gone: called once the output is closed."""
+        """Starts the clock. gone: called once the output is closed."""
         self.began_s, self.first_step, self.gone = time.monotonic(), first_step, gone
-        if sys.stdout is not None and sys.stdout.isatty():
-            from rich import progress as rich
-
-            columns = (
-                rich.BarColumn(),
-                rich.MofNCompleteColumn(),
-                rich.TimeElapsedColumn(),
-                rich.TimeRemainingColumn(),
-            )
-            self.bar = rich.Progress(*columns, transient=True)
-            self.task = self.bar.add_task("training", total=self.total, completed=first_step)
-            self.bar.start()
 
     def close(self) -> None:
-        """Removes the bar and shows the cursor again."""
-        bar, self.bar = self.bar, None
-        if bar is not None:
-            with suppress(OSError):
-                bar.stop()
         if self.losing:
             try:
                 sys.stdout.flush()
@@ -95,7 +76,7 @@ class Display:
                 _to_nowhere()
 
     def line(self, text: str) -> None:
-        """One line of text, above the bar if there is one."""
+        """One line of text."""
         text = printable(text)
         self.heard(text)
         self._write_log(text)
@@ -103,17 +84,13 @@ class Display:
 
     def _print(self, text: str) -> None:
         try:
-            if self.bar is None:
-                print(text, flush=True)
-            else:
-                self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print(text, flush=True)
         except UnicodeEncodeError:  # the locale lacks a character
             self._print(text.encode("ascii", "backslashreplace").decode())
         except (OSError, ValueError) as error:  # ValueError: closed in this process
             if self.gone is None:
                 raise
             if isinstance(error, ValueError) or error.errno in CLOSED:
-                self.close()
                 _to_nowhere()
                 _say_aside("keyhole: the output is closed: finishing this step and saving")
                 self.gone()
@@ -132,14 +109,12 @@ class Display:
         self.entries.append(entry)
         self.ends = [*self.ends[:1], entry]
         self.peak_gib = max(self.peak_gib, float(entry.get("gpu_gib") or entry.get("host_gib") or 0.0))
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step)
         if step % self.every == 0 or step in (1, self.total):
             entries, self.entries = self.entries, []
-            line, elapsed_s = step_line(entries, self.total), time.monotonic() - self.began_s
+            elapsed_s = time.monotonic() - self.began_s
             left_s = elapsed_s / max(1, step - self.first_step) * (self.total - step)
             left = f", {duration(left_s)} left" if step < self.total else ""
-            self.line(line if self.bar is not None else f"{line}  {duration(elapsed_s)}{left}")
+            self.line(f"{step_line(entries, self.total)}  {duration(elapsed_s)}{left}")
 
     def summary(self) -> str:
         """` in 12 min 3 s; loss 2.3145 at step 1, 1.0512 at step 1000; peak GPU memory 12.31 GiB`. A resumed run names
@@ -168,16 +143,6 @@ def step_line(entries: list[Entry], total: int) -> str:
     return "  ".join([*parts, *(f"{name} {mean:.4g}" for name, mean in means.items() if name not in KNOWN)])
 
 
-def open_missing_streams() -> None:
-    """Gives a process that was started without standard input, output or error /dev/null in their place: the next file
-    that is opened would get their number, and a message would be written into it."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # opens the lowest free descriptor: the missing one
-
-
 def _to_nowhere() -> None:
     """Redirects standard output to /dev/null, so that flushing its buffer does not fail again."""
     sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -194,15 +159,15 @@ def _say_aside(text: str) -> None:
 
 
 class Waiting:
-    """Progress during the start of a run: on a terminal one line that changes, elsewhere a plain line now and then.
+    """Progress during the start of a run: a plain line now and then.
 
         importing torch and transformers
         tokenising: 12,288 of 67,349 rows
         reading weights: 3.1 of 12.6 GiB
 
-    The lines go to standard error, so that standard output is the same on fast and slow machines. Without a terminal,
-    nothing is printed about work that takes less than QUIET_S seconds, and then one line every EVERY_S. The seconds of
-    each phase are kept for the last line of the start block. silent: prints nothing; stream: None is standard error.
+    The lines go to standard error, so that standard output is the same on fast and slow machines. Nothing is printed
+    about work that takes less than QUIET_S seconds, and then one line every EVERY_S. The seconds of each phase are kept
+    for the last line of the start block. silent: prints nothing; stream: None is standard error.
     """
 
     def __init__(
@@ -211,39 +176,29 @@ class Waiting:
         self.stream, self.clock = None if silent else stream or sys.stderr, clock
         self.seconds: dict[str, float] = {}
         self.next_s = 0.0
-        self.live = False  # the line can be overwritten
-        with suppress(ValueError, OSError):  # closed
-            self.live = self.stream is not None and self.stream.isatty()
 
     @contextmanager
     def phase(self, name: str, now: bool = False) -> Iterator[None]:
-        """A phase with this name. now: printed at once also without a terminal, since the phase reports no progress."""
+        """A phase with this name. now: printed at once, since the phase reports no progress."""
         began_s = self.clock()
-        self.next_s = began_s + (0.0 if self.live else QUIET_S)
-        if self.live or now:
-            self._show(name)
+        self.next_s = began_s + QUIET_S
+        if now:
+            self._say(name)
         try:
             with listening(self._tell):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - began_s
-            if self.live:
-                self._write(CLEAR)
 
     def _tell(self, what: str, done: int, total: Total, unit: str) -> None:
-        now_s = self.clock()
-        if self.stream is not None and now_s >= self.next_s:
-            self.next_s = now_s + (REDRAW_S if self.live else EVERY_S)
-            self._show(f"{what}: {amount(done, total() if callable(total) else total, unit)}")
+        if self.stream is not None and self.clock() >= self.next_s:
+            self.next_s = self.clock() + EVERY_S
+            self._say(f"{what}: {amount(done, total() if callable(total) else total, unit)}")
 
-    def _show(self, text: str) -> None:
-        self._write(f"{CLEAR}{printable(text)}" if self.live else f"keyhole: {printable(text)}\n")
-
-    def _write(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         with suppress(ValueError, OSError):  # closed output: nothing to report to
             if self.stream is not None:
-                self.stream.write(text)
-                self.stream.flush()
+                print(f"keyhole: {printable(text)}", file=self.stream, flush=True)
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())

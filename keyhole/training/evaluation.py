@@ -26,8 +26,7 @@ from keyhole.training.records import MetricsFile
 from keyhole.training.reports import Reports
 from keyhole.training.run import Command, Observer, Run
 from keyhole.training.saving import Saver
-from keyhole.training.selection import Selection
-from keyhole.training.validation import EVAL, TEST, evaluate, shown, shown_loss
+from keyhole.training.validation import EVAL, TEST, Selection, evaluate, shown, shown_loss
 
 MOST_ANSWERS = 20  # of all tasks, for the page
 MOST_CHARACTERS = 600

@@ -1,4 +1,4 @@
-"""Turns the arguments of `keyhole plan` into a question to the planner, and predicts the step time of a run.
+"""Turns the arguments of `keyhole plan` into a question to the planner, and predicts the steps of a run.
 
 The arguments have been checked before (plan_request.py). The machine is, in this order:
 
@@ -8,14 +8,12 @@ The arguments have been checked before (plan_request.py). The machine is, in thi
     here             the CPU alone
 """
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from keyhole.config.fields import own_settings
-from keyhole.limits import fits
 from keyhole.loading import choose_device
 from keyhole.loading.prepare import find_source
 from keyhole.machine.host import host_memory
@@ -23,7 +21,6 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
-from keyhole.methods.settings import MethodSettings, kinds
 from keyhole.methods.work import experts_share
 from keyhole.methods.workload import Room
 from keyhole.model.forward.memory import host_bytes
@@ -32,13 +29,12 @@ from keyhole.plan.dtype import AUTO, NAMES
 from keyhole.plan.measure import known, rates_of
 from keyhole.plan.placement import USABLE
 from keyhole.plan.profiles import PROFILES
-from keyhole.plan.seconds import StepSeconds, step_seconds, trust
+from keyhole.plan.seconds import step_seconds, trust
 from keyhole.plan.table import Question, process_bytes
-from keyhole.report.entries import Entry
+from keyhole.report.story import Planned
 from keyhole.training.plan_request import DEFAULT, PlanRequest
 
 RESERVE_BYTES = GIB  # left free on a card for the CUDA context and the desktop
-GAIN = 0.1  # share of a step that is worth a line
 
 
 @dataclass(frozen=True)
@@ -127,78 +123,28 @@ def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, t
     return rates, device, gpu_bytes, ram_bytes
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted cost of a step of a loaded model. seconds: None if the machine was never measured and has no
-    profile; host_bytes: of the process."""
-
-    tokens: int
-    host_bytes: int
-    seconds: StepSeconds | None
-    source: str
-
-
-def predict(
-    model: Model, method: str, tokens: float | None = None, own: MethodSettings | None = None
-) -> Prediction | None:
-    """The plan for the actual placement, with this number of tokens per step (None: the largest step). None if
-    there is no memory plan. own: other settings of the method than the run's."""
-    if model.placed is None:
-        return None
-    row, placed, rates = METHODS[method], model.placed, known(model.device)
-    micro = max(1, placed.work.passes // (placed.work.settings or row.settings()).passes)
-    each = placed.work.tokens if tokens is None else max(1, round(tokens / micro))
-    settings, share = own or placed.work.settings, experts_share(model.config)
-    work = replace(placed.work, method=method, tokens=min(each, placed.work.tokens), experts=share, settings=settings)
-    formats, streamed, on_gpu = model.formats, model.engine.streamed, model.device.type == "cuda"
-    asked = row.planned_work(model.layout, streamed, work, _room(model), rates or next(iter(PROFILES.values())))
+def planned(model: Model, method: str, tokens: float | None = None) -> Planned:
+    """What is planned for the actual placement: bytes on the device by part, host bytes, and seconds of a step with
+    this number of tokens (None: the largest step), if the machine was measured or has a profile."""
+    made, row, placed, on_gpu = Planned(), METHODS[method], model.placed, model.device.type == "cuda"
+    if placed is None or not row.streams:
+        return made
+    if on_gpu:
+        made.device_bytes = placed.device_bytes.total
+        made.parts = {name: count for name, count in asdict(placed.device_bytes).items() if count}
+    rates, settings, formats, streamed = known(model.device), placed.work.settings, model.formats, model.engine.streamed
+    micro = max(1, placed.work.passes // (settings or row.settings()).passes)
+    each = placed.work.tokens if tokens is None else min(placed.work.tokens, max(1, round(tokens / micro)))
+    work = replace(placed.work, method=method, tokens=each, experts=experts_share(model.config))
+    room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
+    asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
     host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + process_bytes(row, settings, on_gpu)
-    host += 0 if on_gpu else placed.device_bytes.total  # the CPU is the device: its bytes are host memory
-    seconds, source = None, ""
+    made.host_bytes = int(host) + (0 if on_gpu else placed.device_bytes.total)  # the CPU is the device
     if rates is not None:
-        seconds = step_seconds(asked, rates, rows=work.tokens, itemsize=formats.dtype.itemsize)
-        source = "rates measured here" if rates.measured else "estimated rates; `keyhole plan` measures this machine"
-    return Prediction(each * micro, int(host), seconds, source)
-
-
-def _room(model: Model) -> Room:
-    assert model.placed is not None
-    placed = model.placed
-    return Room(model.formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
-
-
-def faster_line(model: Model, method: str) -> str | None:
-    """`faster: activations=auto ..` if a step would be by GAIN shorter where blocks kept their activations in the
-    memory that the plan leaves. None if blocks are streamed (one that has moved keeps nothing) or not planned."""
-    row, placed = METHODS[method], model.placed
-    if placed is None or placed.limit_bytes is None or model.engine.streamed:
-        return None
-    own = placed.work.settings or row.settings()
-    value = "none" if own.is_compiled else "auto"  # compiled blocks keep all of it or nothing
-    if own.keeps not in ("block", "host") or not fits(value, kinds(type(own))["activations"]):
-        return None
-    other = replace(own, **{"activations": value})
-    now, then = predict(model, method), predict(model, method, own=other)
-    if now is None or then is None or now.seconds is None or then.seconds is None:
-        return None
-    work = replace(placed.work, method=method, settings=other)
-    needed = row.planned_bytes(model.layout, set(), work, _room(model)).total
-    if then.seconds.total > (1 - GAIN) * now.seconds.total or needed > placed.limit_bytes:
-        return None
-    return (
-        f"faster: activations={value} uses memory that the plan leaves, and computes fewer blocks twice: "
-        f"{then.seconds.total:.3g} s per step instead of {now.seconds.total:.3g} s ({then.source})"
-    )
-
-
-def pace_line(model: Model, method: str, entries: Sequence[Entry]) -> str | None:
-    """`check: 0.365 s per step, planned 0.392 s (link)`: the measured mean, and the plan at the mean number of tokens.
-    None if the machine was never measured and has no profile."""
-    found = predict(model, method, statistics.fmean(entry["tokens"] for entry in entries))
-    if found is None or found.seconds is None:
-        return None
-    measured = statistics.median(entry["seconds"] for entry in entries)
-    return (
-        f"check: {measured:.3g} s per step, planned {found.seconds.total:.3g} s, bound by {found.seconds.bound_by} "
-        f"({found.tokens:,.0f} tokens; {found.source})"
-    )
+        step = step_seconds(asked, rates, rows=each, itemsize=formats.dtype.itemsize)
+        made.seconds = {"total": step.total, "compute": step.compute, "link": step.link, "CPU": step.cpu}
+        made.bound_by = step.bound_by
+        made.source = (
+            "rates measured here" if rates.measured else "estimated rates; `keyhole plan` measures this machine"
+        )
+    return made

@@ -8,29 +8,28 @@ a hundred times as old as it took to make, so it takes at most 1 % of the time, 
 is written before the first step and the last one when the run ends, also after an error.
 """
 
+import importlib.util
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from keyhole.config import to_yaml
 from keyhole.data.preview import marked
 from keyhole.data.run import Data
-from keyhole.disk.files import write_text
-from keyhole.methods import METHODS
+from keyhole.disk.files import replacing, write_text
 from keyhole.model.batch import Batch
-from keyhole.model.model import Model
 from keyhole.offload.timeline import Timeline
 from keyhole.report.curves import Curves
-from keyhole.report.entries import Entry
+from keyhole.report.entries import Entry, read_metrics
 from keyhole.report.page import make_page, now
 from keyhole.report.parts import busy_seconds
-from keyhole.report.story import FAILED, PAGE, RUNNING, STORY, Planned, Sample, Story, View, read_story, write_story
+from keyhole.report.story import FAILED, PAGE, RUNNING, STORY, Sample, Story, View, read_story, write_story
 from keyhole.training.display import Display
 from keyhole.training.metrics import Reading, resident_bytes
-from keyhole.training.planning import predict
-from keyhole.training.plot import plot_loss
+from keyhole.training.planning import planned
 from keyhole.training.resume import flat_config
 from keyhole.training.run import Observer, Run
 from keyhole.training.rundir import RunDir
@@ -136,6 +135,38 @@ class Reports(Observer):
             self.display.line(f"curve: {self.directory.curve}")
 
 
+def plot_loss(metrics: Path, picture: Path, title: str, by_candidates: bool = False) -> bool:
+    """Draws run/loss.png from the metrics file: single steps faintly, their running mean, evaluations. False without
+    steps, or without matplotlib. by_candidates: the loss of training is per question, so that of evaluations, per
+    token, gets an axis of its own."""
+    entries = read_metrics(metrics)
+    steps = [(entry["step"], entry["loss"]) for entry in entries if entry.get("loss") is not None]
+    evals = [(entry["step"], entry["eval_loss"]) for entry in entries if entry.get("eval_loss") is not None]
+    if not steps or importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes, ((x, y), window) = figure.subplots(), (zip(*steps, strict=True), max(5, len(steps) // 50))
+    sums = list(accumulate(y, initial=0.0))
+    means = [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
+    axes.plot(x, y, color="tab:blue", alpha=0.25, linewidth=1)
+    lines = axes.plot(x, means, color="tab:blue", label=f"train (mean of {window} steps)")
+    per_row = any("eval_rows" in entry for entry in entries)  # a classifier's
+    unit = "over candidates (nats per question)" if by_candidates else "per row" if per_row else "(nats per token)"
+    axes.set(xlabel="step", ylabel=f"loss {unit}", title=title)
+    axes.grid(alpha=0.3)
+    if evals:
+        beside = axes.twinx() if by_candidates else axes
+        lines += beside.plot(*zip(*evals, strict=True), color="tab:orange", marker="o", label="eval")
+        beside.set_ylabel("loss (nats per token)" if by_candidates else axes.get_ylabel())
+    axes.legend(handles=lines)
+    with replacing(picture) as file:
+        FigureCanvasAgg(figure).print_png(file)
+    return True
+
+
 def open_reports(
     run: Run, display: Display, run_id: str | None, lines: list[str], kept: list[Entry], machine: dict[str, Any]
 ) -> Reports:
@@ -157,25 +188,6 @@ def open_reports(
     made = Reports(directory, RunPage(view), open_trackers(config.report_to, about), display)
     made.tell("rows of the data", partial(add_samples, story, run.data, model.tokenizer))
     made.begin()
-    return made
-
-
-def planned(model: Model, method: str, tokens: float | None = None) -> Planned:
-    """The planned bytes by part, host bytes, and seconds of a step with this number of tokens."""
-    made = Planned()
-    if not METHODS[method].streams:
-        return made
-    if model.device.type == "cuda":
-        assert model.placed is not None
-        made.device_bytes = model.placed.device_bytes.total
-        made.parts = {name: count for name, count in asdict(model.placed.device_bytes).items() if count}
-    prediction = predict(model, method, tokens)
-    if prediction is not None:
-        made.host_bytes = prediction.host_bytes
-    if prediction is not None and prediction.seconds is not None:
-        step = prediction.seconds
-        made.seconds = {"total": step.total, "compute": step.compute, "link": step.link, "CPU": step.cpu}
-        made.bound_by, made.source = step.bound_by, prediction.source
     return made
 
 

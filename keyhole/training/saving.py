@@ -40,7 +40,7 @@ from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
 from keyhole.training.records import Journaling
 from keyhole.training.run import Observer, Run
-from keyhole.training.selection import Selection
+from keyhole.training.validation import Selection
 
 RETRY_STEPS = 10
 RETRY_S, WAIT_S, PAUSE_S = 60.0, 3600.0, 2.0  # of the save that ends a run

@@ -29,7 +29,7 @@ from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
 from keyhole.training import trackers
-from keyhole.training.display import Display, Waiting, open_missing_streams
+from keyhole.training.display import Display, Waiting
 from keyhole.training.resume import BaseHash, model_hash, resume_lines
 from keyhole.training.rundir import Lock, RunDir, inspect, locked
 
@@ -75,7 +75,6 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     path, from that checkpoint. dry_run checks config, data, model (its weights by the headers of their files) and
     output_dir, prints the start block, and stops.
     """
-    open_missing_streams()
     parts = parts or Parts()
     leads = parts.ranks.is_leader  # the other ranks follow its commands, and write no file of the run by themselves
     if dry_run and not leads:

@@ -22,7 +22,7 @@ from keyhole.disk.json_text import write_result as write_file
 from keyhole.errors import UserError
 from keyhole.pages.frame import page
 from keyhole.report.story import Planned, Story, read_story, write_story
-from keyhole.training.selection import Selection
+from keyhole.training.validation import Selection
 from tests.compare.comparisons import write
 
 ROOT = Path(__file__).parents[2] / "keyhole"

@@ -12,7 +12,7 @@ import pytest
 from keyhole.data.prepare import prepare
 from keyhole.loading import load
 from keyhole.machine.progress import listening, tell
-from keyhole.training.display import CLEAR, Display, Waiting
+from keyhole.training.display import Display, Waiting
 from tests.data.chats import tokenizer
 
 
@@ -22,7 +22,7 @@ def entry(step: int, loss: float) -> dict:
 
 
 def test_a_line_a_step(capsys: pytest.CaptureFixture) -> None:
-    """Without a terminal: one plain line a step, no control codes."""
+    """One plain line a step, no control codes."""
     display = Display(10, 1)
     display.open(0)
     display.step(entry(1, 2.5))
@@ -62,8 +62,8 @@ def test_a_log_on_a_full_disk_loses_lines_and_nothing_else(capfd: pytest.Capture
 def test_a_process_without_streams_writes_into_no_file(tmp_path: Path) -> None:
     """Started with input, output and error closed, it does not take the first files it opens for them."""
     code = (
-        "from keyhole.training.display import open_missing_streams; import os, sys\n"
-        "open_missing_streams(); file = open(sys.argv[1], 'w'); print('line'); os.write(2, b'message')\n"
+        "from keyhole.cli import _open_streams; import os, sys\n"
+        "_open_streams(); file = open(sys.argv[1], 'w'); print('line'); os.write(2, b'message')\n"
         "file.write(str(file.fileno()))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "precious")]
@@ -84,7 +84,7 @@ def test_fewer_lines_show_means(capsys: pytest.CaptureFixture) -> None:
     ]  # fmt: skip
 
 
-def test_a_line_without_a_bar_tells_the_time(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_tells_the_time(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elapsed, and what is left at the pace since the start of this process; the end has a summary."""
     now = [1000.0]
     monkeypatch.setattr("keyhole.training.display.time.monotonic", lambda: now[0])
@@ -127,15 +127,8 @@ class Clock:
         return self.now_s
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_plain_lines_are_rare() -> None:
-    """Without a terminal: nothing within two seconds, then a line every ten, and no control codes."""
+    """Nothing within two seconds, then a line every ten, and no control codes."""
     clock, stream = Clock(), io.StringIO()
     waiting = Waiting(stream=stream, clock=clock)
     with waiting.phase("reading data"):
@@ -149,20 +142,9 @@ def test_plain_lines_are_rare() -> None:
     assert str(waiting) == "start: 14.0 s (reading data 14.0)"
 
 
-def test_a_terminal_has_one_line_that_is_gone_at_the_end() -> None:
-    """The line is drawn over, and cleared when the work is done, also when it fails."""
-    clock, stream = Clock(), Terminal()
-    waiting = Waiting(stream=stream, clock=clock)
-    with pytest.raises(KeyError), waiting.phase("loading the model"):
-        tell("reading weights", 2**30, 4 * 2**30, "bytes")
-        raise KeyError
-    text = stream.getvalue()
-    assert text == f"{CLEAR}loading the model{CLEAR}reading weights: 1.0 of 4.0 GiB{CLEAR}"
-
-
 def test_nothing_is_said_in_silence_or_into_a_closed_stream(capsys: pytest.CaptureFixture[str]) -> None:
     """A comparison has the screen; a stream that nobody reads is no reason to stop."""
-    closed = Terminal()
+    closed = io.StringIO()
     closed.close()
     for waiting in (Waiting(silent=True), Waiting(stream=closed)):
         with waiting.phase("importing", now=True):

@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-import keyhole
 from keyhole.config.loader import parse_config
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.workload import Workload
 from keyhole.plan import measure
 from keyhole.plan.profiles import PROFILES
-from keyhole.training import planning
 from keyhole.training.plan_request import check_plan
-from keyhole.training.planning import ask, faster_line
+from keyhole.training.planning import ask
 from keyhole.training.start import train
 from tests.disk.published import write_ints
 from tests.training.runs import Make
@@ -99,37 +95,3 @@ def test_planned_and_measured_pace_stand_side_by_side(
     log = (tmp_path / "out" / "run" / "log.txt").read_text()
     line = re.search(r"check: (\S+) s per step, planned (\S+) s, bound by (\w+) \((\d+) tokens", log)
     assert line is not None and float(line[1]) > 0 and float(line[2]) > 0 and int(line[4]) > 2
-
-
-def start_of(directory: Path, method: str, gpu_memory: str, **own: object) -> str | None:
-    """The line of a run of 16 x 512 tokens, whose budget a CPU does not enforce."""
-    settings = METHODS[method].settings(**own)
-    work = Workload(method, 16 * 512, settings=settings)
-    where = {"device": "cpu", "placement": "auto", "gpu_memory": gpu_memory}
-    return faster_line(keyhole.load(directory, init="random", workload=work, **where), method)
-
-
-def test_a_run_is_told_of_free_memory_that_would_make_it_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the setting that its method has: compiled blocks of lsp keep nothing. Not if blocks keep their activations,
-    if there is no room, if weights are streamed, or if no pace is known."""
-    monkeypatch.setattr(planning, "known", lambda device: PROFILES["4090"])
-    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 256}
-    LlamaConfig(architectures=["LlamaForCausalLM"], num_attention_heads=4, **wide).save_pretrained(tmp_path)
-    line = start_of(tmp_path, "lomo", "8GiB")
-    assert line is not None and line.startswith("faster: activations=auto ")
-    then, now = (float(x) for x in re.findall(r"([\d.]+) s (?:per step|\()", line))
-    assert then < 0.9 * now
-    compiled = start_of(tmp_path, "adalomo", "8GiB", compile=True)
-    assert compiled is not None and "activations=none" in compiled
-    assert start_of(tmp_path, "lsp", "8GiB", compile=True) is None
-    assert start_of(tmp_path, "lomo", "8GiB", activations="auto") is None
-    assert start_of(tmp_path, "zo", "8GiB") is None
-    full = keyhole.load(tmp_path, init="random", device="cpu", workload=Workload("lomo", 16 * 512)).placed
-    assert full is not None
-    total_mib = full.device_bytes.total // 2**20
-    assert start_of(tmp_path, "adalomo", f"{total_mib + 2}MiB", compile=True) is None
-    assert start_of(tmp_path, "lomo", f"{total_mib - 2}MiB") is None  # streamed
-    monkeypatch.setattr(planning, "known", lambda device: None)
-    assert start_of(tmp_path, "lomo", "8GiB") is None

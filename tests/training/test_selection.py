@@ -17,8 +17,8 @@ from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.training import evaluation, loop
 from keyhole.training.records import _line
-from keyhole.training.selection import Selection
 from keyhole.training.start import train
+from keyhole.training.validation import Selection
 from tests.matrix import in_every_run
 from tests.training.runs import Make, losses, metrics, same, weights
 

@@ -12,7 +12,7 @@ import keyhole
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
 from keyhole.data.run import load_data
-from keyhole.training import start_block as start
+from keyhole.training import model_and_method as start
 from keyhole.training.model_and_method import workload
 from keyhole.training.schedule import Schedule
 

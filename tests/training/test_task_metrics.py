@@ -17,9 +17,8 @@ from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
 from keyhole.eval.score import score
 from keyhole.training import validation
-from keyhole.training.selection import Selection
 from keyhole.training.start import Parts, train
-from keyhole.training.validation import common_metric
+from keyhole.training.validation import Selection, common_metric
 from tests.matrix import in_every_run
 from tests.training.runs import metrics, same, weights
 
