@@ -194,14 +194,11 @@ class Marker:
 def inspect(root: Path) -> Marker:
     """The marker of the directory; refuses one with other files, and one that is not writable."""
     rundir.check_place(root)
-    if root.exists() and not root.is_dir():
-        raise UserError(f"output_dir: {root} is a file; choose a directory")
     strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     if strangers and not (root / MARKER).is_file():
         raise UserError(
             f"output_dir: {root} holds files that no comparison wrote (such as {strangers[0]}); choose a new directory"
         )
-    rundir.try_place(root)
     return read_marker(root)
 
 

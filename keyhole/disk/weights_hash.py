@@ -15,7 +15,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,10 +34,6 @@ Part = tuple[Path, int, int, str]
 """Bytes [begin, end) of a file, and what is said of their tensor: its name, dtype and shape."""
 
 
-class Stopped(Exception):
-    """The computation of the hash was cancelled."""
-
-
 def stored_weights(directory: Path) -> set[str]:
     """Names of the files in a directory that a model saved there consists of: model.safetensors,
     model-NNNNN-of-NNNNN.safetensors, and what the index lists. All other files belong to the user."""
@@ -50,8 +46,8 @@ def stored_weights(directory: Path) -> set[str]:
     return {name for name in names if (directory / name).is_file()}
 
 
-def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> str:
-    """The hash of the weights in a directory, 64 hex digits. stop: called now and then; True raises Stopped."""
+def content_hash(directory: Path) -> str:
+    """The hash of the weights in a directory, 64 hex digits."""
     listed, parts = weight_files(directory), list[Part]()
     try:
         for path in sorted(directory / name for name in set(listed if isinstance(listed, list) else listed.values())):
@@ -63,7 +59,7 @@ def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> s
                 first, last = about["data_offsets"]
                 parts.append((path, begin + first, begin + last, f"{name} {about['dtype']} {about['shape']}"))
         with ThreadPoolExecutor(READERS) as pool:
-            return _hash_of(pool.map(lambda part: _line(part, stop), parts))
+            return _hash_of(pool.map(_line, parts))
     except OSError as error:
         raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
 
@@ -86,13 +82,11 @@ def _hash_of(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def _line(part: Part, stop: Callable[[], bool]) -> str:
+def _line(part: Part) -> str:
     path, begin, end, said = part
     crc, left = 0, end - begin
     with path.open("rb") as file:
         file.seek(begin)
         while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
             crc, left = zlib.crc32(piece, crc), left - len(piece)
-            if stop():
-                raise Stopped
     return f"{said} {crc:08x}"

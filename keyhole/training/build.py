@@ -111,7 +111,7 @@ def lead(run: Run, request: Request, display: Display, run_id: str | None, opene
     config, directory, model, method, data = run.config, run.directory, run.model, run.method, run.data
     origin, parts, ranks = request.origin, request.parts, request.parts.ranks
     with parts.waiting.phase("hashing the weights"):
-        base = request.base() if origin.state is None else origin.base
+        base = parts.model_hash(config.model) if origin.state is None else origin.base
     about = State(0, config=flat_config(config), versions=versions(), run=run_id, base=base)
     writer = Writer(model, method)
     groups = [
@@ -155,9 +155,8 @@ def lead(run: Run, request: Request, display: Display, run_id: str | None, opene
     questions, saved = [task.fingerprint for task in run.judge.dev], None if state is None else state.selection
     selection = Selection(config, run.judge.metric or "loss", saved, questions, rows)
     selection.add_before(metrics.kept, 0 if state is None else state.step)
-    saver = Saver(run, writer, about, journal=journal, selection=selection)
+    saver = Saver(run, writer, about, journal=journal, selection=selection, begin=origin.choice.path)
     opened.callback(saver.close)
     opened.callback(display.close)
-    saver.went_on_from(origin.choice.path, run.first)
     evaluation = Evaluation(run, metrics, reports, selection, saver)
     return Leader(run=run, metrics=metrics, journal=journal, reports=reports, evaluation=evaluation, saver=saver)

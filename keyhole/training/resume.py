@@ -8,11 +8,7 @@ ignored. Model and data are identified by content, so a directory may be moved. 
 here; training data are compared by their tokens when they are read (data/batches.py), which also detects another
 tokenizer.
 
-The hash. Checkpoints and journals identify their base model by its content (disk/weights_hash.py). Hashing reads every
-byte of the weights: half a second for 135M parameters, several seconds for 7B. It is needed only when the journal is
-opened, so threads do it while torch is imported, the data are read and the weights are loaded; zlib and file reads
-release the GIL. The weights are then loaded from the page cache. Only a directory with safetensors is hashed early: a
-hub id may have to be downloaded first, and .bin files need torch.
+The hash. Checkpoints and journals identify their base model by its content (disk/weights_hash.py).
 
 Ranks. Every machine has its own copy of the config, the data and the model, or sees one copy through a shared file
 system. Nothing later would notice a copy that is older: losses would be added up all the same. So ranks compare
@@ -33,9 +29,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +39,7 @@ from keyhole.checkpoint.state import STATE, State
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections
 from keyhole.disk.json_text import Json
-from keyhole.disk.weights_hash import Stopped, content_hash
+from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
 from keyhole.methods import METHODS
@@ -88,7 +82,7 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
         before, after = state.config.get(key), now[key]
         if before == after:
             continue
-        if key in DATA or (key == "model" and _same_model(after, base)):
+        if key in DATA or (key == "model" and base is not None and model_hash(str(after)) == base):
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, of the same content")
         elif key in SAFE:
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, from step {next_step} on")
@@ -99,10 +93,6 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
         fix = "set them back, or start a new run in another output_dir"
         raise UserError("\n".join([f"--resume: these settings cannot change within a run; {fix}", *refused]))
     return lines
-
-
-def _same_model(model: str, base: str | None) -> bool:
-    return base is not None and _unreadable(model) is None and content_hash(find_directory(model)) == base
 
 
 def _unreadable(model: str) -> str | None:
@@ -147,27 +137,6 @@ def model_hash(model: str) -> str | None:
         return content_hash(find_directory(model))
     except UserError:
         return None
-
-
-class BaseHash:
-    """The hash of one model; the computation starts at once where possible."""
-
-    def __init__(self, model: str) -> None:
-        self.model, self.stopped = model, threading.Event()
-        self.early: Future[str] | None = None
-        if Path(model).is_dir():
-            self.early = ThreadPoolExecutor(1, "keyhole-hash").submit(content_hash, Path(model), self.stopped.is_set)
-
-    def result(self) -> str | None:
-        """Waits for the hash; None if the files have none."""
-        try:
-            return model_hash(self.model) if self.early is None else self.early.result()
-        except (UserError, Stopped):
-            return None
-
-    def stop(self) -> None:
-        """Cancels the computation: the threads end after the piece that they are reading."""
-        self.stopped.set()
 
 
 PIECES, PIECE_BYTES = 32, 4096

@@ -33,8 +33,17 @@ from keyhole.checkpoint import journal
 from keyhole.checkpoint.resume import Place
 from keyhole.checkpoint.select import checkpoints, finish_deletion, numbered
 from keyhole.checkpoint.state import STATE
-from keyhole.disk import files
-from keyhole.disk.files import flush, make_directories, open_regular, read_small, remove, staged, write_text, writing_to
+from keyhole.disk.files import (
+    flush,
+    make_directories,
+    open_regular,
+    read_small,
+    remove,
+    staged,
+    try_place,
+    write_text,
+    writing_to,
+)
 from keyhole.disk.json_text import json_text
 from keyhole.disk.weights_hash import stored_weights
 from keyhole.errors import UserError
@@ -157,10 +166,7 @@ def inspect(output_dir: str, resume: bool, lock: Lock | None = None) -> RunDir:
     found = RunDir(Path(output_dir))
     check_place(found.root)
     if not os.path.lexists(found.root):
-        try_place(found.root)
         return found
-    if not found.root.is_dir():
-        raise UserError(f"output_dir: {found.root} is a file; choose a directory")
     _refuse_links(found.run)
     stranger = None if found.is_ours else _first_file(found.root)
     if stranger is not None:
@@ -174,40 +180,29 @@ def inspect(output_dir: str, resume: bool, lock: Lock | None = None) -> RunDir:
     if not resume and found.holds is not None:
         way = "go on from there with --resume, or " if checkpoints(found.root) or found.has_steps else ""
         raise UserError(f"output_dir: {found.root} holds a run already ({found.holds}); {way}choose another output_dir")
-    try_place(found.root)
     return found
 
 
 def check_place(root: Path) -> None:
-    """Checks that the name is valid and that the nearest existing directory is writable."""
-    for place in (root, *root.absolute().parents):
-        try:
-            os.stat(place)
-            break
-        except (FileNotFoundError, NotADirectoryError):
-            if place.is_symlink():
-                where = f"{place} is a link that leads nowhere ({os.readlink(place)} is not there)"
-                raise UserError(f"output_dir: {where}; make that directory, or choose another output_dir") from None
-        except (OSError, ValueError) as error:  # too long, no permission, or a zero byte
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise UserError(f"output_dir: {str(root)[:200]!r} is not possible: {reason}") from error
+    """Refuses a name that is not possible, and a place where no directory can be made."""
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(root)
+    except (OSError, ValueError) as error:  # too long, no permission, or a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"output_dir: {str(root)[:200]!r} is not possible: {reason}") from error
+    place = next(place for place in (root, *root.absolute().parents) if os.path.lexists(place))
+    if not place.is_dir():
+        what = "a link that leads nowhere" if place.is_symlink() else "a file"
+        raise UserError(f"output_dir: {place} is {what}; choose a directory")
     for above in Path(os.path.abspath(root)).parents:
         if (above / STATE).is_file():
             raise UserError(
                 f"output_dir: {root} is inside of {above}, a checkpoint, which its run will delete when it is too old, "
                 "except for other files; choose another output_dir"
             )
-    if place != root and not place.is_dir():
-        raise UserError(f"output_dir: {place} is a file; choose a directory")
-    if place.is_dir() and not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-        why = "read-only, or not yours"
-        raise UserError(f"output_dir: {place} cannot be written to ({why}); choose another output_dir")
-
-
-def try_place(root: Path) -> None:
-    """Refuses a place where no directory can be made."""
     try:
-        files.try_place(root)
+        try_place(root)
     except OSError as error:
         raise UserError(
             f"output_dir: {error.filename} cannot be written to: no directory can be made in it ({error.strerror}); "

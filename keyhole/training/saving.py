@@ -68,16 +68,11 @@ def describe(config: TrainConfig, writer: Writer) -> list[str]:
     if config.save_steps is None:
         return []
     if writer.waits or not config.background_save:
-        why = "background_save=false"
-        why = "ranks write or share the weights" if writer.model.ranks.several else why
+        why = "ranks write or share the weights" if writer.model.ranks.several else "background_save=false"
         why = "its tensors are stored in another form" if writer.waits and config.background_save else why
         return [f"checkpoints: training waits for each ({why})"]
-    weights = sum(home.numel() * home.element_size() for home in writer.model.engine.homes)
-    short = "" if writer.pool_bytes >= weights // 2 else f" (half of them, {weights / 2 / GIB:.2f} GiB, is not free)"
-    return [
-        f"checkpoints: written while training goes on; host memory meanwhile: at most {writer.pool_bytes / GIB:.2f} "
-        f"GiB more, {writer.pool_bytes / max(1, weights):.0%} of the weights{short}"
-    ]
+    most = f"at most {writer.pool_bytes / GIB:.2f} GiB more"
+    return [f"checkpoints: written while training goes on; host memory meanwhile: {most}"]
 
 
 def refuse_full_disk(root: Path, model: Model) -> None:
@@ -94,26 +89,28 @@ class Saver(Observer):
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
     about describes the run in every checkpoint; the journal, if there is one, is flushed before a checkpoint gets its
-    name; the checkpoint of the best step of `selection` is kept.
+    name; the checkpoint of the best step of `selection` is kept; begin: the checkpoint that the run resumes from.
     """
 
     def __init__(
-        self, run: Run, writer: Writer, about: State, *, journal: Journaling | None, selection: Selection
+        self,
+        run: Run,
+        writer: Writer,
+        about: State,
+        *,
+        journal: Journaling | None,
+        selection: Selection,
+        begin: Path | None,
     ) -> None:
         self.run, self.writer, self.about, self.journal, self.selection = run, writer, about, journal, selection
         self.config, self.root, self.say = run.config, run.directory.root, run.say
         self.best_step = self.best_saved()
         self.waits = writer.waits or not self.config.background_save
-        self.last_good: Path | None = None
-        self.last_step: int | None = None
+        self.last_good = begin  # if it is in this directory, its step is not saved again
+        is_here = begin is not None and begin.resolve() == run.checkpoint(run.first).resolve()
+        self.last_step = run.first if is_here else None
         self.retry_at: int | None = None
         self.deleting: threading.Thread | None = None  # deletes old checkpoints in the background
-
-    def went_on_from(self, path: Path | None, step: int) -> None:
-        """Notes the checkpoint that the run resumes from; if it is in this directory, its step is not saved again."""
-        self.last_good = path
-        if path is not None and path.resolve() == self.run.checkpoint(step).resolve():
-            self.last_step = step
 
     def best_saved(self, damaged: Collection[int] = ()) -> int | None:
         """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the
@@ -311,31 +308,24 @@ class Saver(Observer):
             return str(fault)
 
     def publish(self, step: int | None = None) -> None:
-        """Makes the checkpoint of a step, or the last one, the model of the output directory; the weights in memory, if
-        they are those of a checkpoint that has been deleted or damaged since it was saved."""
+        """Makes the checkpoint of a step, or the last one, the model of the output directory."""
         if self.deleting is not None:
             self.deleting.join()
         model, method = self.writer.model, self.writer.method
         source = self.last_good if step is None else self.run.checkpoint(step)
         assert source is not None
-        at = f"it is complete in {source}; --resume puts it there when that can be written to"
         try:
-            try:
-                about = read_state(source)
-                state = method_state(source, about)
-                if method.light:
-                    method.load_state_dict(state)
-                    hf.save_model(model, self.root)
-                    return
-                beside = method.learned_beside(state)
-                finish = None if beside is None else partial(hf.merge_files, model, factors=beside)
-                hf.publish(source, self.root, about.files.keys() - OWN_FILES, finish)
-            except (Damaged, FileNotFoundError) as error:
-                if source != self.run.checkpoint(self.last_step or 0):
-                    what = f"{source}, the best, was deleted or damaged just now"
-                    raise UserError(f"output_dir: {what}: {error}") from error
-                self.say(f"warning: {source} was deleted or damaged just now ({error}); the model is saved from memory")
-                at = "free space, or choose another disk"
+            about = read_state(source)
+            state = method_state(source, about)
+            if method.light:
+                method.load_state_dict(state)
                 hf.save_model(model, self.root)
+                return
+            beside = method.learned_beside(state)
+            finish = None if beside is None else partial(hf.merge_files, model, factors=beside)
+            hf.publish(source, self.root, about.files.keys() - OWN_FILES, finish)
+        except (Damaged, FileNotFoundError) as error:
+            raise UserError(f"output_dir: {source} was deleted or damaged just now: {error}") from error
         except OSError as error:
+            at = f"it is complete in {source}; --resume puts it there when that can be written to"
             raise UserError(f"output_dir: the model could not be put into {self.root}: {error}; {at}") from error

@@ -1,19 +1,18 @@
 """Ctrl-C, SIGTERM, a closed terminal: the first signal asks the run to stop, a later one ends it at once.
 
-The first signal only sets a flag: the loop finishes its step, saves a checkpoint and returns 130. After GRACE_S the
-default signal handlers are restored, so a second signal ends the process at once, even inside a long copy or write.
-That is safe: all files are written under a temporary name and renamed when complete, and the next run deletes the
-leftovers of a dead process. Signals within GRACE_S of the first count as one request, because a closed terminal,
-`timeout` and job launchers send one to the process and one to its group.
+The first signal only sets a flag: the loop finishes its step, saves a checkpoint and returns 130. A later one ends the
+process as soon as Python runs again. That is safe: all files are written under a temporary name and renamed when
+complete, and the next run deletes the leftovers of a dead process. Signals within GRACE_S of the first count as one
+request, because a closed terminal, `timeout` and job launchers send one to the process and one to its group.
 
 A closed terminal sends SIGHUP, and the reader of a pipe may exit (display.py): both ask the run to stop too. If SIGHUP
 is ignored it stays ignored: `nohup keyhole train ...` outlives its terminal.
 """
 
-import ctypes
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -31,7 +30,7 @@ class Interrupts:
         self.quiet = quiet
         self.requested: str | None = None  # the name of the signal
         self._before: dict[int, Any] = {}
-        self._grace: threading.Timer | None = None
+        self._first_s: float | None = None
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
@@ -40,9 +39,6 @@ class Interrupts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._grace is not None:
-            self._grace.cancel()
-            self._grace.join()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -52,20 +48,14 @@ class Interrupts:
         self.requested = self.requested or why
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self._grace is not None:
+        if self._first_s is not None:
+            if time.monotonic() > self._first_s + GRACE_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
-        self._grace = threading.Timer(GRACE_S, give_back, [tuple(self._before)])
-        self._grace.daemon = True
-        self._grace.start()
+        self._first_s = time.monotonic()
         self.ask(signal.Signals(number).name)
         if not self.quiet:  # not print: the signal may have interrupted a print, which is not reentrant
             text = f"\nkeyhole: {self.requested}: finishing this step and saving; once more leaves at once\n"
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, text.encode())
-
-
-def give_back(numbers: tuple[int, ...]) -> None:
-    """Restores the default handlers, so that signals end the process. Works from any thread, unlike signal.signal: the
-    main thread may be inside a long call."""
-    for number in numbers:
-        ctypes.CDLL(None).signal(number, ctypes.c_void_p(0))  # SIG_DFL

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
 from keyhole.training import trackers
 from keyhole.training.display import Display, Waiting
-from keyhole.training.resume import BaseHash, model_hash, resume_lines
+from keyhole.training.resume import model_hash, resume_lines
 from keyhole.training.rundir import Lock, RunDir, inspect, locked
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Parts:
 
     load_data: Callable[[DataSettings], Data] | None = None
     display: Callable[[int, int], Display] = Display
-    model_hash: Callable[[str], str | None] | None = None
+    model_hash: Callable[[str], str | None] = model_hash
     waiting: Waiting = field(default_factory=Waiting)
     allow_code_execution: bool = False
     ranks: Ranks = field(default_factory=Ranks)
@@ -55,8 +55,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Request:
-    """A config, checked as far as possible without reading data and model, and where its run begins. base: the hash of
-    the original model of a new run."""
+    """A config, checked as far as possible without reading data and model, and where its run begins."""
 
     config: TrainConfig
     directory: RunDir
@@ -65,7 +64,6 @@ class Request:
     notes: list[str]
     settings: DataSettings
     parts: Parts
-    base: Callable[[], str | None]
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False, parts: Parts | None = None) -> int:
@@ -84,7 +82,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     parts = parts if leads else replace(parts, waiting=Waiting(silent=True))
     trackers.require(config.report_to if leads else [])
     directory = RunDir(Path(config.output_dir))
-    with locked(directory.lock) as lock, ExitStack() as opened:
+    with locked(directory.lock) as lock:
         if leads:
             inspect(config.output_dir, resume is not None, None if dry_run else lock)
         with parts.waiting.phase("checking"):
@@ -98,14 +96,9 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             settings = data_settings(config, None if origin.state is None else origin.loader)
             check_sources(settings)
             name = prepare_push(config, dry_run) if leads and config.push_to_hub else None
-        base = lambda: (parts.model_hash or model_hash)(config.model)  # noqa: E731
-        if origin.state is None and leads and not dry_run and parts.model_hash is None:
-            hashing = BaseHash(config.model)
-            opened.callback(hashing.stop)
-            base = hashing.result
         with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules), imports(parts.own_process):
             from keyhole.training import build
-        code = build.run(Request(config, directory, lock, origin, notes, settings, parts, base), dry_run)
+        code = build.run(Request(config, directory, lock, origin, notes, settings, parts), dry_run)
         if code == 0 and name is not None and not dry_run:
             push(directory.root, name, config.hub_private_repo)
         return code
@@ -155,11 +148,8 @@ def prepare_push(config: TrainConfig, dry_run: bool) -> str:
 def push(root: Path, name: str, private: bool | None) -> None:
     from keyhole.hub import push as hub
 
-    def say(line: str) -> None:
-        with suppress(OSError):  # the output may be closed
-            print(line, flush=True)
-
-    try:
-        say(f"pushed: {hub.push(root, name, private=private, say=say)}")
-    except UserError as error:
-        raise UserError(f"{error}. The model is in {root}; push it later: keyhole push {root} {name}") from error
+    with suppress(OSError):  # the output may be closed
+        try:
+            print(f"pushed: {hub.push(root, name, private=private, say=print)}", flush=True)
+        except UserError as error:
+            raise UserError(f"{error}. The model is in {root}; push it later: keyhole push {root} {name}") from error
