@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import keyhole.cli
 from keyhole.checkpoint import journal
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
@@ -176,6 +177,7 @@ def test_a_directory_that_turns_read_only_stops_no_training(make: Make, backgrou
 def no_streams() -> None:
     for number in (0, 1, 2):
         os.close(number)
+    keyhole.cli._open_streams()
 
 
 def test_a_run_without_input_and_output_trains(make: Make) -> None:
